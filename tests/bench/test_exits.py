@@ -14,7 +14,7 @@ import tinyspec
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
 from tinyspec.bench.experiments import calibrate, exits
 from tinyspec.bench.plot import draw
-from tinyspec.early_exit.calibrate import textual
+from tinyspec.early_exit.calibrate import textual_loss
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
@@ -264,7 +264,7 @@ def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
                 ).tokens
                 for x in (row["threshold"], math.inf)
             ]
-            losses.append(textual(*pair))
+            losses.append(textual_loss(*pair))
         assert row["loss"] == pytest.approx(np.mean(losses))
     assert "checked" not in found
 

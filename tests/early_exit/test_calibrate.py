@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinyspec.early_exit.calibrate import (
-    binomial,
+    binomial_p_value,
     calibrate,
-    hoeffding,
-    needed,
-    risk,
+    hoeffding_p_value,
+    least_examples,
+    risk_loss,
     rouge_l,
-    textual,
+    textual_loss,
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.calibration_laws import (
@@ -38,7 +38,7 @@ def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and
 ):
     """delta 0.1, epsilon 0.05; five safe candidates, then fifteen whose risk is 0.101: exact products of binomial tails."""
     n, delta, above = 400, F(1, 10), F(101, 1000)
-    passing = max(k for k in range(60) if binomial(k, n, delta) <= EPSILON)
+    passing = max(k for k in range(60) if binomial_p_value(k, n, delta) <= EPSILON)
     rejected = sum(
         binomial_probability(k, n, above) for k in range(passing + 1)
     )  # a null that is true, and is rejected
@@ -57,7 +57,7 @@ def test_the_whole_procedure_errs_exactly_as_often_as_its_first_true_null_is_rej
 
 def test_hoeffding_alone_would_not_tell_the_mutant_from_the_real_thing() -> None:
     """Why the logic is tested with binomial p-values: five examples never reach epsilon by Hoeffding at a half."""
-    assert hoeffding(0, 5, F(1, 2)) > EPSILON
+    assert hoeffding_p_value(0, 5, F(1, 2)) > EPSILON
     assert CALIBRATED in CALIBRATION_LAWS
 
 
@@ -66,14 +66,16 @@ def test_binomial_is_the_binomial_tail_and_never_above_hoeffdings(
     n: int, delta: float, data: st.DataObject
 ) -> None:
     k = data.draw(st.integers(0, n))
-    assert binomial(k, n, delta) == pytest.approx(scipy.stats.binom.cdf(k, n, delta), abs=1e-9)
-    assert binomial(k, n, delta) <= hoeffding(k, n, delta) + 1e-9
+    assert binomial_p_value(k, n, delta) == pytest.approx(
+        scipy.stats.binom.cdf(k, n, delta), abs=1e-9
+    )
+    assert binomial_p_value(k, n, delta) <= hoeffding_p_value(k, n, delta) + 1e-9
 
 
 def test_the_fewest_examples_are_the_fewest() -> None:
-    for p_value in (hoeffding, binomial):
+    for p_value in (hoeffding_p_value, binomial_p_value):
         for delta, epsilon in ((0.1, 0.05), (0.05, 0.05), (0.3, 0.2), (0.9, 0.5)):
-            n = needed(delta, epsilon, p_value)
+            n = least_examples(delta, epsilon, p_value)
             assert p_value(0, n, delta) <= epsilon < p_value(0, n - 1, delta) if n > 1 else n == 1
 
 
@@ -131,11 +133,11 @@ def test_rouge_l_is_the_longest_common_subsequence(one: list[int], other: list[i
             2 * longest(tuple(one), tuple(other)) / (len(one) + len(other))
         )
     assert rouge_l(one, other) == rouge_l(other, one)
-    assert 0 <= textual(one, other) <= 1 and textual(one, one) == 0
+    assert 0 <= textual_loss(one, other) <= 1 and textual_loss(one, one) == 0
 
 
 def test_risk_consistency_counts_only_what_is_worse_than_the_full_model() -> None:
     reference = [1, 2, 3, 4]
-    assert risk([1, 2, 3, 4], [1, 2, 9, 9], reference) == 0
-    assert risk([9, 9, 9, 9], [1, 2, 3, 4], reference) == 1
-    assert risk([1, 2, 9, 9], [1, 2, 9, 9], reference) == 0
+    assert risk_loss([1, 2, 3, 4], [1, 2, 9, 9], reference) == 0
+    assert risk_loss([9, 9, 9, 9], [1, 2, 3, 4], reference) == 1
+    assert risk_loss([1, 2, 9, 9], [1, 2, 9, 9], reference) == 0

@@ -22,10 +22,10 @@ from tinyspec.early_exit.calm import (
     WEIGHT,
     agreement_labels,
     balanced_loss,
-    classified,
+    classifier_confidence,
     decay_threshold,
-    gap,
-    saturation,
+    hidden_saturation,
+    probability_gap,
     softmax_response,
     train_exit_classifier,
 )
@@ -92,10 +92,10 @@ def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
 def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> None:
     """Two words of 0.45 are a doubt."""
     row = np.array([0.45, 0.45, 0.1])
-    assert gap(row) == 0 < row.max()
+    assert probability_gap(row) == 0 < row.max()
     assert float(softmax_response(torch.tensor(row).log())) == pytest.approx(0, abs=1e-12)
-    assert gap([1, 0, 0]) == 1 and gap(np.array([1.0])) == 1.0
-    assert float(gap(np.array([0.2, 0.5, 0.3]))) == pytest.approx(0.2)
+    assert probability_gap([1, 0, 0]) == 1 and probability_gap(np.array([1.0])) == 1.0
+    assert float(probability_gap(np.array([0.2, 0.5, 0.3]))) == pytest.approx(0.2)
 
 
 # ---------------------------------------------------------------------- measures
@@ -103,9 +103,9 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
 
 def test_saturation_is_a_cosine_from_0_to_1_and_has_no_first_layer() -> None:
     a = torch.tensor([3.0, 4.0])
-    assert saturation(a, 2 * a) == pytest.approx(1)
-    assert saturation(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
-    assert saturation(a, -a) == 0 and saturation(a, torch.zeros(2)) == 0
+    assert hidden_saturation(a, 2 * a) == pytest.approx(1)
+    assert hidden_saturation(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
+    assert hidden_saturation(a, -a) == 0 and hidden_saturation(a, torch.zeros(2)) == 0
     for threshold, first in ((1e-9, 2), (0.0, 1)):
         found = layers(made(threshold=threshold, measure="saturation", decay="constant"), PROMPT)
         assert min(found) >= first
@@ -113,14 +113,14 @@ def test_saturation_is_a_cosine_from_0_to_1_and_has_no_first_layer() -> None:
 
 
 def test_the_classifier_is_one_vector_for_all_layers() -> None:
-    assert classified(torch.tensor([1.0, 2.0]), np.array([3.0, -1.0]), 0.5) == pytest.approx(
-        1 / (1 + math.exp(-1.5))
-    )
+    assert classifier_confidence(
+        torch.tensor([1.0, 2.0]), np.array([3.0, -1.0]), 0.5
+    ) == pytest.approx(1 / (1 + math.exp(-1.5)))
     assert (
-        classified(torch.tensor([-900.0]), np.array([1.0]), 0.0)
+        classifier_confidence(torch.tensor([-900.0]), np.array([1.0]), 0.0)
         == 0.0
         < 1.0
-        == classified(torch.tensor([900.0]), np.array([1.0]), 0.0)
+        == classifier_confidence(torch.tensor([900.0]), np.array([1.0]), 0.0)
     )
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
-from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
+from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.forward import ForwardRecord, Plan
@@ -19,14 +19,14 @@ L = LLAMA.n_layers
 EMPTY = TokenTree()
 
 
-class At(Rule):
+class At(ExitRule):
     """Tokens leave behind these layers, one after the other; those behind the list run the whole model."""
 
     def __init__(self, *layers: int, row: bool = False, states: int = 0):
         self.wanted, self.layers = layers, range(1, L)
-        self.row, self.states, self.seen = row, states, list[Exit]()
+        self.row, self.states, self.seen = row, states, list[ExitPoint]()
 
-    def stops(self, at: Exit) -> bool:
+    def should_exit(self, at: ExitPoint) -> bool:
         self.seen.append(at)
         return at.step < len(self.wanted) and self.wanted[at.step] == at.layer
 
@@ -41,7 +41,7 @@ def run(target: ExitTarget, tokens: list[int]) -> list[Any]:
     return scores
 
 
-def begun(rule: Rule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, list[ForwardRecord]]:
+def begun(rule: ExitRule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, list[ForwardRecord]]:
     forward_log: list[ForwardRecord] = []
     return ExitTarget(m.session(forward_log), rule, fill), forward_log
 
@@ -174,7 +174,7 @@ def test_text_given_from_outside_fills_what_left_early_first() -> None:
     assert sum(call.fills for call in forward_log) == L - 1
     assert target.start == len(target) == len(PROMPT) + 3
     target.end()
-    assert (len(target), target.start, target.left) == (0, 0, [])
+    assert (len(target), target.start, target.unfilled) == (0, 0, [])
 
 
 def test_a_hole_in_the_cache_is_an_error_and_never_silence() -> None:
@@ -192,7 +192,7 @@ def test_a_rule_that_may_stop_takes_no_drafts_and_one_that_never_does_is_the_ses
     target.extend(PROMPT)
     with pytest.raises(ValueError, match="no drafts"):
         target.score(TokenTree.chain([1]))
-    target, _ = begun(Rule())
+    target, _ = begun(ExitRule())
     target.extend(PROMPT)
     assert len(target.score(TokenTree.chain([1, 2])).logits) == 3
     assert target.text == PROMPT and target.model is M
@@ -200,7 +200,7 @@ def test_a_rule_that_may_stop_takes_no_drafts_and_one_that_never_does_is_the_ses
 
 @pytest.mark.parametrize("layer", [0, L + 1])
 def test_an_exit_that_is_no_layer_is_said(layer: int) -> None:
-    rule = Rule()
+    rule = ExitRule()
     rule.layers = (layer,)
     with pytest.raises(
         TinyspecError, match=rf"exit layer {layer} is out of range: .* layers 1 to {L}"

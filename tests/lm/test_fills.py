@@ -17,7 +17,7 @@ import torch
 import tinyspec
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
-from tinyspec.early_exit.exits import FILLS, Exit, ExitTarget, Rule
+from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
 from tinyspec.laws.tables import TableModel
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.gate import run_together
@@ -142,7 +142,7 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
 # ---------------------------------------------------------------------- the named fills
 
 
-class Scheduled(Rule):
+class Scheduled(ExitRule):
     """Tokens leave after as many layers as the list says; it may look at each row on the way."""
 
     layers = tuple(range(1, L))
@@ -150,7 +150,7 @@ class Scheduled(Rule):
     def __init__(self, leaves: Sequence[int], row: bool = False):
         self.leaves, self.row = leaves, row
 
-    def stops(self, at: Exit) -> bool:
+    def should_exit(self, at: ExitPoint) -> bool:
         return at.layer == self.leaves[at.step]
 
 

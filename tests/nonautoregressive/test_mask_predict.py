@@ -19,10 +19,10 @@ from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import (
     MaskPredictRefiner,
     TranslationPairs,
-    beam,
-    by_token,
     count_masked,
     hide_tokens,
+    length_logprobs,
+    likeliest_lengths,
     masked_lm_loss,
 )
 from tinyspec.technique import Guarantee, RefineRequest, Request, find_technique
@@ -249,25 +249,25 @@ def test_the_card_says_what_it_is() -> None:
 def test_the_length_token_tells_no_empty_translation() -> None:
     config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, lengths=6)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
-    law = by_token(model, model.encode(torch.tensor([[4, 5], [6, 0]]))).exp()
+    law = length_logprobs(model, model.encode(torch.tensor([[4, 5], [6, 0]]))).exp()
     assert law[:, 0].tolist() == [0, 0]
     assert law.sum(dim=1).tolist() == pytest.approx([1, 1], abs=1e-6)
 
 
 def test_the_beam_holds_the_likeliest_first_and_the_shorter_of_equals() -> None:
     law = torch.tensor([[0.0, 0.3, 0.4, 0.3], [0.0, 0.25, 0.25, 0.5]]).log()
-    assert beam(law, 2) == [[2, 1], [3, 1]]
-    assert beam(law, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
+    assert likeliest_lengths(law, 2) == [[2, 1], [3, 1]]
+    assert likeliest_lengths(law, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
 
 
 def test_wider_beams_contain_the_narrower() -> None:
     law = torch.rand(5, 20, generator=torch.Generator().manual_seed(1)).log()
-    for narrow, wide in zip(beam(law, 3), beam(law, 8), strict=True):
+    for narrow, wide in zip(likeliest_lengths(law, 3), likeliest_lengths(law, 8), strict=True):
         assert wide[:3] == narrow
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(TinyspecError, match="at least one"):
-        beam(torch.zeros(1, 3), 0)
+        likeliest_lengths(torch.zeros(1, 3), 0)
     with pytest.raises(TinyspecError, match="train it anew"):
-        beam(torch.full((1, 3), -torch.inf), 1)
+        likeliest_lengths(torch.full((1, 3), -torch.inf), 1)

@@ -19,8 +19,8 @@ from tinyspec.laws.fertility_laws import (
 )
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nat
-from tinyspec.nonautoregressive.nat import by_fertility, guarded, uniform
-from tinyspec.nonautoregressive.refine_many import chosen
+from tinyspec.nonautoregressive.nat import copy_by_fertility, copy_uniformly, make_decodable
+from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training.aligner import align, fertilities
 from tinyspec.training.dialects import Dialects, padded
@@ -72,13 +72,13 @@ def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(
 def test_fertilities_of_one_are_the_uniform_copy_of_equal_length() -> None:
     lengths = torch.tensor([3, 1, 5])
     ones = (torch.arange(5)[None] < lengths[:, None]).long()
-    for one, other in zip(by_fertility(ones), uniform(lengths, lengths), strict=True):
+    for one, other in zip(copy_by_fertility(ones), copy_uniformly(lengths, lengths), strict=True):
         assert torch.equal(one, other)
 
 
 def test_the_uniform_copy_takes_the_nearest_place() -> None:
     for source, target in product(range(1, 8), repeat=2):
-        places, slots = uniform(torch.tensor([source, 7]), torch.tensor([target, 9]))
+        places, slots = copy_uniformly(torch.tensor([source, 7]), torch.tensor([target, 9]))
         exact = [0.0 if target == 1 else i * (source - 1) / (target - 1) for i in range(target)]
         assert slots[0].tolist() == [i < target for i in range(9)]
         assert all(
@@ -164,7 +164,12 @@ def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_i
 def test_fertilities_gone_astray_are_cut_and_none_at_all_becomes_one() -> None:
     fertile = torch.tensor([[0.2, 0.9, 0.4]]).expand(4, 3)
     asked = torch.tensor([[2, 2, 1], [1, 9, 1], [0, 0, 0], [7, 0, 0]])
-    assert guarded(asked, fertile, 5).tolist() == [[2, 2, 1], [1, 0, 0], [0, 1, 0], [0, 1, 0]]
+    assert make_decodable(asked, fertile, 5).tolist() == [
+        [2, 2, 1],
+        [1, 0, 0],
+        [0, 1, 0],
+        [0, 1, 0],
+    ]
 
 
 def test_a_source_at_the_limit_of_the_positions_gets_no_more_than_fit() -> None:
@@ -391,7 +396,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
 
     def share(model: Seq2Seq, samples: int) -> float:
         refiner = find_technique("nat").refiner(RefineRequest(model, judge), samples=samples)
-        outputs = chosen(model, padded(held), refiner, [Seeded(0) for _ in held])
+        outputs = translate_sources(model, padded(held), refiner, [Seeded(0) for _ in held])
         return task.quality(held, outputs).valid
 
     assert task.quality(held, write(judge, held, Writing(beam=1))).valid > 0.95

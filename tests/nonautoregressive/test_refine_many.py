@@ -11,7 +11,7 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
-from tinyspec.nonautoregressive.refine_many import alone, chosen, refine_many
+from tinyspec.nonautoregressive.refine_many import refine_many, select_source, translate_sources
 from tinyspec.training.bitext import padded
 
 SOURCES = [[4, 5, 6, 7, 9], [8], [9, 4, 9], [5, 5, 10]]
@@ -57,10 +57,10 @@ def test_together_is_one_by_one(make: object) -> None:
             pass
         single.append(running.tokens)
         canvases.append(running.canvas)
-    assert chosen(one, padded(SOURCES), refiner, [Seeded(i) for i in range(4)]) == single
+    assert translate_sources(one, padded(SOURCES), refiner, [Seeded(i) for i in range(4)]) == single
     many = refine_many(one, padded(SOURCES), refiner, [Seeded(i) for i in range(4)])
     for i, canvas in enumerate(canvases):
-        of = many.of(i)
+        of = many.canvas_of(i)
         assert torch.equal(of.mask, canvas.mask)
         assert [of.text(row) for row in range(len(of.mask))] == [
             canvas.text(row) for row in range(len(of.mask))
@@ -87,7 +87,8 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
             token_logprobs(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas)
         )
         torch.testing.assert_close(
-            token_logprobs(teacher, alone(memory, i), canvas), judge(teacher, SOURCES[i], canvas)
+            token_logprobs(teacher, select_source(memory, i), canvas),
+            judge(teacher, SOURCES[i], canvas),
         )
 
 

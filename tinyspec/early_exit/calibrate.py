@@ -26,20 +26,20 @@ above delta.
 """
 
 
-def hoeffding(total: Any, n: int, delta: Any) -> float:
+def hoeffding_p_value(total: Any, n: int, delta: Any) -> float:
     """exp(-2 n (delta - mean)^2) where the mean is below delta, else 1: for any losses in [0, 1].
 
-    >>> round(hoeffding(0, 150, 0.1), 4), hoeffding(20, 150, 0.1)
+    >>> round(hoeffding_p_value(0, 150, 0.1), 4), hoeffding_p_value(20, 150, 0.1)
     (0.0498, 1.0)
     """
     return math.exp(-2 * n * max(0.0, float(delta) - float(total) / n) ** 2)
 
 
-def binomial(total: int, n: int, delta: Any) -> Any:
+def binomial_p_value(total: int, n: int, delta: Any) -> Any:
     """P(Bin(n, delta) <= total): exact where every loss is 0 or 1, so sharp enough to test the
     testing with.
 
-    >>> binomial(0, 5, Fraction(1, 2))
+    >>> binomial_p_value(0, 5, Fraction(1, 2))
     Fraction(1, 32)
     """
     if isinstance(delta, Fraction):
@@ -60,7 +60,7 @@ def binomial(total: int, n: int, delta: Any) -> Any:
     )
 
 
-class Tested(NamedTuple):
+class TestedThreshold(NamedTuple):
     """A candidate, its mean loss, the p-value of "its risk is above delta", and whether that was
     rejected.
     """
@@ -71,22 +71,22 @@ class Tested(NamedTuple):
     rejected: bool
 
 
-class Calibrated(NamedTuple):
+class Calibration(NamedTuple):
     """The last candidate that passed, None where not even the first did; and all that were
     tested.
     """
 
     choice: Any | None
-    tested: tuple[Tested, ...]
+    tested: tuple[TestedThreshold, ...]
 
 
-def needed(delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> int:
+def least_examples(delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value) -> int:
     """The fewest examples with which anything can be shown: without a single loss the p-value must
     reach epsilon.
 
     By Hoeffding that is ln(1 / epsilon) / (2 delta^2).
 
-    >>> needed(0.1, 0.05), needed(0.05, 0.05), needed(0.1, 0.05, binomial)
+    >>> least_examples(0.1, 0.05), least_examples(0.05, 0.05), least_examples(0.1, 0.05, binomial_p_value)
     (150, 600, 29)
     """
     _check(delta, epsilon)
@@ -100,13 +100,13 @@ def needed(delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> int:
     return high
 
 
-def enough(n: int, delta: Any, epsilon: Any, p_value: PValue = hoeffding) -> None:
+def check_examples(n: int, delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value) -> None:
     """TinyspecError where nothing can be shown with n examples."""
     _check(delta, epsilon)
     if n < 1 or p_value(0, n, delta) > epsilon:
         raise TinyspecError(
             f"{n} calibration examples are too few for delta {delta} and epsilon {epsilon}: "
-            f"at least {needed(delta, epsilon, p_value)} are needed"
+            f"at least {least_examples(delta, epsilon, p_value)} are needed"
         )
 
 
@@ -115,8 +115,8 @@ def calibrate(
     losses: Callable[[Any], Sequence[Any]],
     delta: Any,
     epsilon: Any,
-    p_value: PValue = hoeffding,
-) -> Calibrated:
+    p_value: PValue = hoeffding_p_value,
+) -> Calibration:
     """Fixed-sequence testing of the candidates, in their order. `losses` is asked for no more of
     them than are tested.
 
@@ -124,20 +124,20 @@ def calibrate(
     examples.
     """
     _check(delta, epsilon)  # also where there is no candidate
-    tested: list[Tested] = []
+    tested: list[TestedThreshold] = []
     choice = None
     for candidate in candidates:
         sample = losses(candidate)
         if not all(0 <= loss <= 1 for loss in sample):
             raise TinyspecError("a loss is outside 0 to 1: these p-values do not hold for it")
-        enough(len(sample), delta, epsilon, p_value)
+        check_examples(len(sample), delta, epsilon, p_value)
         total = sum(sample)
         p = p_value(total, len(sample), delta)
-        tested.append(Tested(candidate, float(total) / len(sample), p, bool(p <= epsilon)))
+        tested.append(TestedThreshold(candidate, float(total) / len(sample), p, bool(p <= epsilon)))
         if not tested[-1].rejected:
             break
         choice = candidate
-    return Calibrated(choice, tuple(tested))
+    return Calibration(choice, tuple(tested))
 
 
 def _check(delta: Any, epsilon: Any) -> None:
@@ -165,12 +165,12 @@ def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
     return 2 * row[-1] / (len(one) + len(other))
 
 
-def textual(early: Sequence[int], full: Sequence[int]) -> float:
+def textual_loss(early: Sequence[int], full: Sequence[int]) -> float:
     """Textual consistency: how far the text is from the full model's. Needs no reference."""
     return 1 - rouge_l(early, full)
 
 
-def risk(early: Sequence[int], full: Sequence[int], reference: Sequence[int]) -> float:
+def risk_loss(early: Sequence[int], full: Sequence[int], reference: Sequence[int]) -> float:
     """Risk consistency: how much further than the full model's text it is from the reference; 0
     where it is nearer.
     """

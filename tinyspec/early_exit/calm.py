@@ -42,7 +42,7 @@ from torch.nn import functional as F
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.exits import Exit, ExitTarget, Rule
+from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -56,23 +56,25 @@ from tinyspec.tree import Probs
 class ConfidenceMeasure(NamedTuple):
     """A confidence, and what it reads: the row of the exit, so many states."""
 
-    of: Callable[[Exit], Any]
+    of: Callable[[ExitPoint], Any]
     row: bool = False
     states: int = 0
 
 
-def _saturated(at: Exit) -> float:
+def _saturated(at: ExitPoint) -> float:
     """Below the second layer there is nothing to compare with, so that only a threshold of 0 lets a
     token leave there.
     """
-    return saturation(*at.states) if at.layer > 1 else 0.0
+    return hidden_saturation(*at.states) if at.layer > 1 else 0.0
 
 
 def find_measure(name: str, model: Any) -> ConfidenceMeasure:
     """The measure of this name on a model."""
     if name == "classifier":
-        weight, bias = classifier(getattr(model, "extras", {}), model.name)
-        return ConfidenceMeasure(lambda at: classified(at.states[0], weight, bias), states=1)
+        weight, bias = load_exit_classifier(getattr(model, "extras", {}), model.name)
+        return ConfidenceMeasure(
+            lambda at: classifier_confidence(at.states[0], weight, bias), states=1
+        )
     if name == "saturation":
         return ConfidenceMeasure(_saturated, states=2)
     return ConfidenceMeasure(lambda at: softmax_response(at.logits), row=True)
@@ -81,12 +83,11 @@ def find_measure(name: str, model: Any) -> ConfidenceMeasure:
 WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a model's extras
 
 
-def gap(row: Probs) -> Any:
+def probability_gap(row: Probs) -> Any:
     """The greatest probability of a law less the second greatest. Not the greatest alone: two
     likely words are a doubt.
 
-    >>> import numpy as np
-    >>> float(gap(np.array([0.5, 0.125, 0.375])))
+    >>> float(probability_gap([0.5, 0.125, 0.375]))
     0.125
     """
     ids = top_k_tokens(row, 2)
@@ -95,10 +96,10 @@ def gap(row: Probs) -> Any:
 
 def softmax_response(logits: Any) -> Any:
     """The gap under the model's own law, before the user's settings sharpen or cut it."""
-    return gap(SamplingParams().probs(logits))
+    return probability_gap(SamplingParams().probs(logits))
 
 
-def saturation(state: Any, below: Any) -> float:
+def hidden_saturation(state: Any, below: Any) -> float:
     """The cosine between what came out of a layer and out of the layer below; 0 where it is
     negative.
     """
@@ -106,7 +107,7 @@ def saturation(state: Any, below: Any) -> float:
     return max(0.0, float(a @ b) / (math.sqrt(float(a @ a) * float(b @ b)) or 1.0))
 
 
-def classified(state: Any, weight: Any, bias: float) -> float:
+def classifier_confidence(state: Any, weight: Any, bias: float) -> float:
     """What a linear classifier of the state says: the probability that the top layer would choose
     the same word.
     """
@@ -114,7 +115,7 @@ def classified(state: Any, weight: Any, bias: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, float]:
+def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, float]:
     """A model's trained exit classifier as numbers: weight [d] and bias. TinyspecError where it has
     none.
     """
@@ -147,7 +148,7 @@ def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -
     return threshold * (0.9 + 0.1 * fade) if form == "t5x" else threshold
 
 
-class ConfidenceRule(Rule):
+class ConfidenceRule(ExitRule):
     """A token leaves where its confidence reaches the threshold of its place in the text."""
 
     def __init__(
@@ -156,7 +157,7 @@ class ConfidenceRule(Rule):
         self.measure, self.threshold, self.layers = measure, threshold, layers
         self.row, self.states = measure.row, measure.states
 
-    def stops(self, at: Exit) -> bool:
+    def should_exit(self, at: ExitPoint) -> bool:
         return bool(self.measure.of(at) >= self.threshold(at.step))
 
 
@@ -206,7 +207,7 @@ def calm(
     depth = model.config.n_layers
     if min_exit > depth:
         raise TinyspecError(f"min_exit is {min_exit}: {model.name} has {depth} layers")
-    rule = Rule()
+    rule = ExitRule()
     if threshold < math.inf:
         layers = range(min_exit, depth, interval)
         rule = ConfidenceRule(

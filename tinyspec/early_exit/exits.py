@@ -28,7 +28,7 @@ from tinyspec.tree import TokenTree
 NOTHING = TokenTree()
 
 
-class Exit(NamedTuple):
+class ExitPoint(NamedTuple):
     """A token at a layer where it may leave.
 
     layer   layers that it ran
@@ -44,7 +44,7 @@ class Exit(NamedTuple):
     states: Sequence[Any]
 
 
-class Rule:
+class ExitRule:
     """When a token leaves. This one: never.
 
     layers  where it is asked, from the lowest up; whoever stays in all of them runs the whole model
@@ -57,7 +57,7 @@ class Rule:
     row = False
     states = 0
 
-    def stops(self, at: Exit) -> bool:
+    def should_exit(self, at: ExitPoint) -> bool:
         """Whether the token leaves here. Asked from the lowest layer up, until it says yes."""
         raise NotImplementedError
 
@@ -68,21 +68,25 @@ read of them.
 """
 
 
-def copy(session: Any, positions: Sequence[int]) -> None:
+def fill_by_copy(session: Any, positions: Sequence[int]) -> None:
     """The exit's state, through the key and value matrices of each layer above."""
     session.fill("copy", positions)
 
 
-def recompute(session: Any, positions: Sequence[int]) -> None:
+def fill_by_recompute(session: Any, positions: Sequence[int]) -> None:
     """The layers above are run."""
     session.fill("recompute", positions)
 
 
-def postpone(session: Any, positions: Sequence[int]) -> None:
+def postpone_fill(session: Any, positions: Sequence[int]) -> None:
     """A session runs whatever is behind along with the next token, as far as that goes."""
 
 
-FILLS: Mapping[str, Fill] = {"copy": copy, "recompute": recompute, "postpone": postpone}
+FILLS: Mapping[str, Fill] = {
+    "copy": fill_by_copy,
+    "recompute": fill_by_recompute,
+    "postpone": postpone_fill,
+}
 
 
 class ExitTarget:
@@ -93,10 +97,10 @@ class ExitTarget:
     would depend on what is drafted beside it. The rule that never stops is the session itself.
     """
 
-    def __init__(self, session: Any, rule: Rule, fill: str = "copy"):
+    def __init__(self, session: Any, rule: ExitRule, fill: str = "copy"):
         self.session, self.rule, self.fill = session, rule, FILLS[fill]
         self.start = 0  # where the new tokens begin
-        self.left: list[int] = []  # positions of tokens that left early and were not filled yet
+        self.unfilled: list[int] = []  # positions of tokens that left early and were not filled yet
         depth = session.model.config.n_layers
         for layer in rule.layers:
             if not 1 <= layer <= depth:
@@ -124,7 +128,7 @@ class ExitTarget:
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Forced text runs through every layer."""
-        self._settle()
+        self._fill_pending()
         scores: Scores = self.session.extend(tokens, hidden_layers)
         self.start = len(self.session)
         return scores
@@ -135,7 +139,7 @@ class ExitTarget:
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """The row of the newest token, from the first layer whose rule says stop."""
-        self._settle()
+        self._fill_pending()
         if tree.tokens and self.rule.layers:
             raise ValueError("an early exit decides token by token: it takes no drafts")
         for layer in self.rule.layers:
@@ -146,13 +150,13 @@ class ExitTarget:
             )
             seen = self.session.advance(tree, layer, hidden_layers=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
-            if self.rule.stops(
-                Exit(
+            if self.rule.should_exit(
+                ExitPoint(
                     layer, len(self) - self.start, seen.logits[0] if self.rule.row else None, states
                 )
             ):
-                self.left = [
-                    *(position for position in self.left if position < len(self) - 1),
+                self.unfilled = [
+                    *(position for position in self.unfilled if position < len(self) - 1),
                     len(self) - 1,
                 ]
                 scores: Scores = self.session.advance(
@@ -169,17 +173,17 @@ class ExitTarget:
     def rewind(self, length: int) -> None:
         """Take back the text to `length` tokens; the new newest one is run anew."""
         self.session.rewind(length)
-        self.left = [position for position in self.left if position < length - 1]
+        self.unfilled = [position for position in self.unfilled if position < length - 1]
         self.start = min(self.start, length)
 
     def end(self) -> None:
         """Close the request."""
         self.session.end()
-        self.start, self.left = 0, []
+        self.start, self.unfilled = 0, []
 
-    def _settle(self) -> None:
+    def _fill_pending(self) -> None:
         """Fill what left early, but for the newest token, which nobody has read yet."""
-        due = [position for position in self.left if position < len(self) - 1]
+        due = [position for position in self.unfilled if position < len(self) - 1]
         if due:
-            self.left = self.left[len(due) :]
+            self.unfilled = self.unfilled[len(due) :]
             self.fill(self.session, due)

@@ -21,7 +21,7 @@ from tinyspec.decoding.sampling import SamplingParams, exponential_race
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.verify import residual, verify_tree
-from tinyspec.early_exit.calibrate import Calibrated, PValue, calibrate, hoeffding
+from tinyspec.early_exit.calibrate import Calibration, PValue, calibrate, hoeffding_p_value
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
 from tinyspec.lm.forward import ForwardBatch, Scores
@@ -157,8 +157,8 @@ class Parts:
     view: Callable[..., View] = View
     forward: Callable[[Forward, Sequence[ForwardBatch]], list[Scores]] = pass_through
     exits: Callable[..., ExitTarget] = ExitTarget
-    calibrate: Callable[..., Calibrated] = calibrate
-    p_value: PValue = hoeffding
+    calibrate: Callable[..., Calibration] = calibrate
+    p_value: PValue = hoeffding_p_value
 
     mask_predict: type[MaskPredictRefiner] = MaskPredictRefiner
     hide: Callable[[Tensor, Generator], Tensor] = hide_tokens

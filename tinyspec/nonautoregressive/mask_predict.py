@@ -137,7 +137,9 @@ class MaskPredictRefiner:
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Masks, as many as each length says."""
         longest = self.model.config.max_positions
-        likeliest = beam(by_token(self.model, memory)[:, : longest + 1], self.width)[0]
+        likeliest = likeliest_lengths(
+            length_logprobs(self.model, memory)[:, : longest + 1], self.width
+        )[0]
         return blank(likeliest, self.model.config.mask, self.model.device)
 
     def rewrite(
@@ -193,16 +195,16 @@ def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> Ma
 # ---------------------------------------------------------------------- lengths
 
 
-def by_token(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
+def length_logprobs(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
     """The law that the LENGTH token tells: [B, lengths]."""
     return model.length_logits(memory).log_softmax(dim=-1)
 
 
-def beam(law: Tensor, width: int) -> list[list[int]]:
+def likeliest_lengths(law: Tensor, width: int) -> list[list[int]]:
     """The `width` likeliest lengths of each row, the likeliest first, of equals the shorter; fewer
     where no more can be.
 
-    >>> beam(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
+    >>> likeliest_lengths(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
     [[2, 3]]
     """
     if width < 1:

@@ -50,7 +50,7 @@ def copy_source(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
     """source [B, S] by fertilities [B, S] -> what the decoder reads [B, T], and which places are
     slots [B, T].
     """
-    places, slots = by_fertility(fertilities)
+    places, slots = copy_by_fertility(fertilities)
     return source.gather(1, places), slots
 
 
@@ -84,7 +84,9 @@ def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: T
     mask = source != model.config.pad
     room = 2 * mask.sum(dim=1, keepdim=True) + SPARE
     room = room.clamp(max=model.config.max_positions - 1)  # the teacher also reads the beginning
-    return guarded(fertilities.masked_fill(~mask, 0), (1 - law[..., 0]).masked_fill(~mask, 0), room)
+    return make_decodable(
+        fertilities.masked_fill(~mask, 0), (1 - law[..., 0]).masked_fill(~mask, 0), room
+    )
 
 
 # ---------------------------------------------------------------------- training (section 3.3, 4)
@@ -351,14 +353,14 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
 SPARE = 4  # target tokens beyond two for each source token: a source of one token may be a word of several
 
 
-def uniform(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def copy_uniformly(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Lengths [B] and [B] -> the source place that each target place copies [B, T], and which are
     slots [B, T].
 
     Place i of T takes the source place nearest to i (S - 1) / (T - 1): first to first, last to
     last.
 
-    >>> uniform(torch.tensor([3]), torch.tensor([5]))[0].tolist()
+    >>> copy_uniformly(torch.tensor([3]), torch.tensor([5]))[0].tolist()
     [[0, 1, 1, 2, 2]]
     """
     i = torch.arange(int(targets.max()), device=targets.device)[None]
@@ -368,14 +370,14 @@ def uniform(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return places.masked_fill(~slots, 0), slots
 
 
-def by_fertility(fertilities: Tensor) -> tuple[Tensor, Tensor]:
+def copy_by_fertility(fertilities: Tensor) -> tuple[Tensor, Tensor]:
     """Fertilities [B, S] -> the source place that each target place copies [B, T], and which are
     slots [B, T].
 
     Source words stand in order, each as often as its fertility says; a word with fertility 0
     vanishes.
 
-    >>> places, slots = by_fertility(torch.tensor([[2, 0, 1], [0, 1, 0]]))
+    >>> places, slots = copy_by_fertility(torch.tensor([[2, 0, 1], [0, 1, 0]]))
     >>> places.tolist(), slots.tolist()
     ([[0, 0, 2], [1, 0, 0]], [[True, True, True], [True, False, False]])
     """
@@ -385,7 +387,7 @@ def by_fertility(fertilities: Tensor) -> tuple[Tensor, Tensor]:
     return torch.searchsorted(ends, i, right=True).masked_fill(~slots, 0), slots
 
 
-def guarded(fertilities: Tensor, fertile: Tensor, max_target_length: Tensor | int) -> Tensor:
+def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tensor | int) -> Tensor:
     """Return fertilities [B, S] that can be decoded: together at least 1 and at most
     `max_target_length`.
 
@@ -396,7 +398,7 @@ def guarded(fertilities: Tensor, fertile: Tensor, max_target_length: Tensor | in
     word gives anything, the one that most probably does gives one token: `fertile` [B, S] is each
     word's probability of giving any, 0 at padding.
 
-    >>> guarded(torch.tensor([[1, 3, 1], [0, 0, 0]]), torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3), 2).tolist()
+    >>> make_decodable(torch.tensor([[1, 3, 1], [0, 0, 0]]), torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3), 2).tolist()
     [[1, 0, 0], [0, 1, 0]]
     """
     kept = fertilities.masked_fill(fertilities.cumsum(dim=-1) > max_target_length, 0)

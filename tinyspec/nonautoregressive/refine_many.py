@@ -29,7 +29,7 @@ class CanvasBatch(NamedTuple):
     canvas: Canvas
     owners: Tensor
 
-    def of(self, source: int) -> Canvas:
+    def canvas_of(self, source: int) -> Canvas:
         """The canvas of one source, without the padding that the others asked for."""
         rows = (self.owners == source).nonzero().flatten()
         room = max(1, int(self.canvas.mask[rows].sum(dim=1).max()))
@@ -52,10 +52,10 @@ def refine_many(
     memory = model.encode(sources) if memory is None else memory
     mask = sources != model.config.pad
     firsts = [
-        refiner.start(row[there].tolist(), alone(memory, i), rng.split("start", 0))
+        refiner.start(row[there].tolist(), select_source(memory, i), rng.split("start", 0))
         for i, (row, there, rng) in enumerate(zip(sources, mask, chances, strict=True))
     ]
-    canvas, owners = joined(firsts)
+    canvas, owners = stack_canvases(firsts)
     theirs, iteration = memory.rows(owners), 0
     while not refiner.finished(canvas, iteration):
         canvas = refiner.rewrite(canvas, theirs, iteration, _Silent())
@@ -63,7 +63,7 @@ def refine_many(
     return CanvasBatch(canvas._replace(extra=None), owners)
 
 
-def chosen(
+def translate_sources(
     model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[RandomSource]
 ) -> list[list[int]]:
     """The translations of the sources [B, S]: what `refine` chooses for each."""
@@ -71,13 +71,13 @@ def chosen(
         memory = model.encode(sources)
     many, found = refine_many(model, sources, refiner, chances, memory), []
     for i, row in enumerate(sources):
-        canvas, source = many.of(i), row[row != model.config.pad].tolist()
+        canvas, source = many.canvas_of(i), row[row != model.config.pad].tolist()
         with torch.inference_mode():
-            found.append(canvas.text(refiner.choose(canvas, source, alone(memory, i))))
+            found.append(canvas.text(refiner.choose(canvas, source, select_source(memory, i))))
     return found
 
 
-def alone(memory: EncoderOutput, source: int) -> EncoderOutput:
+def select_source(memory: EncoderOutput, source: int) -> EncoderOutput:
     """The memory of one source, without the padding that the others asked for."""
     length = int(memory.mask[source].sum())
     one = memory.rows([source])
@@ -87,7 +87,7 @@ def alone(memory: EncoderOutput, source: int) -> EncoderOutput:
     return EncoderOutput(one.states[:, :length], one.mask[:, :length], one.summary, heard)
 
 
-def joined(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
+def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
     """Canvases below one another, padded to the widest, and whose each row is."""
     room = max(canvas.tokens.shape[1] for canvas in canvases)
     parts = zip(*(canvas[:3] for canvas in canvases), strict=True)

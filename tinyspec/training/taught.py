@@ -16,7 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import mask_predict as masking
 from tinyspec.nonautoregressive import nat as fertile
-from tinyspec.nonautoregressive.refine_many import chosen
+from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import Pair, buckets, padded
 from tinyspec.training.distilled import Writing
@@ -166,7 +166,9 @@ def mask_predict(
     def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
         def ask(part: list[Sequence[int]]) -> list[list[int]]:
             refiner = masking.MaskPredictRefiner(model, **ASKED)
-            return chosen(model, padded(part).to(model.device), refiner, [Seeded(0) for _ in part])
+            return translate_sources(
+                model, padded(part).to(model.device), refiner, [Seeded(0) for _ in part]
+            )
 
         return together(sources, ask)
 

@@ -17,7 +17,13 @@ from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.exits import Passage, classics, counted, passages, work, written
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.settings import CalibrationSettings
-from tinyspec.early_exit.calibrate import calibrate, enough, hoeffding, risk, textual
+from tinyspec.early_exit.calibrate import (
+    calibrate,
+    check_examples,
+    hoeffding_p_value,
+    risk_loss,
+    textual_loss,
+)
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
@@ -43,7 +49,7 @@ def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
     prompts, prompt_tokens, tokens = given.prompts, given.prompt_tokens, given.tokens
     seed, check = given.seed, given.check
     knobs = {name: getattr(given, name) for name in ("measure", "decay", "tau", "min_exit")}
-    enough(prompts, delta, epsilon)  # before any text is read
+    check_examples(prompts, delta, epsilon)  # before any text is read
     texts = given.texts or classics("valid")
     candidates = thresholds(given.step)
     model = models.load(given.model, dtype=given.dtype)
@@ -66,7 +72,7 @@ def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
             tick()
             return _losses(consistency, early, full, examples)
 
-        outcome = calibrate(candidates, losses, delta, epsilon, hoeffding)
+        outcome = calibrate(candidates, losses, delta, epsilon, hoeffding_p_value)
     choice = math.inf if outcome.choice is None else outcome.choice
     made: dict[str, Any] = {
         "model": model.name,
@@ -108,9 +114,10 @@ Texts = Sequence[list[int]]
 
 def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) -> list[float]:
     if consistency == "textual":
-        return [textual(*pair) for pair in zip(early, full, strict=True)]
+        return [textual_loss(*pair) for pair in zip(early, full, strict=True)]
     return [
-        risk(one, other, passage.rest) for one, other, passage in zip(early, full, of, strict=True)
+        risk_loss(one, other, passage.rest)
+        for one, other, passage in zip(early, full, of, strict=True)
     ]
 
 

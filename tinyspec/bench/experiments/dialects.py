@@ -31,9 +31,9 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
-from tinyspec.nonautoregressive.mask_predict import beam, by_token
-from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_tokens, uniform
-from tinyspec.nonautoregressive.refine_many import chosen
+from tinyspec.nonautoregressive.mask_predict import length_logprobs, likeliest_lengths
+from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training.dialects import Dialects, padded
 from tinyspec.training.distilled import Writing, write
 from tinyspec.training.schedule import Settings
@@ -116,7 +116,9 @@ class Trial:
         made = list[list[int]]()
         for at in range(0, len(self.tests), BATCH):
             part = padded(self.tests[at : at + BATCH])
-            made += chosen(model, part, refiner, [Seeded(at + i) for i in range(len(part))])
+            made += translate_sources(
+                model, part, refiner, [Seeded(at + i) for i in range(len(part))]
+            )
         return made
 
     def judged(
@@ -198,7 +200,7 @@ def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) 
     """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread
     copies of the source.
     """
-    places, slots = uniform((source != 0).sum(dim=1), (target != 0).sum(dim=1))
+    places, slots = copy_uniformly((source != 0).sum(dim=1), (target != 0).sum(dim=1))
     logits = model.logits(decode_parallel(model, source.gather(1, places), slots, memory)[slots])
     return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
 
@@ -219,8 +221,8 @@ class Copying:
         self.model, self.generator = model, generator
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        length = beam(by_token(self.model, memory), 1)[0]
-        places, slots = uniform(torch.tensor([len(source)]), torch.tensor(length))
+        length = likeliest_lengths(length_logprobs(self.model, memory), 1)[0]
+        places, slots = copy_uniformly(torch.tensor([len(source)]), torch.tensor(length))
         return Canvas(
             torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)
         )

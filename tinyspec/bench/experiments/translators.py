@@ -15,7 +15,7 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
-from tinyspec.nonautoregressive.refine_many import chosen, refine_many
+from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.training import distilled
 from tinyspec.training.bitext import padded
 from tinyspec.training.distilled import Writing
@@ -162,7 +162,7 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
         sources = padded(part)
         chances = [Seeded(0) for _ in part]
         if teacher is None:
-            return chosen(model, sources, refiner, chances)
+            return translate_sources(model, sources, refiner, chances)
         canvases = refine_many(model, sources, refiner, chances)
         with torch.inference_mode():
             totals = token_logprobs(
@@ -183,7 +183,7 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
 def _masking(model: Seq2Seq, iterations: int, lengths: int) -> Arm:
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = MaskPredictRefiner(model, iterations, lengths)
-        return chosen(model, padded(part), refiner, [Seeded(0) for _ in part])
+        return translate_sources(model, padded(part), refiner, [Seeded(0) for _ in part])
 
     knobs = {"iterations": iterations, "lengths": lengths}
     return Arm(

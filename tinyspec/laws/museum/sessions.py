@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 
-from tinyspec.early_exit.calibrate import binomial, calibrate, hoeffding
+from tinyspec.early_exit.calibrate import binomial_p_value, calibrate, hoeffding_p_value
 from tinyspec.early_exit.calm import ConfidenceRule
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
@@ -35,10 +35,10 @@ _rewind = partial(Mutant, law=REWIND_TRACELESS, function=Session.rewind)
 _run = partial(Mutant, law=NODE_LOGITS, function=Runner.run)
 _pipeline = partial(Mutant, law=PIPELINE_CLOCK, function=PipelinedTarget.score)
 _exit = partial(Mutant, law=EXIT_RULE, function=ExitTarget.score)
-_rule = partial(Mutant, law=EXIT_RULE, function=ConfidenceRule.stops)
+_rule = partial(Mutant, law=EXIT_RULE, function=ConfidenceRule.should_exit)
 _fill = partial(Mutant, law=EXIT_RULE, function=ExitTarget.__init__)
 _testing = partial(Mutant, law=CALIBRATED, function=calibrate)
-_p_value = partial(Mutant, law=SUPER, function=hoeffding)
+_p_value = partial(Mutant, law=SUPER, function=hoeffding_p_value)
 
 # ------------------------------------------------------------------ what a session keeps
 
@@ -328,9 +328,9 @@ elif sum(not test.rejected for test in tested) > 1:
         also=(
             Patch(
                 calibrate,
-                "return Calibrated(choice, tuple(tested))",
+                "return Calibration(choice, tuple(tested))",
                 """passed = [test for test in sorted(tested, key=lambda test: test.p) if test.rejected]
-return Calibrated(passed[-1].candidate if passed else None, tuple(tested))""",
+return Calibration(passed[-1].candidate if passed else None, tuple(tested))""",
             ),
         ),
     ),
@@ -357,8 +357,8 @@ return Calibrated(passed[-1].candidate if passed else None, tuple(tested))""",
         "fewer losses, not as few",
         "range(total + 1)), Fraction(0)",
         "range(total)), Fraction(0)",
-        function=binomial,
-        parts=replace(PARTS, p_value=binomial),
+        function=binomial_p_value,
+        parts=replace(PARTS, p_value=binomial_p_value),
     ),
 ]
 

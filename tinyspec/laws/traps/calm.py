@@ -9,9 +9,9 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.calibrate import Calibrated, PValue, Tested, calibrate
+from tinyspec.early_exit.calibrate import Calibration, PValue, TestedThreshold, calibrate
 from tinyspec.early_exit.calm import ConfidenceMeasure, ConfidenceRule, decay_threshold
-from tinyspec.early_exit.exits import Exit, ExitTarget
+from tinyspec.early_exit.exits import ExitPoint, ExitTarget
 from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
 from tinyspec.laws.exit_laws import EXIT_MEASURES, EXIT_RULE, each_measure, follows_exit_rule
 from tinyspec.laws.traps import Toy, Trap, card
@@ -19,7 +19,7 @@ from tinyspec.technique import Request, find_technique
 
 
 def on_target(
-    request: Request, of: Callable[[Exit], Any], make: Any = ExitTarget, **knobs: Any
+    request: Request, of: Callable[[ExitPoint], Any], make: Any = ExitTarget, **knobs: Any
 ) -> Decoder:
     """CALM with a confidence that reads the row, or with another target."""
     layers = range(knobs["min_exit"], request.target.model.config.n_layers, knobs["interval"])  # type: ignore[attr-defined]
@@ -45,7 +45,7 @@ def same_keys_above(request: Request, **knobs: Any) -> Decoder:
     """What is copied up are the keys and values of the exit's layer, not the state."""
 
     class Lazy(ExitTarget):
-        def _settle(self) -> None:
+        def _fill_pending(self) -> None:
             for node in self.session.committed[:-1]:
                 done = node.sublayers_done // 2
                 if 0 < done < len(node.keys) and not node.filled:
@@ -81,15 +81,15 @@ def best_on_the_examples(
     delta: Any,
     epsilon: Any,
     p_value: PValue,
-) -> Calibrated:
+) -> Calibration:
     """The last candidate whose mean loss on the examples is no more than delta."""
-    choice, tested = None, list[Tested]()
+    choice, tested = None, list[TestedThreshold]()
     for candidate in candidates:
         sample = losses(candidate)
         fine = sum(sample) <= delta * len(sample)
-        tested.append(Tested(candidate, sum(sample) / len(sample), 0, fine))
+        tested.append(TestedThreshold(candidate, sum(sample) / len(sample), 0, fine))
         choice = candidate if fine else choice
-    return Calibrated(choice, tuple(tested))
+    return Calibration(choice, tuple(tested))
 
 
 TRAPS = [

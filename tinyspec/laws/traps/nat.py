@@ -35,7 +35,7 @@ from tinyspec.laws.fertility_laws import (
 from tinyspec.laws.traps import Toy, Trap
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive import nat
-from tinyspec.nonautoregressive.nat import NatRefiner, uniform
+from tinyspec.nonautoregressive.nat import NatRefiner, copy_uniformly
 from tinyspec.technique import RefineRequest, find_technique
 
 FERTILE = "a source word stands on the canvas as often as it is fertile"
@@ -108,7 +108,7 @@ class EvenCopies(NatRefiner):
     def start(self, source: Any, memory: EncoderOutput, rng: Any) -> Canvas:
         canvas = super().start(source, memory, rng)
         lengths = canvas.mask.sum(dim=1)
-        places, slots = uniform(torch.full_like(lengths, len(source)), lengths)
+        places, slots = copy_uniformly(torch.full_like(lengths, len(source)), lengths)
         return canvas._replace(tokens=torch.tensor(list(source))[places].masked_fill(~slots, 0))
 
 
