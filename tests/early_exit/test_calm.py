@@ -1,6 +1,7 @@
 """CALM: three measures, a threshold that decays, states copied up, a classifier that is trained, and both ends."""
 
 import math
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tinyspec.early_exit.calm import (
     decay_threshold,
     hidden_saturation,
     probability_gap,
+    run_until_confident,
     softmax_response,
     train_exit_classifier,
 )
@@ -33,7 +35,7 @@ from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import traps as toys
-from tinyspec.laws.exit_laws import with_classifier
+from tinyspec.laws.exit_laws import ON_TABLES, Setting, tables, with_classifier
 from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
@@ -96,6 +98,43 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
     assert float(softmax_response(torch.tensor(row).log())) == pytest.approx(0, abs=1e-12)
     assert probability_gap([1, 0, 0]) == 1 and probability_gap(np.array([1.0])) == 1.0
     assert float(probability_gap(np.array([0.2, 0.5, 0.3]))) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("setting", ON_TABLES, ids=str)
+def test_the_algorithm_as_printed_is_what_runs(setting: Setting) -> None:
+    """Row, layers and keys of every new token, on tables of three layers; the prompt runs in full."""
+    exits = 0
+    for model, seed in product(tables(), range(4)):
+        depth = model.config.n_layers
+        stop = StoppingCriteria(max_new_tokens=setting.tokens)
+        decoder = made(model, SamplingParams(), stop, **setting.knobs)
+        decoder.extend([0, 1])
+        caches: list[list[Any]] = [[] for _ in range(depth)]
+
+        def run(token: int, threshold: float, caches: Any = caches, model: Any = model) -> Any:
+            net, at = model.network, len(caches[0])
+            return run_until_confident(
+                net.embed(token),
+                caches,
+                lambda layer, state: net.keys(layer, state, at),
+                lambda layer, state, cache: net.feed_forward(
+                    layer, net.attend(layer, state, cache)
+                ),
+                model.head,
+                lambda state: probability_gap(SamplingParams().probs(model.head(state))),
+                threshold,
+                setting.min_exit,
+                setting.interval,
+            )
+
+        run(0, math.inf)
+        while not decoder.finished:
+            newest, step = decoder.context[-1], len(decoder.new)
+            scores = decoder.step(Seeded(seed + 9 * step)).scores
+            row, layers_run = run(newest, setting.due(step))
+            assert (list(scores.logits[0]), scores.layers[0]) == (row, layers_run)
+            exits += layers_run < depth
+    assert exits or setting.threshold == 1.0
 
 
 # ---------------------------------------------------------------------- measures
@@ -348,7 +387,7 @@ def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"min_exit": 0}, "min_exit is 0: it must be at least 1"),
+        ({"min_exit": 0}, "min_exit is 0: it must be from 1 to 1024"),
         ({"min_exit": L + 1}, f"min_exit is {L + 1}: model has {L} layers"),
         ({"interval": 0}, "interval is 0"),
         ({"tau": -1}, "tau is -1"),

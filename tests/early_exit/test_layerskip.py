@@ -1,6 +1,7 @@
 """LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model cut off behind the exit."""
 
 from dataclasses import replace
+from fractions import Fraction
 from itertools import product
 from typing import Any
 
@@ -11,18 +12,26 @@ from tests.lm.small import GPT2, LLAMA, close, same_cache
 from tests.lm.small import model as network
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.layerskip import count_layer_evaluations, resolve_exit_layer
+from tinyspec.early_exit.layerskip import (
+    count_layer_evaluations,
+    draft_and_verify,
+    resolve_exit_layer,
+)
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import traps as toys
+from tinyspec.laws.dice import Dice
+from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
+from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.exit_losses import Course, Exits
 
@@ -80,6 +89,55 @@ def test_trap_the_technique_and_its_recipe_pass_it(trap: toys.Trap) -> None:
 
 
 # ---------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
+def test_the_algorithm_as_printed_is_what_runs(exit: int, gamma: int) -> None:
+    """Each outcome of a round has the same probability, in fractions, on tables of three layers."""
+    for seed, text in product((1, 2), ((0,), (0, 2, 1))):
+        model = TableModel(seed, 3, 3, zeros=False)
+        net = model.network
+
+        def run_layers(states: list[Any], first: int, last: int, net: Any = net) -> list[Any]:
+            for layer in range(first, last):
+                keys = [net.keys(layer, state, at) for at, state in enumerate(states)]
+                states = [
+                    net.feed_forward(layer, net.attend(layer, state, keys[: at + 1]))
+                    for at, state in enumerate(states)
+                ]
+            return states
+
+        def embed(tokens: Any, net: Any = net) -> list[Any]:
+            return [net.embed(token) for token in tokens]
+
+        def early(draft: list[int], text: Any = text, run: Any = run_layers) -> Any:
+            return run(embed((*text, *draft)), 0, exit)[-1]
+
+        def late(states: list[Any], text: Any = text, run: Any = run_layers) -> list[Any]:
+            below = run(embed(text[:-1]), 0, exit)
+            return run([*below, *states], exit, 3)[len(below) :]
+
+        def read(state: Any, model: Any = model) -> list[Fraction]:
+            row = model.head(state)
+            return [Fraction(x) / sum(row) for x in row]
+
+        def printed(rng: Exhaustive, early: Any = early, late: Any = late, read: Any = read) -> Any:
+            tokens = draft_and_verify(early, late, read, gamma, verify_chain, Dice(rng))
+            return tuple(map(int, tokens))
+
+        def runs(rng: Exhaustive, model: Any = model, text: Any = text) -> tuple[int, ...]:
+            decoder = CARD.make(Request(model.session([])), exit=exit, gamma=gamma)
+            decoder.extend(text)
+            return decoder.step(rng).tokens
+
+        laws = []
+        for function in (runs, printed):
+            found: dict[tuple[int, ...], Any] = {}
+            for tokens, probability in Exhaustive.walk(function):
+                found[tokens] = found.get(tokens, 0) + probability
+            laws.append(found)
+        assert laws[0] == laws[1]
+        assert len(laws[0]) > 3
 
 
 @pytest.mark.parametrize(
@@ -234,9 +292,9 @@ def test_an_exit_out_of_range_is_named_with_the_range() -> None:
         TinyspecError, match="exit 4 is out of range: model has 3 layers; layerskip takes 1 to 3"
     ):
         made(network(LLAMA).session(), exit=4)
-    with pytest.raises(TinyspecError, match="exit is -1: it must be at least 0"):
+    with pytest.raises(TinyspecError, match="exit is -1: it must be from 0 to 1024"):
         made(network(LLAMA).session(), exit=-1)
-    with pytest.raises(TinyspecError, match="gamma is 0: it must be at least 1"):
+    with pytest.raises(TinyspecError, match="gamma is 0: it must be from 1 to 1024"):
         made(network(LLAMA).session(), gamma=0)
 
 

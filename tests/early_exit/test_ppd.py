@@ -19,14 +19,22 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.ppd import count_layer_steps, expected_cost, resolve_guess_layer
+from tinyspec.early_exit.ppd import (
+    count_layer_steps,
+    decode_pipelined,
+    expected_cost,
+    resolve_guess_layer,
+)
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
+from tinyspec.laws.dice import Dice
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.pipeline_laws import likeliest_guesses
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import ppd as traps
-from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord, Plan
+
+
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("ppd")
@@ -196,6 +204,42 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
     assert got == expected_cost(depth, layer, k, Fraction(held) / (tokens - 1), tokens)
 
 
+@pytest.mark.parametrize(("depth", "layer", "k"), [(3, 2, 1), (4, 2, 2), (3, 3, 1)])
+def test_the_algorithm_as_printed_is_what_runs(depth: int, layer: int, k: int) -> None:
+    """Each outcome (text, steps, evaluations) has the same probability, in fractions."""
+    model, prompt, tokens = TableModel(5, 3, depth, zeros=False), (0, 1), 3
+
+    def row_after(text: list[int], layers: int) -> list[Fraction]:
+        row = model.row(tuple(map(int, text)), Plan(last=layers))
+        return [Fraction(x) / sum(row) for x in row]
+
+    def printed(rng: Exhaustive) -> Any:
+        text, clock, work = decode_pipelined(row_after, prompt, tokens, depth, layer, k, Dice(rng))
+        return tuple(map(int, text)), clock, work
+
+    def runs(rng: Exhaustive) -> Any:
+        decoder = made(
+            model.session([]),
+            SamplingParams(),
+            StoppingCriteria(max_new_tokens=tokens),
+            layer=layer,
+            k=k,
+        )
+        decoder.extend(prompt)
+        rounds = [decoder.step(rng).calls for _ in range(tokens)]
+        work = sum(call.row_layers for calls in rounds for call in calls)
+        return tuple(decoder.context), sum(map(count_layer_steps, rounds)), work
+
+    laws = []
+    for function in (runs, printed):
+        found: dict[Any, Any] = {}
+        for outcome, probability in Exhaustive.walk(function):
+            found[outcome] = found.get(outcome, 0) + probability
+        laws.append(found)
+    assert laws[0] == laws[1]
+    assert len(laws[0]) >= 27
+
+
 def test_more_guesses_never_hold_less_often() -> None:
     """The text is one, and the k likeliest are among the k + 1 likeliest."""
     model = network(LLAMA, seed=2)
@@ -344,8 +388,8 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
     [
         ({"layer": 1}, "below half of the 3 layers .* ppd takes 2 to 3"),
         ({"layer": 4}, "layer 4 is out of range: table has 3; ppd takes 2 to 3"),
-        ({"layer": -1}, "layer is -1: it must be at least 0"),
-        ({"k": 0}, "k is 0: it must be at least 1"),
+        ({"layer": -1}, "layer is -1: it must be from 0 to 1024"),
+        ({"k": 0}, "k is 0: it must be from 1 to 1024"),
         ({"depth": 2}, "ppd has no knob 'depth'"),
     ],
 )

@@ -1,3 +1,1 @@
-"""Chapter 2: early exiting. A token leaves the model as soon as the layers that have run are sure
-of it.
-"""
+"""Chapter 2, early exiting: a token leaves the model as soon as a layer is confident of the next."""

@@ -1,16 +1,20 @@
-"""Learn then Test: choose the fastest setting whose risk is bounded, and mean it.
+"""Learn then Test: choose the fastest threshold whose risk is bounded with high probability.
 
-Angelopoulos et al. 2021, arXiv 2110.01052, as CALM uses it (Schuster et al. 2022, arXiv
-2207.07061). The candidates stand in an order that was fixed before any data was seen, the safest
-first. Each has a null hypothesis, "its risk, the expected loss, is above delta", and a p-value from
-n independent examples with losses in [0, 1]. They are tested one after the other (fixed-sequence
-testing): while a hypothesis is rejected at level epsilon, go on; at the first that is not, stop.
-The last rejected candidate is chosen; if there is none, none is.
+Paper: Angelopoulos et al. 2021, arXiv 2110.01052, as CALM uses it (Schuster et al. 2022, arXiv
+2207.07061).
 
-Then P(risk of the chosen one <= delta) >= 1 - epsilon: a wrong choice needs the *first* true null
-in the order to be rejected, which happens with probability at most epsilon. That holds for any
-order; a risk that grows along it makes the test powerful, and is no condition. It is false for
-whoever goes on behind a failure, or takes what looked best on the examples.
+The candidates stand in an order that is fixed before any data is seen, the safest first. Each has a
+null hypothesis, "its risk, the expected loss, is above delta", and a p-value from n independent
+examples with losses in [0, 1]. They are tested one after the other (fixed-sequence testing): while
+a hypothesis is rejected at level epsilon, go on; at the first that is not, stop. The last rejected
+candidate is chosen, or none.
+
+    P(risk of the chosen candidate <= delta) >= 1 - epsilon
+
+A wrong choice needs the *first* true null hypothesis in the order to be rejected, which happens
+with probability at most epsilon. That holds for any order; a risk that grows along it only makes
+the test powerful. It does not hold if testing goes on after a failure, or if the candidate is
+chosen that looked best on the examples.
 """
 
 import math
@@ -21,13 +25,11 @@ from typing import Any, NamedTuple
 from tinyspec.errors import TinyspecError
 
 PValue = Callable[[Any, int, Any], Any]
-"""(sum of the losses, how many, delta) -> at most u with probability at most u, where the risk is
-above delta.
-"""
+"""(sum of the losses, number of losses, delta) -> a p-value of "the risk is above delta"."""
 
 
 def hoeffding_p_value(total: Any, n: int, delta: Any) -> float:
-    """exp(-2 n (delta - mean)^2) where the mean is below delta, else 1: for any losses in [0, 1].
+    """Return exp(-2 n max(0, delta - mean)^2), a p-value for any losses in [0, 1].
 
     >>> round(hoeffding_p_value(0, 150, 0.1), 4), hoeffding_p_value(20, 150, 0.1)
     (0.0498, 1.0)
@@ -36,8 +38,7 @@ def hoeffding_p_value(total: Any, n: int, delta: Any) -> float:
 
 
 def binomial_p_value(total: int, n: int, delta: Any) -> Any:
-    """P(Bin(n, delta) <= total): exact where every loss is 0 or 1, so sharp enough to test the
-    testing with.
+    """Return P(Bin(n, delta) <= total), which is exact if every loss is 0 or 1.
 
     >>> binomial_p_value(0, 5, Fraction(1, 2))
     Fraction(1, 32)
@@ -61,9 +62,7 @@ def binomial_p_value(total: int, n: int, delta: Any) -> Any:
 
 
 class TestedThreshold(NamedTuple):
-    """A candidate, its mean loss, the p-value of "its risk is above delta", and whether that was
-    rejected.
-    """
+    """A candidate, its mean loss, its p-value, and whether its null hypothesis was rejected."""
 
     candidate: Any
     loss: float
@@ -72,19 +71,16 @@ class TestedThreshold(NamedTuple):
 
 
 class Calibration(NamedTuple):
-    """The last candidate that passed, None where not even the first did; and all that were
-    tested.
-    """
+    """The last candidate that passed, or None, and all that were tested."""
 
     choice: Any | None
     tested: tuple[TestedThreshold, ...]
 
 
 def least_examples(delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value) -> int:
-    """The fewest examples with which anything can be shown: without a single loss the p-value must
-    reach epsilon.
+    """Return the fewest examples with which a candidate can pass: those whose losses are all 0.
 
-    By Hoeffding that is ln(1 / epsilon) / (2 delta^2).
+    By Hoeffding's inequality that is ln(1 / epsilon) / (2 delta^2).
 
     >>> least_examples(0.1, 0.05), least_examples(0.05, 0.05), least_examples(0.1, 0.05, binomial_p_value)
     (150, 600, 29)
@@ -101,7 +97,7 @@ def least_examples(delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value
 
 
 def check_examples(n: int, delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value) -> None:
-    """TinyspecError where nothing can be shown with n examples."""
+    """Raise TinyspecError if no candidate can pass with n examples."""
     _check(delta, epsilon)
     if n < 1 or p_value(0, n, delta) > epsilon:
         raise TinyspecError(
@@ -117,8 +113,10 @@ def calibrate(
     epsilon: Any,
     p_value: PValue = hoeffding_p_value,
 ) -> Calibration:
-    """Fixed-sequence testing of the candidates, in their order. `losses` is asked for no more of
-    them than are tested.
+    """Test the candidates in their order, and return the last that passed.
+
+    candidates  the safest first
+    losses      candidate -> its losses on the examples; asked only for candidates that are tested
 
     Raises TinyspecError for delta or epsilon outside (0, 1), losses outside [0, 1], and too few
     examples.
@@ -150,7 +148,7 @@ def _check(delta: Any, epsilon: Any) -> None:
 
 
 def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
-    """F1 of the longest common subsequence: 1 for equal texts, two empty ones too.
+    """Return the F1 score of the longest common subsequence; 1 for two empty texts.
 
     >>> rouge_l([1, 2, 3, 4], [2, 9, 4]), rouge_l([], [])
     (0.5714285714285714, 1.0)
@@ -166,12 +164,10 @@ def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def textual_loss(early: Sequence[int], full: Sequence[int]) -> float:
-    """Textual consistency: how far the text is from the full model's. Needs no reference."""
+    """Return 1 - ROUGE-L against the full model's text (textual consistency); needs no reference."""
     return 1 - rouge_l(early, full)
 
 
 def risk_loss(early: Sequence[int], full: Sequence[int], reference: Sequence[int]) -> float:
-    """Risk consistency: how much further than the full model's text it is from the reference; 0
-    where it is nearer.
-    """
+    """Return by how much ROUGE-L against the reference falls, at least 0 (risk consistency)."""
     return max(0.0, rouge_l(full, reference) - rouge_l(early, reference))

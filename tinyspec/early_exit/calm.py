@@ -1,36 +1,38 @@
-"""CALM, Confident Adaptive Language Modeling: a token leaves at the first layer that is confident
-enough.
+"""CALM (confident adaptive language modeling): stop a token at the first layer that is confident.
 
-Schuster et al., NeurIPS 2022, arXiv 2207.07061. After each layer the state is measured; where the
-confidence reaches a threshold lambda, the word is read from that layer by the shared head, and the
-state is copied up: every layer above makes *its own* keys and values from it, so that later tokens
-miss nothing. What makes it CALM: three measures (the gap of the two likeliest words; the cosine
-with the state one layer below, "saturation"; a trained linear classifier that all layers share); a
-threshold that is stricter at the beginning of a text, where an error spoils all that follows; and a
-threshold that is not chosen but *calibrated*, so that whole texts stay within delta of the full
-model's, with probability 1 - epsilon (`early_exit/calibrate.py`; the command is `tinyspec
-calibrate`).
+Paper: Schuster et al., NeurIPS 2022, arXiv 2207.07061.
 
-Two published forms of the threshold for token t of N: clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1),
-the paper's, and lambda (0.9 + 0.1 exp(-tau t / N)), its code's (t5x); they agree at lambda = 1.
-"constant" is lambda for every token.
+Idea. After each layer the confidence of the hidden state is measured. Where it reaches a threshold,
+the shared head reads the next token from that layer, and the layers above are skipped. The state is
+copied up: each skipped layer makes its own keys and values from it, so that later tokens can attend
+to them. The threshold is stricter at the beginning of a text, because an error there spoils all
+that follows. It is not chosen but *calibrated* (early_exit/calibrate.py, `tinyspec calibrate`):
+with probability 1 - epsilon, whole texts stay within delta of the full model's.
 
-Trained: the classifier alone, by `tinyspec train exits`; the model is frozen. Label: does this
-layer's likeliest word agree with the top layer's (not with the text). Loss: cross-entropy, in each
-layer as much for those that agree as for those that do not, averaged over the layers below the top.
-The paper's models were also fine-tuned so that each layer can speak (losses weighted by depth);
-that is `tinyspec train lm` with exit losses, and not needed to run this.
+    softmax      c = p(1) - p(2)                    the two greatest probabilities at the layer
+    saturation   c = cos(h_l, h_(l-1))              from layer 2 on
+    classifier   c = sigmoid(w . h_l + b)           one linear classifier for all layers
 
-Guarantee: LOSSY in `threshold`; at inf no token leaves, whatever the other knobs, and that is
-EXACT. Tested in tests/early_exit/test_calm.py and laws/exit_laws.py: the exact joint law against
-the rule written out again, on tables and transformers, for thresholds that bite; the copied keys
-and values; both ends; and, exactly, without simulation, that the calibrated risk is at most delta
-with probability 1 - epsilon. Left out: the encoder, which the paper's T5 runs in full, is the
-prompt here; the classifier trained by a geometric-like loss, an ablation of the paper.
+    paper        lambda_t = clip(0.9 lambda + 0.1 exp(-tau t / N), 0, 1)       token t of at most N
+    t5x          lambda_t = lambda (0.9 + 0.1 exp(-tau t / N))                 the authors' code
+    constant     lambda_t = lambda
+
+Training. The classifier alone, by `tinyspec train exits`; the model is frozen. Label: does this
+layer's likeliest token agree with the last layer's (not with the text)? Loss: cross-entropy, where
+in each layer those that agree weigh as much as those that do not, averaged over the layers below
+the last. The paper also fine-tuned its models with losses at every exit (`tinyspec train lm`).
+
+Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the other knobs.
+Pitfall: the greatest probability in place of the gap; copying the keys and values of the exit's
+layer instead of the state; a threshold that only looked best on the examples.
+Tests: tests/early_exit/test_calm.py (`run_until_confident` against what runs, layer by layer; both
+ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
+Left out: the encoder of the paper's T5, which it runs in full, is the prompt here; the classifier
+trained by a geometric-like loss, an ablation of the paper.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,11 +52,53 @@ from tinyspec.training.schedule import Settings
 from tinyspec.training.train import Trained, train
 from tinyspec.tree import Probs
 
+
+def run_until_confident(
+    state: Any,
+    caches: Sequence[list[Any]],
+    project: Callable[[int, Any], Any],
+    run_layer: Callable[[int, Any, list[Any]], Any],
+    read: Callable[[Any], Any],
+    confidence: Callable[[Any], Any],
+    threshold: float,
+    min_exit: int = 1,
+    interval: int = 1,
+) -> tuple[Any, int]:
+    """Return a token's next-token row and the number of layers that it ran (section 3).
+
+    state       the token's embedding
+    caches      keys and values of all tokens so far, one list for each layer; they are extended
+    project     (layer, state) -> the token's keys and values in that layer
+    run_layer   (layer, state, cache) -> the state after the layer
+    read        state -> row: final norm and output matrix
+    confidence  state -> a number from 0 to 1
+    threshold   lambda_t of this token
+    min_exit    the lowest layer where a token may leave; then every `interval` layers
+
+    The decoder runs `ExitTarget`. A test compares the two on tables, token by token.
+    """
+    depth, exit = len(caches), 0
+    for layer, cache in enumerate(caches):
+        cache.append(project(layer, state))  # above the exit: from the state that was copied up
+        if exit:
+            continue
+        state = run_layer(layer, state, cache)
+        may_leave = min_exit <= layer + 1 < depth and (layer + 1 - min_exit) % interval == 0
+        if may_leave and confidence(state) >= threshold:
+            exit = layer + 1
+    return read(state), exit or depth
+
+
 # ---------------------------------------------------------------------- the measures (section 3.5)
 
 
 class ConfidenceMeasure(NamedTuple):
-    """A confidence, and what it reads: the row of the exit, so many states."""
+    """A measure of confidence, and what it reads.
+
+    of      the confidence at an exit, from 0 to 1
+    row     whether it reads the row of the exit: a product with the output matrix
+    states  how many hidden states it reads
+    """
 
     of: Callable[[ExitPoint], Any]
     row: bool = False
@@ -62,14 +106,12 @@ class ConfidenceMeasure(NamedTuple):
 
 
 def _saturated(at: ExitPoint) -> float:
-    """Below the second layer there is nothing to compare with, so that only a threshold of 0 lets a
-    token leave there.
-    """
+    """Return the saturation; 0 below layer 2, where there is no state to compare with."""
     return hidden_saturation(*at.states) if at.layer > 1 else 0.0
 
 
 def find_measure(name: str, model: Any) -> ConfidenceMeasure:
-    """The measure of this name on a model."""
+    """Return the measure of this name on a model."""
     if name == "classifier":
         weight, bias = load_exit_classifier(getattr(model, "extras", {}), model.name)
         return ConfidenceMeasure(
@@ -84,8 +126,7 @@ WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a m
 
 
 def probability_gap(row: Probs) -> Any:
-    """The greatest probability of a law less the second greatest. Not the greatest alone: two
-    likely words are a doubt.
+    """Return the greatest probability less the second greatest: two likely tokens are a doubt.
 
     >>> float(probability_gap([0.5, 0.125, 0.375]))
     0.125
@@ -95,29 +136,26 @@ def probability_gap(row: Probs) -> Any:
 
 
 def softmax_response(logits: Any) -> Any:
-    """The gap under the model's own law, before the user's settings sharpen or cut it."""
+    """Return the gap under the model's own distribution, before temperature and filters."""
     return probability_gap(SamplingParams().probs(logits))
 
 
 def hidden_saturation(state: Any, below: Any) -> float:
-    """The cosine between what came out of a layer and out of the layer below; 0 where it is
-    negative.
-    """
+    """Return the cosine between the states after a layer and the one below; 0 if it is negative."""
     a, b = _doubles(state), _doubles(below)
     return max(0.0, float(a @ b) / (math.sqrt(float(a @ a) * float(b @ b)) or 1.0))
 
 
 def classifier_confidence(state: Any, weight: Any, bias: float) -> float:
-    """What a linear classifier of the state says: the probability that the top layer would choose
-    the same word.
-    """
+    """Return the classifier's probability that the last layer would choose the same token."""
     x = float(_doubles(state) @ weight) + bias
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, float]:
-    """A model's trained exit classifier as numbers: weight [d] and bias. TinyspecError where it has
-    none.
+    """Return the weight [d] and the bias of a model's exit classifier.
+
+    Raises TinyspecError if the model has none.
     """
     if WEIGHT not in extras or BIAS not in extras:
         raise TinyspecError(
@@ -135,7 +173,7 @@ def _doubles(vector: Any) -> Any:
 
 
 def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -> float:
-    """The threshold of new token t (from 0) of at most n.
+    """Return the threshold lambda_t of new token t (from 0) of at most n.
 
     >>> [round(decay_threshold("paper", 0.5, 4.0, t, 10), 3) for t in (0, 5, 10)]
     [0.55, 0.464, 0.452]
@@ -149,7 +187,7 @@ def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -
 
 
 class ConfidenceRule(ExitRule):
-    """A token leaves where its confidence reaches the threshold of its place in the text."""
+    """Let a token leave where its confidence reaches the threshold of its position."""
 
     def __init__(
         self, measure: ConfidenceMeasure, threshold: Callable[[int], float], layers: range
@@ -186,9 +224,13 @@ class ConfidenceRule(ExitRule):
             "how the threshold falls along the text",
             choices=("paper", "t5x", "constant"),
         ),
-        Knob("tau", 4.0, "how fast it falls; 0: not at all", low=0.0),
-        Knob("min_exit", 1, "the lowest layer where a token may leave", low=1, small=(1,)),
-        Knob("interval", 1, "it is asked at every so many layers", low=1, small=(1,)),
+        Knob("tau", 4.0, "how fast it falls; 0: not at all", low=0.0, high=1000.0),
+        Knob(
+            "min_exit", 1, "the lowest layer where a token may leave", low=1, high=1024, small=(1,)
+        ),
+        Knob(
+            "interval", 1, "layers from one possible exit to the next", low=1, high=1024, small=(1,)
+        ),
     ),
 )
 def calm(
@@ -201,7 +243,7 @@ def calm(
     min_exit: int,
     interval: int,
 ) -> Decoder:
-    """Each token runs as many layers as it needs to be sure."""
+    """Run for each token only the layers that it needs."""
     session: Any = request.target
     model, limit = session.model, request.stop.max_new_tokens or request.positions or math.inf
     depth = model.config.n_layers
@@ -224,8 +266,10 @@ def calm(
 
 
 def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Of a text [B, T]: where a layer's likeliest word is the top's [B, T, L-1]; the states below
-    the top [B, T, L-1, d].
+    """Return the labels of a text [B, T], and the states after each layer but the last.
+
+    labels  [B, T, L - 1] whether the layer's likeliest token is the last layer's
+    states  [B, T, L - 1, d]
     """
     path = model.dense()
     with torch.no_grad():
@@ -235,10 +279,12 @@ def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Cross-entropy of the classifier on [..., L-1] and [..., L-1, d]: the mean over layers, in
-    which each kind counts half.
+    """Return the classifier's cross-entropy, averaged over layers; each label weighs one half.
 
-    A layer where one kind is missing counts by the other alone.
+    agrees  [..., L - 1] labels
+    states  [..., L - 1, d]
+
+    In a layer where all labels are equal, that one weighs all.
     """
     each = F.binary_cross_entropy_with_logits(
         states @ weight + bias, agrees.to(states.dtype), reduction="none"
@@ -257,8 +303,10 @@ def train_exit_classifier(
     folder: Path,
     **watch: Any,
 ) -> tuple[Trained, Mapping[str, Tensor]]:
-    """Train the classifier of a frozen model; `crops` draws texts [B, T]. Its state lives in
-    `folder`, as `train` keeps it.
+    """Train the exit classifier of a frozen model.
+
+    crops   draws texts [B, T]
+    folder  where `train` keeps its state
     """
     frozen = model.to(dtype=torch.float32)
     weights = {WEIGHT: torch.zeros(model.config.d_model), BIAS: torch.zeros(())}

@@ -1,21 +1,19 @@
-"""Early exits: a target that runs a token's layers one after the other until a rule says stop, and
-fills what it left out.
+"""Early exits: run a token's layers one by one until a rule stops, and fill what was skipped.
 
-A token that leaves after layer e has no keys and values above e, which the tokens behind it will
-read. What is done about that has three names, and each is one line on a session:
+A token that leaves after layer e has no keys and values above e, but later tokens attend to them.
+There are three remedies:
 
-    copy       the state at the exit stands for those of the layers above; each layer makes its own
-               keys and values from it
-    recompute  the layers above are run after all, before the next token; the token that left keeps
-               the row of its exit
+    copy       each layer above makes its own keys and values from the state at the exit
+    recompute  the layers above are run after all, before the next token; the token keeps the row of
+               its exit
     postpone   nothing, until a token goes deeper: then all that wait are run along with it, as far
                as it goes
 
 `copy` costs least and is not cache-exact; the other two are. The prompt runs through every layer,
-but for its last token, from whose row the first new token is drawn. The token at the end of a text
-is never filled: nobody reads it.
+except its last token, from whose row the first new token is drawn. The last token of a text is
+never filled, because no token attends to it.
 
-What a rule is, and where tokens may leave, is the technique's: CALM's is in early_exit/calm.py.
+A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,10 +30,10 @@ class ExitPoint(NamedTuple):
     """A token at a layer where it may leave.
 
     layer   layers that it ran
-    step    which new token its row decides: 0 is the first behind the prompt
-    logits  [V] the row of an exit here; None where the rule reads none
-    states  what came out of this layer, then out of the layer below, ...: as many as the rule
-            reads, each [d]
+    step    which new token its row decides: 0 is the first after the prompt
+    logits  [V] the row of an exit here; None if the rule reads none
+    states  as many hidden states as the rule reads, each [d]: after this layer, after the one
+            below, ...
     """
 
     layer: int
@@ -45,12 +43,11 @@ class ExitPoint(NamedTuple):
 
 
 class ExitRule:
-    """When a token leaves. This one: never.
+    """The rule by which a token leaves. This one never lets it leave.
 
-    layers  where it is asked, from the lowest up; whoever stays in all of them runs the whole model
-    row     whether it reads the row of an exit: a product with the vocabulary matrix each time it
-            is asked
-    states  how many states it reads
+    layers  where it is asked, from the lowest up; a token that stays everywhere runs all layers
+    row     whether it reads the row of an exit, which is a product with the output matrix
+    states  how many hidden states it reads
     """
 
     layers: Sequence[int] = ()
@@ -58,28 +55,26 @@ class ExitRule:
     states = 0
 
     def should_exit(self, at: ExitPoint) -> bool:
-        """Whether the token leaves here. Asked from the lowest layer up, until it says yes."""
+        """Return whether the token leaves here. Asked from the lowest layer up, until it does."""
         raise NotImplementedError
 
 
 Fill = Callable[[Any, Sequence[int]], None]
-"""(session, positions): gives tokens before the newest, which left early, what the next one will
-read of them.
-"""
+"""(session, positions): give tokens that left early the keys and values that they lack."""
 
 
 def fill_by_copy(session: Any, positions: Sequence[int]) -> None:
-    """The exit's state, through the key and value matrices of each layer above."""
+    """Make keys and values from the exit's state, by the matrices of each layer above."""
     session.fill("copy", positions)
 
 
 def fill_by_recompute(session: Any, positions: Sequence[int]) -> None:
-    """The layers above are run."""
+    """Run the layers above."""
     session.fill("recompute", positions)
 
 
 def postpone_fill(session: Any, positions: Sequence[int]) -> None:
-    """A session runs whatever is behind along with the next token, as far as that goes."""
+    """Do nothing: a session runs unfinished positions along with the next token, as far as it goes."""
 
 
 FILLS: Mapping[str, Fill] = {
@@ -90,17 +85,17 @@ FILLS: Mapping[str, Fill] = {
 
 
 class ExitTarget:
-    """A session whose tokens may leave early. `Scores.layers` says after how many layers each row
-    was read.
+    """A session whose tokens may leave early.
 
-    It decodes one token at a time: a rule that may stop takes no drafts, since the exits of a draft
-    would depend on what is drafted beside it. The rule that never stops is the session itself.
+    `Scores.layers` says after how many layers each row was read. A rule that may stop decodes one
+    token at a time and takes no drafts, since the exits of a draft would depend on what is drafted
+    beside it. Under the rule that never stops this is the session itself.
     """
 
     def __init__(self, session: Any, rule: ExitRule, fill: str = "copy"):
         self.session, self.rule, self.fill = session, rule, FILLS[fill]
         self.start = 0  # where the new tokens begin
-        self.unfilled: list[int] = []  # positions of tokens that left early and were not filled yet
+        self.unfilled: list[int] = []  # positions that left early and lack keys and values
         depth = session.model.config.n_layers
         for layer in rule.layers:
             if not 1 <= layer <= depth:
@@ -113,21 +108,21 @@ class ExitTarget:
 
     @property
     def model(self) -> Any:
-        """The session's."""
+        """Return the session's model."""
         return self.session.model
 
     @property
     def text(self) -> list[int]:
-        """Committed token ids."""
+        """Return the committed token ids."""
         return list(self.session.text)
 
     @property
     def cache_exact(self) -> bool:
-        """Whether the keys and values are those of teacher-forcing the text."""
+        """Return whether the keys and values are those of teacher-forcing the text."""
         return bool(self.session.cache_exact)
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Forced text runs through every layer."""
+        """Run forced text through every layer."""
         self._fill_pending()
         scores: Scores = self.session.extend(tokens, hidden_layers)
         self.start = len(self.session)
@@ -138,7 +133,7 @@ class ExitTarget:
         self.session.append(tokens)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """The row of the newest token, from the first layer whose rule says stop."""
+        """Return the newest token's row, read from the first layer where the rule stops."""
         self._fill_pending()
         if tree.tokens and self.rule.layers:
             raise ValueError("an early exit decides token by token: it takes no drafts")
@@ -167,22 +162,22 @@ class ExitTarget:
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Keep what was decided."""
+        """Commit the accepted path and the next token."""
         self.session.commit(path, next)
 
     def rewind(self, length: int) -> None:
-        """Take back the text to `length` tokens; the new newest one is run anew."""
+        """Forget the text after `length` tokens; its last token is run again."""
         self.session.rewind(length)
         self.unfilled = [position for position in self.unfilled if position < length - 1]
         self.start = min(self.start, length)
 
     def end(self) -> None:
-        """Close the request."""
+        """End the request."""
         self.session.end()
         self.start, self.unfilled = 0, []
 
     def _fill_pending(self) -> None:
-        """Fill what left early, but for the newest token, which nobody has read yet."""
+        """Fill positions that left early, except the newest, which no token attends to yet."""
         due = [position for position in self.unfilled if position < len(self) - 1]
         if due:
             self.unfilled = self.unfilled[len(due) :]

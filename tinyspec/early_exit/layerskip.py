@@ -1,32 +1,34 @@
-"""LayerSkip: a model whose early layers were taught to speak drafts with them, and verifies with
-the rest of itself.
+"""LayerSkip: draft with a model's first layers, and verify with its remaining layers.
 
-Elhoushi et al., ACL 2024, arXiv 2404.16710. Behind layer E of L, the model's own final norm and
-head say the next token: n tokens are drafted that way, each by E layers. Then layers E + 1 to L run
-once, over all n + 1 rows together, and judge the draft. There is one cache: the keys and values
-that drafting left in layers 1 to E are those of the whole model, so they are kept, and the state
-that each drafted row had behind layer E is kept too (the paper's exit query cache), so verification
-goes on from there. A round costs n E for drafting, E for the last guess, which no draft has run,
-and (L - E) (n + 1) above: L (n + 1) layer evaluations, of which only the first n E stand in a row.
-That is no more than plain decoding of as many tokens; refused guesses are what is lost.
+Paper: Elhoushi et al., ACL 2024, arXiv 2404.16710.
 
-What makes it LayerSkip and not any early exit: the recipe that trains the model
-(tinyspec/training/exit_losses.py: layer dropout that rises with depth, losses at all exits through
-the one head, in a rotational or gradual curriculum), and that what the exit computed is reused and
-not repeated. A model that was not trained so is decoded correctly all the same, but its exits say
-less: `tinyspec bench layerskip` shows by how much, on three models of one shape
-(models/exits-plain, exits-loss, exits-layerskip).
+Idea. After layer E of L, the model's own final norm and head predict the next token. gamma tokens
+are drafted in that way, each by E layers. Then layers E + 1 to L run once, over all gamma + 1
+positions together, and the draft is verified. There is one cache: the keys and values of layers 1
+to E that drafting computed are those of the whole model, so they are kept. The state of each
+drafted position after layer E is kept too (the paper's exit query cache), and verification goes on
+from there.
 
-Guarantee: EXACT; the paper's algorithm is greedy, and sampling judges the declared draft by the
-ordinary acceptance test.
-Tested in tests/early_exit/test_layerskip.py: the joint law, the layer evaluations of every round
-from the forward log, keys and values of every layer after each round, the draft's law against the
-model cut off behind layer E, E = L (all is accepted).
-Left out: nothing of decoding. The paper finds E and n by a sweep and gives no defaults; its code's
-example, 8 of 32 layers and 6 tokens, is the default here, as a share of the depth: a quarter,
-rounded up.
+    gamma E                      layer evaluations to draft
+    E + (L - E) (gamma + 1)      to verify: the last draft token has not been run, then all layers above
+    L (gamma + 1)                together, as many as plain decoding of as many tokens
+
+Training. Layer dropout that rises with depth, and losses at all exits through the one head, in a
+rotational or gradual curriculum (training/exit_losses.py). A model that was not trained so is
+decoded correctly, but its exits predict less well (`tinyspec bench layerskip`).
+
+Guarantee: EXACT. The paper's algorithm is greedy; when sampling, the declared draft distribution is
+verified by the ordinary acceptance rule.
+Pitfall: verifying by a full pass from layer 1, which computes the first E layers twice; leaving
+rejected tokens in the caches of the first layers.
+Tests: tests/early_exit/test_layerskip.py (`draft_and_verify` against what runs, outcome by outcome;
+the layer evaluations of every round; keys and values after each round; the draft against the model
+cut off after layer E).
+Left out: nothing of decoding. The paper finds E and gamma by a sweep and gives no defaults; its
+code's example, 8 of 32 layers and 6 tokens, is the default here, as a quarter of the depth.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
@@ -37,9 +39,39 @@ from tinyspec.lm.forward import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
+def draft_and_verify(
+    early: Callable[[list[int]], Any],
+    late: Callable[[list[Any]], list[Any]],
+    read: Callable[[Any], Any],
+    gamma: int,
+    verify: Callable[..., list[int]],
+    rng: Any,
+) -> list[int]:
+    """Return the tokens of one round (section 4.3).
+
+    early   draft tokens after the text -> the newest position's state after layer E
+    late    gamma + 1 states after layer E -> as many after layer L: all positions together
+    read    state -> distribution [V]: final norm and head, the same for both
+    verify  (p, q, draft, rng) -> tokens: `verify_chain` of speculative decoding
+    rng     a numpy.random.Generator
+
+    The decoder runs a view of the session that ends after layer E. A test compares the two on every
+    outcome.
+    """
+    draft, q, states = list[int](), list[Any](), list[Any]()
+    for _ in range(gamma):
+        states.append(early(draft))
+        q.append(read(states[-1]))
+        draft.append(rng.choice(len(q[-1]), p=q[-1]))
+    states.append(early(draft))  # the last draft token, which drafting has not run
+    p = [read(state) for state in late(states)]  # goes on from the states that are known
+    return verify(p, q, draft, rng)
+
+
 def resolve_exit_layer(exit: int, depth: int, name: str = "the model") -> int:
-    """The knob as a number of layers; 0 is a quarter of the depth. TinyspecError where the model
-    has no such exit.
+    """Return the number of layers that draft; 0 is a quarter of the depth, rounded up.
+
+    Raises TinyspecError if the model has no such exit.
 
     >>> resolve_exit_layer(0, 32), resolve_exit_layer(0, 10), resolve_exit_layer(4, 10)
     (8, 3, 4)
@@ -52,7 +84,7 @@ def resolve_exit_layer(exit: int, depth: int, name: str = "the model") -> int:
 
 
 def count_layer_evaluations(drafted: int, exit: int, depth: int) -> tuple[int, int]:
-    """Layer evaluations of a round that drafted so many tokens: (drafting, verification).
+    """Return the layer evaluations of a round: (to draft, to verify).
 
     >>> count_layer_evaluations(6, 8, 32), sum(count_layer_evaluations(6, 8, 32)) == 32 * 7
     ((48, 176), True)
@@ -67,12 +99,19 @@ def count_layer_evaluations(drafted: int, exit: int, depth: int) -> tuple[int, i
     family="early exit",
     guarantee=Guarantee.EXACT,
     knobs=(
-        Knob("exit", 0, "layers that draft; 0: a quarter of the model's", low=0, small=(1, 2, 0)),
-        Knob("gamma", 6, "tokens drafted in a round", low=1, small=(2, 1)),
+        Knob(
+            "exit",
+            0,
+            "layers that draft; 0: a quarter of the model's",
+            low=0,
+            high=1024,
+            small=(1, 2, 0),
+        ),
+        Knob("gamma", 6, "tokens drafted in a round", low=1, high=1024, small=(2, 1)),
     ),
 )
 def layerskip(request: Request, *, exit: int, gamma: int) -> Decoder:
-    """The target's first layers draft a chain; the others judge it."""
+    """Draft a chain with the target's first layers; the others verify it."""
     session: Any = request.target
     model = session.model
     early = session.view(Plan(last=resolve_exit_layer(exit, model.config.n_layers, model.name)))

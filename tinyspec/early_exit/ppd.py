@@ -1,34 +1,33 @@
-"""Predictive Pipelined Decoding: begin with the next token while the newest one is still on its way
-through the model.
+"""PPD (predictive pipelined decoding): start on the next token before the newest one is finished.
 
-Yang, Lee, Chen, Papailiopoulos, Lee, TMLR 2024, arXiv 2307.05908. A model has d layers. In the
-middle, behind layer dbar, the head is read once: its k likeliest tokens are guesses of what the
-whole model will say. Each guess is a branch, which runs as the next position through the first d -
-dbar layers, on a processor of its own, while the main process takes the newest token through the d
-- dbar layers that are left. Then the whole model has spoken. If it said one of the guesses, that
-branch is the next token, half run already; if not, all branches go, and the next token starts from
-its embedding.
+Paper: Yang, Lee, Chen, Papailiopoulos, Lee, TMLR 2024, arXiv 2307.05908. Nothing is trained.
 
-What makes it PPD: nothing is skipped and nothing is decided by a guess. Of every text the tokens
-are those of the whole model, greedy or sampled; what is saved is time, by more processors, never
-work. A branch in layer j needs the newest token's keys of layer j alone, and those are there, for
-the main process is dbar layers ahead. The pipeline has two stages: below half of the layers a
-branch would come to its own layer dbar, and would have to guess, before its own token was settled;
-that is refused. Nothing is trained.
+Idea. A model has d layers. After layer dbar the head is read once: the k likeliest tokens are
+guesses of what the whole model will say. Each guess is a branch. It runs as the next position
+through the first d - dbar layers, on a processor of its own, while the main process takes the
+newest token through its last d - dbar layers. If the whole model chooses one of the guesses, that
+branch is the next token, partly computed already; if not, all branches are dropped. No token
+depends on a guess: what is saved is time, by more processors, never work.
 
-Guarantee: EXACT. With a share p of guesses that hold, l tokens take d l - (l - 1) p (d - dbar)
-layer-steps on k + 1 processors and d l + (l - 1) (d - dbar) (k - p) layer evaluations. Tested in
-tests/early_exit/test_ppd.py: the joint law; both formulas, round by round from the forward log, and
-as expectations over all outcomes of a table model; guesses against the cut-off model; the cache. On
-one processor the branches come on top, so it is slower: `tinyspec bench ppd` measures the threads
-against that. Here all branches are rows of one pass, and `threads` runs that pass beside the main
-process in a thread of its own.
-Left out: a head of its own for layer dbar, which the paper may train; a checkpoint that was trained
-with losses at its exits says more at that layer, with the shared head. The paper calls the layer
-d-bar and gives no default: two thirds are ours.
+    steps(l)       = d l - (l - 1) match (d - dbar)                 layer-steps on k + 1 processors
+    evaluations(l) = d l + (l - 1) (d - dbar) (k - match)           layer evaluations of l tokens
+
+where `match` is the share of positions whose token was among the guesses. A branch in layer j needs
+the newest token's keys of layer j alone, and the main process is dbar layers ahead. Below half of
+the layers a branch would have to guess before its own token was settled; that is an error.
+
+Guarantee: EXACT, greedy or sampled.
+Pitfall: leaving early without finishing the token, which changes the text; counting time as if the
+branches were free on one processor.
+Tests: tests/early_exit/test_ppd.py (`decode_pipelined` against what runs: text, steps and
+evaluations on every outcome; both formulas round by round; guesses against the cut-off model).
+Left out: a head of its own for layer dbar, which the paper may train; a checkpoint trained with
+losses at its exits says more there with the shared head. The paper gives no default for dbar: two
+thirds are ours. All branches are rows of one pass; `threads` runs that pass beside the main process
+in a thread of its own, and `tinyspec bench ppd` measures it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,16 +40,48 @@ from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
-NO_DRAFT = TokenTree()  # the newest token, and no draft
+NO_DRAFT = TokenTree()  # the newest token alone
+
+
+def decode_pipelined(
+    row_after: Callable[[list[int], int], Any],
+    text: Sequence[int],
+    n_tokens: int,
+    depth: int,
+    layer: int,
+    k: int,
+    rng: Any,
+) -> tuple[list[int], int, int]:
+    """Return the text, its layer-steps on k + 1 processors, and its layer evaluations (section 3).
+
+    row_after  (text, layers) -> next-token distribution [V] read after so many layers
+    n_tokens   how many tokens to add
+    layer      after which the next token is guessed (dbar)
+    k          guesses
+    rng        a numpy.random.Generator
+
+    The decoder runs `PipelinedTarget`. A test compares the two on every outcome.
+    """
+    output, steps, evaluations = list(text), 0, 0
+    begun = 0  # layers of the newest token that a branch has run
+    for left in reversed(range(n_tokens)):
+        row = row_after(output, layer)  # the main process is at layer dbar
+        guesses = sorted(range(len(row)), key=lambda x: (-row[x], x))[:k] if left else []
+        # Side by side: the newest token runs its last layers, each guess its first ones.
+        steps += depth - begun
+        evaluations += depth - begun + len(guesses) * (depth - layer)
+        row = row_after(output, depth)
+        output.append(rng.choice(len(row), p=row))
+        begun = depth - layer if output[-1] in guesses else 0
+    return output, steps, evaluations
 
 
 class PipelinedTarget:
-    """A session that starts on guesses of the next token before it has finished the newest. What it
-    scores is the session's.
+    """A session that starts on guesses of the next token before it has finished the newest.
 
-    layer    behind which the head is read (dbar)
-    k        branches
-    coming   the text and the warp of the newest token, where another token is to follow it
+    layer     after which the head is read (dbar)
+    k         branches
+    upcoming  text and sampling parameters of the newest token if another token is to follow it
     """
 
     def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
@@ -65,11 +96,11 @@ class PipelinedTarget:
         return getattr(self.session, name)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """The row of the newest token; on the way there, guesses of the next one are begun."""
-        coming, self.upcoming = self.upcoming, None
-        if coming is not None and self.layer < self.depth:
+        """Return the newest token's row; on the way there, begin with guesses of the next token."""
+        upcoming, self.upcoming = self.upcoming, None
+        if upcoming is not None and self.layer < self.depth:
             branches = self.guess_next(
-                self.session.advance(NO_DRAFT, self.layer, head=True), *coming
+                self.session.advance(NO_DRAFT, self.layer, head=True), *upcoming
             )
             if self.branch_thread is not None:
                 return self._threaded(branches, tree, hidden_layers)
@@ -80,7 +111,7 @@ class PipelinedTarget:
     def guess_next(
         self, scores: Scores, text: Sequence[int], sampling: SamplingParams
     ) -> TokenTree:
-        """What an exit here would say: the k likeliest tokens, side by side below the newest."""
+        """Return the k likeliest tokens after layer dbar, as children of the newest token."""
         rows: Any = scores.logits
         if (
             sampling.repetition_penalty != 1.0
@@ -96,8 +127,11 @@ class PipelinedTarget:
     def _threaded(
         self, branches: TokenTree, tree: TokenTree, hidden_layers: Sequence[int]
     ) -> Scores:
-        """Main process and branches at the same time. They share the cache: each writes its own
-        slots, and the branches read the newest token's keys of layers that it has left."""
+        """Run the main process and the branches at the same time.
+
+        They share the cache. Each writes its own slots, and the branches read the newest token's
+        keys only in layers that it has left.
+        """
         assert self.branch_thread is not None
         self.session.advance(branches, 0)  # gives them slots; from here on nothing moves or grows
         other = self.branch_thread.submit(self.session.advance, branches, self.depth - self.layer)
@@ -109,8 +143,9 @@ class PipelinedTarget:
 
 
 class PpdDrafter(BaseDrafter):
-    """Proposes nothing to verify. It tells the pipeline whether a token is to follow: behind the
-    last one nothing is begun.
+    """Propose nothing, but tell the pipeline whether a token is to follow the newest one.
+
+    After the last token of a text nothing is begun.
     """
 
     def __init__(self, pipeline: PipelinedTarget):
@@ -131,16 +166,19 @@ class PpdDrafter(BaseDrafter):
 
 
 def count_layer_steps(calls: Sequence[ForwardRecord]) -> float:
-    """Layer-steps of a round on k + 1 processors, from its forward log: the newest token up to
-    layer dbar, then what is left of it beside the branches, each of which has a processor of its
-    own."""
+    """Return the layer-steps of a round on k + 1 processors, from its forward log.
+
+    The newest token runs alone up to layer dbar. Then the rest of it and all branches run at the
+    same time, each on a processor of its own.
+    """
     alone, *beside = [call.row_layers / call.rows for call in calls]
     return alone + max(beside, default=0.0)
 
 
 def expected_cost(depth: int, layer: int, k: int, match: Any, tokens: int) -> tuple[Any, Any]:
-    """What the theorem says of so many tokens: (layer-steps on k + 1 processors, layer
-    evaluations).
+    """Return the theorem's (layer-steps on k + 1 processors, layer evaluations) of so many tokens.
+
+    match  share of the tokens, the first excepted, that were among the guesses
 
     >>> expected_cost(12, 8, 3, 0.5, 11)
     (112.0, 232.0)
@@ -150,8 +188,9 @@ def expected_cost(depth: int, layer: int, k: int, match: Any, tokens: int) -> tu
 
 
 def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
-    """The knob as a layer; 0 is two thirds of the depth. TinyspecError where the pipeline would
-    need a third stage.
+    """Return the layer after which the next token is guessed; 0 is two thirds of the depth.
+
+    Raises TinyspecError if the pipeline would need a third stage.
 
     >>> resolve_guess_layer(0, 12), resolve_guess_layer(6, 12)
     (8, 6)
@@ -179,16 +218,24 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
         Knob(
             "layer",
             0,
-            "behind which the next token is guessed; 0: two thirds of the depth",
+            "after which the next token is guessed; 0: two thirds of the depth",
             low=0,
+            high=1024,
             small=(0, 3),
         ),
-        Knob("k", 3, "guesses that are begun with (the paper: 1, 3, 5)", low=1, small=(2, 1, 3)),
+        Knob(
+            "k",
+            3,
+            "guesses that are begun with (the paper: 1, 3, 5)",
+            low=1,
+            high=1024,
+            small=(2, 1, 3),
+        ),
         Knob("threads", False, "run the guesses beside the newest token, in a thread of their own"),
     ),
 )
 def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
-    """The target begins with its next token before the newest one is through."""
+    """Begin with the next token before the target has finished the newest one."""
     session: Any = request.target
     model = session.model
     pipeline: Any = PipelinedTarget(

@@ -204,9 +204,9 @@ for number in numbers:""",
 
 # ------------------------------------------------------------------ a pipeline
 
-COMING = "coming, self.upcoming = self.upcoming, None"
+COMING = "upcoming, self.upcoming = self.upcoming, None"
 BRANCHES = (
-    "branches = self.guess_next(self.session.advance(NO_DRAFT, self.layer, head=True), *coming)"
+    "branches = self.guess_next(self.session.advance(NO_DRAFT, self.layer, head=True), *upcoming)"
 )
 PIPELINES = [
     _pipeline(
@@ -218,7 +218,7 @@ PIPELINES = [
         "a branch is begun when its token is known",
         BRANCHES,
         f"""scores = self.session.score(tree, hidden_layers)
-self.session.advance(self.guess_next(scores, *coming), self.depth - self.layer)
+self.session.advance(self.guess_next(scores, *upcoming), self.depth - self.layer)
 return scores
 {BRANCHES}""",
     ),
@@ -240,7 +240,7 @@ self.session.append(newest)
         "a token behind the last one is begun",
         COMING,
         """self.heard = self.upcoming or self.__dict__.get("heard")
-coming, self.upcoming = self.heard, None""",
+upcoming, self.upcoming = self.heard, None""",
         law=PIPELINE_WORK,
     ),
     _pipeline(

@@ -71,12 +71,12 @@ def begins_when_it_knows(request: Request, layer: int, k: int) -> Decoder:
 
     class Knows(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            coming, self.upcoming = self.upcoming, None
-            if coming is not None and self.layer < self.depth:
+            upcoming, self.upcoming = self.upcoming, None
+            if upcoming is not None and self.layer < self.depth:
                 self.session.advance(NO_DRAFT, self.layer, head=True)
             scores: Scores = self.session.score(tree, hidden_layers)
-            if coming is not None and self.layer < self.depth:
-                self.session.advance(self.guess_next(scores, *coming), self.depth - self.layer)
+            if upcoming is not None and self.layer < self.depth:
+                self.session.advance(self.guess_next(scores, *upcoming), self.depth - self.layer)
             return scores
 
     return _piped(request, Knows(request.target, layer, k))
@@ -105,10 +105,10 @@ def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
 
     class Through(PipelinedTarget):
         def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-            coming = self.upcoming
-            if coming is not None and self.layer < self.depth:
+            upcoming = self.upcoming
+            if upcoming is not None and self.layer < self.depth:
                 branches = self.guess_next(
-                    self.session.advance(NO_DRAFT, self.layer, head=True), *coming
+                    self.session.advance(NO_DRAFT, self.layer, head=True), *upcoming
                 )
                 self.session.advance(branches, self.depth)
             self.upcoming = None
