@@ -25,7 +25,7 @@ from tinyspec.early_exit.layerskip import (
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import traps as toys
-from tinyspec.laws.dice import Dice
+from tinyspec.laws.dice import EnumeratedGenerator
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
@@ -122,7 +122,9 @@ def test_the_algorithm_as_printed_is_what_runs(exit: int, gamma: int) -> None:
             return [Fraction(x) / sum(row) for x in row]
 
         def printed(rng: Exhaustive, early: Any = early, late: Any = late, read: Any = read) -> Any:
-            tokens = draft_and_verify(early, late, read, gamma, verify_chain, Dice(rng))
+            tokens = draft_and_verify(
+                early, late, read, gamma, verify_chain, EnumeratedGenerator(rng)
+            )
             return tuple(map(int, tokens))
 
         def runs(rng: Exhaustive, model: Any = model, text: Any = text) -> tuple[int, ...]:

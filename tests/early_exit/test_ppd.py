@@ -27,7 +27,7 @@ from tinyspec.early_exit.ppd import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
-from tinyspec.laws.dice import Dice
+from tinyspec.laws.dice import EnumeratedGenerator
 from tinyspec.laws.exact import Reference
 from tinyspec.laws.pipeline_laws import likeliest_guesses
 from tinyspec.laws.tables import TableModel
@@ -214,7 +214,9 @@ def test_the_algorithm_as_printed_is_what_runs(depth: int, layer: int, k: int) -
         return [Fraction(x) / sum(row) for x in row]
 
     def printed(rng: Exhaustive) -> Any:
-        text, clock, work = decode_pipelined(row_after, prompt, tokens, depth, layer, k, Dice(rng))
+        text, clock, work = decode_pipelined(
+            row_after, prompt, tokens, depth, layer, k, EnumeratedGenerator(rng)
+        )
         return tuple(map(int, text)), clock, work
 
     def runs(rng: Exhaustive) -> Any:
