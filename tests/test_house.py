@@ -147,7 +147,7 @@ CODE_LINES = {
     "_core": 850,
     "lm": 4100,
     "decoding": 1340,
-    "chapters": 4_900,
+    "chapters": 5_200,
     "laws": 9420,
     "museum": 5600,
     "training": 2710,

@@ -35,7 +35,7 @@ from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import traps as toys
-from tinyspec.laws.exit_laws import ON_TABLES, Setting, tables, with_classifier
+from tinyspec.laws.exit_laws import ON_TABLES, ExitSetting, exit_tables, with_classifier
 from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.transformer import Model
@@ -101,10 +101,10 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
 
 
 @pytest.mark.parametrize("setting", ON_TABLES, ids=str)
-def test_the_algorithm_as_printed_is_what_runs(setting: Setting) -> None:
+def test_the_algorithm_as_printed_is_what_runs(setting: ExitSetting) -> None:
     """Row, layers and keys of every new token, on tables of three layers; the prompt runs in full."""
     exits = 0
-    for model, seed in product(tables(), range(4)):
+    for model, seed in product(exit_tables(), range(4)):
         depth = model.config.n_layers
         stop = StoppingCriteria(max_new_tokens=setting.tokens)
         decoder = made(model, SamplingParams(), stop, **setting.knobs)
