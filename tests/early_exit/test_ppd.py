@@ -33,8 +33,6 @@ from tinyspec.laws.pipeline_laws import likeliest_guesses
 from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.forward import ForwardRecord, Plan
-
-
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("ppd")
