@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.laws.exact import JointLaw, exact_law
-from tinyspec.laws.tables import TableModel, TableSession
+from tinyspec.laws.exact.law import JointLaw, exact_law
+from tinyspec.laws.exact.tables import TableModel, TableSession
 
 __all__ = ["JointLaw", "Table", "exact_law"]
 

@@ -11,7 +11,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace, origins
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.tree import TokenTree
 
 

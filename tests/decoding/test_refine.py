@@ -20,9 +20,9 @@ from tinyspec.decoding.refine import (
 )
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import refine_laws
-from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.refine_laws import (
+from tinyspec.laws import rewriting_laws
+from tinyspec.laws.evidence import LawViolated
+from tinyspec.laws.rewriting_laws import (
     CANDIDATE_ALONE,
     CANVAS_ORDER,
     PADDING_DECIDES,
@@ -293,7 +293,7 @@ def test_a_law_sees_the_defect_it_is_meant_for(law: str, wrong: type[hosted.Fill
 @pytest.mark.parametrize("law", REFINE_LAWS)
 def test_nothing_correct_is_accused(law: str) -> None:
     assert hold_on_sources(law, _card(hosted.FillIn), {}, seed=3).cases == len(
-        refine_laws.REFINE_SOURCES
+        rewriting_laws.REFINE_SOURCES
     )
 
 

@@ -17,7 +17,7 @@ from tinyspec.early_exit.calibrate import (
     textual_loss,
 )
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.calibration_laws import (
+from tinyspec.laws.exit_laws import (
     CALIBRATED,
     CALIBRATION_LAWS,
     EPSILON,

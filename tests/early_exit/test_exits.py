@@ -10,7 +10,7 @@ from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
 from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.tree import TokenTree
 

@@ -25,8 +25,8 @@ from tinyspec.early_exit.layerskip import (
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start
 from tinyspec.laws import traps as toys
-from tinyspec.laws.dice import EnumeratedGenerator
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.checking.generators import EnumeratedGenerator
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord

@@ -27,10 +27,10 @@ from tinyspec.early_exit.ppd import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
-from tinyspec.laws.dice import EnumeratedGenerator
-from tinyspec.laws.exact import Reference
-from tinyspec.laws.pipeline_laws import likeliest_guesses
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.checking.generators import EnumeratedGenerator
+from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.exit_laws import likeliest_guesses
 from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.technique import Request, find_technique

@@ -18,8 +18,8 @@ import pytest
 from tinyspec.grade import a1_loop, a1_position, a1_round, grading, props_a1, report, starter
 from tinyspec.grade.assignments import A1 as ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
-from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.cases import SmallModel
+from tinyspec.laws.checking.cases import SmallModel
+from tinyspec.laws.evidence import Evidence, LawViolated
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A1"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}

@@ -24,7 +24,7 @@ from tinyspec.grade.a2_siblings import LAW
 from tinyspec.grade.assignments import A2 as ASSIGNMENT
 from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import Cases
-from tinyspec.laws.accused import Counterexample, LawViolated
+from tinyspec.laws.evidence import Counterexample, LawViolated
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A2"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}

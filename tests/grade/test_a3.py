@@ -18,8 +18,8 @@ from tinyspec.grade.grading import grade
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
 from tinyspec.grade.starter import make_starter
 from tinyspec.grade.task import Cases
-from tinyspec.laws import calibration_laws
-from tinyspec.laws.accused import LawViolated
+from tinyspec.laws import exit_laws
+from tinyspec.laws.evidence import LawViolated
 
 FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A3"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
@@ -594,13 +594,13 @@ def tail(n: int, delta: Fraction, counted: Any) -> Fraction:
 
 
 P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
-    "fewer losses, not as many": (lambda k, n, d: tail(n, d, range(k)), calibration_laws.SUPER),
-    "the other side": (lambda k, n, d: tail(n, d, range(k, n + 1)), calibration_laws.SUPER),
-    "just as many": (lambda k, n, d: tail(n, d, (k,)), calibration_laws.SUPER),
-    "the mean": (lambda k, n, d: Fraction(k, n), calibration_laws.SUPER),
+    "fewer losses, not as many": (lambda k, n, d: tail(n, d, range(k)), exit_laws.SUPER),
+    "the other side": (lambda k, n, d: tail(n, d, range(k, n + 1)), exit_laws.SUPER),
+    "just as many": (lambda k, n, d: tail(n, d, (k,)), exit_laws.SUPER),
+    "the mean": (lambda k, n, d: Fraction(k, n), exit_laws.SUPER),
     "without the binomial coefficients": (
         lambda k, n, d: sum(d**i * (1 - d) ** (n - i) for i in range(k + 1)),
-        calibration_laws.SUPER,
+        exit_laws.SUPER,
     ),
     "Hoeffding's": (
         lambda k, n, d: Fraction(math.exp(-2 * n * max(0.0, float(d) - k / n) ** 2)),
@@ -646,37 +646,37 @@ def divided(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
 
 
 CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "goes on behind a failure": (goes_on, calibration_laws.CALIBRATED),
-    "returns the one that failed": (one_too_far, calibration_laws.CALIBRATED),
-    "the smallest p": (lambda ts, ps, e: ts[ps.index(min(ps))], calibration_laws.CALIBRATED),
+    "goes on behind a failure": (goes_on, exit_laws.CALIBRATED),
+    "returns the one that failed": (one_too_far, exit_laws.CALIBRATED),
+    "the smallest p": (lambda ts, ps, e: ts[ps.index(min(ps))], exit_laws.CALIBRATED),
     "from the boldest up": (
         lambda ts, ps, e: next(
             (t for t, p in zip(ts[::-1], ps[::-1], strict=True) if p <= e), math.inf
         ),
-        calibration_laws.CALIBRATED,
+        exit_laws.CALIBRATED,
     ),
     "keeps what it could not reject": (
         lambda ts, ps, e: next((t for t, p in zip(ts, ps, strict=True) if p > e), math.inf),
-        calibration_laws.CALIBRATED,
+        exit_laws.CALIBRATED,
     ),
     "the safest where none passed": (
         lambda ts, ps, e: ts[0] if ps[0] > e else REFERENCE.calibrate(ts, ps, e),
-        calibration_laws.CALIBRATED,
+        exit_laws.CALIBRATED,
     ),
-    "never": (lambda ts, ps, e: math.inf, calibration_laws.SEQUENCE),
+    "never": (lambda ts, ps, e: math.inf, exit_laws.SEQUENCE),
     "the first that passed": (
         lambda ts, ps, e: ts[0] if ps[0] <= e else math.inf,
-        calibration_laws.SEQUENCE,
+        exit_laws.SEQUENCE,
     ),
     "smaller, not equal": (
         lambda ts, ps, e: REFERENCE.calibrate(ts, ps, e - Fraction(1, 10**6)),
-        calibration_laws.SEQUENCE,
+        exit_laws.SEQUENCE,
     ),
     "epsilon is always 1/20": (
         lambda ts, ps, e: REFERENCE.calibrate(ts, ps, SURE),
-        calibration_laws.SEQUENCE,
+        exit_laws.SEQUENCE,
     ),
-    "epsilon divided by their number": (divided, calibration_laws.SEQUENCE),
+    "epsilon divided by their number": (divided, exit_laws.SEQUENCE),
 }
 
 
@@ -690,7 +690,7 @@ def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
     with pytest.raises(LawViolated) as told:
         TASKS["calibrate"].laws[0](goes_on, Cases())
     found = told.value.counterexample
-    assert float(found.got.split()[-1]) > calibration_laws.EPSILON
+    assert float(found.got.split()[-1]) > exit_laws.EPSILON
     assert (
         found.case["p-values, for example"].count(Fraction(3, 16)) == 1
     )  # one failure, and it went on
@@ -1025,7 +1025,7 @@ def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) ->
         "exit_layer": a3_confidence.CUT,
         "decode": a3_exits.HOLES,
         "decode_recomputing": a3_exits.COUNTED,
-        "calibrate": calibration_laws.CALIBRATED,
+        "calibrate": exit_laws.CALIBRATED,
         "jacobi": a3_jacobi.CALLS,
     }
     hole = results["decode"].counterexample

@@ -31,9 +31,9 @@ from tinyspec.grade.starter import (
     write_folder,
 )
 from tinyspec.grade.task import Cases, Failed, shorten
-from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.checking import prove_form
-from tinyspec.laws.forms import VerifierForm
+from tinyspec.laws.checking.check import prove_form
+from tinyspec.laws.checking.forms import VerifierForm
+from tinyspec.laws.evidence import LawViolated
 
 SLOW = FAST._replace(
     task=600.0, call=30.0

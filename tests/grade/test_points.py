@@ -24,7 +24,7 @@ from tinyspec.grade.starter import (
     write_folder,
 )
 from tinyspec.grade.task import Cases, GradedLaw, Task
-from tinyspec.laws.accused import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse
 
 SLOW = Limits(task=600.0, call=30.0)  # for functions that are right, on a machine that is busy
 REFERENCE = (assignment_folder("A1") / "reference.py").read_text(encoding="utf-8")

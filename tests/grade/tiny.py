@@ -8,8 +8,8 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.grade.grading import Report, grade
 from tinyspec.grade.process import Limits
 from tinyspec.grade.task import Assignment, Cases, GradedLaw, Task
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.rational import distribution_pairs
 
 FAST = Limits(call=1.5, task=20.0, hanging=1.5, least=0.5, memory=400 << 20, output=1 << 18)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tinyspec.laws import check
-from tinyspec.laws.accused import Counterexample
+from tinyspec.laws.evidence import Counterexample
 
 Rows = Any
 

@@ -2,7 +2,7 @@
 
 from fractions import Fraction as F
 
-from tinyspec.laws.cases import CheckCase, SmallModel, round_cases, shrink_case
+from tinyspec.laws.checking.cases import CheckCase, SmallModel, round_cases, shrink_case
 
 
 def test_cases_come_in_order_of_vocabulary_and_gamma_and_are_the_same_each_time() -> None:

@@ -17,7 +17,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
-from tinyspec.laws.accused import Counterexample
+from tinyspec.laws.evidence import Counterexample
 from tinyspec.tree import ROOT
 
 

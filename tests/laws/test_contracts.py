@@ -31,7 +31,6 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import contracts
-from tinyspec.laws.accused import LawViolated
 from tinyspec.laws.contracts import (
     EXAMINED,
     PRESENCE,
@@ -40,9 +39,10 @@ from tinyspec.laws.contracts import (
     examined_nodes,
     find_violations,
 )
-from tinyspec.laws.exact import exact_law
+from tinyspec.laws.evidence import LawViolated
+from tinyspec.laws.exact.law import exact_law
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Siblings
-from tinyspec.laws.tables import TableModel
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

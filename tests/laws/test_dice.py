@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.laws.dice import EnumeratedGenerator
-from tinyspec.laws.dice_torch import replace_torch_generators
-from tinyspec.laws.uniform import LazyUniform, NotEnumerable, UniformSpan
+from tinyspec.laws.checking.generators import EnumeratedGenerator, replace_torch_generators
+from tinyspec.laws.checking.uniforms import LazyUniform, NotEnumerable, UniformSpan
 
 # ---------------------------------------------------------------------- uniforms that are not drawn
 

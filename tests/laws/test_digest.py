@@ -22,8 +22,8 @@ from tinyspec import _core
 from tinyspec._core import reference_trie
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.digest import compute_digest
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.digest import compute_digest
+from tinyspec.laws.exact.tables import TableModel
 
 
 class Slotted:

@@ -17,8 +17,8 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
-from tinyspec.laws.accused import LawViolated
-from tinyspec.laws.exact import (
+from tinyspec.laws.evidence import LawViolated
+from tinyspec.laws.exact.law import (
     JOINT,
     QUIET,
     REPEATS,
@@ -27,7 +27,7 @@ from tinyspec.laws.exact import (
     compare_laws,
     exact_law,
 )
-from tinyspec.laws.tables import TableModel, TableSession
+from tinyspec.laws.exact.tables import TableModel, TableSession
 from tinyspec.lm.forward import Plan
 from tinyspec.tree import ROOT, TokenTree
 

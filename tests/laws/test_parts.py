@@ -1,7 +1,7 @@
 """Streams and stops on the storyteller's own vocabulary, and the defects that their laws must see.
 
 Other vocabularies (metaspace, byte fallback, word pieces) are in tests/lm/test_tokenizer.py; stops of ids at every alignment,
-in whole decoders, are in tinyspec.laws.requests and stop_laws.
+in whole decoders, are in tinyspec.laws.request_laws and loop_laws.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws import streaming
-from tinyspec.laws.accused import LawViolated
+from tinyspec.laws.evidence import LawViolated
 from tinyspec.lm.tokenizer import Tokenizer
 
 ZOO = Path(__file__).parents[2] / "models"

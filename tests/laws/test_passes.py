@@ -14,8 +14,8 @@ from tests.lm.small import GPT2, LLAMA, model
 from tinyspec._core import compute
 from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws import passes
-from tinyspec.laws.dense import run_dense
+from tinyspec.laws import session_laws
+from tinyspec.laws.exact.models import run_dense
 from tinyspec.lm.forward import ForwardBatch, Plan, Scores, Visible
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Model
@@ -35,9 +35,11 @@ def zoo(request) -> tuple[Model, Model, float]:
     return *pair, 1e-10 if request.param == "float64" else 3e-5
 
 
-def held_by(card, target: passes.Begin, draft: passes.Begin, **options) -> passes.Evidence:
+def held_by(
+    card, target: session_laws.Begin, draft: session_laws.Begin, **options
+) -> session_laws.Evidence:
     references = REFERENCES if card.copies else ()
-    return passes.cache_after_every_round(
+    return session_laws.cache_after_every_round(
         card.make, target, [draft] * card.drafts, references=references, **options
     )
 
@@ -58,7 +60,7 @@ def test_the_plain_pass_is_the_model_trained(m: Model) -> None:
 def test_the_plain_pass_follows_a_plan(m: Model) -> None:
     session = Session(m, plan=Plan(last=2, skip=frozenset({0, 3})))
     session.extend([3, 1, 4, 1, 5])
-    assert passes.committed_slots(session) == 4 * 1
+    assert session_laws.committed_slots(session) == 4 * 1
     found = run_dense(m, [3, 1, 4, 1, 5], session.plan)
     np.testing.assert_allclose(
         session.score(TokenTree()).logits[0].numpy(), found.logits[-1], atol=1e-11
@@ -77,13 +79,13 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_is_the_same_bits_whatever_is_computed_beside_it(dtype: torch.dtype) -> None:
     for m in (M.to(dtype=dtype), tinyspec.load("storyteller", dtype=dtype)):
-        assert passes.row_identity(m.session, cases=6).cases == 27
+        assert session_laws.row_identity(m.session, cases=6).cases == 27
 
 
 def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> None:
     target, draft, tolerance = zoo
-    passes.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
-    passes.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)
+    session_laws.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
+    session_laws.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)
     held_by(
         find_technique("speculative_decoding"),
         target.session,
@@ -99,20 +101,20 @@ def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
     session.extend([3, 1, 4, 1, 5])
     session.advance(TokenTree.chain([9]), 2)
     session.commit([0], 2)
-    assert passes.committed_slots(session) == 4 * 3 + 2 * 2
+    assert session_laws.committed_slots(session) == 4 * 3 + 2 * 2
     session.fill("copy")
     session.score(TokenTree.chain([6]))
     session.commit([0], 5)  # token 2 was run in full, but looked at what was copied up
     assert not session.cache_exact
-    assert passes.committed_slots(session) == 4 * 3 + 2 * 2
+    assert session_laws.committed_slots(session) == 4 * 3 + 2 * 2
     session.cache.keys[1][:, 5] += 1e-6
-    killed(passes.COMMITTED_SLOTS, lambda: passes.committed_slots(session))
+    killed(session_laws.COMMITTED_SLOTS, lambda: session_laws.committed_slots(session))
 
 
 # ------------------------------------------------------------------------------------------------ what they kill
 
 
-def gated(change: Callable[[ForwardBatch], None]) -> passes.Begin:
+def gated(change: Callable[[ForwardBatch], None]) -> session_laws.Begin:
     """Sessions whose feeds are changed on their way to the model."""
 
     def gate(feeds: Sequence[ForwardBatch]) -> list[Scores]:
@@ -183,7 +185,7 @@ class Forgets(Session):
     "change", [flat_positions, siblings_visible, parent_hidden, late_positions]
 )
 def test_node_logits_kill_a_wrong_mask_or_position(change) -> None:
-    killed(passes.NODE_LOGITS, lambda: passes.node_logits(gated(change)))
+    killed(session_laws.NODE_LOGITS, lambda: session_laws.node_logits(gated(change)))
 
 
 def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> None:
@@ -196,19 +198,23 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
             s._replace(logits=s.logits * (1 + 2**-23)) if len(s.logits) > 2 else s for s in scores
         ]
 
-    killed(passes.ROW_IDENTITY, lambda: passes.row_identity(lambda: Session(m, gate=gate)))
+    killed(
+        session_laws.ROW_IDENTITY, lambda: session_laws.row_identity(lambda: Session(m, gate=gate))
+    )
 
 
 @pytest.mark.parametrize("change", [flat_positions, siblings_visible])
 def test_permuting_siblings_kills_what_knows_their_order(change) -> None:
-    killed(passes.SIBLING_ORDER, lambda: passes.sibling_order(gated(change), verify_tree))
+    killed(
+        session_laws.SIBLING_ORDER, lambda: session_laws.sibling_order(gated(change), verify_tree)
+    )
 
 
 @pytest.mark.parametrize(
     "begin", [NotGathered, KeepsGuesses], ids=["path not gathered", "rejected keys kept"]
 )
 def test_node_logits_kill_a_wrong_commit(begin) -> None:
-    killed(passes.NODE_LOGITS, lambda: passes.node_logits(lambda: begin(M)))
+    killed(session_laws.NODE_LOGITS, lambda: session_laws.node_logits(lambda: begin(M)))
 
 
 def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
@@ -221,7 +227,7 @@ def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
             path, at = (*path, node), node
         return Verdict(path, int(np.argmax(p[at])))
 
-    killed(passes.SIBLING_ORDER, lambda: passes.sibling_order(M.session, first_child))
+    killed(session_laws.SIBLING_ORDER, lambda: session_laws.sibling_order(M.session, first_child))
 
 
 @pytest.mark.parametrize(
@@ -232,7 +238,7 @@ def test_permuting_siblings_kills_a_greedy_walk_of_the_first_child() -> None:
 def test_committed_slots_kill_a_wrong_target(begin) -> None:
     draft = model(LLAMA, seed=5)
     killed(
-        passes.COMMITTED_SLOTS,
+        session_laws.COMMITTED_SLOTS,
         lambda: held_by(find_technique("speculative_decoding"), begin, draft.session),
     )
 
@@ -253,9 +259,10 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
     def bush(request):
         return request.decoder(Two(), verify_tree)
 
-    passes.cache_after_every_round(bush, M.session)
+    session_laws.cache_after_every_round(bush, M.session)
     killed(
-        passes.COMMITTED_SLOTS, lambda: passes.cache_after_every_round(bush, lambda: NotGathered(M))
+        session_laws.COMMITTED_SLOTS,
+        lambda: session_laws.cache_after_every_round(bush, lambda: NotGathered(M)),
     )
 
 
@@ -263,7 +270,7 @@ def test_committed_slots_kill_a_stale_draft() -> None:
     """The draft model keeps what it computed for tokens that the target refused."""
     draft = model(LLAMA, seed=5)
     killed(
-        passes.COMMITTED_SLOTS,
+        session_laws.COMMITTED_SLOTS,
         lambda: held_by(
             find_technique("speculative_decoding"), M.session, lambda: KeepsGuesses(draft)
         ),
@@ -273,8 +280,8 @@ def test_committed_slots_kill_a_stale_draft() -> None:
 def test_trees_are_reordered_only_among_siblings() -> None:
     rng = random.Random(0)
     for _ in range(50):
-        tree = passes.random_tree(rng, 7, [1, 2])
-        other, old = passes.reorder_siblings(rng, tree)
+        tree = session_laws.random_tree(rng, 7, [1, 2])
+        other, old = session_laws.reorder_siblings(rng, tree)
         assert sorted(old) == list(range(7))
         for node, was in enumerate(old):
             assert [old[i] for i in other.path(node)] == list(tree.path(was))

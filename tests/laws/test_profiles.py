@@ -11,8 +11,7 @@ from tests.laws.test_suites import BROKEN, SPECULATIVE
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.exact import JOINT
-from tinyspec.laws.knobs import knob_ladder
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.prove import (
     CI,
     FIVE_SECONDS,
@@ -24,7 +23,7 @@ from tinyspec.laws.prove import (
     prove_technique,
 )
 from tinyspec.laws.stage import small_knob
-from tinyspec.laws.suites import technique_cases
+from tinyspec.laws.suites import knob_ladder, technique_cases
 from tinyspec.technique import Card, Knob, Request, find_technique
 
 

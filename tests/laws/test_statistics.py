@@ -15,9 +15,9 @@ from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import evalues, gtest, statistics
-from tinyspec.laws.dense import run_dense
-from tinyspec.laws.evalues import EValue, betting_wealth, wealth_is_martingale
+from tinyspec.laws import statistics
+from tinyspec.laws.exact.models import run_dense
+from tinyspec.laws.statistics import EValue, betting_wealth, wealth_is_martingale
 from tinyspec.technique import Request, load_techniques
 
 stats = pytest.importorskip("scipy.stats")
@@ -70,7 +70,7 @@ def test_the_wealth_is_a_martingale_exactly() -> None:
     ],
 )
 def test_a_wealth_that_is_none_is_accused(bet) -> None:
-    killed(evalues.MARTINGALE, lambda: wealth_is_martingale(bet))
+    killed(statistics.MARTINGALE, lambda: wealth_is_martingale(bet))
 
 
 def test_the_running_e_value_is_the_wealth() -> None:
@@ -120,7 +120,7 @@ def test_looking_at_the_g_test_after_every_text_does_not() -> None:
     """The control of the test above: a p-value that is valid once is not valid three hundred times."""
     critical, expected = stats.chi2.isf(0.1, 3), np.array(list(NULL.values()))
     counts = np.cumsum(streams(NULL, 300, 300)[..., None] == np.array(list(NULL)), axis=1)[:, 49:]
-    g = gtest._g_statistic(counts, expected * np.arange(50, 301)[:, None])
+    g = statistics._g_statistic(counts, expected * np.arange(50, 301)[:, None])
     assert (g[:, -1] >= critical).mean() < 0.17
     assert (g >= critical).any(axis=1).mean() > 0.25
 
@@ -138,7 +138,7 @@ def test_a_wrong_law_is_refuted_sooner_or_later() -> None:
 
 def test_the_statistic_is_scipy_s_where_no_cell_is_small() -> None:
     counts = {"a": 60, "b": 10, "c": 20, "d": 10}
-    found = gtest.g_test(counts, NULL)
+    found = statistics.g_test(counts, NULL)
     theirs = stats.power_divergence(
         list(counts.values()), [50, 20, 20, 10], lambda_="log-likelihood"
     )
@@ -147,23 +147,31 @@ def test_the_statistic_is_scipy_s_where_no_cell_is_small() -> None:
 
 def test_small_cells_are_put_together() -> None:
     law = dict.fromkeys(range(64), 1 / 64)
-    groups = gtest.pool_cells(law, 100)
+    groups = statistics.pool_cells(law, 100)
     assert sorted(x for group in groups for x in group) == list(range(64))
-    assert all(len(group) * 100 / 64 >= gtest.LEAST for group in groups)
-    assert gtest.g_test({0: 1}, law).freedom == 0 and gtest.g_test({0: 1}, law).p == 1
-    assert gtest.g_test({"e": 1, "a": 99}, NULL)[::2] == (math.inf, 0)
+    assert all(len(group) * 100 / 64 >= statistics.LEAST for group in groups)
+    assert statistics.g_test({0: 1}, law).freedom == 0 and statistics.g_test({0: 1}, law).p == 1
+    assert statistics.g_test({"e": 1, "a": 99}, NULL)[::2] == (math.inf, 0)
 
 
 def test_the_power_that_is_stated_is_the_power() -> None:
     for texts, alpha in ((300, 0.05), (2000, 0.01)):
-        share = gtest.smallest_detectable_share(NULL, "b", texts, alpha)
+        share = statistics.smallest_detectable_share(NULL, "b", texts, alpha)
         assert share is not None
-        assert gtest.g_test_power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=1e-3)
-        assert gtest.simulated_power(NULL, share, "b", texts, alpha) == pytest.approx(0.9, abs=0.03)
-        assert gtest.g_test_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=1e-6)
-        assert gtest.simulated_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(alpha, abs=0.02)
-    assert gtest.smallest_detectable_share(NULL, "b", 4, 0.01) is None
-    assert gtest.moved_variation(NULL, 0.1, "a") == pytest.approx(0.05)
+        assert statistics.g_test_power(NULL, share, "b", texts, alpha) == pytest.approx(
+            0.9, abs=1e-3
+        )
+        assert statistics.simulated_power(NULL, share, "b", texts, alpha) == pytest.approx(
+            0.9, abs=0.03
+        )
+        assert statistics.g_test_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(
+            alpha, abs=1e-6
+        )
+        assert statistics.simulated_power(NULL, 0.0, "b", texts, alpha) == pytest.approx(
+            alpha, abs=0.02
+        )
+    assert statistics.smallest_detectable_share(NULL, "b", 4, 0.01) is None
+    assert statistics.moved_variation(NULL, 0.1, "a") == pytest.approx(0.05)
 
 
 # ------------------------------------------------------------------------------------------------------- the texts
@@ -291,7 +299,7 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:
 
     monkeypatch.setattr(importlib, "import_module", gone)
     with pytest.raises(TinyspecError, match=r'needs scipy: pip install .*test\]"'):
-        gtest.g_test({"a": 100}, NULL)
+        statistics.g_test({"a": 100}, NULL)
 
 
 def test_the_control_is_the_field_s_mistake() -> None:

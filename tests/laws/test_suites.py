@@ -14,15 +14,19 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import refine_laws, suites
-from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.adversaries import GREEDY
-from tinyspec.laws.exact import JOINT
-from tinyspec.laws.knobs import KNOB_COST
+from tinyspec.laws import rewriting_laws, suites
+from tinyspec.laws.evidence import Evidence, LawViolated
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.parts import Siblings
-from tinyspec.laws.pathwise import SAME_TOKENS, race_law
 from tinyspec.laws.prove import Profile, prove_technique
-from tinyspec.laws.suites import ROUND_LAWS, technique_cases
+from tinyspec.laws.suites import (
+    GREEDY,
+    KNOB_COST,
+    ROUND_LAWS,
+    SAME_TOKENS,
+    race_law,
+    technique_cases,
+)
 from tinyspec.lm.forward import Plan
 from tinyspec.lm.session import Session
 from tinyspec.technique import Card, Guarantee, Request, find_technique, load_techniques
@@ -36,9 +40,9 @@ def test_every_registered_technique_is_proved(name: str) -> None:
     if card.kind == "analysis":
         assert not proved
     elif card.kind == "refine":
-        own = set(proved) - set(refine_laws.REFINE_LAWS)
+        own = set(proved) - set(rewriting_laws.REFINE_LAWS)
         assert own
-        assert len(proved) == len(own) + len(refine_laws.REFINE_LAWS)
+        assert len(proved) == len(own) + len(rewriting_laws.REFINE_LAWS)
     elif card.guarantee is Guarantee.APPROX:
         assert proved["its own oracle"].cases
     else:
@@ -94,7 +98,7 @@ def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPa
             prove_technique(card)
         with monkeypatch.context() as patch:
             patch.setitem(suites.ORACLES, card.name, lambda card: Evidence("brute force", 3))
-            known = list(refine_laws.REFINE_LAWS) if card.kind == "refine" else []
+            known = list(rewriting_laws.REFINE_LAWS) if card.kind == "refine" else []
             assert [evidence.law for evidence in prove_technique(card)] == [*known, "brute force"]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.lm.small import GPT2, model
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.forward import Plan, Visible
 from tinyspec.tree import ROOT, TokenTree
 

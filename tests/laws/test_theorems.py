@@ -8,8 +8,8 @@ import pytest
 
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import theorems
-from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.small import distribution_pairs, without_token
+from tinyspec.laws.evidence import Evidence, LawViolated
+from tinyspec.laws.exact.rational import distribution_pairs, without_token
 from tinyspec.speculative.drafting.speculative_decoding import best_gamma
 from tinyspec.tree import ROOT, TokenTree
 

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 
-from tinyspec.laws import passes, theorems
-from tinyspec.laws.accused import Evidence
+from tinyspec.laws import session_laws, theorems
+from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.theory import all_theorems
 from tinyspec.technique import load_techniques
 
@@ -17,7 +17,7 @@ def test_it_holds(law: Callable[[], Evidence]) -> None:
     evidence = law()
     assert evidence.cases >= 20
     assert evidence.seconds > 0
-    if evidence.law in (theorems.ACCEPTANCE, theorems.TRANSPORT, passes.COMMITTED_SLOTS):
+    if evidence.law in (theorems.ACCEPTANCE, theorems.TRANSPORT, session_laws.COMMITTED_SLOTS):
         assert evidence.branches > evidence.cases  # outcomes walked, or slots compared
 
 

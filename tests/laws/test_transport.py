@@ -8,8 +8,8 @@ import pytest
 
 import tinyspec
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import extra, transport
-from tinyspec.laws.small import distribution_pairs, distributions, overlap_mass
+from tinyspec.laws import evidence, theorems
+from tinyspec.laws.exact.rational import distribution_pairs, distributions, overlap_mass
 
 
 def test_the_linear_program_and_the_cut_agree() -> None:
@@ -26,15 +26,15 @@ def test_the_linear_program_and_the_cut_agree() -> None:
         p, q = (tuple(F(int(x), int(w.sum())) for x in w) for w in weights)
         cases.append((p, q, int(rng.integers(1, 4)), bool(rng.integers(2))))
     for p, q, k, again in cases:
-        drawn = transport.drafted_sets(q, k, again)
-        best = transport.optimal_transport(p, drawn)
-        assert transport.by_linear_program(p, drawn) == pytest.approx(float(best), abs=1e-9)
+        drawn = theorems.drafted_sets(q, k, again)
+        best = theorems.optimal_transport(p, drawn)
+        assert theorems.by_linear_program(p, drawn) == pytest.approx(float(best), abs=1e-9)
         if k == 1:
             assert best == overlap_mass(p, q)
         if again:  # the closed form over all sets of tokens
             sets = [[y for y in range(len(p)) if mask >> y & 1] for mask in range(1 << len(p))]
             assert best == min(1 + sum(p[y] for y in h) - sum(q[y] for y in h) ** k for h in sets)
-            assert transport.matching_acceptance(p, q, k) <= best
+            assert theorems.matching_acceptance(p, q, k) <= best
 
 
 def test_without_scipy_the_error_says_what_to_install(monkeypatch) -> None:
@@ -43,14 +43,14 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch) -> None:
 
     monkeypatch.setattr(importlib, "import_module", gone)
     with pytest.raises(TinyspecError, match=r'needs scipy: pip install .*test\]"'):
-        transport.by_linear_program((F(1),), {frozenset({0}): F(1)})
+        theorems.by_linear_program((F(1),), {frozenset({0}): F(1)})
 
 
 def test_the_install_command_fits_a_clone_or_a_wheel(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(tinyspec, "__file__", str(tmp_path / "tinyspec" / "__init__.py"))
-    assert extra.install_command() == 'pip install "tinyspec[test]"'
+    assert evidence.install_command() == 'pip install "tinyspec[test]"'
     (tmp_path / "pyproject.toml").touch()
-    assert extra.install_command() == 'pip install -e ".[test]"'
+    assert evidence.install_command() == 'pip install -e ".[test]"'
 
 
 def test_small_laws_come_once_each_and_the_smallest_first() -> None:

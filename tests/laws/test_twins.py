@@ -13,7 +13,7 @@ from tinyspec._core import fallback, reference
 from tinyspec.decoding import verify
 from tinyspec.decoding.rng import Replay
 from tinyspec.laws import devices, twins
-from tinyspec.laws.accused import LawViolated
+from tinyspec.laws.evidence import LawViolated
 
 compiled = pytest.mark.skipif(
     not _core.COMPILED, reason="the pure twins are in use: there is no kernel to compare"

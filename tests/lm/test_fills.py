@@ -18,7 +18,7 @@ import tinyspec
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
 from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.gate import run_together
 from tinyspec.tree import ROOT, TokenTree

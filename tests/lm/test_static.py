@@ -8,7 +8,7 @@ import torch
 
 from tests.lm.small import GPT2, LLAMA, PROMPT, close, model
 from tests.lm.test_transformer import DEVICES, TREE, every
-from tinyspec.laws import passes
+from tinyspec.laws import session_laws
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.static import SIZES, Static
@@ -48,8 +48,8 @@ def test_every_configuration_computes_what_the_blocks_compute(config: Config, de
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
 def test_node_logits_are_path_logits_and_the_cache_is_a_fresh_forwards(config: Config) -> None:
     m = steady(model(config))
-    assert passes.node_logits(m.session, cases=6, rounds=2, nodes=5).cases
-    assert passes.cache_after_every_round(
+    assert session_laws.node_logits(m.session, cases=6, rounds=2, nodes=5).cases
+    assert session_laws.cache_after_every_round(
         find_technique("llma").make, m.session, texts=2, tokens=8
     ).cases
 

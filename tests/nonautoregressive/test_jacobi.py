@@ -17,7 +17,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import sweeps as laws
-from tinyspec.laws.network import small_network
+from tinyspec.laws.exact.models import small_network
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.sweeps import (
     SWEEP_PROMPT,
     begin_sweeps,
@@ -28,7 +29,6 @@ from tinyspec.laws.sweeps import (
     sweep_block,
     sweep_tables,
 )
-from tinyspec.laws.tables import TableModel
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.jacobi import (
     JacobiDrafter,

@@ -8,7 +8,7 @@ import torch
 from tinyspec.decoding.refine import Pass, Refinement, blank, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.masking import (
+from tinyspec.laws.nonautoregressive_laws import (
     chooses_best_length,
     follows_mask_predict,
     hides_uniformly,

@@ -10,7 +10,7 @@ import torch
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.fertility_laws import (
+from tinyspec.laws.nonautoregressive_laws import (
     fertility_law,
     fixed_fertilities,
     random_student,

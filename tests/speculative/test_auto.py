@@ -19,10 +19,10 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.exact import Reference
-from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.models import Reciter
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.stage import choose_every_way
-from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps.auto import POEM, Ticking, Watch, astray, took
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.auto import (

@@ -15,8 +15,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import blocks
-from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws import verification_laws
+from tinyspec.laws.exact.rational import distribution_pairs
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -40,7 +40,11 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
     assert kept(verify_tree, p, q, 2) == F(10, 9)
     assert kept(verify_tree_by_block, p, q, 2) == F(11, 9)
-    assert blocks.BlockCase(tuple(p), tuple(q), False, 2).kept() == (F(10, 9), F(11, 9), F(12, 9))
+    assert verification_laws.BlockCase(tuple(p), tuple(q), False, 2).kept() == (
+        F(10, 9),
+        F(11, 9),
+        F(12, 9),
+    )
     # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
     verdict = verify_tree_by_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
     assert verdict.accepted == (0, 1)
@@ -49,7 +53,7 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
 def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
     None
 ):
-    evidence = blocks.block_keeps_its_promise(verify_tree_by_block, largest=4)
+    evidence = verification_laws.block_keeps_its_promise(verify_tree_by_block, largest=4)
     assert evidence.branches > evidence.cases > 400
 
 
@@ -60,7 +64,7 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
         ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7))),
     ):
         case, passed, drawn, weight = (
-            blocks.BlockCase(p, q, True, gamma),
+            verification_laws.BlockCase(p, q, True, gamma),
             defaultdict(F),
             defaultdict(F),
             {(): F(1)},
@@ -145,7 +149,7 @@ def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() ->
 
 def test_floats_decide_as_fractions_do() -> None:
     grid = [F(2 * i + 1, 14) for i in range(7)]
-    case = blocks.BlockCase((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
+    case = verification_laws.BlockCase((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
     for draft, uniforms in product(product(range(3), repeat=2), product(grid, repeat=3)):
         rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, 2)}
         laws = [case.draft(draft[:node]) for node in range(2)]

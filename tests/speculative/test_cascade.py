@@ -9,7 +9,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps.cascade import (
     called_as_k_says,
     constant_gamma,

@@ -14,9 +14,9 @@ from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import couplings
+from tinyspec.laws import verification_laws
+from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import ConstantDrafter
-from tinyspec.laws.small import distribution_pairs, overlap_mass
 from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.verification.gumbel_coupling import match_probability, verify_tree_by_race
@@ -75,15 +75,15 @@ def test_one_seed_one_text_whoever_drafts_also_nobody(sampling: SamplingParams) 
 
 
 def test_theorem_it_is_the_text_of_racing_alone() -> None:
-    assert couplings.same_text_whoever_drafts(CARD.make).cases == 96
+    assert verification_laws.same_text_whoever_drafts(CARD.make).cases == 96
 
 
 def test_a_guess_is_kept_where_the_races_agree() -> None:
-    assert couplings.draft_kept_where_winners_agree(CARD.make).cases == 432
+    assert verification_laws.draft_kept_where_winners_agree(CARD.make).cases == 432
 
 
 def test_theorem_the_probability_of_agreement_its_bounds_and_its_integral() -> None:
-    assert couplings.agreement_formula(match_probability).cases > 200
+    assert verification_laws.agreement_formula(match_probability).cases > 200
 
 
 def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_ratio_test_keeps() -> (

@@ -14,7 +14,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import lookahead_jacobi as toys
 from tinyspec.speculative.drafting.lookahead_jacobi import (
     JacobiWindow,

@@ -17,7 +17,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import lookahead_trie as toys
 from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.lm.forward import Scores

@@ -13,9 +13,13 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.small import distribution_pairs
-from tinyspec.laws.theorems import play_siblings, with_replacement, without_replacement
-from tinyspec.laws.transport import matching_acceptance
+from tinyspec.laws.exact.rational import distribution_pairs
+from tinyspec.laws.theorems import (
+    matching_acceptance,
+    play_siblings,
+    with_replacement,
+    without_replacement,
+)
 from tinyspec.speculative.verification.multi_candidate import sequential_acceptance
 from tinyspec.technique import Request, find_technique
 

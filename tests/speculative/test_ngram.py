@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.speculative.ngram import Katz, sampled
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=3)

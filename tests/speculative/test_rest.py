@@ -19,7 +19,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import rest as toys
 from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
 from tinyspec.speculative.drafting.rest import RestDrafter

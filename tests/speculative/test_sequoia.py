@@ -17,7 +17,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.accused import LawViolated
+from tinyspec.laws.evidence import LawViolated
 from tinyspec.laws.traps.auto import Ticking, Watch
 from tinyspec.laws.traps.sequoia import every_tree, joint_law, kept_noise, worth
 from tinyspec.speculative.drafting.sequoia import (

@@ -19,7 +19,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.small import Exact, distributions
+from tinyspec.laws.exact.rational import Exact, distributions
 from tinyspec.laws.theorems import NodeRows
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model

@@ -15,10 +15,10 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import selection, theorems
-from tinyspec.laws.small import distribution_pairs, overlap_mass
-from tinyspec.laws.transport import by_linear_program, drafted_sets, kseq_acceptance, kseq_share
-from tinyspec.laws.transport import optimal_transport as least_cut
+from tinyspec.laws import theorems, verification_laws
+from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
+from tinyspec.laws.theorems import by_linear_program, drafted_sets, kseq_acceptance, kseq_share
+from tinyspec.laws.theorems import optimal_transport as least_cut
 from tinyspec.speculative.verification.multi_candidate import sequential_acceptance as recursive
 from tinyspec.speculative.verification.spectr import (
     chance_of_any,
@@ -57,11 +57,11 @@ def test_k_seq_is_not_recursive_rejection_it_accepts_more() -> None:
 
 
 def test_the_factor_is_the_least_that_keeps_the_law() -> None:
-    assert selection.least_factor(verify_tree_k_seq, largest=4).branches > 1000
+    assert verification_laws.least_factor(verify_tree_k_seq, largest=4).branches > 1000
 
 
 def test_the_law_is_kept_where_drafts_meet_and_part() -> None:
-    assert selection.selection_keeps_law(verify_tree_k_seq, largest=4).branches > 800
+    assert verification_laws.selection_keeps_law(verify_tree_k_seq, largest=4).branches > 800
 
 
 # ------------------------------------------------------------------ theorems

@@ -19,7 +19,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
-from tinyspec.laws.small import distribution_pairs, overlap_mass
+from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
 from tinyspec.laws.traps import speculative_contrastive as traps
 from tinyspec.speculative.integrated.speculative_contrastive import (
     JointTarget,

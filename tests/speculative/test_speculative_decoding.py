@@ -20,10 +20,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
-from tinyspec.laws.cases import round_cases
-from tinyspec.laws.checking import _Search
-from tinyspec.laws.forms import VerifierForm
-from tinyspec.laws.forms_house import HouseVerifierForm
+from tinyspec.laws.checking.cases import round_cases
+from tinyspec.laws.checking.check import _Search
+from tinyspec.laws.checking.forms import HouseVerifierForm, VerifierForm
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance_rate,

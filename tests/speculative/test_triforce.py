@@ -15,8 +15,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.dice import EnumeratedGenerator
-from tinyspec.laws.network import small_network
+from tinyspec.laws.checking.generators import EnumeratedGenerator
+from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.traps.triforce import (
     finds_the_needle,
     joint_law_of_three_levels,

@@ -1,6 +1,6 @@
 """Laws of `generate` of assignment A1: the whole loop, on every outcome of its random decisions.
 
-The joint distribution must be that of plain decoding, which `laws.exact` calculates from the
+The joint distribution must be that of plain decoding, which `laws.exact.law` calculates from the
 target's rows. A cache that is left dirty can hide from it: a draft that reads rejected tokens is
 only a worse draft. So the sessions remember what was asked of them, and three more laws read that:
 what stood in the caches, whether each token comes from a forward pass, and how often the target ran.
@@ -21,10 +21,10 @@ from tinyspec.grade.a1_position import HALF, ONE, THIRD, ZERO, Knobs
 from tinyspec.grade.a1_round import Text
 from tinyspec.grade.props_a1 import Session, find_row
 from tinyspec.grade.task import Cases, Function, expect, is_close, is_token, law
-from tinyspec.laws.accused import accuse
-from tinyspec.laws.cases import CheckCase, SmallModel, cases_of_kind, shrink_case
-from tinyspec.laws.exact import Reference, apply_warpers
-from tinyspec.laws.small import Exact
+from tinyspec.laws.checking.cases import CheckCase, SmallModel, cases_of_kind, shrink_case
+from tinyspec.laws.evidence import accuse
+from tinyspec.laws.exact.law import Reference, apply_warpers
+from tinyspec.laws.exact.rational import Exact
 
 STOPS = "the text ends after n tokens or at the end token, wherever in a block that is"
 JOINT = "joint distribution: over all rounds, the text has the distribution of plain decoding"

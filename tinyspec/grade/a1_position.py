@@ -20,9 +20,9 @@ from tinyspec.grade.task import (
     law,
     require_number,
 )
-from tinyspec.laws.accused import accuse
-from tinyspec.laws.exact import apply_warpers
-from tinyspec.laws.small import Exact, distribution_pairs, distributions, overlap_mass
+from tinyspec.laws.evidence import accuse
+from tinyspec.laws.exact.law import apply_warpers
+from tinyspec.laws.exact.rational import Exact, distribution_pairs, distributions, overlap_mass
 
 Knobs = tuple[Fraction, int | None, Fraction | None]
 

@@ -2,7 +2,7 @@
 
 The first laws look at one draft at a time, so that their counterexamples are small. The last one is
 the theorem: drafted from q and verified, the tokens have the target's distribution. Its expected
-values come from `laws.forms`.
+values come from `laws.checking.forms`.
 """
 
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.grade.task import Cases, Function, expect, is_token, law
-from tinyspec.laws.accused import Counterexample, LawViolated, accuse
-from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
-from tinyspec.laws.forms import OutcomeProbs, RunOutcome, VerifierForm
-from tinyspec.laws.small import Exact
+from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
+from tinyspec.laws.checking.forms import OutcomeProbs, RunOutcome, VerifierForm
+from tinyspec.laws.evidence import Counterexample, LawViolated, accuse
+from tinyspec.laws.exact.rational import Exact
 
 TOKENS = "a round returns the first tokens of the draft, none to all, and one token more"
 BONUS = "after a draft that is accepted whole stands a draw from the target's last row"
@@ -156,7 +156,7 @@ def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator
 
 
 def in_words_of_the_handout(found: Counterexample) -> Counterexample:
-    """Return the counterexample of `laws.forms` with the names that the hand-out uses."""
+    """Return the counterexample of `laws.checking.forms` with the names that the hand-out uses."""
     words = {"p": "p (target rows)", "q": "q (draft rows)"}
     if isinstance(found.case["draft"], dict):
         words["draft"] = "drafts, and how probable each is"

@@ -18,9 +18,9 @@ from tinyspec.grade.task import (
     is_token,
     law,
 )
-from tinyspec.laws.accused import accuse
-from tinyspec.laws.forms import to_small_fraction
-from tinyspec.laws.small import (
+from tinyspec.laws.checking.forms import to_small_fraction
+from tinyspec.laws.evidence import accuse
+from tinyspec.laws.exact.rational import (
     Exact,
     distribution_pairs,
     distributions,

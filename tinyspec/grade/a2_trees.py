@@ -19,7 +19,7 @@ from tinyspec.grade.task import (
     law,
     require_list,
 )
-from tinyspec.laws.accused import accuse
+from tinyspec.laws.evidence import accuse
 
 STANDS = "a node stands where its token would stand if its path were the text"
 SEES = "a node sees the committed text, its ancestors and itself, and nothing else"

@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyspec.grade.a2_trees import ROOT, node_path
 from tinyspec.grade.task import CaseLaw, Cases, Function, describe_result, law
-from tinyspec.laws.accused import LawViolated, accuse
+from tinyspec.laws.evidence import LawViolated, accuse
 
 TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
 ANSWER = "what followed the longest known end of the context, the most frequent first"

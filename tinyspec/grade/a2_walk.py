@@ -20,10 +20,10 @@ from tinyspec.grade.task import (
     is_token,
     law,
 )
-from tinyspec.laws.accused import Counterexample, LawViolated
-from tinyspec.laws.cases import CheckCase, cases_of_kind, shrink_case
-from tinyspec.laws.forms import Form, OutcomeProbs, RunOutcome, to_small_fraction
-from tinyspec.laws.small import without_token
+from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
+from tinyspec.laws.checking.forms import Form, OutcomeProbs, RunOutcome, to_small_fraction
+from tinyspec.laws.evidence import Counterexample, LawViolated
+from tinyspec.laws.exact.rational import without_token
 from tinyspec.tree import ROOT, TokenTree
 
 PATH = "the path goes down the tree from its root"

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from tinyspec.grade.task import Cases, Function, describe_result, expect, law, require_number
-from tinyspec.laws.accused import LawViolated, accuse
-from tinyspec.laws.calibration_laws import (
+from tinyspec.laws.evidence import LawViolated, accuse
+from tinyspec.laws.exit_laws import (
     CALIBRATED,
     CURVES,
     EPSILON,

@@ -16,7 +16,7 @@ from tinyspec.grade.task import (
     law,
     require_number,
 )
-from tinyspec.laws.accused import accuse
+from tinyspec.laws.evidence import accuse
 
 GAP = "the softmax response is the gap of the two likeliest words (CALM, arXiv 2207.07061, section 3.5)"
 COSINE = "saturation is the cosine of two states that follow each other (CALM, arXiv 2207.07061, section 3.5)"

@@ -24,7 +24,7 @@ from tinyspec.grade.task import (
     expect,
     is_token,
 )
-from tinyspec.laws.accused import accuse
+from tinyspec.laws.evidence import accuse
 
 PAIR = "the new tokens come back, and the layers after which they were read"
 NEVER = "a model that nobody leaves early is the full model"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.grade.props_a3 import CountedModel
 from tinyspec.grade.task import Cases, Function, describe_result, expect, law
-from tinyspec.laws.accused import accuse
+from tinyspec.laws.evidence import accuse
 
 GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
 BLOCKS = "a sweep is one forward pass over what is left of one block"

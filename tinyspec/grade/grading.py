@@ -9,7 +9,7 @@ from typing import Any
 from tinyspec.grade.process import Helpers, Limits, load_submission
 from tinyspec.grade.starter import extract_helpers, read_reference
 from tinyspec.grade.task import Assignment, Cases, Failed, GradedLaw, Task
-from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
+from tinyspec.laws.evidence import Counterexample, Evidence, LawViolated
 
 RUNS = "it gives a result"  # the law that is broken where there is nothing to judge
 PUBLIC = Cases()

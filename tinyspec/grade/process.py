@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NotPlain, Prop, describe_kind, from_json, to_json, to_line
 from tinyspec.grade.task import Failed
-from tinyspec.laws.accused import format_value
+from tinyspec.laws.evidence import format_value
 
 CHILD_FILE = Path(__file__).with_name("child.py")
 CHUNK = 1 << 16  # bytes read from a pipe at once

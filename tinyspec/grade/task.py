@@ -1,7 +1,7 @@
 """Define what an assignment is made of, and the tools that its laws share.
 
 An assignment has tasks, a task has laws, and each law has points of its own. A law is a function
-that goes through its cases, the smallest first. It raises `tinyspec.laws.accused.LawViolated` with
+that goes through its cases, the smallest first. It raises `tinyspec.laws.evidence.LawViolated` with
 the first case that breaks it, in the words of the hand-out.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NOT_ALLOWED
-from tinyspec.laws.accused import Evidence, accuse, format_value
+from tinyspec.laws.evidence import Evidence, accuse, format_value
 
 ROUNDING = 1e-9  # by how much a result may be off if floats were calculated with
 

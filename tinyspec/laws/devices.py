@@ -1,11 +1,10 @@
-"""The same decisions by another road: a draft's laws that lie in narrow tensors, and the torch
-operations that serve a GPU.
+"""The same decisions on another road: rows in narrow tensors, and the torch operations of a GPU.
 
-On the CPU every dtype is read as float64 exactly, so the front doors of `decoding` decide as the
-twin does, to the bit. A device adds in its own order: it must decide the same unless a uniform, a
-ratio or a knob lies within n * eps of a boundary. Whether one does is worked out from the case
-alone: the twin's own lines run over numbers that carry a bound on what rounding may have done to
-them, and every comparison that the bound leaves open is noted.
+On the CPU every dtype is read as float64 exactly, so the verifier decides as the plain twin does, to
+the bit. A device adds in its own order: it must decide the same unless a uniform, a ratio or a knob
+lies within n * eps of a boundary. Whether one does is worked out from the case alone: the twin's own
+lines run over numbers that carry a bound on their rounding error, and every comparison that the bound
+leaves open is noted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,12 +21,10 @@ from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.sampling import DEVICE, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
-from tinyspec.laws.about import RoundingDoubt
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.grids import GRIDS
-from tinyspec.laws.search import search_cases, st
-from tinyspec.laws.strategies import VOCABULARY_SIZES, WalkCase, WarpKnobs
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.strategies import VOCABULARY_SIZES, WalkCase, WarpKnobs, search_cases, st
 from tinyspec.laws.twins import (
+    GRIDS,
     TWINS,
     Kernel,
     KernelCase,
@@ -36,6 +33,94 @@ from tinyspec.laws.twins import (
     outcome_or_refusal,
 )
 from tinyspec.tree import TokenTree
+
+FLOAT_EPS = 2.0**-52
+
+
+class RoundingDoubt:
+    """A computation over n numbers, and whether any of its comparisons was too close to call.
+
+    A device may add n numbers in any order, which errs by at most n * eps of their sum. The twin
+    adds in eight lanes and in blocks of 256, so every addition is charged n / 8 + 2 eps, and the
+    whole sum at least n.
+
+    >>> doubt = RoundingDoubt(3)
+    >>> third, row = doubt.about(1 / 3), [doubt.about(x) for x in (0.1, 0.2, 0.3)]
+    >>> (row[0] + row[1] > third, doubt.near), (row[0] + row[1] > row[2], doubt.near)
+    ((False, False), (True, True))
+    """
+
+    def __init__(self, n: int) -> None:
+        self.charge = (n / 8 + 2) * FLOAT_EPS
+        self.near = False
+
+    def about(self, value: float, slack: float = 0.0) -> "BoundedNumber":
+        """A number of this computation; without slack it is exact."""
+        return BoundedNumber(float(value), slack, self)
+
+    def row(self, row: Any) -> "list[BoundedNumber]":
+        """A law of exact numbers."""
+        return [self.about(x) for x in row.tolist()]
+
+
+class BoundedNumber:
+    """A number that lies within `slack` of `value`."""
+
+    __slots__ = ("doubt", "slack", "value")
+
+    def __init__(self, value: float, slack: float, doubt: RoundingDoubt) -> None:
+        self.value, self.slack, self.doubt = value, slack, doubt
+
+    def _both(self, other: Any) -> tuple[float, float]:
+        return (
+            (other.value, other.slack) if isinstance(other, BoundedNumber) else (float(other), 0.0)
+        )
+
+    def __add__(self, other: Any) -> "BoundedNumber":
+        value, slack = self._both(other)
+        made = self.value + value
+        rounded = 0.0 if value == 0 or self.value == 0 else self.doubt.charge * abs(made)
+        return BoundedNumber(made, self.slack + slack + rounded, self.doubt)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> "BoundedNumber":
+        value, slack = self._both(other)
+        made = self.value - value
+        return BoundedNumber(made, self.slack + slack + FLOAT_EPS * abs(made), self.doubt)
+
+    def __mul__(self, other: Any) -> "BoundedNumber":
+        value, slack = self._both(other)
+        made = self.value * value
+        return BoundedNumber(
+            made,
+            abs(value) * self.slack + abs(self.value) * slack + FLOAT_EPS * abs(made),
+            self.doubt,
+        )
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> "BoundedNumber":
+        value, slack = self._both(other)
+        made = self.value / value
+        return BoundedNumber(
+            made, (self.slack + abs(made) * slack) / abs(value) + FLOAT_EPS * abs(made), self.doubt
+        )
+
+    def __gt__(self, other: Any) -> bool:
+        value, slack = self._both(other)
+        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(
+            self.value - value
+        ) <= self.slack + slack
+        return self.value > value
+
+    def __lt__(self, other: Any) -> bool:
+        value, slack = self._both(other)
+        self.doubt.near |= (self.slack > 0 or slack > 0) and abs(
+            self.value - value
+        ) <= self.slack + slack
+        return self.value < value
+
 
 EPS = 2.0**-52
 NEGLIGIBLE_SHARE = (

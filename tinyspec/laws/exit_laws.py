@@ -1,34 +1,42 @@
-"""Early exits against their rule, written out again: which layer each row was read from, and what
-later tokens saw of it.
+"""Laws of early exits: the exit rule, the training of exits, the calibration of a threshold, pipelines.
 
-The oracle knows no session, no cache and no fill: it runs a whole text layer by layer, and a token
-that has left keeps its state from there on, so that the keys above are made from it. On tables that
-is exact; on transformers it is the dense pass.
+The oracle of the rule knows no session, no cache and no fill: it runs a whole text layer by layer, and
+a token that has left keeps its state from there on, so that the keys above are made from it. On tables
+that is exact; on transformers it is the dense pass. The losses are the papers' formulas in another
+form. Calibration is judged over every outcome of a small sample, pipelines by their forward logs.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cache, lru_cache
+from itertools import product
+from math import comb
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
-from tinyspec.laws.accused import Evidence
-from tinyspec.laws.dense import logits_of_states, run_dense
-from tinyspec.laws.exact import JointLaw, Reference, compare_laws, exact_law
-from tinyspec.laws.network import NETWORK_TOLERANCE, small_network
+from tinyspec.early_exit.ppd import PpdDrafter, count_layer_steps
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JointLaw, Reference, compare_laws, exact_law
+from tinyspec.laws.exact.models import NETWORK_TOLERANCE, logits_of_states, run_dense, small_network
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.suites import register_oracle
-from tinyspec.laws.tables import TableModel
+from tinyspec.lm.config import Config
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, Request
+from tinyspec.training.exit_losses import Course, Exits
 
 EXIT_RULE = (
     "a token leaves at the first layer that is sure, and is copied up (CALM, arXiv 2207.07061)"
@@ -268,3 +276,442 @@ def build_exits(parts: Parts) -> Build:
 
 
 EXIT_RULE_LAWS = {EXIT_RULE: lambda parts: follows_exit_rule(build_exits(parts))}
+
+
+EXIT_WEIGHTS = "what an exit's loss counts"
+LAYER_DROPOUT = "how often a layer is left out"
+ONE_HEAD = "all exits speak through one norm and one head"
+
+MakeCourse = Callable[[Exits, int, int], Course]
+COURSE_SHAPES = [(3, 12), (4, 40), (10, 60)]
+"""Layers, steps."""
+EXIT_SECTIONS = [
+    Exits("linear"), Exits("sum", e_scale=0.25), Exits("sum", curriculum="rotational", rotation=3),
+    Exits("linear", curriculum="gradual"), Exits("sum", curriculum="gradual", p_max=0.2),
+    Exits("linear", curriculum="rotational", rotation=2, p_max=0.1), Exits("none", p_max=0.3, scratch=False),
+]  # fmt: skip
+EXIT_CONFIG = Config(
+    vocab_size=7,
+    d_model=8,
+    n_layers=3,
+    n_heads=2,
+    n_kv_heads=1,
+    head_dim=4,
+    d_ff=12,
+    max_positions=8,
+)
+
+
+def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
+    """The layers whose exits count at a step."""
+    if exits.curriculum == "rotational":
+        return sorted({*range(step % exits.rotation, layers, exits.rotation), layers - 1})
+    if exits.curriculum == "gradual":
+        on = 1 + step * 2 * layers // steps  # the last, and one more each T / (2 L) steps
+        return list(range(max(layers - on, 0), layers))
+    return list(range(layers))
+
+
+def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+    """The weight of every exit at a step, as published."""
+    last = layers - 1
+    if exits.weights == "linear":
+        e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
+    elif exits.weights == "sum":
+        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)] + [
+            last + exits.e_scale * sum(range(last))
+        ]
+    else:
+        e = [0.0] * last + [1.0]
+    counted = _counted_layers(exits, layers, step, steps)
+    return [
+        e[layer] / sum(e[k] for k in counted) if layer in counted else 0.0
+        for layer in range(layers)
+    ]
+
+
+def published_dropout(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+    """How likely each layer is left out for a sample at a step, as published."""
+    rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
+    return [
+        rise * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * exits.p_max
+        for layer in range(layers)
+    ]
+
+
+def _course_steps(
+    make: MakeCourse,
+) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
+    for exits, (layers, steps) in product(EXIT_SECTIONS, COURSE_SHAPES):
+        course = make(exits, layers, steps)
+        for step in range(steps):
+            course.begin(step, step / steps)
+            yield (
+                {"section": exits, "layers": layers, "step": step, "steps": steps},
+                course,
+                exits,
+                (layers, step, steps),
+            )
+
+
+def exit_loss_weights(make: MakeCourse) -> Evidence:
+    """e(t, l) at every step; they sum to 1."""
+    seen = 0
+    for case, course, exits, at in _course_steps(make):
+        expected, seen = published_weights(exits, *at), seen + 1
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.shares, strict=True)):
+            accuse(EXIT_WEIGHTS, expected, course.shares, **case)
+    return Evidence(EXIT_WEIGHTS, seen)
+
+
+def layer_dropout(make: MakeCourse) -> Evidence:
+    """p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
+    seen = 0
+    for case, course, exits, at in _course_steps(make):
+        expected, seen = published_dropout(exits, *at), seen + 1
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropped, strict=True)):
+            accuse(LAYER_DROPOUT, expected, course.dropped, **case)
+    return Evidence(LAYER_DROPOUT, seen)
+
+
+def loss_of(make: MakeCourse, exits: Exits, model: Model, step: int) -> float:
+    """The loss of one batch at a step of ten."""
+    ids = torch.randint(
+        model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
+    )
+    course = make(exits, model.config.n_layers, 10)
+    course.begin(step, step / 10)
+    return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
+
+
+def _cut_model(model: Model, layers: int) -> Model:
+    """The model of the first layers, with the norm and the head of the whole."""
+    above = tuple(f"{layer}." for layer in range(layers, model.config.n_layers))
+    kept = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
+    return Model(replace(model.config, n_layers=layers), kept)
+
+
+def one_head(make: MakeCourse) -> Evidence:
+    """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a
+    layer.
+    """
+    model, seen = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5), 0
+    cut = [_cut_model(model, layers) for layers in range(1, 4)]
+    for exits, step in product([exits for exits in EXIT_SECTIONS if not exits.p_max], range(4)):
+        ids = torch.randint(
+            EXIT_CONFIG.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
+        )
+        each = [
+            float(
+                F.cross_entropy(m.training_logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            )
+            for m in cut
+        ]
+        expected = sum(
+            e * loss for e, loss in zip(published_weights(exits, 3, step, 10), each, strict=True)
+        )
+        got, seen = loss_of(make, exits, model, step), seen + 1
+        if abs(got - expected) > 1e-6:
+            accuse(ONE_HEAD, expected, got, section=exits, step=step, losses_of_the_exits=each)
+    return Evidence(ONE_HEAD, seen)
+
+
+def course_figures(parts: Parts) -> Any:
+    """What can be seen without a law: weights, chances and losses."""
+    model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
+    figures = [
+        (list(course.shares), list(course.dropped))
+        for _, course, _, _ in _course_steps(parts.course)
+    ]
+    return figures, [
+        loss_of(parts.course, exits, model, 1) for exits in EXIT_SECTIONS if not exits.p_max
+    ]
+
+
+EXIT_LOSS_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    EXIT_WEIGHTS: lambda parts: exit_loss_weights(parts.course),
+    LAYER_DROPOUT: lambda parts: layer_dropout(parts.course),
+    ONE_HEAD: lambda parts: one_head(parts.course),
+}
+
+
+CALIBRATED = (
+    "calibrated risk <= delta with probability 1 - epsilon (Learn then Test, arXiv 2110.01052)"
+)
+SEQUENCE = "the candidates in front of the first that fails are accepted (fixed-sequence testing)"
+SUPER = "where the risk is delta or more, a p-value is at most u with probability at most u (arXiv 2110.01052)"
+
+HALF_RISK, JUST_ABOVE, EPSILON = Fraction(1, 2), Fraction(51, 100), Fraction(1, 20)
+SAFE = Fraction(1, 10)
+EXAMPLES = 5  # the fewest with which five tosses show anything: 2^-5 < 1/20
+CURVES = {
+    "a plateau just above delta": (SAFE, *[JUST_ABOVE] * 3),
+    "not monotone": (JUST_ABOVE, SAFE, JUST_ABOVE, JUST_ABOVE),
+    "above from the start": (JUST_ABOVE,) * 3,
+    "a last step that fails surely": (SAFE, SAFE, Fraction(1)),
+}
+
+
+@cache
+def binomial_probability(losses: int, n: int, risk: Fraction) -> Fraction:
+    """P(Bin(n, risk) = losses)."""
+    return comb(n, losses) * risk**losses * (1 - risk) ** (n - losses)
+
+
+@cache
+def binomial_tail(losses: int, n: int, delta: Fraction) -> Fraction:
+    """P(Bin(n, delta) <= losses): the sharpest p-value of losses 0 and 1."""
+    return sum((binomial_probability(k, n, delta) for k in range(losses + 1)), Fraction(0))
+
+
+def chosen_candidate(
+    procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any
+) -> Any:
+    """Which candidate, by number, a procedure chooses where they had so many losses."""
+    found = procedure(
+        range(len(counts)),
+        lambda at: [1] * counts[at] + [0] * (n - counts[at]),
+        delta,
+        EPSILON,
+        p_value,
+    )
+    return found.choice
+
+
+def violation_probability(
+    procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = binomial_tail
+) -> tuple[Fraction, int]:
+    """The probability that the risk of the chosen candidate is above delta; how many outcomes were
+    walked.
+    """
+    mass, walked = Fraction(0), 0
+    for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
+        at, walked = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, p_value), walked + 1
+        if at is not None and risks[at] > HALF_RISK:
+            probability = Fraction(1)
+            for count, risk in zip(counts, risks, strict=True):
+                probability *= binomial_probability(count, EXAMPLES, risk)
+            mass += probability
+    return mass, walked
+
+
+def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
+    """On every curve, the probability of a wrong choice is at most epsilon."""
+    began, branches = perf_counter(), 0
+    for name, risks in CURVES.items():
+        mass, walked = violation_probability(procedure, risks)
+        branches += walked
+        if mass > EPSILON:
+            case = {
+                "risks": risks,
+                "delta": HALF_RISK,
+                "epsilon": EPSILON,
+                "examples": EXAMPLES,
+                "curve": name,
+            }
+            accuse(
+                CALIBRATED,
+                f"a wrong choice with at most {EPSILON}",
+                f"with {float(mass):.4f}",
+                **case,
+            )
+    return Evidence(CALIBRATED, len(CURVES), branches, perf_counter() - began)
+
+
+def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
+    """Whoever never accepts anything is safe, and useless: all in front of the first failure
+    counts.
+    """
+    began, seen = perf_counter(), 0
+    for counts in product((0, 1, 3), repeat=4):
+        passed = [binomial_tail(count, EXAMPLES, HALF_RISK) <= EPSILON for count in counts]
+        front = passed.index(False) if False in passed else len(passed)
+        expected = front - 1 if front else None
+        got, seen = (
+            chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, binomial_tail),
+            seen + 1,
+        )
+        if got != expected:
+            accuse(
+                SEQUENCE,
+                expected,
+                got,
+                losses=counts,
+                examples=EXAMPLES,
+                delta=HALF_RISK,
+                epsilon=EPSILON,
+            )
+    return Evidence(SEQUENCE, seen, 0, perf_counter() - began)
+
+
+def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
+    """By the exact distribution of the number of losses, at delta and above it."""
+    began, seen = perf_counter(), 0
+    for n, delta in product((1, 2, 5, 12), (Fraction(1, 10), Fraction(1, 3), HALF_RISK)):
+        for risk in (delta, (1 + delta) / 2, Fraction(1)):
+            values = [
+                (p_value(k, n, delta), binomial_probability(k, n, risk)) for k in range(n + 1)
+            ]
+            for u, _ in values:
+                mass, seen = sum((w for p, w in values if p <= u), Fraction(0)), seen + 1
+                if mass > u and float(mass) > float(u) + 1e-12:
+                    accuse(
+                        SUPER,
+                        f"at most {float(u):.4f}",
+                        float(mass),
+                        examples=n,
+                        delta=delta,
+                        risk=risk,
+                    )
+    return Evidence(SUPER, seen, 0, perf_counter() - began)
+
+
+CALIBRATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    CALIBRATED: lambda parts: controls_its_risk(parts.calibrate),
+    SEQUENCE: lambda parts: accepts_what_passed(parts.calibrate),
+    SUPER: lambda parts: is_a_p_value(parts.p_value),
+}
+
+
+PIPELINE_CLOCK = "a pipeline's clock"
+PIPELINE_WORK = "a pipeline's work"
+
+PIPELINE_VOCABULARY, PIPELINE_PROMPT, PIPELINE_TOKENS = 4, (0, 1), 6
+PIPELINE_SHAPES = [(3, 2, 1), (3, 2, 2), (4, 2, 2), (6, 4, 1), (6, 4, 3), (6, 6, 2), (5, 3, 9)]
+"""Layers, the guessing layer, branches."""
+
+
+class RoundCost(NamedTuple):
+    """One round: whether its token was begun before, layer-steps on k + 1 processors, (row, layer)
+    evaluations.
+    """
+
+    begun: bool
+    steps: float
+    work: float
+
+
+def likeliest_guesses(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> list[int]:
+    """The k likeliest tokens of the model cut off behind a layer, after a text."""
+    row = model.row(text, Plan(last=layer))
+    return sorted(range(model.vocabulary), key=lambda token: (-row[token], token))[:k]
+
+
+def expected_costs(
+    model: TableModel, prompt: tuple[int, ...], new: list[int], layer: int, k: int
+) -> list[RoundCost]:
+    """What each round of this text has to cost."""
+    depth, found = model.config.n_layers, list[RoundCost]()
+    for at in range(len(new)):
+        text = (*prompt, *new[: at - 1])
+        begun = at > 0 and layer < depth and new[at - 1] in likeliest_guesses(model, text, layer, k)
+        ran = depth - begun * (depth - layer)
+        more = min(k, model.vocabulary) * (depth - layer) if at + 1 < len(new) else 0
+        found.append(RoundCost(begun, ran, ran + more))
+    return found
+
+
+def _pipeline_runs(
+    build: Build,
+) -> Iterator[tuple[dict[str, Any], list[RoundCost], list[tuple[ForwardRecord, ...]]]]:
+    for (depth, layer, k), seed, temperature in product(PIPELINE_SHAPES, range(3), (1.0, 0.0)):
+        model, forward_log = (
+            TableModel(seed, PIPELINE_VOCABULARY, depth, zeros=False),
+            list[ForwardRecord](),
+        )
+        sampling, stop = (
+            SamplingParams(temperature),
+            StoppingCriteria(max_new_tokens=PIPELINE_TOKENS),
+        )
+        decoder = build(
+            Request(
+                model.session(forward_log), sampling=sampling, stop=stop, forward_log=forward_log
+            ),
+            layer=layer,
+            k=k,
+        )
+        decoder.extend(PIPELINE_PROMPT)
+        calls = []
+        while not decoder.finished:
+            round = decoder.step(Seeded(seed).split("round", decoder.rounds))
+            calls.append((*round.draft_calls, *round.calls))
+        case = {
+            "model": model,
+            "layers": depth,
+            "guessing layer": layer,
+            "k": k,
+            "text": [*PIPELINE_PROMPT, *decoder.new],
+        }
+        yield case, expected_costs(model, PIPELINE_PROMPT, decoder.new, layer, k), calls
+
+
+def pipeline_clock(build: Build) -> Evidence:
+    """A round takes all layers, less those that a guess which held has done while the token before
+    it was finished.
+    """
+    seen = 0
+    for case, expected, calls in _pipeline_runs(build):
+        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
+            seen += 1
+            if count_layer_steps(round) != told.steps:
+                begun = {"round": at, "its token was guessed": told.begun}
+                accuse(
+                    PIPELINE_CLOCK,
+                    f"{told.steps} layer-steps",
+                    f"{count_layer_steps(round)} layer-steps",
+                    **case,
+                    **begun,
+                )
+    return Evidence(PIPELINE_CLOCK, seen)
+
+
+def pipeline_work(build: Build) -> Evidence:
+    """A round evaluates what its token still lacks, and the branches' first layers where another
+    token is to follow.
+    """
+    seen = 0
+    for case, expected, calls in _pipeline_runs(build):
+        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
+            seen, ran = seen + 1, sum(call.row_layers for call in round)
+            if ran != told.work:
+                accuse(
+                    PIPELINE_WORK,
+                    f"{told.work} layers of a row",
+                    f"{ran} layers of a row",
+                    **case,
+                    round=at,
+                )
+    return Evidence(PIPELINE_WORK, seen)
+
+
+def build_pipeline(parts: Parts) -> Build:
+    """A pipeline of these parts."""
+
+    def build(request: Request, layer: int, k: int) -> Decoder:
+        pipeline: Any = parts.pipeline(request.target, layer, k)
+        told = PpdDrafter(pipeline)
+        return parts.decoder(
+            pipeline,
+            told,
+            parts.walk,
+            sampling=request.sampling,
+            stop=request.stop,
+            forward_log=request.forward_log,
+        )
+
+    return build
+
+
+def pipeline_calls(parts: Parts) -> Any:
+    """What can be seen without a law: rows and layers of every call."""
+    return [
+        [(call.rows, call.row_layers) for call in round]
+        for _, _, calls in _pipeline_runs(build_pipeline(parts))
+        for round in calls
+    ]
+
+
+PIPELINE_LAWS: dict[str, Callable[[Parts], Evidence]] = {
+    PIPELINE_CLOCK: lambda parts: pipeline_clock(build_pipeline(parts)),
+    PIPELINE_WORK: lambda parts: pipeline_work(build_pipeline(parts)),
+}

@@ -15,36 +15,24 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import (
-    alignment_laws,
-    blocks,
-    cache_laws,
-    calibration_laws,
     contracts,
-    counting,
-    couplings,
     exit_laws,
-    exit_loss_laws,
-    fertility_laws,
-    joint_laws,
     loop_laws,
-    masking,
-    nested_laws,
-    passes,
-    pathwise,
-    pipeline_laws,
-    report_laws,
+    nonautoregressive_laws,
+    request_laws,
+    rewriting_laws,
     row_laws,
-    selection,
-    stop_laws,
+    session_laws,
+    suites,
     sweeps,
     theorems,
-    translation_laws,
+    verification_laws,
 )
-from tinyspec.laws.accused import Evidence
-from tinyspec.laws.cache_laws import FAMILIES, PartlyRightDrafter, ThroughParts, family_model
+from tinyspec.laws.evidence import Evidence
+from tinyspec.laws.exact.rational import Exact
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import KERNELS, Parts
-from tinyspec.laws.small import Exact
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.session_laws import FAMILIES, PartlyRightDrafter, ThroughParts, family_model
 from tinyspec.laws.traps import bild
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT
@@ -53,7 +41,7 @@ PartsLaw = Callable[[Parts], Evidence]
 
 
 def of_sessions(
-    law: Callable[[Parts, passes.Begin], Evidence],
+    law: Callable[[Parts, session_laws.Begin], Evidence],
     families: Iterable[str] = FAMILIES,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
 ) -> PartsLaw:
@@ -70,23 +58,23 @@ def of_sessions(
     return check
 
 
-def node_logits_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
+def node_logits_of_parts(parts: Parts, begin: session_laws.Begin) -> Evidence:
     """Node logits are path logits."""
-    return passes.node_logits(begin, cases=2, rounds=2, nodes=5)
+    return session_laws.node_logits(begin, cases=2, rounds=2, nodes=5)
 
 
-def _row_identity_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
-    return passes.row_identity(begin, cases=5)
+def _row_identity_of_parts(parts: Parts, begin: session_laws.Begin) -> Evidence:
+    return session_laws.row_identity(begin, cases=5)
 
 
-def _slots_of_parts(parts: Parts, begin: passes.Begin) -> Evidence:
+def _slots_of_parts(parts: Parts, begin: session_laws.Begin) -> Evidence:
     def make(request: Request) -> Decoder:
         drafter = PartlyRightDrafter(family_model("rotations"), 1, wide=True)
         return parts.decoder(
             request.target, drafter, parts.walk, sampling=request.sampling, stop=request.stop
         )
 
-    return passes.cache_after_every_round(make, begin, texts=2, tokens=8)
+    return session_laws.cache_after_every_round(make, begin, texts=2, tokens=8)
 
 
 def _draw_order(parts: Parts) -> Evidence:
@@ -157,21 +145,21 @@ def all_judges() -> dict[str, PartsLaw]:
     """Name -> law."""
     return {
         **loop_laws.LAWS,
-        **stop_laws.STOP_LAWS,
-        **report_laws.REPORT_LAWS,
+        **loop_laws.STOP_LAWS,
+        **request_laws.REPORT_LAWS,
         **row_laws.LAWS,
-        **counting.FOREST_LAWS,
-        **cache_laws.SESSION_LAWS,
-        **joint_laws.JOINT_ROW_LAWS,
-        **nested_laws.CASCADE_LAWS,
-        **pipeline_laws.PIPELINE_LAWS,
-        **translation_laws.TRANSLATION_LAWS,
-        **exit_loss_laws.EXIT_LOSS_LAWS,
+        **row_laws.FOREST_LAWS,
+        **session_laws.SESSION_LAWS,
+        **loop_laws.JOINT_ROW_LAWS,
+        **loop_laws.CASCADE_LAWS,
+        **exit_laws.PIPELINE_LAWS,
+        **rewriting_laws.TRANSLATION_LAWS,
+        **exit_laws.EXIT_LOSS_LAWS,
         **exit_laws.EXIT_RULE_LAWS,
-        **masking.MASK_LAWS,
-        **fertility_laws.FERTILITY_LAWS,
-        **alignment_laws.ALIGNMENT_LAWS,
-        **calibration_laws.CALIBRATION_LAWS,
+        **nonautoregressive_laws.MASK_LAWS,
+        **nonautoregressive_laws.FERTILITY_LAWS,
+        **nonautoregressive_laws.ALIGNMENT_LAWS,
+        **exit_laws.CALIBRATION_LAWS,
         bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(bild.policed(parts.rollback)),
         **{law: _contract(law) for law in contracts.CONTRACT_LAWS},
         theorems.ACCEPTANCE: lambda parts: theorems.acceptance_theorem(parts.walk),
@@ -183,32 +171,36 @@ def all_judges() -> dict[str, PartsLaw]:
         theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.KSEQ: lambda parts: theorems.kseq_reaches_share(parts.walk, largest=5, most=2),
         theorems.DRAW_ORDER: _draw_order,
-        blocks.BLOCK_TOKENS: lambda parts: blocks.block_keeps_its_promise(
-            parts.block, gamma=2, laws=(blocks.BLOCK_TOKENS,)
+        verification_laws.BLOCK_TOKENS: lambda parts: verification_laws.block_keeps_its_promise(
+            parts.block, gamma=2, laws=(verification_laws.BLOCK_TOKENS,)
         ),
-        blocks.BLOCK_EMITTED: lambda parts: blocks.block_keeps_its_promise(
-            parts.block, gamma=2, laws=(blocks.BLOCK_EMITTED,)
+        verification_laws.BLOCK_EMITTED: lambda parts: verification_laws.block_keeps_its_promise(
+            parts.block, gamma=2, laws=(verification_laws.BLOCK_EMITTED,)
         ),
-        selection.SELECTED: lambda parts: selection.selection_keeps_law(parts.k_seq, largest=4),
-        selection.FACTOR: lambda parts: selection.least_factor(parts.k_seq, ks=(1, 2)),
-        couplings.COUPLING_INVARIANT: lambda parts: couplings.same_text_whoever_drafts(
-            _coupled(parts), seeds=4
+        verification_laws.SELECTED: lambda parts: verification_laws.selection_keeps_law(
+            parts.k_seq, largest=4
         ),
-        couplings.COUPLING_AGREES: lambda parts: couplings.draft_kept_where_winners_agree(
-            _coupled(parts), grid=8
+        verification_laws.FACTOR: lambda parts: verification_laws.least_factor(
+            parts.k_seq, ks=(1, 2)
+        ),
+        verification_laws.COUPLING_INVARIANT: lambda parts: (
+            verification_laws.same_text_whoever_drafts(_coupled(parts), seeds=4)
+        ),
+        verification_laws.COUPLING_AGREES: lambda parts: (
+            verification_laws.draft_kept_where_winners_agree(_coupled(parts), grid=8)
         ),
         sweeps.SWEEP_IS_JACOBI: lambda parts: sweeps.sweeps_by_hand(
             sweeps.build_jacobi(parts.jacobi)
         ),
         sweeps.SOLVE_PUBLISHED: lambda parts: sweeps.solve_ends_at_greedy(parts.solve),
         "twin": _twins,
-        pathwise.RACE_LAW: lambda parts: pathwise.race_law(parts.replay, grid=10),
-        passes.NODE_LOGITS: of_sessions(node_logits_of_parts),
-        passes.SIBLING_ORDER: of_sessions(
-            lambda parts, begin: passes.sibling_order(begin, parts.walk, cases=10)
+        suites.RACE_LAW: lambda parts: suites.race_law(parts.replay, grid=10),
+        session_laws.NODE_LOGITS: of_sessions(node_logits_of_parts),
+        session_laws.SIBLING_ORDER: of_sessions(
+            lambda parts, begin: session_laws.sibling_order(begin, parts.walk, cases=10)
         ),
-        passes.ROW_IDENTITY: of_sessions(
+        session_laws.ROW_IDENTITY: of_sessions(
             _row_identity_of_parts, dtypes=(torch.float32, torch.bfloat16)
         ),
-        passes.COMMITTED_SLOTS: of_sessions(_slots_of_parts),
+        session_laws.COMMITTED_SLOTS: of_sessions(_slots_of_parts),
     }

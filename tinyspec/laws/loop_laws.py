@@ -1,24 +1,29 @@
-"""Laws for the loop: what comes out, and with which noise. Where it ends is in stop_laws.py.
+"""Laws of the decoding loop: which tokens come out, with which noise, and where the text ends.
 
-Each takes a `Parts`, searches its cases smallest first, raises `LawViolated` with the first that
-breaks it, and returns `Evidence`. What must come out is worked out here from the tables themselves;
-no part that is judged has a say in it.
+Each takes a `Parts` (or a builder), tries its cases smallest first, raises `LawViolated` with the
+first that breaks it, and returns `Evidence`. The expected result is worked out from the tables
+themselves; no part that is judged takes part in it. Also here: cascades of decoders, joint targets,
+and trees of drafts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import product
 from typing import Any
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, JointLaw, Reference
-from tinyspec.laws.noise import Name, Noise
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.laws.checking.uniforms import Name, Noise
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.tables import TableModel
+from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
 ONE, TWO, BOTH, FEW = "chain of 1", "chain of 2", "2 siblings", "2 siblings without replacement"
@@ -247,3 +252,396 @@ def chance_ledger(parts: Parts) -> Evidence:
 
 
 LAWS = {JOINT: joint_law_of_parts, "chance ledger": chance_ledger}
+
+
+STOP_LETTERS = "abc"
+DEAF = (0, 0, 0, 0)  # guesses of one who does not ask how much room there is
+STOP_RULES: list[dict[str, Any]] = [
+    {},
+    {"eos": {1}},
+    {"eos": {1, 2}},
+    {"sequences": ((1, 1),)},
+    {"sequences": ((1, 0, 0), (0, 2))},
+    {"strings": ("b",)},
+    {"strings": ("ab",)},
+    {"eos": {2}, "strings": ("ba",), "sequences": ((1, 1),)},
+]
+
+
+def end_of_text(
+    poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
+) -> tuple[list[int], str]:
+    """Token by token, by the definition: where this text ends, and why. The text completes a stop
+    before it runs out.
+    """
+    new: list[int] = []
+    while True:
+        if limit is not None and len(new) >= limit and limit < most:
+            return new, "context"
+        if len(new) >= most:
+            return new, "length"
+        new.append(poem[len(new)])
+        if new[-1] in rule.get("eos", ()):
+            return new, "eos"
+        if any(tuple(new[len(new) - len(s) :]) == s for s in rule.get("sequences", ())):
+            return new, "stop"
+        if any(s in "".join(STOP_LETTERS[x] for x in new) for s in rule.get("strings", ())):
+            return new, "stop"
+
+
+class RecitingDrafter(BaseDrafter):
+    """Proposes the next tokens of the text to come, and others after them. `deaf`: however little
+    room there is.
+    """
+
+    def __init__(
+        self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False
+    ):
+        self.poem, self.gamma, self.then, self.deaf = poem, gamma, then, deaf
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        at = len(context) - 1
+        chain = [*self.poem[at : at + self.gamma], *self.then]
+        return TokenTree.chain(chain if self.deaf else chain[:max_draft_depth])
+
+
+def stop_cases() -> Iterator[
+    tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
+]:
+    """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after
+    them), small first.
+    """
+    for most in range(5):
+        yield (0,) * 4, {}, most, None, 4, DEAF
+        for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
+            for rule in STOP_RULES:
+                for gamma, then in ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1))):
+                    yield poem, rule, most, None, gamma, then
+    for limit in range(4):
+        yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
+
+
+def recite_poem(
+    parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any
+) -> Decoder:
+    target = TableModel(
+        vocabulary=3,
+        rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)],
+    )
+    ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
+    stop: StoppingCriteria = parts.stop(
+        **ends, max_new_tokens=most, decode=lambda ids: "".join(STOP_LETTERS[x] for x in ids)
+    )
+    positions = None if limit is None else 1 + limit
+    decoder = parts.decoder(
+        target.session(),
+        RecitingDrafter(poem, gamma, then, then is DEAF),
+        parts.walk,
+        stop=stop,
+        positions=positions,
+    )
+    decoder.extend((0,))
+    return decoder
+
+
+def stop_law(parts: Parts) -> Evidence:
+    """A text ends at the first end token, stop sequence or stop string, or at the budget, at every
+    alignment of blocks and stops and whatever was drafted; nothing comes after, and the reason is
+    the one plain decoding gives."""
+    name, seen = "stop", 0
+    for poem, rule, most, limit, gamma, then in stop_cases():
+        decoder, seen = recite_poem(parts, poem, rule, most, limit, gamma, then), seen + 1
+        drafts = []
+        while not decoder.finished and len(decoder.new) <= most:
+            drafts.append(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
+        got, expected = (decoder.new, decoder.finished), end_of_text(poem, rule, most, limit)
+        if got != expected:
+            budget = {"max_new_tokens": most, **({} if limit is None else {"context left": limit})}
+            accuse(name, expected, got, text_to_come=poem, stop=rule, **budget, drafts=drafts)
+    return Evidence(name, seen)
+
+
+def room_law(parts: Parts) -> Evidence:
+    """A draft is never deeper than one less than the tokens that are still wanted or that the
+    context still holds.
+    """
+    name, seen = "room", 0
+    for most, limit in product(range(1, 5), (None, 1, 2, 3)):
+        decoder, seen = recite_poem(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
+        while not decoder.finished:
+            left = min(most, most if limit is None else limit) - len(decoder.new)
+            depth = len(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
+            if depth > left - 1:
+                accuse(
+                    name,
+                    f"at most {left - 1} guesses",
+                    depth,
+                    max_new_tokens=most,
+                    context_left=limit,
+                    made=most - left,
+                )
+    return Evidence(name, seen)
+
+
+def committed_text(parts: Parts) -> Evidence:
+    """After every round the target's text is the prompt and what was made: nothing that a stop cut
+    off, nothing less.
+    """
+    name, seen = "committed text", 0
+    for poem, rule, most, limit, gamma, then in stop_cases():
+        if not (gamma or then):
+            continue  # nothing to cut in a round of one token
+        decoder, made, seen = (
+            recite_poem(parts, poem, rule, most, limit, gamma, then),
+            [0],
+            seen + 1,
+        )
+        while not decoder.finished and len(made) <= most:
+            made += decoder.step(parts.seeded(decoder.rounds)).tokens
+            text = list(decoder.target.text)  # type: ignore[attr-defined]
+            if not text == made == decoder.context:
+                accuse(
+                    name,
+                    made,
+                    text,
+                    text_to_come=poem,
+                    stop=rule,
+                    max_new_tokens=most,
+                    guesses=gamma,
+                )
+    return Evidence(name, seen)
+
+
+STOP_LAWS = {"stop": stop_law, "room": room_law, "committed text": committed_text}
+
+
+LEVELS = "joint law of three levels"
+
+HALF_TABLE, THIRD_TABLE, OTHER_TABLE = ((1, 1),), ((1, 2),), ((2, 1),)
+CASCADE_CASES: tuple[tuple[Table, Table, Table], ...] = (
+    (HALF_TABLE, HALF_TABLE, THIRD_TABLE),
+    (HALF_TABLE, THIRD_TABLE, OTHER_TABLE),
+    (THIRD_TABLE, OTHER_TABLE, HALF_TABLE),
+    (((1, 3), (2, 1)), ((2, 1), (1, 2)), THIRD_TABLE),
+    (((1, 2, 1), (1, 0, 1), (2, 1, 1)), ((1, 1, 2), (1, 1, 1), (1, 2, 1)), ((2, 1, 1),)),
+)
+"""Target, middle, small."""
+
+
+def make_cascade(parts: Parts, tables: tuple[Table, Table, Table]) -> Decoder:
+    """A small model drafts a token for the middle, which makes two for the target."""
+    target, middle, small = (table_model(table).session() for table in tables)
+    inner = parts.decoder(middle, parts.drafter(small, 1, frozenset()), parts.walk)
+    return parts.decoder(target, parts.nested(inner, 2), parts.walk)
+
+
+def three_levels(parts: Parts) -> Evidence:
+    """The joint law of the first two tokens, over as many rounds as they take."""
+    branches = 0
+    for tables in CASCADE_CASES:
+        got = exact_law(lambda tables=tables: make_cascade(parts, tables), 2)  # type: ignore[misc]
+        rows = tables[0]
+        expected = Reference(lambda text, rows=rows: normalised(rows[text[-1] % len(rows)])).law(2)  # type: ignore[misc]
+        branches += got.branches
+        if got != expected:
+            told = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
+            accuse(
+                LEVELS, dict(sorted(expected.items())), dict(sorted(got.items())), **told, gamma=2
+            )
+    return Evidence(LEVELS, len(CASCADE_CASES), branches)
+
+
+def drafted_rounds(parts: Parts) -> Any:
+    """What can be seen without a law: the trees and texts of some rounds."""
+    seen = []
+    for tables in CASCADE_CASES:
+        for seed in range(6):
+            decoder, rng = make_cascade(parts, tables), Seeded(seed)
+            decoder.extend((0,))
+            for _ in range(3):
+                round = decoder.step(rng)
+                laws = [
+                    None if row is None else [str(x) for x in row] for row in round.tree.draft_probs
+                ]
+                seen.append((tuple(round.tree.tokens), laws, round.tokens))
+    return seen
+
+
+CASCADE_LAWS: dict[str, Callable[[Parts], Evidence]] = {LEVELS: three_levels}
+
+
+JOINT_ROWS = "a joint row is made of its members' rows"
+
+JOINT_FORK = TokenTree((1, 2, 0, 1), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
+JOINT_CHAIN = TokenTree.chain((2, 0))
+
+Act = tuple[str, tuple[Any, ...]]
+JOINT_STORIES: tuple[tuple[Act, ...], ...] = (
+    (("score", (JOINT_CHAIN,)),),
+    (("score", (JOINT_FORK,)), ("commit", ((0, 2), 1)), ("score", (JOINT_CHAIN,))),
+    (("score", (JOINT_CHAIN,)), ("commit", ((0,), None)), ("score", (JOINT_FORK,))),
+    (("append", ((1, 2),)), ("score", (JOINT_FORK,))),
+    (
+        ("score", (JOINT_FORK,)),
+        ("commit", ((1,), 0)),
+        ("rewind", (2,)),
+        ("extend", ((0, 1),)),
+        ("score", (JOINT_FORK,)),
+    ),
+    (("score", (JOINT_CHAIN,)), ("end", ()), ("extend", ((2, 2),)), ("score", (JOINT_CHAIN,))),
+)
+"""What a target goes through after its prompt."""
+
+
+def penalised_row(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
+    """The first member's weights, lowered by the second's, and halved for the tokens that the text
+    or the path holds.
+    """
+    first, second = rows
+    whole = (*text, *path)
+    return [
+        a * (2 - b) / (2 if x in whole else 1)
+        for x, (a, b) in enumerate(zip(first, second, strict=True))
+    ]
+
+
+def play_story(
+    joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]
+) -> Iterator[tuple[Any, ...]]:
+    """The text, a path below it, and the joint row there: for every row that is scored."""
+    target = joint([model.session() for model in models], penalised_row)
+    text, tree = [0, 1], TokenTree()
+    target.extend(text)
+    for act, given in story:
+        made = getattr(target, act)(*given)
+        if act == "score":
+            tree = given[0]
+            for node in range(ROOT, len(tree.tokens)):
+                yield tuple(text), tree.tokens_on(tree.path(node)), made.logits[node + 1]
+        elif act in ("extend", "append"):
+            text += given[0]
+        elif act == "commit":
+            text += [*tree.tokens_on(given[0]), *(() if given[1] is None else given[1:])]
+        else:
+            del text[given[0] if given else 0 :]
+
+
+def rows_are_the_members(parts: Parts) -> Evidence:
+    """Against the members' rows by passes of their own."""
+    seen = 0
+    for story in JOINT_STORIES:
+        models = [TableModel(seed, zeros=False) for seed in (3, 4)]
+        for text, path, got in play_story(parts.joint, story, models):
+            rows = [model.row((*text, *path)) for model in models]
+            expected, seen = penalised_row(rows, text, path), seen + 1
+            if [Fraction(x) for x in got] != expected:
+                accuse(
+                    JOINT_ROWS,
+                    expected,
+                    list(got),
+                    text=text,
+                    path=path,
+                    rows=rows,
+                    story=[act for act, _ in story],
+                )
+    return Evidence(JOINT_ROWS, seen)
+
+
+JOINT_ROW_LAWS = {JOINT_ROWS: rows_are_the_members}
+
+
+Build = Callable[..., Decoder]
+
+OWN_CHILDREN = "every node has children of its own, and the draft model is called once a depth"
+
+TREE_TARGET: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
+TREE_DRAFTS: tuple[Table, ...] = (
+    ((2, 1, 1), (1, 1, 2), (1, 3, 1)),
+    ((1, 1, 3), (2, 2, 1), (1, 0, 1)),
+)
+
+
+def tree_tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]]]:
+    """p and the q of each draft, over two tokens and then, at most, three."""
+    for p, q in SMALL_TABLES[3::2]:
+        if len(p[0]) <= most:
+            yield p, [q, tuple(row[::-1] for row in q)][:drafts]
+    if most >= 3:
+        yield TREE_TARGET, list(TREE_DRAFTS[:drafts])
+
+
+def tree_joint_law(
+    build: Build,
+    wide: Sequence[dict[str, Any]],
+    deep: Sequence[dict[str, Any]] = (),
+    drafts: int = 1,
+    samplings: Sequence[SamplingParams] = (SamplingParams(),),
+    tokens: int = 2,
+) -> Evidence:
+    """The tokens of several rounds are distributed as the target's, also where the same noise is
+    used twice.
+
+    wide, deep  settings of the knobs, on tables over two and three tokens, and over two alone
+    """
+    seen, branches = 0, 0
+    for setting in (*wide, *deep):
+        pairs = tree_tables(drafts, 3 if setting in wide else 2)
+        for (p, qs), sampling in ((pair, sampling) for pair in pairs for sampling in samplings):
+
+            def make(
+                p: Table = p,
+                qs: list[Table] = qs,
+                sampling: SamplingParams = sampling,
+                s: dict[str, Any] = setting,
+            ) -> Decoder:
+                return build(
+                    Request(
+                        table_model(p).session(), [table_model(q).session() for q in qs], sampling
+                    ),
+                    **s,
+                )
+
+            got, walked = enumerate_tokens(make, tokens)
+            expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)]), sampling).law(  # type: ignore[misc]
+                tokens
+            )
+            seen, branches = seen + 1, branches + walked
+            if got != expected:
+                case = {
+                    "p": format_table(p),
+                    "q": [format_table(q) for q in qs],
+                    **setting,
+                    **({} if sampling == SamplingParams() else {"sampling": sampling}),
+                }
+                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+    return Evidence(JOINT, seen, branches)
+
+
+def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evidence:
+    """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`:
+    the knobs of a shape.
+    """
+    for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
+        forward_log: list[Any] = []
+        request = Request(
+            table_model(TREE_TARGET).session(),
+            [table_model(TREE_DRAFTS[0]).session(forward_log)],
+            forward_log=forward_log,
+        )
+        decoder = build(request, **setting(shape))
+        decoder.extend((0,))
+        del forward_log[:]
+        tree = decoder.drafter.propose([0], 9, request.sampling, Seeded(0))
+        expected, got = (
+            {"nodes": n, "calls": c}
+            for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(forward_log)))
+        )
+        if got != expected:
+            accuse(OWN_CHILDREN, expected, got, **setting(shape))
+    return Evidence(OWN_CHILDREN, 3)

@@ -22,8 +22,8 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
-from tinyspec.laws.accused import Counterexample, Evidence, LawViolated
 from tinyspec.laws.contracts import contracts_of_technique
+from tinyspec.laws.evidence import Counterexample, Evidence, LawViolated
 from tinyspec.laws.suites import SuiteCase, technique_cases
 from tinyspec.plugins import describe_error, locate_error
 from tinyspec.technique import Card, Guarantee, load_techniques

@@ -17,10 +17,10 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.accused import accuse
-from tinyspec.laws.exact import JOINT, JointLaw, Reference, Tokens, exact_law
-from tinyspec.laws.network import likeliest_token, small_network
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import accuse
+from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, Tokens, exact_law
+from tinyspec.laws.exact.models import likeliest_token, small_network
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Card, Knob, Request
 from tinyspec.tree import TokenTree
 
@@ -252,7 +252,7 @@ def choose_every_way(ways: int, source: Any) -> int:
 def format_sampling(sampling: SamplingParams) -> str:
     """The settings that differ from plain sampling.
 
-    >>> told_warp(SamplingParams(0.5, top_k=2)), told_warp(SamplingParams())
+    >>> format_sampling(SamplingParams(0.5, top_k=2)), format_sampling(SamplingParams())
     ('temperature 0.5, top_k 2', 'temperature 1')
     """
     plain = SamplingParams()

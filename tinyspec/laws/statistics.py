@@ -1,27 +1,34 @@
 """A statistical demo for real models: evidence, not proof.
 
-Where a law cannot be enumerated it can be sampled. The exact laws do not need this page; it shows
-on the model a reader cares about what a sample can say, and how little: a test that finds nothing
-has only excluded faults it had the power to find. So three figures are printed together:
+Where a distribution cannot be enumerated it can be sampled. The exact laws do not need this file; it
+shows what a sample on a real model can say, and how little: a test that finds nothing has only
+excluded faults it had the power to find. So three figures are printed together:
 
-- the *G-test* of the first tokens of many texts against the target's own law, with its power: the
-smallest share of texts in
-  which the greedy text might stand in place of a draw and be found nine times in ten;
+- the *G-test* of the first tokens of many texts against the target's distribution, with its power:
+  the smallest share of texts in which the greedy text might replace a draw and be found nine times in
+  ten;
 - a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily
-and then judged by
-  the probability they would have had (the model drafts for itself here, so all of them pass);
-- an *e-value* (see `evalues`), which stays valid if one looks after every text and goes on as long
-as one likes; the
+  and then judged by the probability they would have had (the model drafts for itself here, so all of
+  them pass);
+- an *e-value*, which stays valid if one looks after every text and goes on as long as one likes. The
   G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
 
-The law is taken from `dense`, a plain float64 pass: nothing that is judged makes it.
+An e-value is the wealth of a gambler who begins with 1 and bets on each text before it comes. The bet
+is a distribution: the frequencies so far, shrunk towards the null p by a Dirichlet prior of strength
+m, (n_x + m p(x)) / (n + m). The wealth is multiplied by bet / p at what came. Under p a factor is 1 on
+average, so the wealth is a martingale, and by Ville's inequality it ever reaches 1 / alpha with
+probability at most alpha. The best m is unknown, so an equal share is bet with each of several
+(universal inference, Wasserman, Ramdas and Balakrishnan 2020; Lindon and Malek 2022).
+
+The null is taken from `run_dense`, a plain float64 pass: nothing that is judged makes it.
 """
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
+from fractions import Fraction
+from itertools import islice, product
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,19 +41,217 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.dense import run_dense
-from tinyspec.laws.evalues import EValue
-from tinyspec.laws.gtest import (
-    g_test,
-    g_test_power,
-    moved_variation,
-    simulated_power,
-    smallest_detectable_share,
-)
+from tinyspec.laws.evidence import Evidence, accuse, import_extra
+from tinyspec.laws.exact.models import run_dense
+from tinyspec.laws.exact.rational import distributions
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import Probs, TokenTree
+
+STRENGTHS = (10, 100, 1000, 10000)
+MARTINGALE = "the wealth is a martingale under the null (Ville)"
+
+
+def betting_wealth(
+    outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
+) -> Any:
+    """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any
+    number type.
+
+    >>> half = Fraction(1, 2)
+    >>> str(betting_wealth(["a", "a"], {"a": half, "b": half}, strengths=[2]))
+    '4/3'
+    """
+    total: Any = 0
+    for m in strengths:
+        product_of_factors: Any = 1
+        counts = dict.fromkeys(null, 0)
+        for n, x in enumerate(outcomes):
+            product_of_factors *= (counts[x] + m * null[x]) / (n + m) / null[x]
+            counts[x] += 1
+        total += product_of_factors
+    return total / len(strengths)
+
+
+class EValue:
+    """The running e-value. Under the null, P(highest ever >= 1 / alpha) <= alpha: look as often as
+    you like.
+
+    null  probability of each outcome, all positive; an outcome it does not know is impossible, and
+          refutes it at once
+    """
+
+    def __init__(self, null: Mapping[Any, float], strengths: Sequence[int] = STRENGTHS):
+        if not null or min(null.values()) <= 0 or abs(math.fsum(null.values()) - 1) > 1e-9:
+            raise ValueError("the null is a law: positive probabilities that add up to one")
+        self.null, self.strengths = dict(null), tuple(strengths)
+        self.counts = dict.fromkeys(self.null, 0)
+        self.seen = 0
+        self._logs = [0.0] * len(self.strengths)
+        self.log = 0.0  # of the e-value now
+        self.highest = 0.0  # the highest it has ever been, as a logarithm
+
+    def see(self, outcome: Any) -> None:
+        """One more outcome."""
+        if outcome not in self.null:
+            self.log = self.highest = math.inf
+            self._logs = [math.inf] * len(self._logs)
+            self.counts[outcome] = 0
+        else:
+            share = self.counts[outcome] / self.null[outcome]
+            for i, m in enumerate(self.strengths):
+                self._logs[i] += math.log((share + m) / (self.seen + m))
+            top = max(self._logs)
+            spread = math.fsum(math.exp(log - top) for log in self._logs) if top < math.inf else 1.0
+            self.log = top + math.log(spread / len(self._logs))
+            self.highest = max(self.highest, self.log)
+        self.counts[outcome] = self.counts.get(outcome, 0) + 1
+        self.seen += 1
+
+    @property
+    def p(self) -> float:
+        """A p-value that is valid at any time: 1 / the highest e-value so far."""
+        return math.exp(-self.highest)
+
+    def refuted(self, alpha: float) -> bool:
+        """Whether the e-value has ever reached 1 / alpha."""
+        return self.highest >= -math.log(alpha)
+
+
+def wealth_is_martingale(
+    bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
+) -> Evidence:
+    """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative,
+    and under the null its mean after one more outcome is what it is. Every sequence of up to
+    `length` outcomes, exactly: no simulation."""
+    began, cases = perf_counter(), 0
+    for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
+        for row in distributions(cells, whole):
+            null = {x: mass for x, mass in enumerate(row) if mass}
+            for past in product(null, repeat=n):
+                now = bet(past, null) if past else Fraction(1)
+                ahead = {x: bet((*past, x), null) for x in null}
+                mean = sum((null[x] * ahead[x] for x in null), Fraction(0))
+                cases += 1
+                if mean != now or min(ahead.values()) < 0:
+                    accuse(MARTINGALE, now, mean, null=row, outcomes=past, wealth_after=ahead)
+    return Evidence(MARTINGALE, cases, 0, perf_counter() - began)
+
+
+LEAST = 5.0
+"""Texts that must be expected in a cell for chi-square to be a fair approximation; smaller cells
+are put together.
+"""
+
+
+class GTest(NamedTuple):
+    """2 sum O ln(O / E) over cells that are large enough, and its chi-square tail."""
+
+    statistic: float
+    freedom: int
+    p: float
+
+
+def pool_cells(law: Mapping[Any, float], texts: int) -> list[list[Any]]:
+    """Groups of cells with at least `LEAST` expected texts each, the last perhaps but for that."""
+    groups: list[list[Any]] = []
+    for cell in sorted(law, key=lambda c: (law[c], c)):
+        if groups and math.fsum(law[c] for c in groups[-1]) * texts < LEAST:
+            groups[-1].append(cell)
+        else:
+            groups.append([cell])
+    return groups
+
+
+def g_test(counts: Mapping[Any, int], law: Mapping[Any, float]) -> GTest:
+    """The likelihood-ratio test of counts against a law. Needs scipy."""
+    texts = sum(counts.values())
+    groups = pool_cells(law, texts)
+    if any(cell not in law for cell, n in counts.items() if n):
+        return GTest(math.inf, len(groups) - 1, 0.0)
+    observed = np.array([sum(counts.get(c, 0) for c in group) for group in groups])
+    expected = np.array([math.fsum(law[c] for c in group) for group in groups]) * texts
+    statistic = float(_g_statistic(observed, expected))
+    freedom = len(groups) - 1
+    return GTest(
+        statistic,
+        freedom,
+        float(import_extra("scipy.stats").chi2.sf(statistic, freedom)) if freedom else 1.0,
+    )
+
+
+def _g_statistic(observed: Any, expected: Any) -> Any:
+    """[.., cells] -> [..]"""
+    return 2 * np.where(
+        observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0
+    ).sum(axis=-1)
+
+
+def g_test_power(
+    law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float
+) -> float:
+    """The probability that the G-test finds, at level alpha, that in `share` of the texts the cell
+    `to` stands in place of a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its
+    noncentrality."""
+    stats = import_extra("scipy.stats")
+    null, faulty = _faulty_law(law, share, to, texts)
+    freedom = len(null) - 1
+    if not freedom:
+        return 0.0
+    noncentrality = 2 * texts * float((faulty * np.log(faulty / null)).sum())
+    return float(stats.ncx2.sf(stats.chi2.isf(alpha, freedom), freedom, noncentrality))
+
+
+def simulated_power(
+    law: Mapping[Any, float],
+    share: float,
+    to: Any,
+    texts: int,
+    alpha: float,
+    seed: int = 0,
+    runs: int = 2000,
+) -> float:
+    """The same without the noncentral approximation: how often the test rejects simulated counts of
+    the faulty law.
+    """
+    null, faulty = _faulty_law(law, share, to, texts)
+    counts = np.random.default_rng(seed).multinomial(texts, faulty, size=runs)
+    critical = import_extra("scipy.stats").chi2.isf(alpha, len(null) - 1)
+    return float((_g_statistic(counts, null * texts) >= critical).mean())
+
+
+def smallest_detectable_share(
+    law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
+) -> float | None:
+    """The smallest share that is found with probability `wanted`; None where not even a fault in
+    every text is.
+    """
+    low, high = 0.0, 1.0
+    if g_test_power(law, high, to, texts, alpha) < wanted:
+        return None
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (
+            (low, middle)
+            if g_test_power(law, middle, to, texts, alpha) >= wanted
+            else (middle, high)
+        )
+    return high
+
+
+def moved_variation(law: Mapping[Any, float], share: float, to: Any) -> float:
+    """The total variation between the faulty law and the law."""
+    return share * (1 - law[to])
+
+
+def _faulty_law(law: Mapping[Any, float], share: float, to: Any, texts: int) -> tuple[Any, Any]:
+    groups = pool_cells(law, texts)
+    null = np.array([math.fsum(law[c] for c in group) for group in groups])
+    null /= null.sum()
+    there = np.array([float(to in group) for group in groups])
+    return null, np.maximum((1 - share) * null + share * there, 1e-300)
+
 
 OTHER_TOKEN = -1
 """In a cell: any token but the likeliest ones. The cell ends there."""

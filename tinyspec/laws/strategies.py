@@ -1,22 +1,66 @@
-"""What to try a sampler on: Hypothesis strategies for laws, drafts, trees, warps and uniforms, for
-readers too.
+"""Hypothesis strategies for samplers: rows, drafts, trees, warpers and uniforms, for readers too.
 
 Rows begin as small integer weights, so that zeros, ties, point masses and disjoint supports are
-common, and so that a counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what
-integers lack: a neighbour one ulp away, a weight that drowns the others, denormal numbers. Uniforms
-fall on the edges that decide: 0, the largest below 1, the acceptance ratio itself, and their
-neighbours.
+common, and so that a counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what integers
+lack: a neighbour one ulp away, a weight that dominates, denormal numbers. Uniforms fall on the edges
+that decide: 0, the largest below 1, the acceptance ratio itself, and their neighbours.
+
+Hypothesis is asked the same questions every time, so that a law is a plain function of what it
+judges. It comes with `pip install 'tinyspec[test]'`; the library itself does without.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec.laws.search import st
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.evidence import Evidence, install_command
 from tinyspec.tree import ROOT
+
+try:
+    from hypothesis import HealthCheck, Phase, Verbosity, given, settings
+    from hypothesis import strategies as st
+except ImportError as missing:
+    raise TinyspecError(f"drawing cases needs Hypothesis: {install_command()}") from missing
+
+__all__ = ["search_cases", "st"]
+
+
+def search_cases(
+    cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int
+) -> Evidence:
+    """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that
+    is.
+
+    The cases are the same in every run and on every machine. Exceptions that are no accusations
+    pass as they are.
+    """
+    judged = 0
+
+    @settings(
+        max_examples=examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        verbosity=Verbosity.quiet,
+        report_multiple_bugs=False,
+        phases=(Phase.generate, Phase.shrink),
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(cases)
+    def every(case: Any) -> None:
+        nonlocal judged
+        judged += 1
+        judge(case)
+
+    began = time.perf_counter()
+    every()
+    return Evidence(law, judged, seconds=time.perf_counter() - began)
+
 
 FloatRow = NDArray[np.float64]
 

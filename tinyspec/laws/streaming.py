@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.search import search_cases, st
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.strategies import search_cases, st
 from tinyspec.lm.tokenizer import Detokeniser, Tokenizer
 
 STREAM_LAW = "a stream is the whole decoding"

@@ -1,32 +1,306 @@
-"""One suite a guarantee: the cases that a registered technique is held to, found from its card.
-There is no way to opt out.
+"""The laws that a registered technique must obey, chosen by its card. There is no way to opt out.
 
 A case is a plain function with a name; `prove` runs them and adds up what they looked at. Where a
-technique's own knobs make too large a tree to walk, its card says smaller values (`Knob.small`).
+technique's own knobs make too large a tree to walk, its card names smaller values (`Knob.small`).
+
+- Exact: the joint distribution of its tokens is plain decoding's, in Fractions, for every warper.
+- Greedy: at temperature 0 its tokens are those of a dense forward pass for every token.
+- Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same whatever
+  is drafted, and a race alone has the distribution of its row.
+- Lossy: on fixed texts, the further the knob is turned, the less a token costs.
 """
 
 import importlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from time import perf_counter
 from typing import Any
 
-from tinyspec.decoding.rng import Seeded
+import numpy as np
+
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import Exhaustive, RandomSource, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import refine_laws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.adversaries import greedy_cases
-from tinyspec.laws.exact import JOINT, JointLaw, Reference
-from tinyspec.laws.knobs import cost_is_monotone, knob_ladder
-from tinyspec.laws.network import NETWORK_TOLERANCE
-from tinyspec.laws.pathwise import coupled_cases
+from tinyspec.laws import rewriting_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
+from tinyspec.laws.exact.models import NETWORK_TOLERANCE, likeliest_token
 from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, format_sampling, taken_back
 from tinyspec.technique import Card, Guarantee, Knob
+from tinyspec.tree import TokenTree
+
+GREEDY = "greedy equality"
+GREEDY_TOKENS = 14
+GREEDY_VOCABULARY = 5
+GREEDY_EOS = GREEDY_VOCABULARY - 1
+
+
+class GuessDrafter(BaseDrafter):
+    """Proposes a chain of three tokens, each of which it would stake everything on; its law says
+    so.
+
+    token  the text so far -> the guess
+    """
+
+    def __init__(self, token: Callable[[Sequence[int]], int], vocabulary: int):
+        self.token, self.vocabulary = token, vocabulary
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tokens: list[int] = []
+        for _ in range(min(3, max_draft_depth)):
+            tokens.append(self.token([*context, *tokens]))
+        return TokenTree.chain(tokens, [np.eye(self.vocabulary)[token] for token in tokens])
+
+
+def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+    """The technique with its own drafter on every kind of draft model, then its verifier under four
+    strange drafters.
+    """
+    base = Stage(
+        card,
+        seed=seed + 50,
+        prompt=(0, 1, 2),
+        vocabulary=GREEDY_VOCABULARY,
+        deep=True,
+        sampling=SamplingParams(0.0),
+        largest=4,
+    )
+    for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
+        stage = replace(base, draft=draft)
+        yield GREEDY, f"{draft} draft", lambda stage=stage: greedily_equal(stage)  # type: ignore[misc]
+    for strange in ("right", "wrong", "end of text", "random"):
+        yield (
+            GREEDY,
+            f"its verifier, guesses always {strange}",
+            lambda strange=strange: greedily_equal(base, strange),  # type: ignore[misc]
+        )
+
+
+def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
+    """The same tokens with and without an end of text, over two prompts."""
+    begun, rounds = perf_counter(), 0
+    for stop in (
+        StoppingCriteria(max_new_tokens=GREEDY_TOKENS),
+        StoppingCriteria(eos=frozenset({GREEDY_EOS}), max_new_tokens=GREEDY_TOKENS),
+    ):
+        for prompt in (stage.prompt, (3,)):
+            here = replace(stage, prompt=prompt, stop=stop)
+            decoder = here.decoder()
+            if strange is not None:
+                decoder.drafter = GuessDrafter(make_guesser(here, strange), GREEDY_VOCABULARY)
+            got, expected = run_request(decoder, prompt), greedy_by_dense_passes(here)
+            rounds += decoder.rounds
+            if got != expected:
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                    min(len(got), len(expected)),
+                )
+                accuse(
+                    GREEDY, expected[: at + 1], got[: at + 1], **here.words(), prompt=prompt,
+                    draft=strange or here.draft, logits=here.row((*prompt, *expected[:at])),
+                )  # fmt: skip
+    return Evidence(GREEDY, 4, rounds, perf_counter() - begun)
+
+
+def make_guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
+    """Whoever guesses always right, always wrong, always the end of text, or at random."""
+    if strange == "end of text":
+        return lambda text: GREEDY_EOS
+    if strange == "random":
+        return lambda text: (7 * len(text) + 3 * sum(text) + 1) % GREEDY_VOCABULARY
+    off = 0 if strange == "right" else 1
+    return lambda text: (likeliest_token(stage.row(tuple(text)).tolist()) + off) % GREEDY_VOCABULARY
+
+
+def run_request(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
+    """The new tokens of a whole request."""
+    decoder.extend(prompt)
+    rng = Seeded(0)
+    while not decoder.finished:
+        decoder.step(rng)
+    return decoder.new
+
+
+def greedy_by_dense_passes(stage: Stage) -> list[int]:
+    """What plain greedy decoding says, by a dense pass a token."""
+    new: list[int] = []
+    while len(new) < GREEDY_TOKENS and not (new and new[-1] in stage.stop.eos):
+        new.append(likeliest_token(stage.row((*stage.prompt, *new)).tolist()))
+    return new
+
+
+KNOB_COST = "cost falls as the knob is turned"
+PREFIXES = ((0,), (1, 0), (0, 1, 1), (1, 1, 0, 1))
+STEPS = 4
+
+
+def knob_ladder(card: Card) -> list[Any]:
+    """Values of the lossy knob, from its neutral one outward."""
+    assert card.lossy is not None
+    name, neutral = card.lossy
+    knob = next(knob for knob in card.knobs if knob.name == name)
+    if knob.choices:
+        order = list(knob.choices)
+        return order if order[0] == neutral else order[::-1]
+    low = knob.low if knob.low is not None else min(0.0, float(neutral))
+    high = knob.high if knob.high is not None else max(1.0, 2 * float(neutral))
+    if neutral == knob.beyond:  # beyond one end: from there to the other
+        steps = [high + (low - high) * i / STEPS for i in range(STEPS + 1)]
+        return [neutral, *(steps if neutral > high else steps[::-1])]
+    far = low if abs(float(neutral) - low) >= abs(high - float(neutral)) else high
+    steps = [neutral + (far - neutral) * i / STEPS for i in range(STEPS + 1)]
+    return list(
+        dict.fromkeys(
+            knob.check(round(step) if isinstance(knob.default, int) else step) for step in steps
+        )
+    )
+
+
+def cost_of_token(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
+    """Layers that the target ran a row of in one round, by the tokens it committed: expectations;
+    and the outcomes walked.
+    """
+    work: Any = Fraction(0)
+    tokens: Any = Fraction(0)
+    outcomes = 0
+    here = Stage(**{**_fields(stage), "knobs": {name: value}})
+
+    def play(rng: Exhaustive) -> tuple[float, int]:
+        decoder = here.decoder()
+        decoder.extend(here.prompt)
+        round = decoder.step(rng)
+        return sum(call.row_layers for call in round.calls), len(round.tokens)
+
+    for (layers, committed), probability in Exhaustive.walk(play):
+        work, tokens, outcomes = (
+            work + probability * layers,
+            tokens + probability * committed,
+            outcomes + 1,
+        )
+    return work / tokens, outcomes
+
+
+def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
+    """The cost of a token on every fixed text, along the ladder."""
+    begun, branches = perf_counter(), 0
+    assert stage.card.lossy is not None
+    name = stage.card.lossy[0]
+    for prefix in PREFIXES:
+        here = Stage(**{**_fields(stage), "prompt": prefix})
+        before: Any = None
+        for value in values:
+            now, outcomes = cost_of_token(here, name, value)
+            branches += outcomes
+            if before is not None and now > before + 1e-9:
+                accuse(
+                    KNOB_COST,
+                    f"at most {float(before):.6g}",
+                    float(now),
+                    **here.words(),
+                    prefix=prefix,
+                    **{name: value},
+                )
+            before = now
+    return Evidence(KNOB_COST, len(PREFIXES) * len(values), branches, perf_counter() - begun)
+
+
+def _fields(stage: Stage) -> dict[str, Any]:
+    return {name: getattr(stage, name) for name in Stage.__dataclass_fields__}
+
+
+SAME_TOKENS = "same noise, same tokens"
+RACE_LAW = "a race has the law of its row"
+PATH_TOKENS, PATH_SEEDS = 8, 12
+PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
+
+
+def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+    """Every kind of draft, then the race itself."""
+    for sampling in PATH_SAMPLINGS:
+        stage = Stage(
+            card,
+            seed=seed,
+            prompt=(0, 1),
+            sampling=sampling,
+            floats=True,
+            stop=StoppingCriteria(max_new_tokens=PATH_TOKENS),
+            deep=card.hidden,
+        )
+        for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
+            here = replace(stage, draft=draft)
+            yield (
+                SAME_TOKENS,
+                f"{format_sampling(sampling)}, {draft} draft",
+                lambda here=here: same_tokens(here),  # type: ignore[misc]
+            )
+    yield RACE_LAW, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
+
+
+def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
+    """The decoder's tokens are those that win the races of the target's rows, position by position,
+    on the same seed.
+    """
+    begun, reference = perf_counter(), stage.reference()
+    for seed in range(seeds):
+        decoder, rng, races = stage.decoder(), Seeded(seed), Seeded(seed)
+        decoder.extend(stage.prompt)
+        while not decoder.finished:
+            decoder.step(rng)
+        text: Tokens = stage.prompt
+        while len(text) < len(stage.prompt) + PATH_TOKENS:
+            text = (*text, races.exponential_race(reference.next(text), len(text)))
+        expected, got = text[len(stage.prompt) :], tuple(decoder.new)
+        if got != expected:
+            accuse(
+                SAME_TOKENS,
+                expected,
+                got,
+                **stage.words(),
+                prompt=stage.prompt,
+                draft=stage.draft,
+                seed=seed,
+            )
+    return Evidence(SAME_TOKENS, seeds, seeds, perf_counter() - begun)
+
+
+def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evidence:
+    """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 =
+    1 - (1 - u0)^(p1/p0).
+
+    The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those
+    thresholds is p0. They are found by bisection, so this is the law of the race itself and no
+    sample of it.
+    """
+    begun, seen = perf_counter(), 0
+    for p in (0.5, 0.2, 0.9):
+        for i in range(grid):
+            u0 = (i + 0.5) / grid
+            low, high = 0.0, 1.0
+            for _ in range(50):
+                middle = (low + high) / 2
+                # token 1 wins while its own noise is small
+                low, high = (
+                    (middle, high)
+                    if rng([u0, middle]).exponential_race([p, 1 - p], 0) == 1
+                    else (low, middle)
+                )
+            expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1
+            if not math.isclose(low, expected, abs_tol=1e-9):
+                accuse(RACE_LAW, expected, low, p=[p, 1 - p], u0=u0)
+    return Evidence(RACE_LAW, seen, 0, perf_counter() - begun)
+
 
 FLOAT_TOLERANCE = 1e-12
 ROUND_LAWS = "the laws of a round"
@@ -139,11 +413,13 @@ def _trap(trap: Any) -> Evidence:
 
 def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
     """What every technique owes that rewrites a canvas."""
-    for knobs in refine_laws.knob_settings(card):
+    for knobs in rewriting_laws.knob_settings(card):
         said = ", ".join(f"{name} {value}" for name, value in knobs.items())
-        for law in refine_laws.REFINE_LAWS:
+        for law in rewriting_laws.REFINE_LAWS:
             yield SuiteCase(
-                law, said or card.name, partial(refine_laws.hold_on_sources, law, card, knobs, seed)
+                law,
+                said or card.name,
+                partial(rewriting_laws.hold_on_sources, law, card, knobs, seed),
             )
 
 
@@ -364,6 +640,3 @@ def _other_values(knob: Knob) -> list[Any]:
     return [
         value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small
     ]
-
-
-__all__ = ["ORACLES", "Reference", "SuiteCase", "register_oracle", "round_laws", "technique_cases"]

@@ -15,9 +15,9 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.network import likeliest_token
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.models import likeliest_token
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Request
 
 SWEEP_IS_JACOBI = "a sweep is a Jacobi iteration over its block"

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws import blocks, couplings, passes, selection, theorems
-from tinyspec.laws.accused import Evidence
+from tinyspec.laws import session_laws, theorems, verification_laws
+from tinyspec.laws.evidence import Evidence
 from tinyspec.lm.config import Config
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.speculative_decoding import (
@@ -48,10 +48,12 @@ def all_theorems() -> dict[str, Callable[[], Evidence]]:
         "lenience": lambda: theorems.lenience_cap(lenient_verifier),
         "recursive rejection": lambda: theorems.recursive_rejection_law(verify_tree),
         "several drafts": lambda: theorems.several_drafts(verify_tree),
-        "block verification": lambda: blocks.block_keeps_its_promise(verify_tree_by_block, gamma=2),
+        "block verification": lambda: verification_laws.block_keeps_its_promise(
+            verify_tree_by_block, gamma=2
+        ),
         "K-SEQ's share": lambda: theorems.kseq_reaches_share(verify_tree_k_seq, largest=4),
-        "K-SEQ's factor": lambda: selection.least_factor(verify_tree_k_seq, largest=4),
-        "Gumbel coupling": lambda: couplings.agreement_formula(match_probability),
+        "K-SEQ's factor": lambda: verification_laws.least_factor(verify_tree_k_seq, largest=4),
+        "Gumbel coupling": lambda: verification_laws.agreement_formula(match_probability),
         "draw order": lambda: theorems.draw_order(theorems.without_replacement, verify_tree),
     }
     for config in (
@@ -60,8 +62,8 @@ def all_theorems() -> dict[str, Callable[[], Evidence]]:
     ):  # weights so large that every layer, position and token changes the logits
         target, draft = (Model.random(config, seed, torch.float64, scale=0.4) for seed in (0, 1))
         on = f"on a random {config.family}"
-        laws[f"node logits {on}"] = partial(passes.node_logits, target.session)
-        laws[f"siblings {on}"] = partial(passes.sibling_order, target.session, verify_tree)
+        laws[f"node logits {on}"] = partial(session_laws.node_logits, target.session)
+        laws[f"siblings {on}"] = partial(session_laws.sibling_order, target.session, verify_tree)
         for card in (card for card in load_techniques().values() if card.kind == "decoder"):
             texts = (
                 [[token for _ in range(2) for token in range(config.vocab_size)]]
@@ -69,7 +71,7 @@ def all_theorems() -> dict[str, Callable[[], Evidence]]:
                 else []
             )
             laws[f"committed slots of {card.name} {on}"] = partial(
-                passes.cache_after_every_round,
+                session_laws.cache_after_every_round,
                 card.make,
                 target.session,
                 [draft.session] * card.drafts,

@@ -17,7 +17,7 @@ does. That code never hides all N words (its random number ends at N - 1), where
 N: here it is the paper. As published: sentences translated by a teacher.
 
 Guarantee: APPROX. No setting gives the teacher's law; T = 1 is one parallel pass. Its own rule is
-proved in laws/masking.py by an oracle that decodes each length by itself, without padding;
+proved in laws/nonautoregressive_laws.py by an oracle that decodes each length by itself, without padding;
 tests/nonautoregressive/test_mask_predict.py has the schedule, strictly falling for T <= N, and that
 words which stay do not change. Passes: T of the decoder, l rows wide, and one of the encoder, whose
 keys and values all rows and passes share; the decoder's own cannot be kept, as every word may

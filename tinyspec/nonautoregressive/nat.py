@@ -19,7 +19,7 @@ the word-level reverse KL to the teacher, for the fertilities by REINFORCE with 
 fertilities as baseline.
 
 Guarantee: APPROX, with s, the number of samples: its own rule is proved by an exact oracle
-(laws/fertility_laws.py) that walks all fertility sequences. Tested in
+(laws/nonautoregressive_laws.py) that walks all fertility sequences. Tested in
 tests/nonautoregressive/test_nat.py: T is the sum of the fertilities, samples of a larger s contain
 those of a smaller, so that the teacher's score never falls; the gradient of fine-tuning is that of
 the exact expectation. Decoder passes: one, s rows wide; for s > 1 the teacher's encoder and decoder

@@ -12,8 +12,7 @@ is a small slip that every verifier and loop should be tried with.
 from collections.abc import Callable
 from typing import Any
 
-from tinyspec.laws.accused import Evidence, LawViolated
-from tinyspec.laws.extra import import_extra
+from tinyspec.laws.evidence import Evidence, LawViolated, import_extra
 from tinyspec.laws.museum import drafting, loop, rewriting, sessions, verification
 from tinyspec.laws.museum.catalogue import CATALOGUE
 from tinyspec.laws.museum.rows import Equivalent, Mutant

@@ -13,11 +13,11 @@ from tinyspec._core.reference_trie import NgramIndex
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.laws import theorems
 from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL
-from tinyspec.laws.counting import FOREST_COUNT
-from tinyspec.laws.exact import JOINT
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
+from tinyspec.laws.row_laws import FOREST_COUNT
 from tinyspec.speculative import treedraft
 from tinyspec.speculative.treedraft import TreeDrafter
 

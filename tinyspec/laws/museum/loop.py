@@ -12,8 +12,8 @@ from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
-from tinyspec.laws import pathwise
-from tinyspec.laws.exact import JOINT
+from tinyspec.laws import suites
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Mutant
 
@@ -115,7 +115,7 @@ return left / (left.sum() + 1e-6) if left.any() else p""",
         "-float(np.log1p(-float(self._next())))",
         "float(self._next())",
         Replay.exponential_race,
-        law=pathwise.RACE_LAW,
+        law=suites.RACE_LAW,
     ),
     Mutant(
         "residual in float32",

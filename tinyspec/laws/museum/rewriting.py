@@ -6,16 +6,22 @@ from functools import partial
 
 from tinyspec.decoding import refine
 from tinyspec.decoding.refine import Refinement
-from tinyspec.laws.alignment_laws import EM, KNOWN
-from tinyspec.laws.exit_loss_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
-from tinyspec.laws.fertility_laws import EXPECTED_COST, NESTED, SUPERVISED
-from tinyspec.laws.fertility_laws import FERTILITY_RULE as FERTILE
-from tinyspec.laws.masking import LENGTH_CHOICE, MASKS_HIDDEN
-from tinyspec.laws.masking import MASK_RULE as MASKS
+from tinyspec.laws.exit_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
+from tinyspec.laws.nonautoregressive_laws import (
+    EM,
+    EXPECTED_COST,
+    KNOWN,
+    LENGTH_CHOICE,
+    MASKS_HIDDEN,
+    NESTED,
+    SUPERVISED,
+)
+from tinyspec.laws.nonautoregressive_laws import FERTILITY_RULE as FERTILE
+from tinyspec.laws.nonautoregressive_laws import MASK_RULE as MASKS
+from tinyspec.laws.rewriting_laws import LISTENS_TO_SOURCE, REFINE_LOOP, TEACHER_JUDGES
 from tinyspec.laws.sweeps import SOLVE_PUBLISHED, SWEEP_IS_JACOBI
-from tinyspec.laws.translation_laws import LISTENS_TO_SOURCE, REFINE_LOOP, TEACHER_JUDGES
 from tinyspec.lm.seq2seq import CrossAttentionBlocks
 from tinyspec.nonautoregressive import jacobi, mask_predict, nat
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinyspec.laws.accused import Evidence
+from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.judges import PartsLaw, all_judges
 from tinyspec.laws.museum.patching import Patch, changed_copy, patched
 from tinyspec.laws.parts import PARTS, Parts

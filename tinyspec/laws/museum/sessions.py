@@ -7,21 +7,29 @@ from tinyspec.early_exit.calibrate import binomial_p_value, calibrate, hoeffding
 from tinyspec.early_exit.calm import ConfidenceRule
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
-from tinyspec.laws.cache_laws import (
-    BATCH_ROW,
-    CACHE_FRESH,
-    EXIT_TRUNCATED,
-    POSITIONS_COUNT,
-    REWIND_TRACELESS,
+from tinyspec.laws.exit_laws import (
+    CALIBRATED,
+    EXIT_RULE,
+    PIPELINE_CLOCK,
+    PIPELINE_WORK,
+    SEQUENCE,
+    SUPER,
 )
-from tinyspec.laws.calibration_laws import CALIBRATED, SEQUENCE, SUPER
-from tinyspec.laws.exit_laws import EXIT_RULE
 from tinyspec.laws.judges import node_logits_of_parts, of_sessions
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
-from tinyspec.laws.passes import COMMITTED_SLOTS, NODE_LOGITS, ROW_IDENTITY, SIBLING_ORDER
-from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
+from tinyspec.laws.session_laws import (
+    BATCH_ROW,
+    CACHE_FRESH,
+    COMMITTED_SLOTS,
+    EXIT_TRUNCATED,
+    NODE_LOGITS,
+    POSITIONS_COUNT,
+    REWIND_TRACELESS,
+    ROW_IDENTITY,
+    SIBLING_ORDER,
+)
 from tinyspec.lm.forward import Cache
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.runner import Runner, visibility

@@ -9,15 +9,20 @@ from tinyspec._core.reference import walk
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws import joint_laws, theorems
-from tinyspec.laws.blocks import BLOCK_EMITTED, BLOCK_TOKENS
-from tinyspec.laws.couplings import COUPLING_AGREES, COUPLING_INVARIANT
-from tinyspec.laws.exact import JOINT
+from tinyspec.laws import loop_laws, theorems
+from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.loop_laws import LEVELS
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
-from tinyspec.laws.nested_laws import LEVELS
-from tinyspec.laws.selection import FACTOR, SELECTED
 from tinyspec.laws.traps.bild import ALGORITHM
+from tinyspec.laws.verification_laws import (
+    BLOCK_EMITTED,
+    BLOCK_TOKENS,
+    COUPLING_AGREES,
+    COUPLING_INVARIANT,
+    FACTOR,
+    SELECTED,
+)
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.speculative.nested import Nested
 from tinyspec.speculative.treedraft import TreeDrafter
@@ -47,7 +52,7 @@ _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
 _rollback = partial(Mutant, law=ALGORITHM, function=rollback_verifier)
 _nested = partial(Mutant, law=LEVELS, function=Nested.propose)
 _middle = partial(Mutant, law=LEVELS, function=Nested.__init__)
-_joint = partial(Mutant, law=joint_laws.JOINT_ROWS)
+_joint = partial(Mutant, law=loop_laws.JOINT_ROWS)
 
 # ------------------------------------------------------------------ the walk
 
@@ -157,7 +162,7 @@ if chain and tree.tokens and all(q is not None for q in tree.draft_probs):
     _verify(
         "one uniform for all positions",
         WALKED,
-        f"""from tinyspec.laws.uniform import UniformSpan
+        f"""from tinyspec.laws.checking.uniforms import UniformSpan
 {WALKED.replace("rng.accept", "UniformSpan(rng).below")}""",
         bug="B32, S6",
     ),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyspec.laws.accused import Evidence, LawViolated
+from tinyspec.laws.evidence import Evidence, LawViolated
 from tinyspec.technique import find_technique
 
 

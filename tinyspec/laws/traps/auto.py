@@ -10,9 +10,9 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.tables import TableSession
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.models import Reciter
+from tinyspec.laws.exact.tables import TableSession
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter

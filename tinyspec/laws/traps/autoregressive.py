@@ -9,8 +9,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.cache_laws import family_model
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.session_laws import family_model
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.technique import Request

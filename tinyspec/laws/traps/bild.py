@@ -11,8 +11,8 @@ from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
 from tinyspec.laws.row_laws import normalised
 from tinyspec.laws.traps import Toy, Trap, card

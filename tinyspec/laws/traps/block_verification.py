@@ -8,10 +8,10 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
-from tinyspec.laws.accused import Evidence
-from tinyspec.laws.blocks import BLOCK_EMITTED, BLOCK_TOKENS, block_keeps_its_promise
+from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.loop_laws import table_model
 from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.verification_laws import BLOCK_EMITTED, BLOCK_TOKENS, block_keeps_its_promise
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 

@@ -12,8 +12,14 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calibrate import Calibration, PValue, TestedThreshold, calibrate
 from tinyspec.early_exit.calm import ConfidenceMeasure, ConfidenceRule, decay_threshold
 from tinyspec.early_exit.exits import ExitPoint, ExitTarget
-from tinyspec.laws.calibration_laws import CALIBRATED, controls_its_risk
-from tinyspec.laws.exit_laws import EXIT_MEASURES, EXIT_RULE, each_measure, follows_exit_rule
+from tinyspec.laws.exit_laws import (
+    CALIBRATED,
+    EXIT_MEASURES,
+    EXIT_RULE,
+    controls_its_risk,
+    each_measure,
+    follows_exit_rule,
+)
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.technique import Request, find_technique
 

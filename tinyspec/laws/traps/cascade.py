@@ -12,10 +12,10 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, exact_law
-from tinyspec.laws.reciter import Reciter
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, Reference, exact_law
+from tinyspec.laws.exact.models import Reciter
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
 from tinyspec.speculative.nested import Nested

@@ -8,7 +8,8 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.couplings import (
+from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.verification_laws import (
     COUPLING_AGREES,
     COUPLING_FORMULA,
     COUPLING_INVARIANT,
@@ -16,7 +17,6 @@ from tinyspec.laws.couplings import (
     draft_kept_where_winners_agree,
     same_text_whoever_drafts,
 )
-from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.verification import gumbel_coupling as gumbel
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree

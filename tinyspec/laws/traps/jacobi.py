@@ -10,7 +10,7 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import sweeps
-from tinyspec.laws.network import likeliest_token
+from tinyspec.laws.exact.models import likeliest_token
 from tinyspec.laws.sweeps import SOLVE_PUBLISHED, SWEEP_COST, SWEEP_FIXES, SWEEP_IS_JACOBI, Build
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, JacobiSolution, solve_blocks

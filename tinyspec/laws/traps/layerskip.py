@@ -15,11 +15,11 @@ from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws import exit_loss_laws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, exact_law
-from tinyspec.laws.exit_loss_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws import exit_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, exact_law
+from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.exit_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.forward import ForwardRecord, Plan
@@ -208,9 +208,9 @@ TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("layerskip")),
     Trap(OWN, drafts_are_the_exits, card("layerskip")),
     Trap(ONCE, runs_once, card("layerskip")),
-    Trap(LAYER_DROPOUT, exit_loss_laws.layer_dropout, lambda: Course),
-    Trap(ONE_HEAD, exit_loss_laws.one_head, lambda: Course),
-    Trap(EXIT_WEIGHTS, exit_loss_laws.exit_loss_weights, lambda: Course),
+    Trap(LAYER_DROPOUT, exit_laws.layer_dropout, lambda: Course),
+    Trap(ONE_HEAD, exit_laws.one_head, lambda: Course),
+    Trap(EXIT_WEIGHTS, exit_laws.exit_loss_weights, lambda: Course),
 ]
 TOYS = [
     Toy("early exit without verification", JOINT, trusts_the_exit),

@@ -8,8 +8,8 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.reciter import CountedText, recite_until
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.models import CountedText, recite_until
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.llma import LlmaDrafter

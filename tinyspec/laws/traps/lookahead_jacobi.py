@@ -11,8 +11,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
 from tinyspec.technique import Request

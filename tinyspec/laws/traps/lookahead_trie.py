@@ -12,8 +12,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter

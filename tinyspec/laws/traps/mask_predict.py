@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinyspec.decoding.refine import Canvas
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.laws.masking import (
+from tinyspec.laws.nonautoregressive_laws import (
     LENGTH_CHOICE,
     MASK_RULE,
     MASKS_HIDDEN,

@@ -12,14 +12,21 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import top_k_tokens
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws import treelaws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT
-from tinyspec.laws.loop_laws import Table, format_table, table_model
-from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws import loop_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.rational import distribution_pairs
+from tinyspec.laws.loop_laws import (
+    OWN_CHILDREN,
+    TREE_DRAFTS,
+    TREE_TARGET,
+    Build,
+    Table,
+    format_table,
+    table_model,
+)
 from tinyspec.laws.theorems import play_siblings, with_replacement
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.laws.treelaws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import multi_candidate as mcsd
 from tinyspec.technique import Request
@@ -35,7 +42,7 @@ def joint_law(build: Build) -> Evidence:
         [{"configuration": c, "replacement": again} for again in (False, True)]
         for c in ("2", "1x2")
     )
-    return treelaws.tree_joint_law(build, wide, deep)
+    return loop_laws.tree_joint_law(build, wide, deep)
 
 
 def accepts_surely(build: Build) -> Evidence:
@@ -66,7 +73,7 @@ def accepts_surely(build: Build) -> Evidence:
 
 def has_its_own_candidates(build: Build) -> Evidence:
     """2x2 is two nodes with two each below them: six, from two calls of the draft model."""
-    return treelaws.own_children(build, lambda c: {"configuration": c, "replacement": False})
+    return loop_laws.own_children(build, lambda c: {"configuration": c, "replacement": False})
 
 
 def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Evidence:

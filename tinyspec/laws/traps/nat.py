@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import Seeded
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.fertility_laws import (
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.nonautoregressive_laws import (
     EXPECTED_COST,
     FERTILITY_RULE,
     NESTED,

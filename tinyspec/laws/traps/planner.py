@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap
 from tinyspec.laws.traps.auto import Ticking, Watch
 from tinyspec.speculative.drafting import planner

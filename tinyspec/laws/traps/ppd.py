@@ -9,11 +9,11 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.ppd import NO_DRAFT, PipelinedTarget, PpdDrafter
-from tinyspec.laws import pipeline_laws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, exact_law
-from tinyspec.laws.pipeline_laws import PIPELINE_CLOCK, PIPELINE_WORK
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws import exit_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, exact_law
+from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.exit_laws import PIPELINE_CLOCK, PIPELINE_WORK
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import Scores
 from tinyspec.technique import Request
@@ -119,8 +119,8 @@ def runs_them_through(request: Request, layer: int, k: int) -> Decoder:
 
 TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("ppd")),
-    Trap(PIPELINE_CLOCK, pipeline_laws.pipeline_clock, card("ppd")),
-    Trap(PIPELINE_WORK, pipeline_laws.pipeline_work, card("ppd")),
+    Trap(PIPELINE_CLOCK, exit_laws.pipeline_clock, card("ppd")),
+    Trap(PIPELINE_WORK, exit_laws.pipeline_work, card("ppd")),
 ]
 TOYS = [
     Toy("exit early and hope", JOINT, exits_and_hopes),

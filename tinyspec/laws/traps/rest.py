@@ -11,10 +11,10 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs, Verifier
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, exact_law
-from tinyspec.laws.reciter import recite_until
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, Reference, exact_law
+from tinyspec.laws.exact.models import recite_until
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.datastore import indexed
 from tinyspec.speculative.drafting.rest import RestDrafter

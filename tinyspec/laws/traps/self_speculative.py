@@ -13,9 +13,9 @@ from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, exact_law
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, exact_law
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.speculative.drafting.self_speculative import (

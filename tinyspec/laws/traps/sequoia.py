@@ -10,13 +10,13 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws import treelaws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT
-from tinyspec.laws.small import distribution_pairs
+from tinyspec.laws import loop_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.rational import distribution_pairs
+from tinyspec.laws.loop_laws import Build
 from tinyspec.laws.theorems import play_siblings, without_replacement
 from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.laws.treelaws import Build
 from tinyspec.speculative.drafting import sequoia as seq
 from tinyspec.speculative.treedraft import Shape, TreeDrafter, shape
 from tinyspec.technique import Request
@@ -32,7 +32,7 @@ ACCEPTS = [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2), (0.5, 0.0, 0.3), (1.0
 def joint_law(build: Build) -> Evidence:
     """The law of two rounds: one round cannot see noise that is kept."""
     knobs = {"nodes": 2, "depth": 2, "ranks": 2, "accepts": "0.5,0.4", "costs": "0,1,1,1"}
-    return treelaws.tree_joint_law(build, [knobs | {"depth": 1}], [knobs], tokens=3)
+    return loop_laws.tree_joint_law(build, [knobs | {"depth": 1}], [knobs], tokens=3)
 
 
 def every_tree(nodes: int, depth: int) -> set[Shape]:

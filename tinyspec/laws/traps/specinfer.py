@@ -10,14 +10,13 @@ from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual
-from tinyspec.laws import treelaws
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT
-from tinyspec.laws.loop_laws import table_model
-from tinyspec.laws.small import distribution_pairs, overlap_mass, positive_part
+from tinyspec.laws import loop_laws
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass, positive_part
+from tinyspec.laws.loop_laws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build, table_model
 from tinyspec.laws.theorems import play_siblings, with_replacement
 from tinyspec.laws.traps import Toy, Trap, card, multi_candidate
-from tinyspec.laws.treelaws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.speculative.verification import specinfer as sif
 from tinyspec.technique import Request
@@ -30,12 +29,12 @@ LEFT = "each draft is tuned on the prompts that no draft before it covers"
 
 def joint_law(build: Build) -> Evidence:
     """Two models whose laws differ and whose tokens collide."""
-    return treelaws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
+    return loop_laws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
 
 
 def expands_every_leaf(build: Build) -> Evidence:
     """k tokens below every leaf, one call a depth."""
-    return treelaws.own_children(build, lambda shape: {"expansion": shape})
+    return loop_laws.own_children(build, lambda shape: {"expansion": shape})
 
 
 def tests_each(verifier: Verifier) -> Evidence:

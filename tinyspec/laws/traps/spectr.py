@@ -7,10 +7,10 @@ from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
-from tinyspec.laws.accused import Evidence
+from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.loop_laws import table_model
-from tinyspec.laws.selection import FACTOR, SELECTED, least_factor, selection_keeps_law
 from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.verification_laws import FACTOR, SELECTED, least_factor, selection_keeps_law
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree

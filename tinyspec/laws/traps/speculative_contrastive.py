@@ -14,11 +14,11 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import Reference
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget, make_contrast
 from tinyspec.technique import Request

@@ -13,12 +13,12 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws import theorems
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, Reference
+from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.small import distribution_pairs, overlap_mass
-from tinyspec.laws.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting import speculative_decoding as sps
 from tinyspec.technique import Request

@@ -12,8 +12,8 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.staged import staged
 from tinyspec.speculative.treedraft import TreeDrafter, shape

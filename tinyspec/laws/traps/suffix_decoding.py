@@ -9,8 +9,8 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.reciter import Reciter
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter

@@ -10,8 +10,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.tables import TableModel
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.speculative.drafting.token_recycling import (
     RANK_CHANCES,

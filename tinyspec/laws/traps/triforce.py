@@ -8,10 +8,16 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
-from tinyspec.laws.accused import Evidence, accuse
-from tinyspec.laws.exact import JOINT, Reference, exact_law
-from tinyspec.laws.needle import ANSWERS, QUESTION, make_haystack, needle_model
-from tinyspec.laws.network import NETWORK_TOLERANCE, small_network
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.law import JOINT, Reference, exact_law
+from tinyspec.laws.exact.models import (
+    ANSWERS,
+    NETWORK_TOLERANCE,
+    QUESTION,
+    make_haystack,
+    needle_model,
+    small_network,
+)
 from tinyspec.laws.traps import Toy, Trap, card
 from tinyspec.lm.forward import Plan
 from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding

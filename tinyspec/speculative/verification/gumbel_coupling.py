@@ -15,7 +15,7 @@ sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV), where t
 knows q, has 1 - TV. Of couplings that do without that knowledge none guarantees more.
 
 Guarantee: EXACT, and stronger: path by path the tokens of racing alone. Shared noise cannot be
-enumerated, so laws/pathwise.py proves it by two halves, the same tokens with any drafter and the
+enumerated, so laws/suites.py proves it by two halves, the same tokens with any drafter and the
 law of the race. Tested in tests/speculative/test_gumbel_coupling.py: one seed, any drafter, one
 text; P(same), its bounds, and its integral.
 Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that

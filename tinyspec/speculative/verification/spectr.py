@@ -23,7 +23,7 @@ the k likeliest tokens. Tested in tests/speculative/test_spectr.py: K-SEQ accept
 solves its equation; one draft is token verification; more drafts accept more. The paper reports
 2.13x over plain decoding and 1.37x over speculative decoding.
 Left out: decoding by the linear program itself, whose size allows six tokens or so; it is the
-oracle in laws/transport.py.
+oracle in laws/theorems.py.
 """
 
 from collections.abc import Sequence

@@ -1,0 +1,196 @@
+"""The small targets and drafts that a reader's function is tried on, the smallest first."""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import product
+from typing import Any
+
+from tinyspec.laws.exact.rational import Exact, distributions
+
+
+@dataclass(frozen=True)
+class SmallModel:
+    """A law for every context, from a short list of laws, [V] each.
+
+    by  "length": the context's length says which (longer ones take the last);  "text": every text
+        up to some length has its own
+    """
+
+    laws: tuple[Exact, ...]
+    by: str = "length"
+
+    def law(self, context: Sequence[int]) -> Exact:
+        """The law of the next token."""
+        if self.by == "length":
+            return self.laws[min(len(context), len(self.laws) - 1)]
+        place = 0
+        for token in context:
+            place = place * len(self.laws[0]) + token + 1
+        return self.laws[place % len(self.laws)]
+
+    def joint(
+        self, tokens: int, start: tuple[int, ...] = (), mass: Any = Fraction(1)
+    ) -> dict[tuple[int, ...], Any]:
+        """The law of the text of so many tokens that begins with `start`, times `mass`."""
+        texts = {start: mass}
+        for _ in range(tokens - len(start)):
+            texts = {
+                (*text, token): x * weight
+                for text, weight in texts.items()
+                for token, x in enumerate(self.law(text))
+                if x
+            }
+        return texts
+
+    def shown(self, depth: int) -> Any:
+        """The laws after contexts of up to `depth` tokens, as a reader would write them down."""
+        if self.by == "length":
+            return [list(self.laws[min(length, len(self.laws) - 1)]) for length in range(depth + 1)]
+        texts = [
+            text
+            for length in range(depth + 1)
+            for text in product(range(len(self.laws[0])), repeat=length)
+        ]
+        return {text: list(self.law(text)) for text in texts}
+
+
+@dataclass(frozen=True)
+class CheckCase:
+    """A target p, a draft q, gamma drafted tokens, and how many tokens of output are compared."""
+
+    p: SmallModel
+    q: SmallModel
+    gamma: int
+    tokens: int
+
+    @property
+    def vocabulary(self) -> int:
+        return len(self.p.laws[0])
+
+    @property
+    def size(self) -> int:
+        """Sum of all denominators: what has to be read."""
+        return sum(max(x.denominator for x in law) for law in (*self.p.laws, *self.q.laws))
+
+
+def distributions_up_to(vocabulary: int, whole: int) -> list[Exact]:
+    """Every law with a common denominator of at most `whole`."""
+    return [
+        row for denominator in range(1, whole + 1) for row in distributions(vocabulary, denominator)
+    ]
+
+
+def cases_of_kind(
+    vocabulary: int,
+    gamma: int,
+    tokens: int,
+    whole: int,
+    lengths: tuple[int, int],
+    by: str,
+    count: int,
+    seed: int,
+) -> list[CheckCase]:
+    """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p
+    and of q.
+    """
+    laws = distributions_up_to(vocabulary, whole)
+    n = sum(lengths)
+    if len(laws) ** n <= count:
+        chosen = list(product(laws, repeat=n))
+    else:
+        rng = random.Random(f"{seed} {vocabulary} {gamma} {tokens} {whole} {by}")
+        chosen = [tuple(rng.choice(laws) for _ in range(n)) for _ in range(count)]
+    cases = [
+        CheckCase(SmallModel(c[: lengths[0]], by), SmallModel(c[lengths[0] :], by), gamma, tokens)
+        for c in chosen
+    ]
+    return sorted(cases, key=lambda case: case.size)
+
+
+def round_cases(seed: int) -> Iterator[CheckCase]:
+    """For a verifier: one round, gamma + 1 tokens. A law for each place, then a law for each
+    text.
+    """
+    for vocabulary, gamma, whole, places, texts in (
+        (2, 1, 3, 125, 20),
+        (2, 2, 2, 243, 0),
+        (2, 2, 4, 60, 20),
+        (2, 3, 3, 12, 0),
+        (3, 1, 3, 80, 20),
+        (3, 2, 3, 20, 6),
+        (4, 1, 5, 10, 0),
+    ):
+        tokens = gamma + 1
+        yield from cases_of_kind(
+            vocabulary, gamma, tokens, whole, (gamma + 1, gamma), "length", places, seed
+        )
+        if texts:
+            lengths = (_count_texts(vocabulary, gamma), _count_texts(vocabulary, gamma - 1))
+            yield from cases_of_kind(vocabulary, gamma, tokens, whole, lengths, "text", texts, seed)
+
+
+def generation_cases(seed: int) -> Iterator[CheckCase]:
+    """For a whole decoding function: several rounds; p and q the same in every context, then
+    not.
+    """
+    for vocabulary, gamma, tokens, whole, lengths, by, count in (
+        (2, 1, 2, 3, (1, 1), "length", 25),
+        (2, 1, 2, 2, (2, 2), "length", 81),
+        (2, 2, 2, 3, (2, 2), "length", 30),
+        (2, 1, 3, 3, (1, 1), "length", 25),
+        (2, 1, 3, 3, (3, 3), "text", 12),
+        (2, 2, 3, 2, (1, 1), "length", 9),
+        (2, 2, 3, 3, (7, 7), "text", 4),
+        (3, 1, 2, 3, (4, 4), "text", 12),
+        (3, 2, 2, 2, (4, 4), "text", 4),
+    ):
+        yield from cases_of_kind(vocabulary, gamma, tokens, whole, lengths, by, count, seed)
+
+
+def draft_cases(seed: int) -> Iterator[CheckCase]:
+    """For a drafter: only q matters."""
+    for vocabulary, gamma, whole, count in (
+        (2, 1, 4, 9),
+        (2, 2, 3, 25),
+        (3, 1, 4, 30),
+        (3, 2, 3, 30),
+    ):
+        for case in cases_of_kind(
+            vocabulary, gamma, gamma, whole, (0, gamma), "length", count, seed
+        ):
+            yield replace(case, p=case.q)
+
+
+def _count_texts(vocabulary: int, length: int) -> int:
+    """How many texts there are of up to `length` tokens."""
+    return sum(vocabulary**n for n in range(length + 1))
+
+
+def shrink_case(case: CheckCase, broken: Callable[[CheckCase], bool]) -> CheckCase:
+    """Replace laws by ones of smaller denominators as long as the smaller case is broken too."""
+    simpler = True
+    while simpler:
+        simpler = False
+        for name in ("p", "q"):
+            model: SmallModel = getattr(case, name)
+            for place, law in enumerate(model.laws):
+                for smaller in distributions_up_to(
+                    case.vocabulary, max(x.denominator for x in law) - 1
+                ):
+                    laws = (*model.laws[:place], smaller, *model.laws[place + 1 :])
+                    smaller_model = replace(model, laws=laws)
+                    other = (
+                        replace(case, p=smaller_model)
+                        if name == "p"
+                        else replace(case, q=smaller_model)
+                    )
+                    if broken(other):
+                        case, simpler = other, True
+                        break
+                if simpler:
+                    break
+            if simpler:
+                break
+    return case

@@ -1,0 +1,609 @@
+"""The signatures that a reader's function may have, how each is called, and how its outcomes are judged.
+
+    verify(p_rows, q_rows, draft, rng) -> tokens     one round on plain rows
+    verify(tree, p, rng) -> Verdict                  one round, as the library's verifiers do it
+    draft(q, context, gamma, rng) -> (tokens, rows)  a draft, and the row each token was drawn from
+    draft(context, rng) -> (tokens, rows)            the same, with a model of its own
+    generate(p, q, gamma, n, rng) -> tokens          a whole decoding function
+
+A last argument called `source` or `chance` gets the library's `RandomSource`; a function without a
+generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
+function cannot compute with those, float64 arrays of numpy, or else tensors of torch.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.checking.cases import (
+    CheckCase,
+    SmallModel,
+    draft_cases,
+    generation_cases,
+    round_cases,
+)
+from tinyspec.laws.checking.generators import (
+    EnumeratedGenerator,
+    replace_generators,
+    replace_torch_generators,
+)
+from tinyspec.laws.evidence import Counterexample
+from tinyspec.laws.exact.rational import without_token
+from tinyspec.tree import ROOT, TokenTree
+
+Tokens = tuple[int, ...]
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
+GENERATORS = (
+    "source",
+    "rng",
+    "generator",
+    "random_state",
+    "uniforms",
+    "random",
+    "u",
+    "us",
+    "chance",
+)
+
+
+class Misfit(TinyspecError):
+    """The function has another form than the one it was announced as."""
+
+
+class RunOutcome(NamedTuple):
+    """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what
+    is wrong in itself.
+    """
+
+    draft: Tokens
+    tokens: Tokens
+    laws: tuple[Any, ...] = ()
+    problem: str = ""
+
+
+OutcomeProbs = dict[RunOutcome, Any]
+"""The probability of every outcome."""
+
+
+NUMBERS: tuple[str, ...] = ("fractions", "numpy", "torch")
+"""What rows are made of, in the order in which they are offered to a function."""
+
+
+def convert_rows(row: Any, numbers: str) -> Any:
+    """A row, or a list of rows, as the reader's function gets it, its own copy."""
+    if numbers == "fractions":
+        return [list(x) if isinstance(x, (list, tuple)) else x for x in row]
+    array = np.array(row, np.float64)
+    return array if numbers == "numpy" else torch.tensor(array)
+
+
+def read_token_ids(result: Any, what: str) -> Tokens:
+    """The token ids that a function returned."""
+    try:
+        tokens = result.tolist() if hasattr(result, "tolist") else list(result)
+        if len(tokens) == 1 and isinstance(tokens[0], (list, tuple)):
+            tokens = tokens[0]  # a batch of one
+        return tuple(int(x) for x in tokens)
+    except (TypeError, ValueError):
+        raise Misfit(
+            f"a {what} returns a list of token ids; this one returned {result!r}"
+        ) from None
+
+
+def to_small_fraction(x: Any) -> Any:
+    """A float that is a small fraction up to rounding, as that fraction."""
+    if not isinstance(x, float):
+        return x
+    near = Fraction(x).limit_denominator(5000)
+    return near if abs(x - near) < 1e-11 else x
+
+
+@lru_cache(64)
+def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a function by name; none where they cannot be seen."""
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def last_parameter(function: Callable[..., Any]) -> str:
+    """The name of a function's last argument."""
+    return next(reversed(list(parameters_of(function))), "")
+
+
+def takes_random_source(function: Callable[..., Any]) -> bool:
+    """Return whether a function is written for the library's `RandomSource`, not for a generator of
+    numbers.
+
+    Its first argument is called `tree` (a verifier of the library's form), or its last one `source`
+    or `rng`.
+    """
+    names = list(parameters_of(function))
+    return bool(names) and (names[0] == "tree" or names[-1] in ("source", "chance"))
+
+
+def count_required(function: Callable[..., Any]) -> int:
+    """How many arguments a function must be given; a large number where that cannot be seen."""
+    parameters = parameters_of(function).values()
+    if not parameters or any(x.kind is x.VAR_POSITIONAL for x in parameters):
+        return 99
+    return sum(
+        x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
+        for x in parameters
+    )
+
+
+def find_generator(function: Callable[..., Any], given: int) -> str | None:
+    """How a function takes its generator beside `given` arguments: "" last in line, a name, or
+    None: not at all.
+    """
+    if count_required(function) > given:
+        return ""
+    return next((name for name in parameters_of(function) if name in GENERATORS), None)
+
+
+def check_signature(function: Any, what: str, signature: str, given: int) -> None:
+    """Raise TinyspecError, in one line, unless a function can be called with `given` arguments.
+
+    The generator is not counted: it is given last, by name, or not at all, as `find_generator` says.
+    """
+    if not callable(function):
+        raise TinyspecError(f"a {what} is a function, called as {signature}; this is {function!r}")
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # some compiled functions do not tell their arguments
+        return
+    keyword = find_generator(function, given)
+    arguments = [None] * (given + (keyword == ""))
+    try:
+        own.bind(*arguments, **({keyword: None} if keyword else {}))
+    except TypeError:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TinyspecError(
+            f"a {what} is called as {signature}; {name}{own} does not take these arguments"
+        ) from None
+
+
+@dataclass
+class Form:
+    """One reader's function: subclasses say how to play a case and how to judge what came out."""
+
+    function: Callable[..., Any]
+    tolerance: float = 1e-6
+    worst: float = 0.0  # the largest deviation that was still let pass
+    rare: str = ""  # what happens too rarely to count
+    lost: float = 0.0  # probability of the runs of this case that were not followed to their end
+    what = "function"
+    law = "joint law"
+    about = ""  # said with the evidence
+    corner_hint = ""  # what to do about a counterexample that needs a uniform of exactly 0
+
+    def cases(self, seed: int) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def play(
+        self, case: Any, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        raise NotImplementedError
+
+    def judge(self, case: Any, law: OutcomeProbs) -> Counterexample | None:
+        raise NotImplementedError
+
+    def shown(self, case: Any) -> dict[str, Any]:
+        return {"p": case.p.shown(case.gamma), "q": case.q.shown(case.gamma - 1)}
+
+    def call(self, dice: EnumeratedGenerator, *given: Any) -> Any:
+        """The function on these arguments, the generator last, by name, or not at all."""
+        keyword = find_generator(self.function, len(given))
+        generator: Any = dice.rng if takes_random_source(self.function) else dice
+        with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
+            if keyword is None:
+                return self.function(*given)
+            return (
+                self.function(*given, **{keyword: generator})
+                if keyword
+                else self.function(*given, generator)
+            )
+
+    def same(self, expected: Any, got: Any) -> bool:
+        """Equal: as fractions, or as floats up to the tolerance and what was not followed."""
+        if not isinstance(expected - got, float):
+            return bool(expected == got)
+        apart = abs(float(expected - got))
+        if not apart <= self.tolerance + self.lost:
+            return False
+        self.worst = max(self.worst, apart)
+        return True
+
+    def too_rare(self, outcome: RunOutcome, mass: Any) -> bool:
+        """Whether a wrong outcome is below the tolerance (float32 sums miss 1 by 1e-7): then it is
+        only noted.
+        """
+        if mass > self.tolerance:
+            return False
+        self.rare = f"a run of probability {float(mass):.0e} returns {list(outcome.tokens)}"
+        return True
+
+    def corner(self, case: Any, law: OutcomeProbs, number: int) -> Counterexample | None:
+        """What must not happen even where a uniform is exactly 0: a token that p forbids."""
+        for draft, tokens, _, _ in law:
+            for place, token in enumerate(tokens[: case.tokens]):
+                if not (0 <= token < case.vocabulary) or case.p.law(tokens[:place])[token] > 0:
+                    continue
+                shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
+                which = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
+                shown["uniforms"] = (
+                    f"the {which} one drawn is exactly 0.0, which a generator may return"
+                )
+                if self.corner_hint:
+                    shown["hint"] = self.corner_hint
+                return Counterexample(
+                    "impossible token", shown, f"no token {token}: p forbids it", list(tokens)
+                )
+        return None
+
+    def compare(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+        """The law of the first token, of the first two, ...: each must be the target's. Short
+        outputs go on with p.
+        """
+        for count in range(1, case.tokens + 1):
+            expected, got = case.p.joint(count), dict[Tokens, Any]()
+            for outcome, mass in law.items():
+                texts = {outcome.tokens[:count]: mass}
+                if len(outcome.tokens) < count:
+                    texts = case.p.joint(count, outcome.tokens, mass)
+                for text, x in texts.items():
+                    got[text] = got.get(text, 0) + x
+            if all(
+                self.same(expected.get(text, Fraction(0)), got.get(text, 0))
+                for text in {*expected, *got}
+            ):
+                continue
+            return Counterexample(self.law, *self.report(case, law, count, expected, got))
+        return None
+
+    def report(
+        self,
+        case: CheckCase,
+        law: OutcomeProbs,
+        count: int,
+        expected: dict[Tokens, Any],
+        got: dict[Tokens, Any],
+    ) -> tuple[dict[str, Any], Any, Any]:
+        """The case, the expected law and the law that came out, as the reader would write them
+        down.
+        """
+        drafts: dict[Tokens, Any] = {}
+        outputs: dict[Tokens, dict[Tokens, Any]] = {}
+        for outcome, mass in law.items():
+            drafts[outcome.draft] = drafts.get(outcome.draft, 0) + mass
+            came = outputs.setdefault(outcome.draft, {})
+            came[outcome.tokens] = came.get(outcome.tokens, 0) + mass
+        shown = self.shown(case)
+        if len(drafts) == 1:
+            shown["draft"] = list(next(iter(drafts)))
+        else:
+            shown["draft"] = {
+                draft: to_small_fraction(mass) for draft, mass in sorted(drafts.items())
+            }
+            if sum(map(len, outputs.values())) <= 12:
+                shown["output of each draft"] = {
+                    draft: {
+                        text: to_small_fraction(x / drafts[draft])
+                        for text, x in sorted(came.items())
+                    }
+                    for draft, came in sorted(outputs.items())
+                }
+        if count == 1:
+            shown["compared"] = "the distribution of the first token"
+            tokens = range(case.vocabulary)
+            return (
+                shown,
+                *(
+                    [to_small_fraction(texts.get((token,), Fraction(0))) for token in tokens]
+                    for texts in (expected, got)
+                ),
+            )  # type: ignore[return-value]
+        shown["compared"] = (
+            f"the distribution of the first {count} tokens (where a round gives fewer, p goes on)"
+        )
+        every = sorted({*expected, *got})
+        return (
+            shown,
+            *(
+                {text: to_small_fraction(texts.get(text, Fraction(0))) for text in every}
+                for texts in (expected, got)
+            ),
+        )  # type: ignore[return-value]
+
+
+class VerifierForm(Form):
+    """verify(p_rows, q_rows, draft, rng) -> tokens."""
+
+    what = "verifier"
+
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return round_cases(seed)
+
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        draft: Tokens = ()
+        for _ in range(case.gamma):
+            draft = (*draft, rng.draw(case.q.law(draft)))
+        p = convert_rows([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
+        q = convert_rows([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
+        result = self.call(dice, p, q, list(draft))
+        return RunOutcome(draft, read_token_ids(result, self.what))
+
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+        for outcome, mass in law.items():
+            n = len(outcome.tokens)
+            fits = 1 <= n <= case.tokens and all(
+                0 <= token < case.vocabulary for token in outcome.tokens
+            )
+            if (outcome.problem or not fits) and not self.too_rare(outcome, mass):
+                expected = (
+                    outcome.problem or f"1 to {case.tokens} token ids below {case.vocabulary}"
+                )
+                shown = self.shown(case) | {"draft": list(outcome.draft)}
+                return Counterexample("tokens of a round", shown, expected, list(outcome.tokens))
+        return self.compare(case, law)
+
+
+class HouseVerifierForm(VerifierForm):
+    """verify(tree, p, rng) -> Verdict, on one kind of tree."""
+
+    kind = "chain"
+
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        cases = [case for case in round_cases(seed) if case.gamma < 3]
+        return iter(cases if self.kind == "chain" else cases[::4])
+
+    def shown(self, case: CheckCase) -> dict[str, Any]:
+        return super().shown(case) | {"tree": TREE_KINDS[self.kind]}
+
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        tree = self.tree(case, numbers, rng.split("draft", 0))
+        verdict: Verdict = self.function(
+            tree, HouseTargetProbs(tree, case, numbers), rng.split("verify", 0)
+        )
+        if not hasattr(verdict, "accepted"):
+            raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
+        path, problem, text = tuple(verdict.accepted), "", tuple[int, ...]()
+        for node in path:  # siblings may be equal: a child of either goes on
+            if (
+                not 0 <= node < len(tree.tokens)
+                or tree.tokens_on(tree.path(tree.parents[node])) != text
+            ):
+                problem = f"a path down the tree with parents {list(tree.parents)}, not the nodes {list(path)}"
+                break
+            text = (*text, tree.tokens[node])
+        tokens = () if problem else tree.tokens_on(path)
+        return RunOutcome(
+            tuple(tree.tokens),
+            (*tokens, *(() if verdict.next is None else (verdict.next,))),
+            (),
+            problem,
+        )
+
+    def tree(self, case: CheckCase, numbers: str, rng: Exhaustive) -> TokenTree:
+        """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
+        if self.kind in ("chain", "point masses"):
+            chain: Tokens = ()
+            for _ in range(case.gamma):
+                chain = (*chain, rng.draw(case.q.law(chain)))
+            laws = [convert_rows(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
+            return TokenTree.chain(chain, laws if self.kind == "chain" else None)
+        tokens, parents, kept = list[int](), list[int](), list[Any]()
+        law: Any = case.q.law(())
+        for _ in range(2):
+            if law is None:
+                break
+            tokens.append(rng.draw(law))
+            parents.append(ROOT)
+            kept.append(law)
+            law = law if self.kind == "siblings" else without_token(law, tokens[-1])
+        for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
+            law = case.q.law((token,))
+            tokens.append(rng.draw(law))
+            parents.append(node)
+            kept.append(law)
+        return TokenTree(
+            tokens, parents, [convert_rows(law, numbers) for law in kept], (False,) * len(tokens)
+        )
+
+
+TREE_KINDS = {
+    "chain": "a chain drawn from q, its laws declared",
+    "point masses": "a chain without laws: each token is judged as a point mass",
+    "siblings": "two siblings drawn from q, independently",
+    "without replacement": "two siblings drawn from q without replacement",
+}
+
+
+class HouseTargetProbs:
+    """The target's rows as a house verifier reads them: p[ROOT], p[node]."""
+
+    def __init__(self, tree: TokenTree, case: CheckCase, numbers: str):
+        self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
+
+    def __getitem__(self, node: int) -> Any:
+        return convert_rows(
+            self.case.p.law(self.tree.tokens_on(self.tree.path(node))), self.numbers
+        )
+
+    def probs_under(self, node: int, sampling: SamplingParams) -> Any:
+        return self[node]
+
+
+class GenerationForm(Form):
+    """generate(p, q, gamma, n, rng) -> tokens."""
+
+    what = "decoding function"
+
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return generation_cases(seed)
+
+    def shown(self, case: CheckCase) -> dict[str, Any]:
+        shown = {}
+        for name, model in (("p", case.p), ("q", case.q)):
+            laws: Any = model.shown(case.tokens - 1)
+            if len(model.laws) == 1:
+                laws = {"any context": list(model.laws[0])}
+            elif isinstance(laws, list):
+                laws = {f"{length} tokens before": law for length, law in enumerate(laws)}
+            shown[name] = laws
+        return shown | {"gamma": case.gamma, "n": case.tokens}
+
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        def p(context: Any) -> Any:
+            return convert_rows(case.p.law(read_token_ids(context, "context")), numbers)
+
+        def q(context: Any) -> Any:
+            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
+
+        return RunOutcome(
+            (), read_token_ids(self.call(dice, p, q, case.gamma, case.tokens), self.what)
+        )
+
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+        for outcome, mass in law.items():
+            fits = len(outcome.tokens) >= case.tokens and all(
+                0 <= t < case.vocabulary for t in outcome.tokens
+            )
+            if not fits and not self.too_rare(outcome, mass):
+                expected = f"{case.tokens} token ids below {case.vocabulary}"
+                return Counterexample(
+                    "tokens asked for", self.shown(case), expected, list(outcome.tokens)
+                )
+        return self.compare(case, law)
+
+    def report(self, *given: Any) -> Any:
+        shown, expected, got = super().report(*given)
+        del shown["draft"]
+        return shown, expected, got
+
+
+class DrafterForm(Form):
+    """draft(q, context, gamma, rng) -> (tokens, laws)."""
+
+    what, law = "drafter", "truthful drafter"
+
+    def cases(self, seed: int) -> Iterator[CheckCase]:
+        return draft_cases(seed)
+
+    def shown(self, case: CheckCase) -> dict[str, Any]:
+        return {"q": case.q.shown(case.gamma - 1), "gamma": case.gamma}
+
+    def play(
+        self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        def q(context: Any) -> Any:
+            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
+
+        return self.outcome(self.call(dice, q, [], case.gamma))
+
+    def outcome(self, result: Any) -> RunOutcome:
+        """What a drafter returned."""
+        try:
+            tokens, laws = result
+        except (TypeError, ValueError):
+            raise Misfit(
+                f"a drafter returns (tokens, distributions); this one returned {result!r}"
+            ) from None
+        kept = tuple(
+            None if law is None else tuple(getattr(law, "tolist", lambda law=law: law)())
+            for law in laws
+        )
+        if len(tokens) != len(kept):
+            raise Misfit(
+                f"a drafter returns one distribution (or None) a token; this one returned {len(kept)} for {len(tokens)}"
+            )
+        return RunOutcome((), read_token_ids(tokens, self.what), kept)
+
+    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+        """Each token, given those before it and its declared law, is distributed as that law says,
+        wherever it is kept.
+        """
+        for place in range(max(len(outcome.tokens) for outcome in law)):
+            reached: dict[Tokens, Any] = {}
+            kept: dict[tuple[Tokens, Any], list[Any]] = {}
+            for outcome, mass in law.items():
+                before = outcome.tokens[:place]
+                reached[before] = reached.get(before, 0) + mass
+                if len(outcome.tokens) > place and outcome.laws[place] is not None:
+                    if not 0 <= outcome.tokens[place] < len(outcome.laws[place]):
+                        declared = [to_small_fraction(x) for x in outcome.laws[place]]
+                        shown = self.shown(case) | {
+                            "drafted before": list(before),
+                            "declared": declared,
+                        }
+                        expected = f"a token below {len(declared)}"
+                        return Counterexample(self.law, shown, expected, outcome.tokens[place])
+                    masses = kept.setdefault(
+                        (before, outcome.laws[place]), [0] * len(outcome.laws[place])
+                    )
+                    masses[outcome.tokens[place]] += mass
+            for (before, declared), masses in kept.items():
+                whole = sum(masses)
+                if all(
+                    self.same(x * whole, mass) for x, mass in zip(declared, masses, strict=True)
+                ):
+                    continue
+                part = all(
+                    mass <= reached[before] * x + 1e-9
+                    for x, mass in zip(declared, masses, strict=True)
+                )
+                shown = self.shown(case) | {
+                    "drafted before": list(before),
+                    "declared": [to_small_fraction(x) for x in declared],
+                }
+                expected = f"tokens drawn from the declared distribution{', kept whatever they are' if part else ''}"
+                got = [to_small_fraction(mass / whole) for mass in masses]
+                return Counterexample("presence" if part else self.law, shown, expected, got)
+        return None
+
+    def corner(self, case: CheckCase, law: OutcomeProbs, number: int) -> Counterexample | None:
+        return None
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter with a model of its own is asked."""
+
+    text: Tokens
+    gamma: int = 8  # uniforms it may index
+    tokens: int = 0
+    vocabulary: int = 0
+    p = SmallModel(())
+
+
+class OwnDrafterForm(DrafterForm):
+    """draft(context, rng) -> (tokens, laws)."""
+
+    def cases(self, seed: int) -> Iterator[DraftContext]:  # type: ignore[override]
+        return (DraftContext(text) for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))
+
+    def shown(self, case: DraftContext) -> dict[str, Any]:  # type: ignore[override]
+        return {"context": list(case.text)}
+
+    def play(  # type: ignore[override]
+        self, case: DraftContext, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
+    ) -> RunOutcome:
+        return self.outcome(self.call(dice, list(case.text)))

@@ -1,0 +1,1 @@
+"""The exact laws: every outcome of a decoder, on models whose probabilities are exact."""

@@ -1,0 +1,727 @@
+"""Table models: models over a few tokens whose probabilities are exact Fractions.
+
+A table stands where a transformer stands: it has layers, keys and values, views and exits. Its states
+are hashes. The state of a token above a sublayer is a hash of its state below, of its position, and
+of the keys and values that it may attend to, *as they were written when those tokens were run*; the
+head turns the last state into small integer weights. So a missing ancestor, a visible sibling, a
+wrong position, stale keys, and a skipped or repeated layer all change the next distribution, and an
+exact law sees them.
+
+Sessions and views are written apart from `lm.session`, whose meaning they share, and are compared
+with it in tests/laws/test_tables.py.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Config
+from tinyspec.lm.forward import ForwardRecord, Plan, Scores
+from tinyspec.tree import ROOT, TokenTree
+
+HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
+
+
+class HashNetwork:
+    """The network whose states are hashes. `hash` of a tuple of integers is the same in every run
+    and process.
+    """
+
+    def __init__(self, seed: int, vocabulary: int, zeros: bool):
+        self.seed, self.vocabulary, self.zeros = seed, vocabulary, zeros
+
+    def embed(self, token: int) -> Any:
+        """The state that enters the first layer."""
+        return hash((self.seed, 11, token))
+
+    def keys(self, layer: int, state: Any, position: int) -> Any:
+        """What later tokens see of this one in this layer."""
+        return hash((state, layer, position))
+
+    def attend(self, layer: int, state: Any, seen: Sequence[Any]) -> Any:
+        """The state after attention; `seen` are keys by position, the token's own last."""
+        return hash((state, layer, *seen))
+
+    def feed_forward(self, layer: int, state: Any) -> Any:
+        """The state after the other half of a layer."""
+        return hash((state, layer))
+
+    def weights(self, state: Any) -> Sequence[Any]:
+        """Weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
+        low = 0 if self.zeros else 1
+        row = [
+            low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low)
+            for token in range(self.vocabulary)
+        ]
+        return row if any(row) else [1, *row[1:]]
+
+
+class RowsByHand:
+    """The network whose states are the tokens it saw: for conditionals written by hand."""
+
+    def __init__(self, rows: Callable[[tuple[int, ...]], Sequence[Any]]):
+        self.rows = rows
+
+    def embed(self, token: int) -> Any:
+        return (token,)
+
+    def keys(self, layer: int, state: Any, position: int) -> Any:
+        return (position, state[-1])
+
+    def attend(self, layer: int, state: Any, seen: Sequence[Any]) -> Any:
+        return tuple(token for _, token in seen)
+
+    def feed_forward(self, layer: int, state: Any) -> Any:
+        return state
+
+    def weights(self, state: Any) -> Sequence[Any]:
+        return self.rows(state)
+
+
+def is_visible(plan: Plan, layer: int, row: int, at: int) -> bool:
+    """Whether the row at a position may look at another position under a plan (its first head
+    speaks for all).
+    """
+    heads = None if plan.visible is None else plan.visible.layers[layer]
+    if plan.visible is None or heads is None or at == row or at >= plan.visible.since:
+        return True
+    return heads[0] is None or at in heads[0]
+
+
+FULL_PLAN = Plan()
+
+
+class TableNode:
+    """A token: where it stands, how far it was run and under which plan.
+
+    states  before sublayer 0, 1, ..., as far as it came: [reach + 1]
+    keys    by layer; None where it has none
+    filled  keys above its reach were made from the state at its exit
+    exact   nothing it looked at was filled
+    """
+
+    __slots__ = (
+        "children", "exact", "filled", "keys", "parent", "plan", "position", "probe", "row_at", "states", "token",
+    )  # fmt: skip
+
+    def __init__(self, token: int, parent: "TableNode | None", n_layers: int, probe: bool = False):
+        self.token, self.parent, self.probe = token, parent, probe
+        self.position: int = 0 if parent is None else parent.position + 1
+        self.children: dict[int, TableNode] = {}
+        if parent is not None and not probe:
+            parent.children[token] = self
+        self.forget(n_layers)
+
+    def forget(self, n_layers: int) -> None:
+        """Back to not run at all."""
+        self.plan, self.row_at = FULL_PLAN, -1
+        self.states: list[Any] = []
+        self.keys: list[Any] = [None] * n_layers
+        self.filled, self.exact = False, True
+
+    @property
+    def sublayers_done(self) -> int:
+        """Sublayers done."""
+        return max(len(self.states) - 1, 0)
+
+    def invalidate_beyond(self, plan: Plan, n_layers: int) -> None:
+        """Keep only what also holds under this plan."""
+        agreed = self.sublayers_done if self.plan == plan else self.plan.differs(plan, n_layers)
+        if agreed < self.sublayers_done:
+            self.plan = plan
+            self.cut(agreed)
+
+    def cut(self, reach: int) -> None:
+        """Take back what was run beyond `reach` sublayers."""
+        del self.states[reach + 1 :]
+        first = (self.sublayers_done + 1) // 2  # an odd reach keeps the attention half of its layer
+        self.keys[first:] = [None] * (len(self.keys) - first)
+        self.row_at, self.filled = -1, False
+
+    def descendants(self) -> "list[TableNode]":
+        """All below, parents before children."""
+        below = list(self.children.values())
+        for node in below:
+            below.extend(node.children.values())
+        return below
+
+
+class TableText:
+    """Committed tokens and guesses of one table model."""
+
+    def __init__(self, model: "TableModel", plan: Plan):
+        self.model, self.plan = model, plan
+        self.committed: list[TableNode] = []
+        self.scored: list[TableNode] = []  # nodes of the last tree, by its indices
+        self.adopted = 0  # how many ids beyond the vocabulary name a probe
+
+    @property
+    def text(self) -> list[int]:
+        """Committed token ids."""
+        return [node.token for node in self.committed]
+
+    def __len__(self) -> int:
+        return len(self.committed)
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Commit forced tokens; nodes that already spell them keep what they computed."""
+        tokens = list(tokens)
+        self._admit(tokens)
+        tip, path = (self.committed[-1] if self.committed else None), []
+        for token in tokens:
+            tip = (tip.children.get(token) if tip else None) or TableNode(token, tip, self._layers)
+            path.append(tip)
+        self._adopt_path(path)
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        """Keep a path of the last scored tree, then `next` (unrun)."""
+        tip, nodes = self._newest(), [self.scored[i] for i in path]
+        for node in nodes:
+            if node.probe or node.parent is not tip:
+                raise ValueError(
+                    f"{list(path)} is not a path of guesses from the newest token down the last tree"
+                )
+            tip = node
+        if next is not None:
+            self._admit((next,), len(nodes))
+            nodes.append(tip.children.get(next) or TableNode(next, tip, self._layers))
+        self._adopt_path(nodes)
+
+    def rewind(self, length: int) -> None:
+        """Take back committed text to `length` tokens. The new newest token will be run again."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
+        if length == len(self):
+            return
+        del self.committed[length:]
+        self.scored = []
+        if self.committed:
+            self.committed[-1].forget(self._layers)
+            self.committed[-1].children = {}
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _layers(self) -> int:
+        return self.model.config.n_layers
+
+    def _newest(self) -> TableNode:
+        if not self.committed:
+            raise TinyspecError("there is no text yet: extend the session with a prompt first")
+        return self.committed[-1]
+
+    def _admit(self, tokens: Sequence[int], more: int = 0) -> None:
+        for token in tokens:
+            if not 0 <= token < self.model.vocabulary:
+                raise TinyspecError(
+                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
+                )
+        if len(self) + more + len(tokens) > self.model.config.max_positions:
+            raise TinyspecError(
+                f"the text does not fit into the context of {self.model.config.max_positions}"
+            )
+
+    def _adopt_path(self, nodes: list[TableNode]) -> None:
+        """Make nodes committed. Other guesses go, and so does what a view computed above them."""
+        self.scored = []
+        for node in nodes:
+            if self.committed:
+                self.committed[-1].children = {}
+            self.committed.append(node)
+        for node in (nodes[-1], *nodes[-1].descendants()) if nodes else ():
+            node.invalidate_beyond(self.plan, self._layers)
+
+    def _attach(self, root: TableNode, tree: TokenTree) -> list[TableNode]:
+        """The node of every tree entry: found, or made; probes are always made anew."""
+        planted: list[TableNode] = []
+        for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
+            parent = root if up == ROOT else planted[up]
+            if parent.probe and not probe:
+                raise ValueError("a probe cannot be the parent of a guess")
+            if not 0 <= token < self.model.vocabulary + (self.adopted if probe else 0):
+                raise TinyspecError(
+                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
+                )
+            if parent.position + 1 >= self.model.config.max_positions:
+                raise TinyspecError(
+                    f"the draft reaches beyond the context of {self.model.config.max_positions}"
+                )
+            found = None if probe else parent.children.get(token)
+            planted.append(found or TableNode(token, parent, self._layers, probe))
+        return planted
+
+
+PassWork: TypeAlias = tuple[Sequence[TableNode], int, Plan]
+"""Nodes, the sublayer they are wanted at, and the plan."""
+
+
+class TableSession(TableText):
+    """One text on a table model, under one plan. The same promises as `lm.session.Session`."""
+
+    def __init__(
+        self,
+        model: "TableModel",
+        *,
+        plan: Plan | None = None,
+        forward_log: list[ForwardRecord] | None = None,
+    ):
+        super().__init__(model, plan or FULL_PLAN)
+        self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
+        self.prefixed: Any = None  # what probes alone see
+
+    # ------------------------------------------------------------------ the text
+
+    @property
+    def cache_exact(self) -> bool:
+        """Whether the keys are what teacher-forcing the text would give, as far as the text has
+        been run.
+        """
+        for node in self.committed[:-1]:
+            if node.filled or not node.exact:
+                return False
+            if self._lacks(node, self.plan, self._end):
+                break
+        return True
+
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
+        """Commit forced tokens and run all but the last; shows the states from the one that was
+        newest before.
+        """
+        self._check_taps(hidden_layers, self._end)
+        first = max(len(self) - 1, 0)
+        self.append(tokens)
+        shown = self.committed[first:-1]
+        behind = [node for node in self._unfinished_tokens(self._end) if node.position < first]
+        self._pass([(behind, self._end, self.plan), (shown, self._end, self.plan)], prefill=True)
+        no_logits: Any = []
+        hidden: Any = self._hidden(shown, hidden_layers, self._end)
+        return Scores(no_logits, hidden, [self._end // 2] * len(shown))
+
+    def end(self) -> None:
+        """Close the request: forget the text."""
+        self.rewind(0)
+
+    def fork(self) -> "TableSession":
+        """Another text with the same prefix; what is uncommitted stays here."""
+        twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
+        last: TableNode | None = None
+        for node in self.committed:
+            copy = TableNode(node.token, last, self._layers)
+            copy.plan, copy.row_at, copy.filled, copy.exact = (
+                node.plan,
+                node.row_at,
+                node.filled,
+                node.exact,
+            )
+            copy.states, copy.keys = list(node.states), list(node.keys)
+            if last is not None:
+                last.children = {}
+            twin.committed.append(copy)
+            last = copy
+        twin.adopted, twin.prefixed = self.adopted, self.prefixed
+        return twin
+
+    # ------------------------------------------------------------------ computing
+
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        """Rows of the newest token and of every node; runs what is missing."""
+        scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
+        return scores
+
+    def advance(
+        self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
+    ) -> Scores:
+        """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would
+        give.
+        """
+        if not 0 <= layer <= self._layers:
+            raise TinyspecError(
+                f"layer {layer} is out of range: {self.model.name} has {self._layers}"
+            )
+        scores, self.scored = self.score_tree(
+            tree, hidden_layers, self.plan, stop=2 * layer, head=head
+        )
+        return scores
+
+    def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
+        """Give committed tokens that left early the keys they lack: from the state at their exit,
+        or by running on.
+        """
+        chosen = [
+            self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
+        ]
+        todo = [
+            node
+            for node in chosen
+            if node.sublayers_done > 0 and self._lacks(node, self.plan, self._end)
+        ]
+        if how == "recompute":
+            self._pass([(todo, self._end, self.plan)])
+            return
+        todo = [node for node in todo if not node.filled]
+        fills = 0
+        for node in todo:
+            node.invalidate_beyond(self.plan, self._layers)
+            for layer in range((node.sublayers_done + 1) // 2, self._end // 2):
+                if 2 * layer not in self.plan.skip:
+                    node.keys[layer] = self.model.network.keys(
+                        layer, node.states[-1], node.position
+                    )
+                    fills += 1
+            node.filled = True
+        if todo:
+            self.forward_log.append(ForwardRecord(self.model.name, len(todo), 0.0, 0, fills))
+
+    def set_probe_embeddings(self, rows: Any, prefix: Any = None) -> None:
+        """Probe ids V, V + 1, ...; and a prefix that probes alone see."""
+        self.adopted = 0 if rows is None else len(rows)
+        self.prefixed = None if prefix is None else 17
+
+    def replan(self, plan: Plan) -> None:
+        """Run what comes from now on under another plan."""
+        self.plan = plan
+
+    def view(self, plan: Plan) -> "TableView":
+        """The same text and nodes under another plan."""
+        from tinyspec.laws.exact.tables import TableView
+
+        return TableView(self, plan)
+
+    def score_tree(
+        self,
+        tree: TokenTree,
+        hidden_layers: Sequence[int],
+        plan: Plan,
+        stop: int | None = None,
+        head: bool = True,
+        trunk: Sequence[TableNode] = (),
+    ) -> tuple[Scores, list[TableNode]]:
+        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read
+        it off.
+        """
+        end = plan.sublayers(self._layers)
+        stop = end if stop is None else min(stop, end)
+        self._check_taps(hidden_layers, stop)
+        above = [self._newest(), *trunk]
+        nodes = self._attach(above[-1], tree)
+        rows = [above[-1], *nodes]
+        late = min(stop, self._end)
+        behind: list[PassWork] = [(self._unfinished_tokens(late), late, self.plan)]
+        if plan != self.plan:  # another plan is another pass
+            self._pass(behind)
+            behind = []
+        self._pass(
+            [*behind, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
+            rows if head else (),
+        )
+        logits: Any = [self.model.head(node.states[stop]) for node in rows] if head else []
+        hidden: Any = self._hidden(rows, hidden_layers, stop)
+        return Scores(logits, hidden, [stop // 2] * len(rows)), nodes
+
+    # ------------------------------------------------------------------ inside
+
+    @property
+    def _end(self) -> int:
+        return self.plan.sublayers(self._layers)
+
+    def _check_taps(self, hidden_layers: Sequence[int], stop: int) -> None:
+        for tap in hidden_layers:
+            if not (0 <= 2 * tap <= stop or tap == self._layers):
+                raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
+
+    def _hidden(
+        self, nodes: Sequence[TableNode], hidden_layers: Sequence[int], stop: int
+    ) -> list[list[Any]]:
+        return [
+            [node.states[stop if tap == self._layers else 2 * tap] for node in nodes]
+            for tap in hidden_layers
+        ]
+
+    def _lacks(self, node: TableNode, plan: Plan, stop: int) -> bool:
+        return node.plan != plan or node.sublayers_done < stop or not node.states
+
+    def _unfinished_tokens(self, stop: int) -> list[TableNode]:
+        """Committed tokens before the newest that are not at `stop` yet: appended, or left early
+        and not filled.
+        """
+        return [
+            node
+            for node in self.committed[:-1]
+            if not node.filled and self._lacks(node, self.plan, stop)
+        ]
+
+    def _pass(
+        self, work: Sequence[PassWork], heads: Iterable[TableNode] = (), prefill: bool = False
+    ) -> None:
+        """One forward over those of these nodes (parents before children) that lack something, and
+        its forward log entry.
+        """
+        read = {
+            node
+            for nodes, stop, plan in work[-1:]
+            for node in heads
+            if node.row_at != stop or self._lacks(node, plan, stop)
+        }
+        rows, sublayers = 0, 0
+        for nodes, stop, plan in work:
+            for node in nodes:
+                if node in read or self._lacks(node, plan, stop):
+                    rows, sublayers = rows + 1, sublayers + self._run_one(node, plan, stop)
+                    node.row_at = stop if node in read else node.row_at
+        if rows:
+            self.forward_log.append(
+                ForwardRecord(self.model.name, rows, sublayers / 2, len(read), prefill=prefill)
+            )
+
+    def _run_one(self, node: TableNode, plan: Plan, stop: int) -> int:
+        """Run a token from where it is to `stop` under `plan`; returns the sublayers it took."""
+        network = self.model.network
+        node.invalidate_beyond(plan, self._layers)
+        if node.filled:  # it is run after all
+            node.cut(node.sublayers_done)
+        node.plan = plan
+        if not node.states:
+            node.states = [network.embed(node.token)]
+        begun, above = node.sublayers_done, node.parent
+        node.exact = (node.exact or begun == 0) and (
+            above is None or (above.exact and not above.filled)
+        )
+        path = self._looked_at(node)
+        for sublayer in range(begun, stop):
+            layer, state = sublayer // 2, node.states[-1]
+            if sublayer in plan.skip:
+                pass
+            elif sublayer % 2:
+                state = network.feed_forward(layer, state)
+            else:
+                node.keys[layer] = network.keys(layer, state, node.position)
+                keys = [
+                    at.keys[layer]
+                    for at in path
+                    if is_visible(plan, layer, node.position, at.position)
+                ]
+                if None in keys:
+                    raise RuntimeError(
+                        f"a token before position {node.position} has no keys in layer {layer}: run it"
+                    )
+                state = network.attend(
+                    layer, state, keys if self.prefixed is None else [*self._prefix(node), *keys]
+                )
+            node.states.append(state)
+        return sum(sublayer not in plan.skip for sublayer in range(begun, stop))
+
+    def _prefix(self, node: TableNode) -> list[Any]:
+        return [self.prefixed] if node.probe else []
+
+    def _looked_at(self, node: TableNode) -> list[TableNode]:
+        """What stands above a token, itself last: the committed text, then its guessed
+        ancestors.
+        """
+        guesses: list[TableNode] = []
+        at: TableNode | None = node
+        while at is not None and not (
+            at.position < len(self.committed) and self.committed[at.position] is at
+        ):
+            guesses.append(at)
+            at = at.parent
+        return [*self.committed[: 0 if at is None else at.position + 1], *reversed(guesses)]
+
+
+class TableView:
+    """A target on somebody else's text: the session's committed tokens, then a trunk of its
+    uncommitted nodes.
+    """
+
+    cache_exact = False
+
+    def __init__(self, session: TableSession, plan: Plan):
+        self.session, self.plan = session, plan
+        self._trunk: list[TableNode] = []
+        self._nodes: list[TableNode] = []
+        self._at: int | None = None  # rewound into the session's text: where
+
+    @property
+    def model(self) -> object:
+        """The session's."""
+        return self.session.model
+
+    @property
+    def text(self) -> list[int]:
+        """The session's text, then the trunk."""
+        self._follow()
+        return [*self.session.text, *(node.token for node in self._trunk)][: self._at]
+
+    def __len__(self) -> int:
+        return len(self.text)
+
+    def _follow(self) -> None:
+        """The session has gone on: what is committed leaves the trunk; if it went another way, all
+        of it.
+        """
+        committed = self.session.committed
+        kept = [node for node in self._trunk if node.position >= len(committed)]
+        if not (kept and committed and committed[-1].children.get(kept[0].token) is kept[0]):
+            kept = []
+        self._trunk = kept
+        if self._at is not None and self._at >= len(committed):
+            self._at = None
+
+    def append(self, tokens: Iterable[int]) -> None:
+        """Go on with these tokens; inside the session's own text they must agree with it."""
+        self._follow()
+        self._nodes = []
+        session = self.session
+        for token in tokens:
+            if self._at is not None:
+                if session.committed[self._at].token != token:
+                    raise ValueError("a view cannot leave its session's committed text")
+                self._at = None if self._at + 1 == len(session) else self._at + 1
+                continue
+            tip = self._tip()
+            tree = TokenTree.chain((token,))
+            self._trunk += session._attach(tip, tree)
+
+    def _tip(self) -> TableNode:
+        if not self.session.committed:
+            raise TinyspecError(
+                "there is no text yet: extend the view's session with a prompt first"
+            )
+        return self._trunk[-1] if self._trunk else self.session.committed[-1]
+
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
+        """Commit forced tokens to the trunk; they run with the next tree."""
+        self.append(tokens)
+        return self.session.extend((), hidden_layers)
+
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        """Rows of the newest token and the tree under the view's plan."""
+        self._follow()
+        if self._at is not None:
+            raise ValueError("the view stands inside its session's text: extend it first")
+        scores, self._nodes = self.session.score_tree(
+            tree, hidden_layers, self.plan, trunk=self._trunk
+        )
+        return scores
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        """Grow the trunk by a path of the last tree, then `next`."""
+        self._follow()
+        tip, nodes = self._tip(), [self._nodes[i] for i in path]
+        for node in nodes:
+            if node.probe or node.parent is not tip:
+                raise ValueError(f"{list(path)} is not a path of guesses down the view's last tree")
+            tip = node
+        self._trunk += nodes
+        self.append(() if next is None else (next,))
+
+    def rewind(self, length: int) -> None:
+        """Take back the trunk; inside the session's text only the reading position moves."""
+        if not 0 <= length <= len(self):
+            raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
+        self._nodes = []
+        self._trunk = self._trunk[: max(length - len(self.session), 0)]
+        self._at = length if length < len(self.session) else None
+
+    def end(self) -> None:
+        """Back to the session's own text."""
+        self._trunk, self._nodes, self._at = [], [], None
+
+
+class TableModel:
+    """A model over a few tokens whose rows are exact.
+
+    seed        which table
+    vocabulary  V
+    layers      depth: exits and skips have somewhere to go
+    zeros       whether a token may be impossible (a support smaller than V)
+    rows        context -> [V] weights, in place of the hashes: p and q by hand
+    floats      rows are float64 logits (-inf where the weight is 0) instead of Fractions, for
+                warpers that are irrational
+    eos         ids that end a text
+    """
+
+    def __init__(
+        self,
+        seed: int = 0,
+        vocabulary: int = 3,
+        layers: int = 3,
+        zeros: bool = True,
+        rows: Callable[[tuple[int, ...]], Sequence[Any]] | None = None,
+        name: str = "table",
+        *,
+        floats: bool = False,
+        eos: Sequence[int] = (),
+        positions: int = 64,
+    ):
+        self.seed, self.vocabulary, self.zeros, self.rows, self.floats = (
+            seed,
+            vocabulary,
+            zeros,
+            rows,
+            floats,
+        )
+        self.name = name
+        self.network = HashNetwork(seed, vocabulary, zeros) if rows is None else RowsByHand(rows)
+        self.config = Config(
+            vocab_size=vocabulary, d_model=1, n_layers=layers, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1,
+            max_positions=positions, eos=tuple(eos),
+        )  # fmt: skip
+        self._heads: dict[Any, Any] = {}  # state -> row: pure, remembered
+
+    has_tokenizer = False
+
+    def __repr__(self) -> str:
+        what = "by hand" if self.rows is not None else f"seed={self.seed}"
+        return f"TableModel({what}, V={self.vocabulary}, {self.config.n_layers} layers)"
+
+    def session(
+        self, forward_log: list[ForwardRecord] | None = None, gate: Any = None
+    ) -> TableSession:
+        """A new text. There is nothing to batch, so a gate is let stand."""
+        return TableSession(self, forward_log=forward_log)
+
+    def head(self, state: Any) -> Any:
+        """The row of a state: [V] Fractions that sum to one, or float64 logits."""
+        if state not in self._heads:
+            weights = self.network.weights(state)
+            if self.floats:
+                row: Any = np.array([math.log(x) if x > 0 else -math.inf for x in weights])
+            else:
+                whole = sum(Fraction(x) for x in weights)
+                row = [Fraction(x) / whole for x in weights]
+            self._heads[state] = row
+        return self._heads[state]
+
+    def row(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> Any:
+        """The row after `context` by one fresh pass, every token under `plan`: the judge of
+        sessions.
+        """
+        return self.head(self.run(context, plan)[-1])
+
+    def run(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> list[Any]:
+        """The last state of every token of `context`, by one fresh pass: layer by layer, as a
+        transformer does it.
+        """
+        network, n_layers = self.network, self.config.n_layers
+        states = [network.embed(token) for token in context]
+        for sublayer in range(plan.sublayers(n_layers)):
+            layer = sublayer // 2
+            if sublayer in plan.skip:
+                continue
+            if sublayer % 2:
+                states = [network.feed_forward(layer, state) for state in states]
+                continue
+            keys = [network.keys(layer, state, position) for position, state in enumerate(states)]
+            states = [
+                network.attend(
+                    layer,
+                    state,
+                    [keys[at] for at in range(row + 1) if is_visible(plan, layer, row, at)],
+                )
+                for row, state in enumerate(states)
+            ]
+        return states

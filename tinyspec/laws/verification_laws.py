@@ -1,0 +1,383 @@
+"""Laws of verifiers beyond the plain walk: block verification, K-SEQ, and coupling on shared noise.
+
+Block verification (Sun et al., ICLR 2025, arXiv 2403.10444) judges a chain as a whole; K-SEQ (SpecTr,
+NeurIPS 2023, arXiv 2310.15141) selects among independent drafts. Rows depend on the text, so that a
+verifier which reads the wrong row is seen; every draft and outcome is walked. A coupling (Daliri et
+al. 2024, arXiv 2408.07978) has continuous noise, so nothing is enumerated there: tokens are compared
+seed by seed, and the probability of agreement with an area that is measured.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
+from itertools import product
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.rng import Replay, Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.exact.rational import Exact, distribution_pairs, overlap_mass
+from tinyspec.laws.loop_laws import Table, format_table, table_model
+from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.theorems import NodeRows, TreeVerifier, kseq_acceptance
+from tinyspec.technique import Request
+from tinyspec.tree import ROOT, TokenTree
+
+BLOCK_TOKENS = "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio (block verification, arXiv 2403.10444)"
+BLOCK_EMITTED = "what a block emits has the target's law (block verification, arXiv 2403.10444)"
+
+Tokens = tuple[int, ...]
+
+
+class TokensKept(NamedTuple):
+    """Tokens kept of a draft, on average.
+
+    by_token  by token verification: sum_i E_q[product of min(1, p / q)]
+    block     by block verification: sum_i E_q[w_i], w_i = min(1, w_(i-1) p / q)
+    bound     by none more: sum_i sum_x min(p(x_1..x_i), q(x_1..x_i))
+    """
+
+    by_token: Fraction
+    block: Fraction
+    bound: Fraction
+
+
+class BlockCase(NamedTuple):
+    """p and q at the beginning of the text, whether they change along it, the length of a draft,
+    and how many there are.
+    """
+
+    p: Exact
+    q: Exact
+    bent: bool
+    gamma: int
+    k: int = 1
+
+    def target(self, text: Tokens) -> Exact:
+        """p behind a text: turned by one place a token 0, where it is bent."""
+        return _turned_row(self.p, text.count(0) if self.bent else 0)
+
+    def draft(self, text: Tokens) -> Exact:
+        """q behind a text: turned by one place a token, where it is bent."""
+        return _turned_row(self.q, len(text) if self.bent else 0)
+
+    def kept(self) -> "TokensKept":
+        """What a verifier keeps of a draft on average, as the paper says it."""
+        totals = [Fraction(0)] * 3
+
+        def along(
+            text: Tokens, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction
+        ) -> None:
+            if text:
+                for i, share in enumerate((by_token, weight, min(Fraction(1), said / drafted))):
+                    totals[i] += drafted * share
+            if len(text) == self.gamma:
+                return
+            for token, (a, b) in enumerate(zip(self.target(text), self.draft(text), strict=True)):
+                if b:
+                    clipped, alone = (
+                        min(Fraction(1), weight * a / b),
+                        by_token * min(Fraction(1), a / b),
+                    )
+                    along((*text, token), drafted * b, said * a, clipped, alone)
+
+        along((), *[Fraction(1)] * 4)
+        return TokensKept(*totals)
+
+    def words(self) -> dict[str, Any]:
+        """For a counterexample."""
+        turned = (
+            {"rows": "p one place on behind each 0, q one place on behind each token"}
+            if self.bent
+            else {}
+        )
+        return {
+            "p": self.p,
+            "q": self.q,
+            **turned,
+            "gamma": self.gamma,
+            **({"k": self.k} if self.k > 1 else {}),
+        }
+
+
+def block_cases(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[BlockCase]:
+    """The smallest first; three tokens with drafts of two at most."""
+    for p, q in distribution_pairs(vocabularies, largest):
+        for bent, length in product((False, True), range(1, gamma + 1)):
+            if length < 3 or len(p) == 2:
+                yield BlockCase(p, q, bent, length)
+
+
+def block_keeps_its_promise(
+    verifier: TreeVerifier,
+    vocabularies: Sequence[int] = (2, 3),
+    largest: int = 5,
+    gamma: int = 3,
+    laws: Sequence[str] = (BLOCK_EMITTED, BLOCK_TOKENS),
+) -> Evidence:
+    """Whatever text was emitted so far in a round, the next token has the law p; and the tokens
+    kept are as many as the clipped ratio says: never fewer than token verification keeps, never
+    more than any verifier can."""
+    began, cases, branches = perf_counter(), 0, 0
+    for case in block_cases(vocabularies, largest, gamma):
+        round = play_rounds(verifier, case)
+        cases, branches = cases + 1, branches + round.branches
+        if BLOCK_EMITTED in laws:
+            expect_target_law(BLOCK_EMITTED, case, round)
+        due = case.kept()
+        assert due.by_token <= due.block <= due.bound  # the theorem, of the oracle itself
+        if BLOCK_TOKENS in laws and round.kept != due.block:
+            accuse(BLOCK_TOKENS, due.block, round.kept, **case.words(), token_by_token=due.by_token)
+    return Evidence(laws[-1], cases, branches, perf_counter() - began)
+
+
+class PlayedRounds(NamedTuple):
+    """Every outcome of a round: tokens kept on average, and the probability that each text is
+    emitted, and more behind it.
+    """
+
+    kept: Fraction
+    emitted: dict[Tokens, Fraction]
+    beyond: dict[Tokens, Fraction]
+    branches: int
+
+
+def play_rounds(verifier: TreeVerifier, case: BlockCase) -> PlayedRounds:
+    """Drafts drawn, judged, and counted."""
+    kept, branches = Fraction(0), 0
+    emitted, beyond = (
+        defaultdict[Tokens, Fraction](Fraction),
+        defaultdict[Tokens, Fraction](Fraction),
+    )
+    for (accepted, text), probability in Exhaustive.walk(
+        lambda rng: _play_round(verifier, case, rng)
+    ):
+        branches += 1
+        kept += probability * accepted
+        for n in range(len(text) + 1):
+            emitted[text[:n]] += probability
+            beyond[text[:n]] += probability if n < len(text) else 0
+    return PlayedRounds(kept, emitted, beyond, branches)
+
+
+def _play_round(verifier: TreeVerifier, case: BlockCase, rng: Any) -> tuple[int, Tokens]:
+    """k drafts side by side, depth by depth: how many tokens were kept, and what was emitted."""
+    rows, stream = {ROOT: case.target(())}, rng.split("draft", 0)
+    texts: list[Tokens] = []
+    parents, laws = list[int](), list[Any]()
+    for node in range(case.k * case.gamma):
+        parents.append(node - case.k if node >= case.k else ROOT)
+        before = texts[parents[-1]] if node >= case.k else ()
+        laws.append(list(case.draft(before)))
+        texts.append((*before, stream.draw(case.draft(before))))
+        rows[node] = case.target(texts[-1])
+    tree = TokenTree([text[-1] for text in texts], parents, laws, (False,) * len(texts))
+    verdict = verifier(tree, NodeRows(rows), rng.split("verify", 0))
+    said = texts[verdict.accepted[-1]] if verdict.accepted else ()
+    return len(said), (*said, *(() if verdict.next is None else (verdict.next,)))
+
+
+def expect_target_law(name: str, case: BlockCase, round: PlayedRounds) -> None:
+    """A round that goes beyond a text goes on with p: necessary and enough, since later rounds
+    start afresh.
+    """
+    for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
+        if mass:
+            law = tuple(
+                round.emitted.get((*text, y), Fraction(0)) / mass for y in range(len(case.p))
+            )
+            if law != case.target(text):
+                accuse(name, case.target(text), law, **case.words(), text=text)
+
+
+def _turned_row(row: Exact, places: int) -> Exact:
+    places %= len(row)
+    return row[places:] + row[:places]
+
+
+SELECTED = "what is selected among k drafts, or drawn behind them, has the target's law (SpecTr, arXiv 2310.15141)"
+FACTOR = "K-SEQ accepts what it does at the least lawful rho (SpecTr, arXiv 2310.15141)"
+FACTOR_TOLERANCE = 1e-8
+
+
+def selection_cases(largest: int) -> Iterator[BlockCase]:
+    """One position first, then two: two drafts of two tokens, and three of one."""
+    for p, q in distribution_pairs(largest=largest):
+        yield BlockCase(p, q, False, 1, 2)
+    for p, q in distribution_pairs((2,), largest):
+        yield BlockCase(p, q, False, 1, 3)
+        yield BlockCase(p, q, True, 2, 2)
+    p, q = (tuple(Fraction(x, 6) for x in row) for row in ((3, 2, 1), (1, 2, 3)))
+    yield BlockCase(
+        p, q, True, 2, 2
+    )  # three tokens: behind a draft that parted, a residual of more than one
+
+
+def selection_keeps_law(verifier: TreeVerifier, largest: int = 5) -> Evidence:
+    """Behind any text that a round has emitted so far, the next token has the law p. In fractions,
+    every outcome walked.
+    """
+    began, cases, branches = perf_counter(), 0, 0
+    for case in selection_cases(largest):
+        round = play_rounds(verifier, case)
+        cases, branches = cases + 1, branches + round.branches
+        expect_target_law(SELECTED, case, round)
+    return Evidence(SELECTED, cases, branches, perf_counter() - began)
+
+
+def least_factor(
+    verifier: TreeVerifier, largest: int = 5, ks: Sequence[int] = (1, 2, 3)
+) -> Evidence:
+    """On float rows: one of k drafts of q is taken as often as theory says, with the least rho."""
+    began, cases, branches = perf_counter(), 0, 0
+    for p, q in distribution_pairs(largest=largest):
+        for k in ks:
+            got, walked = _taken(verifier, p, q, k)
+            cases, branches = cases + 1, branches + walked
+            expected = kseq_acceptance(p, q, k)
+            if abs(got - expected) > FACTOR_TOLERANCE:
+                accuse(FACTOR, expected, got, p=p, q=q, k=k)
+    return Evidence(FACTOR, cases, branches, perf_counter() - began)
+
+
+def _taken(verifier: TreeVerifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
+    rows, law = dict.fromkeys(range(ROOT, k), np.array(p, float)), np.array(q, float)
+
+    def play(rng: Exhaustive) -> bool:
+        tokens = [rng.draw(law) for _ in range(k)]
+        return bool(
+            verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, rng).accepted
+        )
+
+    outcomes = list(Exhaustive.walk(play))
+    return float(sum(probability for passed, probability in outcomes if passed)), len(outcomes)
+
+
+COUPLING_INVARIANT = "on one seed the text is one, whoever drafts (arXiv 2408.07978)"
+COUPLING_AGREES = "a guess is kept where both races on the noise of its position have one winner (arXiv 2408.07978)"
+COUPLING_FORMULA = (
+    "P(same) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV) (arXiv 2408.07978)"
+)
+
+Build = Callable[..., Decoder]
+
+COUPLING_TARGET: Table = ((1, 2, 3), (3, 1, 2), (2, 0, 1))
+COUPLING_DRAFTS: Sequence[Table | None] = (
+    None,
+    COUPLING_TARGET,
+    ((1, 1, 1),),
+    ((3, 1, 0), (0, 1, 1), (1, 5, 1)),
+)
+
+
+def same_text_whoever_drafts(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
+    """The tokens are those that win the races of the target's rows, with each draft model and with
+    none.
+    """
+    begun, seen = perf_counter(), 0
+    for seed, gamma, q in product(range(seeds), (1, 3), COUPLING_DRAFTS):
+        drafts = [] if q is None else [table_model(q).session()]
+        decoder = build(
+            Request(
+                table_model(COUPLING_TARGET).session(),
+                drafts,
+                SamplingParams(),
+                StoppingCriteria(max_new_tokens=tokens),
+            ),
+            gamma=gamma,
+        )
+        decoder.extend((0,))
+        rng, races, text = Seeded(seed), Seeded(seed), [0]
+        while not decoder.finished:
+            decoder.step(rng)
+        while len(text) <= tokens:
+            text.append(
+                races.exponential_race(
+                    [float(x) for x in normalised(COUPLING_TARGET[text[-1]])], len(text)
+                )
+            )
+        seen += 1
+        if decoder.context != text:
+            accuse(
+                COUPLING_INVARIANT,
+                text,
+                decoder.context,
+                p=format_table(COUPLING_TARGET),
+                q=None if q is None else format_table(q),
+                gamma=gamma,
+                seed=seed,
+            )
+    return Evidence(COUPLING_INVARIANT, seen, seen, perf_counter() - begun)
+
+
+def draft_kept_where_winners_agree(build: Build, grid: int = 12) -> Evidence:
+    """One guess over two tokens, for a grid of uniforms that make the noise of its position: E =
+    -log(1 - u).
+    """
+    begun, seen = perf_counter(), 0
+    for p, q in (((1, 1), (1, 3)), ((1, 4), (3, 2)), ((0, 1), (1, 1))):
+        for i, j in product(range(grid), repeat=2):
+            uniforms = [(i + 0.5) / grid, (j + 0.35) / grid]
+            decoder = build(
+                Request(table_model((p,)).session(), [table_model((q,)).session()]), gamma=1
+            )
+            decoder.extend((0,))
+            round = decoder.step(Replay([*uniforms, *[0.5] * 9]))
+            winners = [min((-math.log1p(-u) / x, t) for t, (u, x) in enumerate(zip(uniforms, row, strict=True)) if x)[1]
+                       for row in (p, q)]  # fmt: skip
+            expected = {"said": winners[0], "kept": winners[0] == winners[1]}
+            got = {"said": round.tokens[0], "kept": bool(round.verdict.accepted)}
+            seen += 1
+            if got != expected:
+                accuse(
+                    COUPLING_AGREES,
+                    expected,
+                    got,
+                    p=normalised(p),
+                    q=normalised(q),
+                    uniforms=uniforms,
+                )
+    return Evidence(COUPLING_AGREES, seen, seen, perf_counter() - begun)
+
+
+def agreement_formula(agreement: Callable[[Any, Any], Any], largest: int = 5) -> Evidence:
+    """P(same) as a number, against the share of noise on which both races have one winner, and
+    between its bounds.
+
+    Over two tokens the noise matters by its ratio alone: the races differ between two thresholds, a
+    set of probability TV. Over three, exponentials divided by their sum are uniform on the
+    triangle, and the share is an area.
+    """
+    begun, seen = perf_counter(), 0
+    for p, q in distribution_pairs(largest=largest):
+        got, same = agreement(list(p), list(q)), overlap_mass(p, q)
+        expected, within = (same, 0.0) if len(p) == 2 else (_agreement_area(p, q), 0.03)
+        seen += 1
+        if abs(got - expected) > within:
+            accuse(COUPLING_FORMULA, expected, got, p=p, q=q)
+        if not same / (2 - same) <= got <= same:  # TV = 1 - same
+            accuse(COUPLING_FORMULA, f"from {same / (2 - same)} to {same}", got, p=p, q=q)
+    return Evidence(COUPLING_FORMULA, seen, 0, perf_counter() - begun)
+
+
+def _agreement_area(p: Exact, q: Exact, grid: int = 90) -> float:
+    """The share of the triangle where argmin E / p is argmin E / q, by the middles of a grid's
+    cells.
+    """
+    at = (np.arange(grid) + 0.5) / grid
+    x, y = (side.ravel() for side in np.meshgrid(at, at))
+    x, y = (
+        np.where(x + y > 1, 1 - x, x),
+        np.where(x + y > 1, 1 - y, y),
+    )  # the square's other half folded over
+    noise = np.stack([x, y, 1 - x - y])
+    winners = [np.stack([e / float(w) if w else e + np.inf for e, w in zip(noise, row, strict=True)]).argmin(axis=0)
+               for row in (p, q)]  # fmt: skip
+    return float((winners[0] == winners[1]).mean())
