@@ -99,8 +99,7 @@ class GenerationRun:
 
     def __iter__(self) -> Iterator[Round]:
         try:
-            while not self.decoder.finished:
-                round = self.decoder.step(self.rng)
+            for round in self.decoder.run(self.rng):
                 self.stats.count(round)
                 self.trace.add(round)
                 if round.scores.logits.device.type == "cpu":

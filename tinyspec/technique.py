@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
@@ -63,7 +63,7 @@ class Request:
 
     target: Target
     drafts: Sequence[Target] = ()
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = UNCHANGED
     stop: StoppingCriteria = field(default_factory=StoppingCriteria)
     references: Sequence[Sequence[int]] = ()
     positions: int | None = None

@@ -117,8 +117,7 @@ class Own:
         wait()
         read = clock()
         silent = truncated = stopped = 0
-        while not decoder.finished:
-            round = decoder.step(rng)
+        for round in decoder.run(rng):
             stats.count(round)
             silent += len(round.tokens) == len(round.verdict.accepted)
             truncated += round.truncated

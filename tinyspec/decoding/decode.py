@@ -7,12 +7,12 @@ A `Decoder` can be rewound, so a decoder can be the drafter of another decoder. 
 declare the distribution they were committed under.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from tinyspec.decoding.device import warp_rows
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import DEVICE, SamplingParams, kernels_of
+from tinyspec.decoding.sampling import DEVICE, UNCHANGED, SamplingParams, kernels_of
 from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -197,7 +197,7 @@ class Decoder:
         forward_log: list[ForwardRecord] | None = None,
     ):
         self.target, self.drafter, self.verifier = target, drafter, verifier
-        self.sampling = sampling or SamplingParams()
+        self.sampling = sampling or UNCHANGED
         self.stop = stop or StoppingCriteria()
         self.positions = positions
         self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
@@ -277,6 +277,11 @@ class Decoder:
         )
         self.drafter.observe(round)
         return round
+
+    def run(self, rng: RandomSource) -> Iterator[Round]:
+        """Run rounds until the text is finished, and yield each as it ends."""
+        while not self.finished:
+            yield self.step(rng)
 
     def rewind(self, length: int) -> None:
         """Forget the text after its first `length` tokens: a cascade's outer level rejected it."""

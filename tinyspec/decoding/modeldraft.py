@@ -5,7 +5,7 @@ from typing import Any
 
 from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, kernels_of
 from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.session import Session
@@ -144,5 +144,5 @@ class SharedSessionDrafter(ModelDrafter):
 
 def confidence(laws: TargetProbs, tip: int) -> Any:
     """Return the draft's highest probability before sampling settings: how sure the model is."""
-    row = laws.probs_under(tip, SamplingParams())
+    row = laws.probs_under(tip, UNCHANGED)
     return kernels_of(row).as_vector(row).max()

@@ -116,6 +116,10 @@ class SamplingParams:
         return float(self.temperature), self.top_k, top_p, min_p, float(self.repetition_penalty)
 
 
+UNCHANGED = SamplingParams()
+"""The settings that leave the model's own distribution as it is. (`tinyspec.generate` is greedy.)"""
+
+
 def sample_inverse_cdf(row: Probs, u: float) -> int:
     """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1."""
     return kernels_of(row).sample_inverse_cdf(row, u)

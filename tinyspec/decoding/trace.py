@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from tinyspec.decoding.decode import Round
+from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.rng import RandomSource
 
 Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
@@ -76,6 +77,17 @@ class Statistics:
             "layers_per_token": self.layers_per_token,
             "acceptance": self.acceptance,
         }
+
+
+def decode(
+    decoder: Decoder, prompt: Sequence[int], rng: RandomSource
+) -> tuple[list[int], Statistics]:
+    """Decode a request from its prompt to its end: return the new tokens and what was counted."""
+    decoder.extend(prompt)
+    stats = Statistics()
+    for round in decoder.run(rng):
+        stats.count(round)
+    return decoder.new, stats
 
 
 def origins(round: Round) -> tuple[Origin, ...]:

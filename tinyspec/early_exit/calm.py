@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
+from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
@@ -137,7 +137,7 @@ def probability_gap(row: Probs) -> Any:
 
 def softmax_response(logits: Any) -> Any:
     """Return the gap under the model's own distribution, before temperature and filters."""
-    return probability_gap(SamplingParams().probs(logits))
+    return probability_gap(UNCHANGED.probs(logits))
 
 
 def hidden_saturation(state: Any, below: Any) -> float:

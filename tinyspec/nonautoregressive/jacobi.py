@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, top_k_rows
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
@@ -167,7 +167,7 @@ class JacobiDrafter(BaseDrafter):
         self.block = list[int]()  # guesses of its tokens that are not final, the last one's too
         self.begun: int | None = None  # where the tokens begin that are made in blocks
         self.length = 0  # of the text
-        self.sampling, self.history = SamplingParams(), list[int]()
+        self.sampling, self.history = UNCHANGED, list[int]()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.block, self.begun = [], None
@@ -235,8 +235,7 @@ class JacobiDrafter(BaseDrafter):
 def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     """Decode to the end, and tell every sweep as plain data."""
     drafter: Any = decoder.drafter
-    while not decoder.finished:
-        round = decoder.step(rng)
+    for round in decoder.run(rng):
         yield Sweep(
             tuple(round.tree.tokens), tuple(drafter.predicted_tokens(round)), len(round.tokens)
         )

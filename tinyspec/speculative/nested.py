@@ -101,8 +101,7 @@ class Nested(BaseDrafter):
         # the chance is new each round, so its rounds are counted anew; the budget keeps drafts from
         # running over it
         inner.sampling, inner.rounds, inner.stop = sampling, 0, replace(self.ends, max_new_tokens=n)
-        while not inner.finished:
-            round = inner.step(rng)
+        for round in inner.run(rng):
             tokens += round.tokens
             laws += round.output_probs if self.truthful else [None] * len(round.tokens)
         return tokens, laws

@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any, TypeAlias
 
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 
@@ -128,7 +128,7 @@ def sampled(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
         session, rng, sampling, text = (
             model.session(None, gate),
             Seeded(seed).split("text", number),
-            SamplingParams(),
+            UNCHANGED,
             [start],
         )
         session.extend(text)

@@ -23,7 +23,7 @@ from tinyspec.bench.settings import EqualitySettings
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trace import Statistics
+from tinyspec.decoding.trace import Statistics, decode
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids
 from tinyspec.lm.transformer import Model
@@ -54,11 +54,7 @@ def greedy(
         positions=limit,
         forward_log=forward_log,
     )
-    decoder, rng, counted = find_technique(method).make(request, **knobs), Seeded(0), Statistics()
-    decoder.extend(ids)
-    while not decoder.finished:
-        counted.count(decoder.step(rng))
-    return decoder.new, counted
+    return decode(find_technique(method).make(request, **knobs), ids, Seeded(0))
 
 
 def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:

@@ -30,6 +30,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.trace import decode
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
@@ -123,12 +124,7 @@ def written(
     knobs: Mapping[str, Any],
 ) -> list[int]:
     """The text that it writes."""
-    made = decoder(model, tokens, forward_log, knobs)
-    made.extend(prompt)
-    rng = Seeded(0)
-    while not made.finished:
-        made.step(rng)
-    return made.new
+    return decode(decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
 
 
 def work(config: Config, layers: float, fills: float, heads: float) -> float:

@@ -18,6 +18,7 @@ from tinyspec import models
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import interleaved, progress, ratio, report
 from tinyspec.bench.settings import PlainSettings
+from tinyspec.decoding import trace
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -42,12 +43,7 @@ def decode(
         positions=model.config.max_positions,
         forward_log=forward_log,
     )
-    decoder = find_technique(method).make(request, **knobs)
-    decoder.extend(ids)
-    rng = Seeded(0)
-    while not decoder.finished:
-        decoder.step(rng)
-    return decoder.new
+    return trace.decode(find_technique(method).make(request, **knobs), ids, Seeded(0))[0]
 
 
 def peer(path: Path, dtype: torch.dtype) -> Any:

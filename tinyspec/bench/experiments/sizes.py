@@ -26,7 +26,7 @@ from tinyspec.bench.plot import Chart, Lines
 from tinyspec.bench.report import Grid, number, provenance, speed
 from tinyspec.bench.settings import SizeSettings
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import check_pair
@@ -137,7 +137,7 @@ def _draft(
                     sampling.probs(q[at], text[: len(job.ids) + at]),
                 )
             )
-            soft.append((SamplingParams().probs(p[at], ()), SamplingParams().probs(q[at], ())))
+            soft.append((UNCHANGED.probs(p[at], ()), UNCHANGED.probs(q[at], ())))
     pace = requests(endless(model), endless(draft), asked, book.settings.tokens, sampling)
     plain = profile_target(pace, 1, clock)[0]
     return {

@@ -263,8 +263,8 @@ def measure_throughput(
             Seeded(seed + number),
         )
         started = clock()
-        while not decoder.finished:
-            accepted += len(decoder.step(rng).verdict.accepted)
+        for round in decoder.run(rng):
+            accepted += len(round.verdict.accepted)
             rounds += 1
         seconds, tokens = seconds + clock() - started, tokens + len(decoder.new)
         decoder.end()

@@ -34,7 +34,7 @@ import numpy as np
 
 from tinyspec.decoding.decode import Decoder, Round, TargetProbs
 from tinyspec.decoding.modeldraft import SharedSessionDrafter
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Plan
@@ -227,7 +227,7 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
         self.exit = self.first
 
     def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-        unsure = laws.probs_under(tip, SamplingParams())[token] < self.exit.threshold
+        unsure = laws.probs_under(tip, UNCHANGED)[token] < self.exit.threshold
         return bool(unsure) or super().should_stop(laws, tip, token)
 
     def observe(self, round: Round) -> None:

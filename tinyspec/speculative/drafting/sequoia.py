@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from tinyspec._core.reference import ratio
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
+from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
@@ -120,7 +120,7 @@ def estimate_acceptance(
             ):
                 yield (
                     sampling.probs(p, text[:at]),
-                    (sampling if sampling.temperature else SamplingParams()).probs(q, text[:at]),
+                    (sampling if sampling.temperature else UNCHANGED).probs(q, text[:at]),
                 )
 
     return [

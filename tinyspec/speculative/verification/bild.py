@@ -31,7 +31,7 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
 from tinyspec.decoding.modeldraft import ModelDrafter, confidence
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import Verdict
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
@@ -59,7 +59,7 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
         at = ROOT
         path: tuple[int, ...] = ()
         for node, token in enumerate(tree.tokens):
-            if p.probs_under(at, SamplingParams())[token] < least:
+            if p.probs_under(at, UNCHANGED)[token] < least:
                 said = rng.draw(p[at])
                 if rule == "paper" or said != token:
                     return Verdict(path, said, (node,))
