@@ -239,7 +239,7 @@ def test_hints_name_only_arguments_that_exist() -> None:
     known |= {knob.name for card in load_techniques().values() for knob in card.knobs}
     for name, hint in familiar.ARGUMENTS.items():
         assert set(re.findall(r"\{(\w+)\}", hint)) <= known, name
-        assert name not in inspect.signature(generation.start).parameters
+        assert name not in inspect.signature(generation.start_generation).parameters
 
 
 def test_other_names_of_techniques_run_them() -> None:

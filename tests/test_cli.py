@@ -260,7 +260,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 def test_ctrl_c_while_waiting_is_quiet() -> None:
     code = "import signal, time\nfrom tinyspec import models\n"
     code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever started the tests may ignore it
-    code += "models.listing = lambda: (print('in', flush=True), time.sleep(60))\n"
+    code += "models.list_known = lambda: (print('in', flush=True), time.sleep(60))\n"
     code += "from tinyspec.cli import main\nmain(['models', 'list'])"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE

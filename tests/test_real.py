@@ -9,7 +9,7 @@ from tinyspec.errors import TinyspecError
 
 pytestmark = pytest.mark.real
 
-if models.find("smollm2") is None:
+if models.find_model("smollm2") is None:
     pytest.skip(
         "SmolLM2 is not on this machine: tinyspec models fetch smollm2", allow_module_level=True
     )
@@ -23,7 +23,7 @@ def smollm2():  # type: ignore[no-untyped-def]
 @pytest.mark.slow
 def test_greedy_tokens_equal_transformers_on_twelve_questions() -> None:
     try:
-        data.spec_bench()
+        data.read_spec_bench()
     except TinyspecError as missing:
         pytest.skip(str(missing))
     result = peer.run(peer.PeerSettings("smollm2", questions=12, tokens=64), quiet=True)
@@ -54,9 +54,9 @@ def test_the_stored_weights_are_one_copy_and_a_chat_template(smollm2) -> None:  
 
 def test_its_committed_draft_guesses_part_of_its_text_and_changes_none_of_it(smollm2) -> None:  # type: ignore[no-untyped-def]
     """models/smollm2-draft holds layers alone: embeddings, head and tokenizer are the target's."""
-    assert models.drafts_of("smollm2")[0] == "smollm2-draft"
+    assert models.find_drafts_of("smollm2")[0] == "smollm2-draft"
     draft = tinyspec.load("smollm2-draft")
-    folder = models.find("smollm2-draft")
+    folder = models.find_model("smollm2-draft")
     assert folder is not None
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 16e6
     assert len(draft.config.says) == 8192

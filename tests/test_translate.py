@@ -15,8 +15,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
-from tinyspec.translating import Translation, Work
-from tinyspec.translation import start
+from tinyspec.translating import Translation, TranslationStatistics
+from tinyspec.translation import start_translation
 
 TEXT = "a dog runs"
 LINES = ["a dog runs in the snow and sleeps", "ein hund läuft durch den schnee und schläft"]
@@ -70,8 +70,8 @@ def one(model: Any, source: Any, **options: Any) -> Translation:
     return done
 
 
-def work(done: Translation) -> Work:
-    assert isinstance(done.stats, Work)
+def work(done: Translation) -> TranslationStatistics:
+    assert isinstance(done.stats, TranslationStatistics)
     return done.stats
 
 
@@ -248,7 +248,7 @@ def test_a_temperature_is_the_knob_of_a_method_that_has_one(at_home: Trained) ->
 
 
 def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
-    running = start("mask_predict", TEXT, method="mask_predict", iterations=5)
+    running = start_translation("mask_predict", TEXT, method="mask_predict", iterations=5)
     next(iter(running))
     done = running.interrupted()
     assert done.finish_reason == "interrupted"

@@ -187,9 +187,9 @@ def test_refresh_writes_what_a_cell_prints(tmp_path: Path) -> None:
         "# A\n\n```{code-cell} python\nprint(6 * 7)\n```\n\n```text\n41\n```\n\nEnd.\n",
         encoding="utf-8",
     )
-    assert lessons.refresh(page) == [page]
+    assert lessons.refresh_page(page) == [page]
     assert "```text\n42\n```\n\nEnd." in page.read_text(encoding="utf-8")
-    assert lessons.refresh(page) == []
+    assert lessons.refresh_page(page) == []
 
 
 @pytest.mark.usefixtures("stage")

@@ -37,7 +37,7 @@ def describe_value(value: Any) -> str:
     return text if len(text) <= 42 else text[:39] + "..."
 
 
-def wrong(name: str, value: Any, expected: str) -> TinyspecError:
+def wrong_argument(name: str, value: Any, expected: str) -> TinyspecError:
     """Return the error for an argument of a wrong type."""
     return TinyspecError(f"{name} is {describe_value(value)}: it must be {expected}")
 
@@ -49,13 +49,13 @@ def check_whole(name: str, value: Any, expected: str) -> int:
             return operator.index(value)
         except TypeError:
             pass
-    raise wrong(name, value, expected)
+    raise wrong_argument(name, value, expected)
 
 
 def check_number(name: str, value: Any, expected: str = "a number") -> Any:
     """Return a real number as it is. Raise TinyspecError for anything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise wrong(name, value, expected)
+        raise wrong_argument(name, value, expected)
     return value
 
 
@@ -74,7 +74,9 @@ def check_sampling(
             check_number(name, value, "a number from 0 to 1 (None keeps all)")
     expected = "a whole number of at least 1 (None keeps all)"
     if top_k is not None and check_whole("top_k", top_k, expected) > TOP_K_LIMIT:
-        raise wrong("top_k", top_k, f"a whole number from 1 to {TOP_K_LIMIT} (None keeps all)")
+        raise wrong_argument(
+            "top_k", top_k, f"a whole number from 1 to {TOP_K_LIMIT} (None keeps all)"
+        )
 
 
 def check_budget(max_new_tokens: Any, seed: Any) -> None:
@@ -92,10 +94,10 @@ def check_ids(name: str, value: Any, expected: str = IDS) -> list[int]:
             several = f"; give its one row, {name}[0], or for several prompts {rows}"
             if tuple(value.shape[:-1]) != (1,):
                 several = f"; for several, {rows}" if len(value.shape) == 2 else ""
-            raise wrong(name, value, f"a 1-D array of whole numbers{several}")
+            raise wrong_argument(name, value, f"a 1-D array of whole numbers{several}")
         return [int(token) for token in value.tolist()]
     if isinstance(value, (str, bytes)) or not isinstance(value, Sequence):
-        raise wrong(name, value, expected)
+        raise wrong_argument(name, value, expected)
     each = "a token id (a whole number)"
     return [check_whole(f"{name}[{place}]", token, each) for place, token in enumerate(value)]
 
@@ -111,7 +113,7 @@ def check_prompt(prompt: Any, name: str = "prompt") -> Prompt:
         hint = f": give [{name}]" if "role" in prompt else hint
         raise TinyspecError(f"{name} is a {type(prompt).__name__}: it must be {PROMPT}{hint}")
     if isinstance(prompt, bytes):
-        raise wrong(name, prompt, f"{PROMPT}; bytes become a text with .decode()")
+        raise wrong_argument(name, prompt, f"{PROMPT}; bytes become a text with .decode()")
     if isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):
         return [_check_message(f"{name}[{place}]", message) for place, message in enumerate(prompt)]
     return check_ids(name, prompt, PROMPT)
@@ -122,7 +124,7 @@ def _check_message(name: str, message: Any) -> Mapping[str, str]:
     if not isinstance(message, Mapping) or not all(
         isinstance(message.get(key), str) for key in keys
     ):
-        raise wrong(name, message, "a chat message: {'role': 'user', 'content': 'a text'}")
+        raise wrong_argument(name, message, "a chat message: {'role': 'user', 'content': 'a text'}")
     return message
 
 
@@ -149,7 +151,7 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
     if given is None or isinstance(given, str):
         return [] if given is None else [given]
     if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
-        raise wrong(
+        raise wrong_argument(
             name, given, f"a text, or a list of texts and lists of token ids, such as {example}"
         )
     expected = f"a text or a list of token ids, such as {name}={example}"

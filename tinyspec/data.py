@@ -17,7 +17,7 @@ from tinyspec.errors import TinyspecError
 Split = Literal["train", "valid", "test"]
 
 
-def folder() -> Path:
+def data_folder() -> Path:
     """Where data is looked for: TINYSPEC_DATA, else the user's cache."""
     if named := os.environ.get("TINYSPEC_DATA"):
         return Path(named).expanduser()
@@ -25,11 +25,11 @@ def folder() -> Path:
     return Path(cache).expanduser() / "tinyspec" / "data"
 
 
-def find(name: str, root: str | Path | None = None) -> Path:
+def find_data_file(name: str, root: str | Path | None = None) -> Path:
     """A data file by its path below the data folder. TinyspecError says how to get it when it is
     not there.
     """
-    root = Path(root) if root is not None else folder()
+    root = Path(root) if root is not None else data_folder()
     path = root / name
     if not path.is_file():
         raise TinyspecError(
@@ -38,7 +38,7 @@ def find(name: str, root: str | Path | None = None) -> Path:
     return path
 
 
-def lines(path: Path) -> Iterator[str]:
+def read_lines(path: Path) -> Iterator[str]:
     """The lines of a text file, plain, .gz or .xz, without their line feeds."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
@@ -51,9 +51,9 @@ def lines(path: Path) -> Iterator[str]:
         ) from error
 
 
-def records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
+def read_records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
     """The objects of a JSON lines file, each of which must have the named fields."""
-    for number, line in enumerate(lines(path), 1):
+    for number, line in enumerate(read_lines(path), 1):
         try:
             entry = json.loads(line)
             missing = [name for name in fields if name not in entry]
@@ -74,11 +74,12 @@ class Book(NamedTuple):
     text: str
 
 
-def books(split: Literal["train", "valid"], root: str | Path | None = None) -> list[Book]:
+def read_books(split: Literal["train", "valid"], root: str | Path | None = None) -> list[Book]:
     """The classics: 107 books to train on, or the three that are never trained on."""
-    path = find(f"text/classics.{split}.jsonl.xz", root)
+    path = find_data_file(f"text/classics.{split}.jsonl.xz", root)
     return [
-        Book(e["author"], e["title"], e["text"]) for e in records(path, "author", "title", "text")
+        Book(e["author"], e["title"], e["text"])
+        for e in read_records(path, "author", "title", "text")
     ]
 
 
@@ -90,10 +91,10 @@ class Question(NamedTuple):
     turns: tuple[str, ...]
 
 
-def spec_bench(root: str | Path | None = None) -> list[Question]:
+def read_spec_bench(root: str | Path | None = None) -> list[Question]:
     """Spec-Bench (Xia et al. 2024): chat, translation, summaries, questions, maths, retrieval."""
-    path = find("spec_bench/question.jsonl", root)
-    entries = records(path, "question_id", "category", "turns")
+    path = find_data_file("spec_bench/question.jsonl", root)
+    entries = read_records(path, "question_id", "category", "turns")
     return [Question(e["question_id"], e["category"], tuple(e["turns"])) for e in entries]
 
 
@@ -106,10 +107,10 @@ class Problem(NamedTuple):
     test: str
 
 
-def human_eval(root: str | Path | None = None) -> list[Problem]:
+def read_human_eval(root: str | Path | None = None) -> list[Problem]:
     """HumanEval (Chen et al. 2021): 164 Python functions with tests."""
-    path = find("code_math/HumanEval.jsonl.gz", root)
-    entries = records(path, "task_id", "prompt", "canonical_solution", "test")
+    path = find_data_file("code_math/HumanEval.jsonl.gz", root)
+    entries = read_records(path, "task_id", "prompt", "canonical_solution", "test")
     return [Problem(e["task_id"], e["prompt"], e["canonical_solution"], e["test"]) for e in entries]
 
 
@@ -120,27 +121,32 @@ class Sum(NamedTuple):
     answer: str
 
 
-def gsm8k(split: Literal["train", "test"] = "test", root: str | Path | None = None) -> list[Sum]:
+def read_gsm8k(
+    split: Literal["train", "test"] = "test", root: str | Path | None = None
+) -> list[Sum]:
     """GSM8K (Cobbe et al. 2021)."""
-    path = find(f"code_math/gsm8k.{split}.jsonl" + (".gz" if split == "train" else ""), root)
-    return [Sum(e["question"], e["answer"]) for e in records(path, "question", "answer")]
+    path = find_data_file(
+        f"code_math/gsm8k.{split}.jsonl" + (".gz" if split == "train" else ""), root
+    )
+    return [Sum(e["question"], e["answer"]) for e in read_records(path, "question", "answer")]
 
 
-def shakespeare(root: str | Path | None = None) -> str:
+def read_shakespeare(root: str | Path | None = None) -> str:
     """All of Shakespeare's plays, as one text."""
-    return find("text/tinyshakespeare.txt", root).read_text(encoding="utf-8")
+    return find_data_file("text/tinyshakespeare.txt", root).read_text(encoding="utf-8")
 
 
-def wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None = None) -> str:
+def read_wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None = None) -> str:
     """WikiText-2, tokenised by words, with <unk>."""
-    return find(f"text/wikitext-2.{split}.txt", root).read_text(encoding="utf-8")
+    return find_data_file(f"text/wikitext-2.{split}.txt", root).read_text(encoding="utf-8")
 
 
-def multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:
+def read_multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:
     """Multi30k task 1 (Elliott et al. 2016): image captions, (English, German) pairs."""
     name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
     english, german = (
-        list(lines(find(f"multi30k/{name}.{language}.gz", root))) for language in ("en", "de")
+        list(read_lines(find_data_file(f"multi30k/{name}.{language}.gz", root)))
+        for language in ("en", "de")
     )
     if len(english) != len(german):
         raise TinyspecError(

@@ -12,7 +12,7 @@ class TinyspecError(Exception):
     """
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest_nearest(name: str, known: Iterable[str]) -> str:
     """End an error message: the closest known name, and all of them.
 
     >>> nearest("lmla", ["llma", "autoregressive"])

@@ -19,7 +19,7 @@ from tinyspec.arguments import (
     check_sampling,
     check_texts,
     is_batch,
-    wrong,
+    wrong_argument,
 )
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import Seeded
@@ -33,7 +33,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_generation
-from tinyspec.pairing import Draft, advised, drafts_for
+from tinyspec.pairing import Draft, advised_knobs, drafts_for
 from tinyspec.technique import Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
@@ -148,7 +148,7 @@ class GenerationRun:
         )
 
 
-def start(
+def start_generation(
     model: ModelName,
     prompt: Prompt,
     *,
@@ -169,7 +169,7 @@ def start(
 ) -> GenerationRun:
     """Prepare a request: everything that can be wrong with its arguments is said here."""
     card = find_technique(method)
-    check_names(card, knobs, start.__kwdefaults__ or (), temperature)
+    check_names(card, knobs, start_generation.__kwdefaults__ or (), temperature)
     card.settings(knobs)
     prompt = check_prompt(prompt)
     check_budget(max_new_tokens, seed)
@@ -177,11 +177,11 @@ def start(
     texts = check_texts("references", references, "['a text to copy from']")
     stops = check_texts("stop", stop, "['\\n', [198]]")
     if not isinstance(chat, bool):
-        raise wrong("chat", chat, "True or False")
+        raise wrong_argument("chat", chat, "True or False")
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
     model = load_model(model)
     drafts = drafts_for(model, card, draft)
-    knobs = {**advised(card, drafts), **knobs}
+    knobs = {**advised_knobs(card, drafts), **knobs}
     ids = prompt_ids(model, prompt, chat)
     if not ids:
         raise TinyspecError("the prompt is empty: give at least one token")
@@ -198,7 +198,7 @@ def start(
         target=model.session(forward_log, gate),
         drafts=[d.session(forward_log, gate) for d in drafts],
         sampling=sampling,
-        stop=stopping(model, stops, max_new_tokens),
+        stop=stopping_criteria(model, stops, max_new_tokens),
         references=[
             model.tokenizer.encode(text) if isinstance(text, str) else text for text in texts
         ],
@@ -220,7 +220,7 @@ def load_model(model: ModelName) -> Model:
         )
     if isinstance(model, (str, Path)):
         return models.load_once(model)
-    raise wrong("model", model, "a name, a path, or what tinyspec.load returned")
+    raise wrong_argument("model", model, "a name, a path, or what tinyspec.load returned")
 
 
 def generate(
@@ -233,7 +233,7 @@ def generate(
     transformer depends on what is computed beside it.
     """
     if not is_batch(prompt):
-        return _finish(start(model, prompt, **options))  # type: ignore[arg-type]
+        return _finish(start_generation(model, prompt, **options))  # type: ignore[arg-type]
     rows, model, seed = check_batch(prompt), load_model(model), options.pop("seed", 0)
     check_budget(None, seed)
     drafts = drafts_for(
@@ -242,7 +242,9 @@ def generate(
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:
-        return lambda gate: _finish(start(model, rows[row], seed=seed + row, gate=gate, **options))
+        return lambda gate: _finish(
+            start_generation(model, rows[row], seed=seed + row, gate=gate, **options)
+        )
 
     return run_together([job(row) for row in range(len(rows))])
 
@@ -279,7 +281,7 @@ def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:
     """The new text as it grows, in pieces that never end in half a character or inside what may
     become a stop string.
     """
-    return (piece for piece in TextStreamer(start(model, prompt, **options)) if piece)
+    return (piece for piece in TextStreamer(start_generation(model, prompt, **options)) if piece)
 
 
 def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
@@ -296,7 +298,7 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
     return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
-def stopping(
+def stopping_criteria(
     model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None
 ) -> StoppingCriteria:
     """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.familiar import MODELS
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 """Models of the repository's models/ that no wheel carries."""
 
 
-class Known(NamedTuple):
+class KnownModel(NamedTuple):
     """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is
     on this machine.
     """
@@ -43,7 +43,7 @@ class Known(NamedTuple):
     summary: str
 
 
-def cache() -> Path:
+def models_folder() -> Path:
     """The folder of fetched models: $TINYSPEC_CACHE/models, else the user's cache folder's
     tinyspec/models.
     """
@@ -64,7 +64,7 @@ def _is_checkpoint(path: Path) -> bool:
     return path.suffix == ".gguf" if path.is_file() else (path / "config.json").is_file()
 
 
-def find(name: str | Path) -> Path | None:
+def find_model(name: str | Path) -> Path | None:
     """The path of a model on this machine, or None. A folder that only shares a known model's name
     is passed over.
     """
@@ -72,33 +72,33 @@ def find(name: str | Path) -> Path | None:
     if _is_checkpoint(path):
         return path
     if path.name == str(name):  # a bare name
-        for root in (*_zoos(), cache()):
+        for root in (*_zoos(), models_folder()):
             if _is_checkpoint(root / path):
                 return root / path
     return path if path.exists() else None
 
 
-def listing() -> list[Known]:
+def list_known() -> list[KnownModel]:
     """Every model known by name: the zoo, then the cache, then what `fetch` can bring."""
-    known: dict[str, Known] = {}
+    known: dict[str, KnownModel] = {}
     states: list[tuple[Path, Literal["bundled", "cached"]]] = [(zoo, "bundled") for zoo in _zoos()]
-    for root, state in [*states, (cache(), "cached")]:
+    for root, state in [*states, (models_folder(), "cached")]:
         for folder in sorted(root.iterdir()) if root.is_dir() else ():
             if (
                 not folder.name.startswith(".")
                 and folder.name not in known
                 and _is_checkpoint(folder)
             ):
-                known[folder.name] = Known(folder.name, state, folder, _summary(folder))
+                known[folder.name] = KnownModel(folder.name, state, folder, _summary(folder))
     for name, summary in FETCHABLE.items():
-        known.setdefault(name, Known(name, "fetchable", None, summary))
+        known.setdefault(name, KnownModel(name, "fetchable", None, summary))
     return list(known.values())
 
 
-def drafts_of(name: str) -> list[str]:
+def find_drafts_of(name: str) -> list[str]:
     """Models on this machine, by name, whose config.json says that they are drafts of this one."""
     found = list[str]()
-    for known in listing():
+    for known in list_known():
         try:
             values = (
                 {}
@@ -121,9 +121,9 @@ def _summary(folder: Path) -> str:
     return next(prose, "")
 
 
-def card(name: str) -> str:
+def read_card(name: str) -> str:
     """The model's README.md: data, training, licence, samples."""
-    path = find(name)
+    path = find_model(name)
     if path is not None and (path / "README.md").is_file():
         return (path / "README.md").read_text(encoding="utf-8")
     if path is not None:
@@ -133,15 +133,15 @@ def card(name: str) -> str:
     raise _unknown(name)
 
 
-def fetch(name: str, progress: bool = True) -> Path:
+def fetch_known(name: str, progress: bool = True) -> Path:
     """Bring a model into the cache, and give its folder; at once if it is there already.
 
     Atomic: an interrupted fetch leaves no half folder and can be run again; a downloaded file is
     not downloaded twice.
     """
     if name not in FETCHABLE:
-        raise TinyspecError(f"cannot fetch {name!r}: " + nearest(name, FETCHABLE))
-    folder = cache() / name
+        raise TinyspecError(f"cannot fetch {name!r}: " + suggest_nearest(name, FETCHABLE))
+    folder = models_folder() / name
     if not _is_checkpoint(folder):
         from tinyspec.hub.smollm2 import fetch_smollm2
 
@@ -157,9 +157,9 @@ def _unknown(name: str) -> TinyspecError:
         )
     if name.lower() in MODELS:
         return TinyspecError(f"unknown model {name!r}: it is called {MODELS[name.lower()]} here")
-    known = [model.name for model in listing()]
+    known = [model.name for model in list_known()]
     return TinyspecError(
-        f"unknown model {name!r}: {nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "
+        f"unknown model {name!r}: {suggest_nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "
         "(`tinyspec models list`)"
     )
 
@@ -183,7 +183,7 @@ def load(
 
     name = str(name_or_path)
     where, want = _device(device), _dtype(dtype)
-    path = find(name_or_path)
+    path = find_model(name_or_path)
     if path is None and name in FETCHABLE:
         raise TinyspecError(f"{name} is not on this machine yet; run: tinyspec models fetch {name}")
     if path is None and (
@@ -196,7 +196,9 @@ def load(
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
     parts = checkpoint.read(
-        path if path is not None else name, dtype=want if where.type == "cpu" else None, find=find
+        path if path is not None else name,
+        dtype=want if where.type == "cpu" else None,
+        find=find_model,
     )
     stored = parts.weights["embed"].dtype
     if want is None:
@@ -243,7 +245,7 @@ def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
 
 def _stamp(name: str | Path) -> object:
     """Return what changes with a model's files: their names, times and sizes. A hub id has none."""
-    path = find(name)
+    path = find_model(name)
     files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file, file.stat()) for file in files if file.is_file()]
     changing = tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
@@ -277,7 +279,7 @@ def _dtype(dtype: "str | torch.dtype | None") -> "torch.dtype | None":
     if dtype is None:
         return None
     if name not in DTYPES:
-        raise TinyspecError(f"dtype {name!r}: " + nearest(name, DTYPES))
+        raise TinyspecError(f"dtype {name!r}: " + suggest_nearest(name, DTYPES))
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

@@ -6,7 +6,7 @@ from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 from tinyspec import models
-from tinyspec.arguments import wrong
+from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, load_techniques
@@ -34,17 +34,19 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     if (
         draft is None and card.drafts
     ):  # the card is silent: a draft on this machine that was made for it
-        draft = next(iter(models.drafts_of(model.name)), None)
+        draft = next(iter(models.find_drafts_of(model.name)), None)
     given = [draft] if isinstance(draft, (Model, str, Path)) else draft or ()
     for named in given if isinstance(given, Sequence) else [given]:
         if not isinstance(named, (Model, str, Path)):
-            raise wrong("draft", named, "a loaded model, a name, a path, or a list of these")
+            raise wrong_argument(
+                "draft", named, "a loaded model, a name, a path, or a list of these"
+            )
     if not given and card.drafts == 0:
         return []
     if not given:
         raise TinyspecError(
             f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
-            f"(a smaller model with the same tokenizer), or a method without one: {draftless()}"
+            f"(a smaller model with the same tokenizer), or a method without one: {list_draftless()}"
         )
     needed = max(card.drafts, 1)
     used = given if card.several else given[:needed]
@@ -63,7 +65,7 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 
-def advised(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
+def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
     """How many tokens a round the first draft's own card advises, for a method that asks for it and
     was not told.
     """
@@ -81,11 +83,11 @@ def check_pair(model: Model, small: Model) -> None:
         how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
         raise TinyspecError(
             f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
-            f"use a draft with the same tokenizer, or a method without a draft model: {draftless()}"
+            f"use a draft with the same tokenizer, or a method without a draft model: {list_draftless()}"
         )
 
 
-def draftless() -> str:
+def list_draftless() -> str:
     """The methods that need no draft model, for an error."""
     return ", ".join(
         name

@@ -18,7 +18,7 @@ from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.knob import Knob as Knob
 from tinyspec.lm.forward import ForwardRecord
@@ -172,7 +172,7 @@ class Card:
         known = {knob.name: knob for knob in self.knobs}
         for name in given:
             if name not in known:
-                hint = nearest(name, known) if known else "it has none"
+                hint = suggest_nearest(name, known) if known else "it has none"
                 raise TinyspecError(f"{self.name} has no knob '{name}': {hint}")
         return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
 
@@ -330,7 +330,7 @@ def find_technique(name: str) -> Card:
         )
     if spelled in ABSENT:
         raise TinyspecError(f"there is no method '{name}': {ABSENT[spelled]}")
-    raise TinyspecError(f"there is no method '{name}': {nearest(name, cards)}")
+    raise TinyspecError(f"there is no method '{name}': {suggest_nearest(name, cards)}")
 
 
 _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from tinyspec.technique import Card, RefineRequest
 
 
 @dataclass
-class Work(Statistics):
+class TranslationStatistics(Statistics):
     """Passes of a translation. target_calls are those of its decoder, row_layers their (row, layer)
     evaluations.
 
@@ -53,7 +53,7 @@ class Translation(Generation):
     def figures(self) -> str:
         """Its passes and seconds on one line."""
         stats = self.stats
-        assert isinstance(stats, Work)
+        assert isinstance(stats, TranslationStatistics)
         beside = f", {stats.candidates} candidates side by side" if stats.candidates > 1 else ""
         judged = f", {stats.teacher_calls} of a teacher" if stats.teacher_calls else ""
         return (
@@ -81,7 +81,7 @@ class Translation(Generation):
         }
 
 
-class Extending:
+class ExtendingRun:
     """A translation that grows from left to right: iterate it for its rounds."""
 
     def __init__(
@@ -95,7 +95,7 @@ class Extending:
         self.model, self.source, self.forward_log = model, source, forward_log
         self.running = make(model.counting(forward_log).given(source))
         self.running.started = self.begun
-        self.running.stats = self.stats = Work()
+        self.running.stats = self.stats = TranslationStatistics()
 
     def __iter__(self) -> Iterator[Round]:
         return iter(self.running)
@@ -134,7 +134,7 @@ class Extending:
         )
 
 
-class Rewriting:
+class RewritingRun:
     """A translation whose canvas is rewritten: iterate it for its passes."""
 
     def __init__(
@@ -155,7 +155,7 @@ class Rewriting:
         )
         refiner = card.refiner(request, **knobs)
         self.refinement = Refinement(request.model, source, refiner, Seeded(seed))
-        self.stats, self.passes, self.finished = Work(), list[Written](), False
+        self.stats, self.passes, self.finished = TranslationStatistics(), list[Written](), False
 
     def __iter__(self) -> Iterator[Pass]:
         for step in self.refinement:

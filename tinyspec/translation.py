@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from tinyspec.arguments import check_budget, check_ids, check_names, check_sampling, is_batch, wrong
+from tinyspec.arguments import (
+    check_budget,
+    check_ids,
+    check_names,
+    check_sampling,
+    is_batch,
+    wrong_argument,
+)
 from tinyspec.decoding.refine import check_teacher
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -20,17 +27,17 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
-from tinyspec.translating import Extending, Rewriting, Translation
-from tinyspec.translators import load_once, load_translator, suited
+from tinyspec.translating import ExtendingRun, RewritingRun, Translation
+from tinyspec.translators import load_translator, load_translator_once, name_for_method
 
 __all__ = [
     "AUTOREGRESSIVE",
-    "Extending",
-    "Rewriting",
+    "ExtendingRun",
+    "RewritingRun",
     "Source",
     "Translation",
-    "for_method",
-    "start",
+    "load_for_method",
+    "start_translation",
     "translate",
 ]
 
@@ -42,7 +49,7 @@ _judges: WeakKeyDictionary[Seq2Seq, Seq2Seq] = (
 )  # a teacher that a card named is read once
 
 
-def start(
+def start_translation(
     model: Seq2Seq | str | Path,
     source: Source,
     *,
@@ -54,11 +61,11 @@ def start(
     top_k: int | None = None,
     top_p: float | None = None,
     **knobs: Any,
-) -> Extending | Rewriting:
+) -> ExtendingRun | RewritingRun:
     """Prepare a translation: everything that can be wrong with its arguments is said here."""
-    model = translator(model)
-    card = find_technique(spelled(model, method))
-    check_names(card, knobs, start.__kwdefaults__ or (), temperature)
+    model = load_encoder_decoder(model)
+    card = find_technique(registry_name(model, method))
+    check_names(card, knobs, start_translation.__kwdefaults__ or (), temperature)
     source = check_source_type(source)
     check_budget(max_new_tokens, seed)
     if temperature is not None and any(knob.name == "temperature" for knob in card.knobs):
@@ -70,7 +77,7 @@ def start(
     check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
     check_source(model, ids)
-    check_pair(model, card)
+    check_trained_for(model, card)
     if teacher is not None and not card.teacher:
         raise TinyspecError(f"{card.name} asks no teacher: leave it out")
     forward_log: list[ForwardRecord] = []
@@ -83,11 +90,11 @@ def start(
             raise TinyspecError(
                 f"{card.name} decides the length before the tokens: max_new_tokens has no meaning"
             )
-        judge = teacher_of(model, card, teacher)
+        judge = find_teacher(model, card, teacher)
         request = RefineRequest(model, judge, forward_log)
-        return Rewriting(model, ids, card, request, seed, **knobs)
+        return RewritingRun(model, ids, card, request, seed, **knobs)
     sampling = SamplingParams(temperature or 0.0, top_k, top_p)
-    room = most_tokens(len(ids)) if max_new_tokens is None else max_new_tokens
+    room = default_max_tokens(len(ids)) if max_new_tokens is None else max_new_tokens
 
     def make(given: Model) -> GenerationRun:
         request = Request(
@@ -100,7 +107,7 @@ def start(
         )
         return GenerationRun(card.make(request, **knobs), given, [model.config.bos], seed)
 
-    return Extending(model, ids, make, forward_log)
+    return ExtendingRun(model, ids, make, forward_log)
 
 
 def translate(
@@ -110,16 +117,17 @@ def translate(
     options.
     """
     if not is_batch(source):
-        return _finish(start(model, source, **options))  # type: ignore[arg-type]
+        return _finish(start_translation(model, source, **options))  # type: ignore[arg-type]
     sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
-    seed, model = options.pop("seed", 0), translator(model)
+    seed, model = options.pop("seed", 0), load_encoder_decoder(model)
     check_budget(None, seed)
     return [
-        _finish(start(model, one, seed=seed + row, **options)) for row, one in enumerate(sources)
+        _finish(start_translation(model, one, seed=seed + row, **options))
+        for row, one in enumerate(sources)
     ]
 
 
-def _finish(running: Extending | Rewriting) -> Translation:
+def _finish(running: ExtendingRun | RewritingRun) -> Translation:
     """Run to the end. Ctrl-C keeps what there is."""
     try:
         for _ in running:
@@ -132,7 +140,7 @@ def _finish(running: Extending | Rewriting) -> Translation:
 # ---------------------------------------------------------------------- what is asked for
 
 
-def spelled(model: Seq2Seq, method: str | None) -> str:
+def registry_name(model: Seq2Seq, method: str | None) -> str:
     """The registry's name of a method: `plain` is autoregressive; None: what the model was trained
     for.
     """
@@ -141,27 +149,29 @@ def spelled(model: Seq2Seq, method: str | None) -> str:
     return AUTOREGRESSIVE if method in ("plain", "teacher") else method
 
 
-def translator(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:
+def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:
     """An encoder-decoder, loaded, by name or by folder."""
     if isinstance(model, (str, Path)):
-        return load_once(model)
+        return load_translator_once(model)
     if isinstance(model, Model):
         raise TinyspecError(
             f"{model.name} extends texts and translates none: use generate, or load an encoder-decoder with "
             "tinyspec.load_translator"
         )
     if not isinstance(model, Seq2Seq):
-        raise wrong(name, model, "a name, a folder, or what tinyspec.load_translator returned")
+        raise wrong_argument(
+            name, model, "a name, a folder, or what tinyspec.load_translator returned"
+        )
     return model
 
 
-def for_method(method: str, device: str = "cpu", dtype: str | None = None) -> Seq2Seq:
+def load_for_method(method: str, device: str = "cpu", dtype: str | None = None) -> Seq2Seq:
     """The model on this machine that was trained for a method."""
     card = find_technique(AUTOREGRESSIVE if method == "plain" else method)
-    return load_translator(suited(method, card.kind == "refine"), device, dtype)
+    return load_translator(name_for_method(method, card.kind == "refine"), device, dtype)
 
 
-def most_tokens(source: int) -> int:
+def default_max_tokens(source: int) -> int:
     """Tokens of a translation that is written from left to right, at most, its end among them.
 
     >>> most_tokens(10)
@@ -195,7 +205,7 @@ def check_source(model: Seq2Seq, ids: Sequence[int]) -> None:
         )
 
 
-def check_pair(model: Seq2Seq, card: Card) -> None:
+def check_trained_for(model: Seq2Seq, card: Card) -> None:
     """Raise TinyspecError if this model was made for another way of translating."""
     trained = str(model.config.extra.get("trained_for", ""))
     wanted = card.name if card.kind == "refine" else "teacher"
@@ -205,14 +215,16 @@ def check_pair(model: Seq2Seq, card: Card) -> None:
         raise TinyspecError(
             f"{card.name} needs a draft model, and translation models have none: use another method"
         )
-    if trained and spelled(model, trained) != spelled(model, wanted):
+    if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(
             f"{model.name} was trained for {trained}, and {card.name} needs a model trained for {wanted}: leave out the "
             "model, or name one with --model"
         )
 
 
-def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None) -> Seq2Seq | None:
+def find_teacher(
+    model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None
+) -> Seq2Seq | None:
     """The model that judges candidates: what was given, else the one that the model's own card
     names, if it is here.
     """
@@ -223,7 +235,7 @@ def teacher_of(model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None)
             except TinyspecError:
                 return None  # not on this machine; a technique that cannot do without says so
         teacher = _judges[model]
-    judge = None if teacher is None else translator(teacher, "teacher")
+    judge = None if teacher is None else load_encoder_decoder(teacher, "teacher")
     if judge is not None:
         check_teacher(model, judge)
     return judge

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tinyspec import models
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.families import SEQ2SEQ
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ _WHERE = (
 )
 
 
-def trained_for() -> dict[str, str]:
+def list_translators() -> dict[str, str]:
     """Translation models on this machine, name -> what each was trained for: teacher, nat, ..."""
     found = dict[str, str]()
-    for known in models.listing():
+    for known in models.list_known():
         values = _config(known.path)
         if values.get("model_type") == SEQ2SEQ:
             extra = values.get("tinyspec")
@@ -36,12 +36,12 @@ def trained_for() -> dict[str, str]:
     return found
 
 
-def suited(method: str, rewrites: bool) -> str:
+def name_for_method(method: str, rewrites: bool) -> str:
     """The name of a model on this machine that was trained for this method; one that extends a text
     takes a teacher.
     """
     wanted = method if rewrites else TEACHER
-    for name, kind in trained_for().items():
+    for name, kind in list_translators().items():
         if kind == wanted:
             return name
     raise TinyspecError(f"no translation model for {method} on this machine: {_WHERE}")
@@ -49,7 +49,7 @@ def suited(method: str, rewrites: bool) -> str:
 
 def is_translator(name_or_path: str | Path) -> bool:
     """Whether this names an encoder-decoder on this machine."""
-    return _config(models.find(name_or_path)).get("model_type") == SEQ2SEQ
+    return _config(models.find_model(name_or_path)).get("model_type") == SEQ2SEQ
 
 
 def load_translator(
@@ -68,10 +68,10 @@ def load_translator(
     from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.lm.seq2seq_file import read
 
-    path = models.find(name_or_path)
+    path = models.find_model(name_or_path)
     if path is None:
-        known = trained_for()
-        hint = nearest(str(name_or_path), known) if known else _WHERE
+        known = list_translators()
+        hint = suggest_nearest(str(name_or_path), known) if known else _WHERE
         raise TinyspecError(f"there is no translation model {str(name_or_path)!r}: {hint}")
     if path.is_file():
         raise TinyspecError(f"{path}: a file; a translation model is a folder with config.json")
@@ -80,7 +80,9 @@ def load_translator(
     return Seq2Seq(config, {key: w.to(where) for key, w in weights.items()}, tokenizer, name)
 
 
-def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Seq2Seq":
+def load_translator_once(
+    name_or_path: str | Path, device: Any = "cpu", dtype: Any = None
+) -> "Seq2Seq":
     """Return the translation model of this name, loaded once and kept as by `models.load_once`."""
     load_kept: Callable[..., Seq2Seq] = models.keep_loaded(load_translator)
     return load_kept(name_or_path, device, dtype)

@@ -20,7 +20,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import GenerationRun, start
+from tinyspec.generation import GenerationRun, start_generation
 from tinyspec.technique import load_techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
@@ -82,7 +82,7 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
     rounds: list[Round] = []
 
     def noting(*args: Any, **options: Any) -> GenerationRun:
-        running = start(*args, **options)
+        running = start_generation(*args, **options)
         step = running.decoder.step
 
         def noted(rng: RandomSource) -> Round:
@@ -109,7 +109,9 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     assert len(made.ids) == 30
     assert set(made.ids) & set(ENDING.eos)
     assert m.config.eos == ENDING.eos
-    assert start(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(ENDING.eos)
+    assert start_generation(m, list(asked.ids), max_new_tokens=30).decoder.stop.eos == frozenset(
+        ENDING.eos
+    )
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
         stores.store(plain)
     books = [data.Book("A", f"T{i}", "the cat sat on the mat") for i in range(3)]
-    monkeypatch.setattr(data, "books", lambda split: books if split == "train" else [])
+    monkeypatch.setattr(data, "read_books", lambda split: books if split == "train" else [])
     monkeypatch.setattr(
         data, "gsm8k", lambda split: [data.Sum("one and one?", "two")] if split == "train" else []
     )
@@ -121,8 +121,8 @@ def test_a_draft_of_the_zoo_is_found_by_what_it_was_made_for(
     ):
         (tmp_path / "models" / name).mkdir(parents=True)
         (tmp_path / "models" / name / "config.json").write_text(json.dumps({"tinyspec": section}))
-    assert models.drafts_of("mine") == ["small"]
-    assert models.drafts_of("storyteller") == ["apprentice"]
+    assert models.find_drafts_of("mine") == ["small"]
+    assert models.find_drafts_of("storyteller") == ["apprentice"]
 
 
 def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:

@@ -25,7 +25,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture(autouse=True)
 def bank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tinyspec.data.spec_bench", lambda: BANK)
+    monkeypatch.setattr("tinyspec.data.read_spec_bench", lambda: BANK)
 
 
 def test_long_blocks_and_short_ones_leave_every_token_as_it_is(zoo: Zoo, tmp_path: Path) -> None:

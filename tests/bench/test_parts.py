@@ -15,7 +15,7 @@ from tinyspec import _core
 from tinyspec.bench import curve
 from tinyspec.bench.experiments import parts
 from tinyspec.errors import TinyspecError
-from tinyspec.pairing import advised
+from tinyspec.pairing import advised_knobs
 from tinyspec.technique import find_technique
 
 compiled = pytest.mark.skipif(
@@ -146,7 +146,7 @@ def test_the_command_writes_the_result_and_the_table(
 
 def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> None:
     """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps. The race asks for four."""
-    assert advised(find_technique("speculative_decoding"), [tinyspec.load("apprentice")]) == {
+    assert advised_knobs(find_technique("speculative_decoding"), [tinyspec.load("apprentice")]) == {
         "gamma": parts.GUESSES
     }
 

@@ -25,7 +25,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def test_the_torch_path_says_the_same_tokens(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tinyspec.data.spec_bench", lambda: BANK)
+    monkeypatch.setattr("tinyspec.data.read_spec_bench", lambda: BANK)
     out = tmp_path / "p.json"
     call = (
         "bench",

@@ -33,7 +33,7 @@ from tinyspec.early_exit.calm import (
 )
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.laws import traps as toys
 from tinyspec.laws.exit_laws import ON_TABLES, ExitSetting, exit_tables, with_classifier
 from tinyspec.laws.traps import calm as traps
@@ -310,7 +310,9 @@ def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None
     )  # the row that was looked at is the row that is used
     assert sum(call.fills for call in calls) == 4 * (L - 1)
     assert isinstance(decoder.target, ExitTarget)
-    stats = start(M, PROMPT, method="calm", threshold=0.0, decay="constant", max_new_tokens=5)
+    stats = start_generation(
+        M, PROMPT, method="calm", threshold=0.0, decay="constant", max_new_tokens=5
+    )
     assert len(list(stats)) == 5 and stats.stats.layers_per_token == 1
 
 
@@ -381,7 +383,7 @@ def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
     with pytest.raises(
         TinyspecError, match=r"threshold is .*(from 0.0 to 1.0, or inf|must be a number)"
     ):
-        start(M, PROMPT, method="calm", threshold=threshold)
+        start_generation(M, PROMPT, method="calm", threshold=threshold)
 
 
 @pytest.mark.parametrize(
@@ -405,5 +407,5 @@ def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
 )
 def test_bad_settings_are_said_in_one_line(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(TinyspecError) as caught:
-        start(M, PROMPT, method="calm", **knobs)
+        start_generation(M, PROMPT, method="calm", **knobs)
     assert said in str(caught.value) and "\n" not in str(caught.value)

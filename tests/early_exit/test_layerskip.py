@@ -23,7 +23,7 @@ from tinyspec.early_exit.layerskip import (
     resolve_exit_layer,
 )
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.laws import traps as toys
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.tables import TableModel
@@ -311,7 +311,9 @@ def test_generate_takes_it_by_name() -> None:
         {"method": "autoregressive"},
         {"method": "layerskip", "exit": 1, "gamma": 2},
     ]
-    texts = [start(model, [1, 2, 3], max_new_tokens=9, temperature=0.0, **arm) for arm in arms]
+    texts = [
+        start_generation(model, [1, 2, 3], max_new_tokens=9, temperature=0.0, **arm) for arm in arms
+    ]
     assert len({tuple(token for round in text for token in round.tokens) for text in texts}) == 1
 
 

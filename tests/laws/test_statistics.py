@@ -210,7 +210,7 @@ def test_a_text_that_cannot_be_is_no_cell() -> None:
 
 
 def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> None:
-    request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 3))
+    request = Request(TARGET.session(), stop=statistics.generation.stopping_criteria(TARGET, (), 3))
     first, again = (request.decoder(BaseDrafter(), verify_tree) for _ in "ab")
     for decoder in (first, again):
         decoder.target = TARGET.session()
@@ -250,7 +250,7 @@ def test_the_demo_is_deterministic() -> None:
 
 
 def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() -> None:
-    request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
+    request = Request(TARGET.session(), stop=statistics.generation.stopping_criteria(TARGET, (), 2))
     broken = request.decoder(statistics.SoftGreedy(TARGET.session(), 2), verify_tree)
     broken.extend(PROMPT)
     cells = statistics.TextCells(TARGET, PROMPT, 2, 3, 1.0)
@@ -276,7 +276,7 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     cells = statistics.TextCells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
     del cells.law[max(cells.law, key=lambda cell: cells.law[cell])]
     cells.law = {cell: mass / sum(cells.law.values()) for cell, mass in cells.law.items()}
-    request = Request(TARGET.session(), stop=statistics.generation.stopping(TARGET, (), 2))
+    request = Request(TARGET.session(), stop=statistics.generation.stopping_criteria(TARGET, (), 2))
     decoder = request.decoder(BaseDrafter(), verify_tree)
     decoder.extend(PROMPT)
     found = statistics.sample_and_test(decoder, cells, samples=100, seed=0, alpha=0.01)

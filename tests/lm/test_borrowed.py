@@ -113,7 +113,7 @@ def test_a_target_by_name_is_found_where_models_are(
     with pytest.raises(TinyspecError, match="tinyspec models fetch mine"):
         tinyspec.load(tmp_path / "other" / "draft")
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
-    tinyspec.load(pair[0]).save(models.cache() / "mine")
+    tinyspec.load(pair[0]).save(models.models_folder() / "mine")
     assert tinyspec.load(tmp_path / "other" / "draft").config.says == SAYS
 
 

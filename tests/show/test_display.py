@@ -10,24 +10,24 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from tests.zoo import Zoo, tiny_zoo
-from tinyspec.generation import TextStreamer, generate, start
+from tinyspec.generation import TextStreamer, generate, start_generation
 from tinyspec.models import load
 from tinyspec.show.display import (
     HOLD_SECONDS,
     PLAYBACK_SECONDS,
     STYLES,
-    Stage,
+    RaceStage,
     choose_speed,
-    coloured,
-    legend,
+    colour_tokens,
+    describe_statistics,
+    escape_controls,
     name_lane,
     pace_in_words,
+    race_report,
     ratio_in_words,
-    report,
-    statistics,
-    visible,
+    style_legend,
 )
-from tinyspec.show.race import Lane, compare, cut_lane, race
+from tinyspec.show.race import Lane, compare_lanes, cut_lane, race
 
 
 @pytest.fixture(scope="module")
@@ -46,15 +46,15 @@ def test_origins_differ_without_colour() -> None:
 def test_control_characters_are_shown_not_sent() -> None:
     out = io.StringIO()
     Console(file=out, no_color=True).print(
-        coloured(["a\x1b[2J", "\x9b", "\n"], ["plain", "accepted", "bonus"])
+        colour_tokens(["a\x1b[2J", "\x9b", "\n"], ["plain", "accepted", "bonus"])
     )
     assert "\x1b" not in out.getvalue()
     assert "\x9b" not in out.getvalue()
-    assert visible("tab\tline\n") == "tab\tline\n"
+    assert escape_controls("tab\tline\n") == "tab\tline\n"
 
 
 def test_the_legend_names_what_occurs() -> None:
-    said = legend(["bonus", "plain"]).plain
+    said = style_legend(["bonus", "plain"]).plain
     assert "bonus" in said
     assert "recovered" not in said
 
@@ -77,7 +77,9 @@ def lanes(zoo: Zoo) -> list[Lane]:
     starts = [
         (
             method,
-            lambda m=method: start(target, "the cat", method=m, draft=small, max_new_tokens=60),
+            lambda m=method: start_generation(
+                target, "the cat", method=m, draft=small, max_new_tokens=60
+            ),
         )
         for method in ("autoregressive", "speculative_decoding")
     ]
@@ -96,7 +98,7 @@ def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(
     lanes: list[Lane], wide: int, prompt: str
 ) -> None:
     console = Console(file=io.StringIO(), width=wide, height=24)
-    stage = Stage(console, prompt, "a title " * 30)
+    stage = RaceStage(console, prompt, "a title " * 30)
     longest = max(lane.seconds for lane in lanes)
     heights = set[int]()
     for share in (0, 0.01, 0.3, 0.7, 0.99, 1):
@@ -107,7 +109,7 @@ def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(
     assert len(heights) == 1
     assert heights.pop() < 24  # a row is left for the cursor
     assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(
-        drawn(console, legend(list(STYLES)))
+        drawn(console, style_legend(list(STYLES)))
     )
 
 
@@ -115,12 +117,14 @@ def test_four_lanes_are_readable_on_a_small_terminal(lanes: list[Lane]) -> None:
     """At 80 x 24 each of four lanes keeps three lines of text, and the report cuts no word."""
     many = [*lanes, *(replace(lanes[1], method=name) for name in ("token_recycling", "llma"))]
     console = Console(file=io.StringIO(), width=80, height=24)
-    lines = drawn(console, Stage(console, "the cat sat on the mat " * 20, "a title").draw(many, 24))
+    lines = drawn(
+        console, RaceStage(console, "the cat sat on the mat " * 20, "a title").draw(many, 24)
+    )
     heads = [i for i, line in enumerate(lines) if "forward passes, " in line]
     assert [lines[i].partition(":")[0] for i in heads] == [name_lane(lane.method) for lane in many]
     assert len(lines) < 24 and min(b - a for a, b in pairwise(heads)) == 5  # head, bar, text
-    outcomes = compare([many], greedy=True)
-    said = drawn(console, report(many, outcomes, ["exact"] * 3))
+    outcomes = compare_lanes([many], greedy=True)
+    said = drawn(console, race_report(many, outcomes, ["exact"] * 3))
     assert max(map(cell_len, said)) <= 80 and not any("…" in line for line in said)
     assert all(any(line.startswith(name_lane(lane.method)) for line in said) for lane in many)
 
@@ -128,7 +132,7 @@ def test_four_lanes_are_readable_on_a_small_terminal(lanes: list[Lane]) -> None:
 def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
     lines = drawn(
-        console, Stage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24)
+        console, RaceStage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24)
     )
     assert not any("far away" in line for line in lines)
     newest = lanes[0].text.split()[-1]
@@ -149,7 +153,7 @@ def test_a_playback_stretches_all_clocks_alike(
     out = io.StringIO()
     console = Console(file=out, width=80, height=24, force_terminal=True, get_time=lambda: now[0])
     slow = [replace(lane, prefill=1.0, rounds=[0.1] * len(lane.rounds)) for lane in lanes]
-    Stage(console, "the cat").play(slow, speed)
+    RaceStage(console, "the cat").play(slow, speed)
     assert naps.pop() == HOLD_SECONDS
     assert sum(naps) == pytest.approx(max(lane.seconds for lane in slow) / speed, abs=0.11)
     assert pace_in_words(speed) in out.getvalue()
@@ -166,11 +170,15 @@ def test_a_short_race_is_slowed_and_a_long_one_is_played_as_it_was() -> None:
 
 def test_the_report_speaks_plainly(lanes: list[Lane]) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
-    said = "\n".join(drawn(console, report(lanes, compare([lanes] * 3, greedy=True), ["exact"])))
+    said = "\n".join(
+        drawn(console, race_report(lanes, compare_lanes([lanes] * 3, greedy=True), ["exact"]))
+    )
     assert "identical: yes" in said
     assert "median of 3 races" in said
     assert "tokens per forward pass" in said
-    sampled = "\n".join(drawn(console, report(lanes, compare([lanes], greedy=False), ["exact"])))
+    sampled = "\n".join(
+        drawn(console, race_report(lanes, compare_lanes([lanes], greedy=False), ["exact"]))
+    )
     assert "identical: not expected (same distribution, not the same text)" in sampled
 
 
@@ -178,6 +186,6 @@ def test_the_report_speaks_plainly(lanes: list[Lane]) -> None:
 def test_growing_text_equals_the_whole(zoo: Zoo, stop: tuple[str, ...]) -> None:
     target = load(zoo.big)
     options = {"temperature": 1.0, "seed": 5, "stop": stop, "max_new_tokens": 40}
-    growing = TextStreamer(start(target, "the cat", **options))
+    growing = TextStreamer(start_generation(target, "the cat", **options))
     assert "".join(growing) == generate(target, "the cat", **options).text
-    assert "tokens in" in statistics(growing.running.stats, "length")
+    assert "tokens in" in describe_statistics(growing.running.stats, "length")

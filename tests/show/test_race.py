@@ -9,10 +9,10 @@ import pytest
 
 from tests.lm.small import LLAMA, model
 from tinyspec.decoding.trace import Trace, TraceRound
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.lm.transformer import Model
-from tinyspec.show.picture import LETTERS, Track, svg
-from tinyspec.show.race import Lane, compare, cut_lane, find_median_race, race, warm_up
+from tinyspec.show.picture import LETTERS, Track, draw_race
+from tinyspec.show.race import Lane, compare_lanes, cut_lane, find_median_race, race, warm_up
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -26,10 +26,12 @@ def starts(pair: tuple[Model, Model], **options: Any) -> list[Any]:
     target, draft = pair
     common = {"max_new_tokens": 12, **options}
     return [
-        ("autoregressive", lambda: start(target, [1, 2, 3], **common)),
+        ("autoregressive", lambda: start_generation(target, [1, 2, 3], **common)),
         (
             "speculative_decoding",
-            lambda: start(target, [1, 2, 3], method="speculative_decoding", draft=draft, **common),
+            lambda: start_generation(
+                target, [1, 2, 3], method="speculative_decoding", draft=draft, **common
+            ),
         ),
     ]
 
@@ -50,8 +52,8 @@ def test_greedy_lanes_write_the_same_text(pair: tuple[Model, Model]) -> None:
     assert lanes[0].tokens == lanes[1].tokens
     assert len(lanes[0].tokens) == 12
     assert [lane.finished for lane in lanes] == ["length", "length"]
-    assert compare([lanes], greedy=True)[0].identical is True
-    assert compare([lanes], greedy=False)[0].identical is None
+    assert compare_lanes([lanes], greedy=True)[0].identical is True
+    assert compare_lanes([lanes], greedy=False)[0].identical is None
 
 
 def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) -> None:
@@ -119,7 +121,7 @@ def lanes_of(*runs: tuple[list[int], float]) -> list[Lane]:
 def test_the_ratio_is_the_median_of_seconds_per_token() -> None:
     plain, fast = [1, 2, 3, 4], [1, 2]
     repeats = [lanes_of((plain, 4.0), (fast, second)) for second in (1.0, 2.0, 8.0)]
-    outcome = compare(repeats, greedy=True)[0]
+    outcome = compare_lanes(repeats, greedy=True)[0]
     assert outcome.ratio == 1.0
     assert outcome.ratios == [2.0, 1.0, 0.25]
     assert find_median_race(outcome.ratios) == 1
@@ -176,7 +178,7 @@ def boxes(root: ElementTree.Element, kind: str) -> Iterator[int]:
 
 def test_every_token_has_a_box_of_its_origin() -> None:
     fast = made(40)
-    root = ElementTree.fromstring(svg([track(plain(60), 0.01), track(fast, 0.01)], "a race"))
+    root = ElementTree.fromstring(draw_race([track(plain(60), 0.01), track(fast, 0.01)], "a race"))
     legend = 1
     for kind in ("accepted", "recovered", "bonus"):
         assert sum(boxes(root, kind)) == fast.origins.count(kind) + legend
@@ -186,7 +188,7 @@ def test_every_token_has_a_box_of_its_origin() -> None:
 
 def test_the_picture_stands_alone_and_is_small() -> None:
     pieces = ["wo\x1brd ", "<b>", "&"] * 200
-    drawn = svg(
+    drawn = draw_race(
         [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")],
         'A "race" & more',
     )
@@ -204,7 +206,7 @@ def test_the_picture_stands_alone_and_is_small() -> None:
 
 
 def test_the_picture_brings_its_own_background() -> None:
-    root = ElementTree.fromstring(svg([track(plain(3), 0.1)], "a race"))
+    root = ElementTree.fromstring(draw_race([track(plain(3), 0.1)], "a race"))
     page = root.find(f"{SVG}rect")
     assert page is not None
     assert page.get("class") == "page"
@@ -214,7 +216,7 @@ def test_the_picture_brings_its_own_background() -> None:
 
 def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
     pieces = [" alpha", "bet", " soup"] * 30
-    drawn = svg([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
+    drawn = draw_race([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
     lines = [
         t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"
     ]
@@ -226,7 +228,7 @@ def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
 
 
 def test_columns_share_one_time_axis() -> None:
-    drawn = svg([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
+    drawn = draw_race([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
     root = ElementTree.fromstring(drawn)
     finishes = [
         float(p.get("d", "")[1:].split()[0])
@@ -238,4 +240,4 @@ def test_columns_share_one_time_axis() -> None:
 
 
 def test_nothing_written_still_draws() -> None:
-    ElementTree.fromstring(svg([Track("empty", Trace([1]), [])], "nothing"))
+    ElementTree.fromstring(draw_race([Track("empty", Trace([1]), [])], "nothing"))

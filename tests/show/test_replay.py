@@ -21,7 +21,7 @@ import tinyspec
 from tinyspec.cli import main
 from tinyspec.decoding.trace import Trace
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.show import replay
 
 CALM = (
@@ -59,11 +59,13 @@ QUIET += ["--disable-background-networking", "--disable-component-update"]
 def recorded(method: str, tokens: int = 24, **options: object) -> replay.Record:
     """A detailed record of the storyteller."""
     model = tinyspec.load("storyteller")
-    running = start(model, "Once upon a time", method=method, max_new_tokens=tokens, **options)
+    running = start_generation(
+        model, "Once upon a time", method=method, max_new_tokens=tokens, **options
+    )
     running.trace.detailed = True
     for _ in running:
         pass
-    return replay.record(model, method, running.result())
+    return replay.record_rounds(model, method, running.result())
 
 
 class Ran(NamedTuple):
@@ -86,7 +88,7 @@ def run_shown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
             del words[words.index("--replay") :]
         done = CliRunner().invoke(main, [*words, "--replay", str(trace)])
         assert done.exit_code == 0, done.output
-        return Ran(done.stdout, done.stderr, replay.read(trace))
+        return Ran(done.stdout, done.stderr, replay.read_record(trace))
 
     return run
 
@@ -102,7 +104,7 @@ def seen(record: replay.Record, folder: Path, at: int | str = "", script: str = 
     """The page as a browser has built it, at a step; `script` runs behind the page's own."""
     page = folder / "page.html"
     page.write_text(
-        replay.page(record).replace("</body>", f"<script>{script}</script></body>"),
+        replay.render_page(record).replace("</body>", f"<script>{script}</script></body>"),
         encoding="utf-8",
     )
     assert CHROMIUM is not None
@@ -258,17 +260,17 @@ def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
 @pytest.mark.parametrize("detailed", [True, False])
 def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool) -> None:
     model = tinyspec.load("storyteller")
-    running = start(model, "The sea", method="autoregressive", max_new_tokens=2)
+    running = start_generation(model, "The sea", method="autoregressive", max_new_tokens=2)
     running.trace.detailed = detailed
     for _ in running:
         pass
-    for round in replay.record(model, "autoregressive", running.result())["rounds"]:
+    for round in replay.record_rounds(model, "autoregressive", running.result())["rounds"]:
         assert round["p"] == round["q"] == round["tokens"] == [] and len(round["said"]) == 1
 
 
 def test_what_was_said_is_what_logprobs_say() -> None:
     model = tinyspec.load("storyteller")
-    running = start(
+    running = start_generation(
         model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9
     )
     running.trace.detailed = True
@@ -279,7 +281,7 @@ def test_what_was_said_is_what_logprobs_say() -> None:
 
 
 def test_a_trace_survives_json_with_its_probabilities() -> None:
-    running = start(
+    running = start_generation(
         tinyspec.load("storyteller"), "The sea", method="speculative_decoding", max_new_tokens=6
     )
     running.trace.detailed = True
@@ -296,7 +298,7 @@ def test_without_being_asked_no_probability_is_computed() -> None:
 
 
 def test_a_page_fetches_nothing(tree: replay.Record) -> None:
-    page = replay.page(tree)
+    page = replay.render_page(tree)
     assert not re.findall(r"""(?:src|href)\s*=\s*["'](?!#)""", page)
     addresses = set(re.findall(r"https?://[^\s\"'<>]+", page))
     assert addresses == {"http://www.w3.org/2000/svg"}  # a name, never fetched
@@ -304,9 +306,9 @@ def test_a_page_fetches_nothing(tree: replay.Record) -> None:
 
 def test_text_that_ends_a_script_element_is_harmless(tree: replay.Record) -> None:
     hostile = tree | {"prompt": "</script><script>alert(1)</script><!--"}
-    page = replay.page(hostile)
+    page = replay.render_page(hostile)
     assert (
-        page.count("</script>") == replay.page(tree).count("</script>")
+        page.count("</script>") == replay.render_page(tree).count("</script>")
         and "<script>alert" not in page
     )
     data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
@@ -314,8 +316,8 @@ def test_text_that_ends_a_script_element_is_harmless(tree: replay.Record) -> Non
 
 
 def test_a_saved_record_is_read_back(tree: replay.Record, tmp_path: Path) -> None:
-    replay.save(tree, tmp_path / "trace.json")
-    assert replay.read(tmp_path / "trace.json") == tree
+    replay.save_page(tree, tmp_path / "trace.json")
+    assert replay.read_record(tmp_path / "trace.json") == tree
 
 
 BROKEN = '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers": 1, "prompt": "", "rounds": [{}]}'
@@ -325,12 +327,12 @@ BROKEN = '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers
 def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(TinyspecError, match=r"save one with tinyspec generate --replay FILE\.json"):
-        replay.read(tmp_path / "t.json")
+        replay.read_record(tmp_path / "t.json")
 
 
 def test_a_place_that_cannot_be_written_is_named(tree: replay.Record, tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="cannot write"):
-        replay.save(tree, tmp_path / "no" / "page.html")
+        replay.save_page(tree, tmp_path / "no" / "page.html")
 
 
 def test_generate_writes_a_page_and_a_trace_and_a_trace_becomes_a_page(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.trace import Statistics, origins
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft
 from tinyspec.technique import find_technique
@@ -105,7 +105,7 @@ class Own:
             self.model, self.round, self.held = endless(self.base), seed, 0
         wait = waiting(self.model.device)
         begun = clock()
-        running = start(
+        running = start_generation(
             self.model,
             list(job.ids),
             draft=self.draft,
@@ -225,7 +225,7 @@ def draft_names(settings: Settings, model: Model) -> list[str]:
     """
     if settings.draft is not None:
         return [name for name in settings.draft.split(",") if name]
-    named = model.config.extra.get("draft") or models.drafts_of(settings.model)[:1]
+    named = model.config.extra.get("draft") or models.find_drafts_of(settings.model)[:1]
     return [named] if isinstance(named, str) else list(named)
 
 

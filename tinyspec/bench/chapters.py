@@ -14,7 +14,7 @@ from tinyspec.bench.arms import Own, balance, draft_names
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import Draft
 from tinyspec.technique import CHAPTERS, Card, find_technique, load_techniques
@@ -39,7 +39,7 @@ def methods_of(name: str) -> list[str]:
     """
     known = [chapter.rpartition(".")[2] for chapter in CHAPTERS]
     if name not in known:
-        raise TinyspecError(f"there is no chapter '{name}': {nearest(name, known)}")
+        raise TinyspecError(f"there is no chapter '{name}': {suggest_nearest(name, known)}")
     return [
         method for method, card in load_techniques().items() if _of(card, name) and method != PLAIN
     ]

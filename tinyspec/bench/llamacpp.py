@@ -19,7 +19,7 @@ from tinyspec.bench import gguf_export
 from tinyspec.bench.arms import Clock, Made
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.transformer import Model
 
 BATCH = 512  # tokens of a prompt that it reads together
@@ -53,7 +53,9 @@ def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Pat
     library()
     knobs = dict(spec.knobs)
     if strange := next((name for name in knobs if name != "weights"), None):
-        raise TinyspecError(f"{spec.name} has no knob '{strange}': {nearest(strange, ['weights'])}")
+        raise TinyspecError(
+            f"{spec.name} has no knob '{strange}': {suggest_nearest(strange, ['weights'])}"
+        )
     if model.device.type != "cpu":
         raise TinyspecError(
             "the peer llama.cpp is measured on the CPU only: leave it out with --device cuda"

@@ -21,7 +21,7 @@ from tinyspec import models
 from tinyspec.bench.arms import Arm, Clock, Made, waiting
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.transformer import Model
 
 KNOBS = ("lookup", "ngram", "assistant", "tokens")
@@ -47,7 +47,7 @@ def arms(specs: list[ArmSpec], settings: Settings, model: Model, room: int) -> l
 def _known(spec: ArmSpec) -> None:
     for name, _ in spec.knobs:
         if name not in KNOBS:
-            raise TinyspecError(f"{spec.name} has no knob '{name}': {nearest(name, KNOBS)}")
+            raise TinyspecError(f"{spec.name} has no knob '{name}': {suggest_nearest(name, KNOBS)}")
 
 
 def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
@@ -64,7 +64,7 @@ def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
     quiet: Any = logging
     quiet.set_verbosity_error()
     quiet.disable_progress_bar()
-    path = models.find(name)
+    path = models.find_model(name)
     with tempfile.TemporaryDirectory() as folder:
         if path is None or not path.is_dir():
             (model or models.load(name, dtype=settings.dtype)).save(folder)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 
 PLAIN = "autoregressive"
 PEERS = ("transformers", "llama.cpp")
@@ -119,7 +119,7 @@ class Settings:
             if getattr(self, name) < low:
                 raise TinyspecError(f"{name} is {getattr(self, name)}: it must be at least {low}")
         if unknown := next((a.name for a in read_arms(self.peers) if not a.peer), None):
-            raise TinyspecError(f"there is no peer '{unknown}': {nearest(unknown, PEERS)}")
+            raise TinyspecError(f"there is no peer '{unknown}': {suggest_nearest(unknown, PEERS)}")
 
     @property
     def arms(self) -> list[ArmSpec]:

@@ -40,11 +40,11 @@ def texts(model: Model) -> tuple[list[str], str]:
     """
     found, names = list[str](), list[str]()
     with suppress(TinyspecError):
-        books = [corpus.clean(book.text) for book in data.books("train")]
+        books = [corpus.clean(book.text) for book in data.read_books("train")]
         found, names = [*found, *books], [*names, f"{len(books)} training books"]
     if model.tokenizer.has_chat:
         with suppress(TinyspecError):
-            sums = [f"{s.question}\n{s.answer}" for s in data.gsm8k("train")]
+            sums = [f"{s.question}\n{s.answer}" for s in data.read_gsm8k("train")]
             found, names = (
                 [*found, *sums],
                 [*names, f"{len(sums)} questions of GSM8K's training half with their answers"],
@@ -59,7 +59,7 @@ def store(model: Model) -> Prepared:
     """The datastore of the texts at hand, built where it is not in the cache yet."""
     documents, what = texts(model)
     key = zlib.crc32("\n".join([model.tokenizer.fingerprint, *documents]).encode())
-    path = models.cache().parent / "datastores" / f"{model.name}-{key:08x}.store"
+    path = models.models_folder().parent / "datastores" / f"{model.name}-{key:08x}.store"
 
     def ids() -> Iterator[NDArray[np.int32]]:
         for document in documents:

@@ -13,7 +13,7 @@ from importlib.resources import files
 from typing import NamedTuple, TypeVar
 
 from tinyspec import data
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.transformer import Model
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
     for entry in names:
         name, colon, count = entry.partition(":")
         if name not in known:
-            raise TinyspecError(f"there is no task '{name}': {nearest(name, known)}")
+            raise TinyspecError(f"there is no task '{name}': {suggest_nearest(name, known)}")
         if colon and not (count.isdecimal() and int(count)):
             raise TinyspecError(f"'{entry}': '{count}' is no number of prompts; write {name}:20")
         wanted |= {task: task + colon + count for task in GROUPS.get(name, (name,))}
@@ -100,17 +100,17 @@ def items(task: str, n: int) -> list[Item]:
         named = SPEC_BENCH[1:]
         asked = [
             q
-            for q in data.spec_bench()
+            for q in data.read_spec_bench()
             if q.category == task or (task == "mt_bench" and q.category not in named)
         ]
         return [Item(task, str(q.id), q.turns) for q in spread(asked, n)]
     if task == "human_eval":
         return [
             Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),))
-            for p in spread(data.human_eval(), n)
+            for p in spread(data.read_human_eval(), n)
         ]
     if task == "gsm8k":
-        sums = list(enumerate(data.gsm8k("test")))
+        sums = list(enumerate(data.read_gsm8k("test")))
         return [Item(task, str(i), (s.question,)) for i, s in spread(sums, n)]
     if task == "edits":
         return [

@@ -285,7 +285,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def write_replay(record: Any, path: Path) -> None:
     """Write the page of a replay, or its trace, and say on standard error what was written."""
-    from tinyspec.show.replay import save, tell_written
+    from tinyspec.show.replay import save_page, tell_written
 
-    save(record, path)
+    save_page(record, path)
     click.echo(tell_written(path), err=True)

@@ -166,7 +166,7 @@ def refresh_lessons() -> None:
     with show_pages("executing") as advance:
         for path in pages:
             advance(path.stem, len(pages))
-            for changed in lessons.refresh(path):
+            for changed in lessons.refresh_page(path):
                 click.echo(changed)
     index = TUTORIALS / "index.md"
     text = index.read_text(encoding="utf-8")

@@ -85,8 +85,8 @@ class Conversation:
 
     def answer(self, message: str) -> None:
         """Answer one message. One that the context has no room for is taken back."""
-        from tinyspec.generation import TextStreamer, prompt_ids, start
-        from tinyspec.show.display import describe_layers, statistics, visible
+        from tinyspec.generation import TextStreamer, prompt_ids, start_generation
+        from tinyspec.show.display import describe_layers, describe_statistics, escape_controls
 
         asked = [*self.messages, {"role": "user", "content": message}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions
@@ -97,11 +97,11 @@ class Conversation:
                 err=True,
             )
             return
-        running = start(self.model, ids, **self.options)
+        running = start_generation(self.model, ids, **self.options)
         growing = TextStreamer(running)
         try:
             for piece in growing:
-                click.echo(visible(piece), nl=False)
+                click.echo(escape_controls(piece), nl=False)
         except KeyboardInterrupt:
             running.close("interrupted")
             click.echo(growing.rest(), nl=False)
@@ -110,7 +110,7 @@ class Conversation:
         self.options["seed"] += 1
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
         layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
-        self.figures = statistics(result.stats, result.finish_reason, layers)
+        self.figures = describe_statistics(result.stats, result.finish_reason, layers)
         if result.finish_reason == "context":
             click.echo(
                 f"(cut: the context of {room} tokens is full; /reset forgets the conversation)",

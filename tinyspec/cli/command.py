@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.familiar import METHODS, hint_argument, normalize_method
 
 if TYPE_CHECKING:
@@ -316,7 +316,7 @@ class Group(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in self.commands:
             raise click.UsageError(
-                f"there is no command '{args[0]}': {nearest(args[0], self.commands)}", ctx
+                f"there is no command '{args[0]}': {suggest_nearest(args[0], self.commands)}", ctx
             )
         return super().resolve_command(ctx, args)
 

@@ -101,8 +101,8 @@ def generate(
     chosen = base.GenerateOptions.take(ctx, given, method)
     target, drafts = chosen.load()
 
-    from tinyspec.generation import TextStreamer, start
-    from tinyspec.show.display import describe_layers, visible
+    from tinyspec.generation import TextStreamer, start_generation
+    from tinyspec.show.display import describe_layers, escape_controls
 
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     options: dict[str, Any] = {"method": method, "draft": drafts, "stop": stops, "chat": chat}
@@ -111,14 +111,14 @@ def generate(
         if show_lines(target, prompts, lines, options, as_json, stats):
             ctx.exit(2)
         return
-    running = start(target, text, **options)
+    running = start_generation(target, text, **options)
     running.trace.detailed = replay is not None
     growing, terminal = TextStreamer(running), sys.stdout.isatty()
     interrupted = False
     try:
         for piece in growing:
             if not as_json:
-                click.echo(visible(piece) if terminal else piece, nl=False)
+                click.echo(escape_controls(piece) if terminal else piece, nl=False)
     except KeyboardInterrupt:
         interrupted = True
         running.close("interrupted")
@@ -127,9 +127,9 @@ def generate(
     result = running.result()
     click.echo(json.dumps(as_dict(target, method, result)) if as_json else "")
     if replay is not None:
-        from tinyspec.show.replay import record
+        from tinyspec.show.replay import record_rounds
 
-        base.write_replay(record(target, method, result), replay)
+        base.write_replay(record_rounds(target, method, result), replay)
     layers = describe_layers(result.trace.layers_run, target.config.n_layers)
     notes = [UNTRAINED_EXITS.format(target.name)] * (
         bool(layers) and "exits" not in target.config.extra
@@ -166,10 +166,10 @@ def generate_lines(
 def _generate_line(
     target: "Model", prompt: str, options: dict[str, Any], gate: "BatchBarrier"
 ) -> "Generation | TinyspecError":
-    from tinyspec.generation import start
+    from tinyspec.generation import start_generation
 
     try:
-        running = start(target, prompt, gate=gate, **options)
+        running = start_generation(target, prompt, gate=gate, **options)
         for _ in running:
             pass
         return running.result()
@@ -186,7 +186,7 @@ def show_lines(
     stats: bool,
 ) -> int:
     """Generate for every line and print as the batches end; return how many lines failed."""
-    from tinyspec.show.display import visible
+    from tinyspec.show.display import escape_controls
 
     failures, terminal = 0, sys.stdout.isatty()
     for line, result in generate_lines(target, lines, options["seed"], options):
@@ -201,8 +201,8 @@ def show_lines(
             click.echo(json.dumps(head | as_dict(target, options["method"], result)))
         else:
             short = line.prompt if len(line.prompt) <= 60 else line.prompt[:57] + "..."
-            text = visible(result.text) if terminal else result.text
-            click.echo(f"== line {line.number}: {visible(short)}\n{text}\n")
+            text = escape_controls(result.text) if terminal else result.text
+            click.echo(f"== line {line.number}: {escape_controls(short)}\n{text}\n")
         for note in make_notes(target, result, options, stats):
             click.echo(f"line {line.number}: {note}", err=True)
     return failures
@@ -225,7 +225,7 @@ def make_notes(
     target: "Model", result: "Generation", options: dict[str, Any], stats: bool
 ) -> list[str]:
     """Return what to tell of a result: that it filled the context, and its figures if wanted."""
-    from tinyspec.show.display import describe_layers, statistics
+    from tinyspec.show.display import describe_layers, describe_statistics
 
     notes = list[str]()
     if result.finish_reason == "context":
@@ -236,7 +236,7 @@ def make_notes(
         )
     if stats:
         layers = describe_layers(result.trace.layers_run, target.config.n_layers)
-        notes.append(statistics(result.stats, result.finish_reason, layers))
+        notes.append(describe_statistics(result.stats, result.finish_reason, layers))
     return notes
 
 
@@ -252,8 +252,8 @@ def replay(trace: Path, out: Path | None) -> None:
       tinyspec generate "Once upon a time" --method specinfer --replay story.json
       tinyspec replay story.json --out story.html
     """
-    from tinyspec.show.replay import read, save
+    from tinyspec.show.replay import read_record, save_page
 
     page = trace.with_suffix(".html") if out is None else out
-    save(read(trace), page)
+    save_page(read_record(trace), page)
     click.echo(f"{page}: open it in a browser")

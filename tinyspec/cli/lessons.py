@@ -197,7 +197,7 @@ def make_table() -> str:
     return "\n" + "\n".join(rows) + "\n\n"
 
 
-def refresh(path: Path) -> list[Path]:
+def refresh_page(path: Path) -> list[Path]:
     """Write into a page what its cells draw and print, where it shows that. Return the files that
     changed.
     """

@@ -49,11 +49,13 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
 
     if name is not None:
         card = find_technique(our_method(name))
-        click.echo(json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else described(card))
+        click.echo(
+            json.dumps(card.as_dict() | {"doc": card.doc}) if as_json else describe_card(card)
+        )
     elif as_json:
         click.echo(json.dumps([card.as_dict() for card in load_techniques().values()]))
     elif markdown:
-        click.echo(page(load_techniques().values()))
+        click.echo(registry_table(load_techniques().values()))
     else:
         rows = list[tuple[str, ...]]()
         for card in load_techniques().values():
@@ -62,7 +64,7 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
         base.print_table(("method", "family", "guarantee", "knobs", "paper"), rows)
 
 
-def page(cards: "Iterable[Card]") -> str:
+def registry_table(cards: "Iterable[Card]") -> str:
     """Return the registry as a Markdown table: families in the book's order, each name linked to
     its file.
     """
@@ -101,7 +103,7 @@ def link_papers(papers: str) -> str:
     return ", ".join(links)
 
 
-def described(card: "Card") -> str:
+def describe_card(card: "Card") -> str:
     """A card in full: the technique file's docstring, then its knobs as they are set on the command
     line.
     """

@@ -33,9 +33,9 @@ def list_models(as_json: bool) -> None:
       tinyspec models list
       tinyspec models list --json
     """
-    from tinyspec.models import listing
+    from tinyspec.models import list_known
 
-    known = listing()
+    known = list_known()
     if as_json:
         entries = [
             {"name": m.name, "state": m.state, "path": m.path and str(m.path), "summary": m.summary}
@@ -60,10 +60,10 @@ def fetch_model(name: str, quiet: bool) -> None:
     Examples:
       tinyspec models fetch smollm2
     """
-    from tinyspec.models import FETCHABLE, fetch, listing
+    from tinyspec.models import FETCHABLE, fetch_known, list_known
 
-    here = next((known.path for known in listing() if known.name == name), None)
-    click.echo(fetch(name, progress=not quiet) if here is None else here)
+    here = next((known.path for known in list_known() if known.name == name), None)
+    click.echo(fetch_known(name, progress=not quiet) if here is None else here)
     if not quiet:
         said = f"{name} was here already" if here is not None else f"{name} is here now"
         trial = f'generate --model {name} --chat --method auto "Name three rivers."'
@@ -81,9 +81,9 @@ def card_of_model(name: str) -> None:
       tinyspec models card storyteller
       tinyspec models card path/to/folder
     """
-    from tinyspec.models import card
+    from tinyspec.models import read_card
 
-    text = card(name)
+    text = read_card(name)
     out = base.console()
     if out.is_terminal:
         from rich.markdown import Markdown
@@ -121,9 +121,9 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
     """
     from rich.console import Console
 
-    from tinyspec.hub.data_sets import fetch
+    from tinyspec.hub.data_sets import fetch_data_sets
 
-    for path in fetch(names, console=None if quiet else Console(stderr=True)):
+    for path in fetch_data_sets(names, console=None if quiet else Console(stderr=True)):
         click.echo(str(path))
 
 

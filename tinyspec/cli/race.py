@@ -166,7 +166,7 @@ def race(
         click.echo(f"loading {chosen.model} ...", err=True)  # a large model takes seconds
     target, small = chosen.load()
 
-    from tinyspec.generation import start
+    from tinyspec.generation import start_generation
     from tinyspec.show import race as racing
     from tinyspec.technique import find_technique
 
@@ -175,7 +175,7 @@ def race(
     def starter(method: str, share: dict[str, Any]) -> "Start":
         copied = texts if find_technique(method).copies else []
         more = {"references": copied, "chat": chat, **settings, **share}
-        return lambda: start(target, text, method=method, draft=small, **more)
+        return lambda: start_generation(target, text, method=method, draft=small, **more)
 
     starts = [
         (PLAIN, starter(PLAIN, {})),
@@ -191,7 +191,7 @@ def race(
     out = base.console()
     live = out.is_terminal and not out.is_dumb_terminal and not (no_live or as_json)
     repeats = _race_often(target, starts, repeat, out if live else None)
-    outcomes = racing.compare(repeats, settings["temperature"] == 0)
+    outcomes = racing.compare_lanes(repeats, settings["temperature"] == 0)
     median = racing.find_median_race(outcomes[0].ratios)
     lanes = repeats[median]
     title = f"{target.name}, {_setting(settings)}"
@@ -206,15 +206,15 @@ def race(
         return
     from rich.console import Group
 
-    from tinyspec.show.display import Stage, choose_speed, report
+    from tinyspec.show.display import RaceStage, choose_speed, race_report
 
     promises = [
         find_technique(m).promise(**s).value for m, s in zip(contestants, shares, strict=True)
     ]
     picture = [] if svg is None else [f"picture: {svg}"]
-    said = Group(report(lanes, outcomes, promises), _machine(target), *picture)
+    said = Group(race_report(lanes, outcomes, promises), _machine(target), *picture)
     if live:
-        stage = Stage(out, text + "\n\n" if chat else text, title)
+        stage = RaceStage(out, text + "\n\n" if chat else text, title)
         with suppress(KeyboardInterrupt):  # whoever has seen enough still gets the report
             stage.play(lanes, speed or choose_speed(lanes))
         room = (
@@ -322,7 +322,7 @@ def _draw(
     path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str
 ) -> None:
     from tinyspec.show.display import name_lane
-    from tinyspec.show.picture import Track, svg
+    from tinyspec.show.picture import Track, draw_race
 
     tracks = []
     for i, lane in enumerate(lanes):
@@ -348,4 +348,4 @@ def _draw(
                 prompt,
             )
         )
-    path.write_text(svg(tracks, title), encoding="utf-8")
+    path.write_text(draw_race(tracks, title), encoding="utf-8")

@@ -184,7 +184,7 @@ def _write_recipe(
     from tinyspec.lm import checkpoint
     from tinyspec.training.distill import recipe_text, with_values
 
-    path = models.find(target)
+    path = models.find_model(target)
     if path is None and target in models.FETCHABLE:
         raise TinyspecError(
             f"{target} is not on this machine yet; run: tinyspec models fetch {target}"
@@ -305,7 +305,7 @@ def boost(
         raise TinyspecError(f"the card of {target.name} names no draft: give --draft NAME,NAME")
     for one in small:
         check_pair(target, one)
-    texts = [corpus.clean(book.text) for book in data.books("train", data_folder)]
+    texts = [corpus.clean(book.text) for book in data.read_books("train", data_folder)]
     draw = corpus.crops(corpus.pack(target.tokenizer, texts, END), prompts, prompt_tokens)
     passages, _ = draw(torch.Generator().manual_seed(seed))
     settings = Settings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
@@ -363,7 +363,7 @@ def train_exits(
     from tinyspec.training.schedule import Settings
 
     loaded = models.load(model)
-    found = models.find(model)
+    found = models.find_model(model)
     folder = out or (found if found is not None and found.is_dir() else None)
     if folder is None:
         raise TinyspecError(
@@ -385,7 +385,7 @@ def train_exits(
         )
     end = loaded.config.eos[0] if loaded.config.eos else 0
     texts = [base.read_text(file) for file in files]
-    texts = texts or [corpus.clean(book.text) for book in data.books("train")]
+    texts = texts or [corpus.clean(book.text) for book in data.read_books("train")]
     ids = corpus.pack(loaded.tokenizer, [text[:CHARACTERS] for text in texts], end)
     if len(ids) <= context + 1:
         raise TinyspecError(

@@ -11,7 +11,7 @@ from tinyspec.cli import base
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
-    from tinyspec.translating import Extending, Rewriting, Translation
+    from tinyspec.translating import ExtendingRun, RewritingRun, Translation
 
 
 @click.command("translate", cls=base.KnobCommand)
@@ -90,17 +90,19 @@ def translate(
     missing = "there is no source: give a sentence as an argument, or pipe some in"
     text = base.read_prompt(source, missing)
 
-    from tinyspec.translation import AUTOREGRESSIVE, for_method, start
+    from tinyspec.translation import AUTOREGRESSIVE, load_for_method, start_translation
 
     (knobs,) = base.read_knobs(ctx, knob, [AUTOREGRESSIVE if method == "plain" else method])
-    translator = for_method(method, device, dtype) if model is None else _load(model, device, dtype)
+    translator = (
+        load_for_method(method, device, dtype) if model is None else _load(model, device, dtype)
+    )
     judge = None if teacher is None else _load(teacher, device, dtype)
     lines = [text] if source not in (None, "-") else text.splitlines()
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
     options = {"method": method, "teacher": judge, **limits, **knobs}
     for number, line in enumerate(lines):
-        running = start(translator, line, seed=seed + number, **options)
+        running = start_translation(translator, line, seed=seed + number, **options)
         running.detail(replay is not None)
         n_layers = running.model.config.decoder_layers
         try:
@@ -111,9 +113,9 @@ def translate(
         done = running.result()
         _report(done, n_layers, as_json, stats)
         if replay is not None:
-            from tinyspec.show.replay import record, record_passes
+            from tinyspec.show.replay import record_passes, record_rounds
 
-            make = record_passes if done.passes else record
+            make = record_passes if done.passes else record_rounds
             base.write_replay(make(running.model, method, done), replay)
 
 
@@ -123,28 +125,28 @@ def _load(name: str, device: str, dtype: str | None) -> Any:
     return load_translator(name, device, dtype)
 
 
-def _run(running: "Extending | Rewriting", shows: bool, grows: bool) -> None:
+def _run(running: "ExtendingRun | RewritingRun", shows: bool, grows: bool) -> None:
     """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows
     on one line.
     """
-    from tinyspec.show.display import visible
+    from tinyspec.show.display import escape_controls
 
     live = grows and sys.stderr.isatty() and sys.stdout.isatty()
     for number, _ in enumerate(running, 1):
         if shows:
-            click.echo(f"{number:3}  {visible(running.shown())}", err=True)
+            click.echo(f"{number:3}  {escape_controls(running.shown())}", err=True)
         elif live:
-            click.echo(f"\r\x1b[K{visible(running.shown())[:100]}", nl=False, err=True)
+            click.echo(f"\r\x1b[K{escape_controls(running.shown())[:100]}", nl=False, err=True)
     if live:
         click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def _report(done: "Translation", n_layers: int, as_json: bool, stats: bool) -> None:
-    from tinyspec.show.display import describe_layers, visible
+    from tinyspec.show.display import describe_layers, escape_controls
 
     if as_json:
         click.echo(json.dumps(done.as_dict(), ensure_ascii=False))
     else:
-        click.echo(visible(done.text) if sys.stdout.isatty() else done.text)
+        click.echo(escape_controls(done.text) if sys.stdout.isatty() else done.text)
     if stats:
         click.echo(done.figures() + describe_layers(done.trace.layers_run, n_layers), err=True)

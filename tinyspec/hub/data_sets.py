@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import TaskID
 
 from tinyspec import data
-from tinyspec.errors import TinyspecError, nearest
-from tinyspec.hub.download import ShowBytes, download
+from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.hub.download import ShowBytes, download_file
 from tinyspec.progress import progress_bar
 
 BASE = "https://raw.githubusercontent.com"
@@ -62,7 +62,7 @@ def read_data_sets() -> dict[str, DataSet]:
 DATA_SETS = read_data_sets()
 
 
-def fetch(
+def fetch_data_sets(
     names: Iterable[str] = (),
     *,
     root: str | Path | None = None,
@@ -84,8 +84,10 @@ def fetch(
     chosen = list(names) or list(data_sets)
     for name in chosen:
         if name not in data_sets:
-            raise TinyspecError(f"no data set is called '{name}'; {nearest(name, data_sets)}")
-    root = Path(root) if root is not None else data.folder()
+            raise TinyspecError(
+                f"no data set is called '{name}'; {suggest_nearest(name, data_sets)}"
+            )
+    root = Path(root) if root is not None else data.data_folder()
     paths = []
     with progress_bar(console, in_bytes=True) as bar:
         for source in (source for name in chosen for source in data_sets[name].sources):
@@ -111,9 +113,9 @@ def fetch(
 def _fetch_file(source: Source, target: Path, base: str, show: ShowBytes) -> None:
     url = f"{base}/{source.home}/{quote(source.file)}"
     if target.suffix != ".gz" or source.file.endswith(".gz"):
-        download(url, target, digest=source.digest, progress=show)
+        download_file(url, target, digest=source.digest, progress=show)
         return
-    plain = download(url, target.with_suffix(""), digest=source.digest, progress=show)
+    plain = download_file(url, target.with_suffix(""), digest=source.digest, progress=show)
     _put(target, gzip.compress(plain.read_bytes(), mtime=0))
     plain.unlink()
 
@@ -127,7 +129,7 @@ def _fetch_books(
     for author, title in [(name, title) for name, titles in books.items() for title in titles]:
         path = desk / f"{author} - {title}.md"
         if not path.exists():
-            download(f"{base}/{source.home}/{quote(f'{author}/{title}.md')}", path)
+            download_file(f"{base}/{source.home}/{quote(f'{author}/{title}.md')}", path)
         size += path.stat().st_size
         show(size, None)
         text = path.read_bytes().decode("utf-8", "replace")

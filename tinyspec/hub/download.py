@@ -25,7 +25,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def download(
+def download_file(
     url: str,
     target: str | Path,
     *,

@@ -437,7 +437,7 @@ def run_demo(
     cells = TextCells(model, ids, tokens, width, temperature)
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": temperature}
     texts = [ids] if find_technique(method).copies else []  # what it may copy: the prompt itself
-    begun = generation.start(
+    begun = generation.start_generation(
         model, ids, method=method, draft=small, references=texts, **options, **knobs
     )
     real, stop = (

@@ -41,7 +41,7 @@ HOLD_SECONDS = 1.0  # how long the finish stays on the screen
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """A model may write anything: control characters become pictures (XML refuses them too); line
     feeds and tabs stay.
 
@@ -53,18 +53,18 @@ def visible(text: str) -> str:
     )
 
 
-def coloured(pieces: Sequence[str], origins: Sequence[str]) -> Text:
+def colour_tokens(pieces: Sequence[str], origins: Sequence[str]) -> Text:
     """A text, each token in the style of its origin. A line feed keeps no style: a reversed one
     would paint a bar.
     """
     text = Text()
     for piece, origin in zip(pieces, origins, strict=False):
-        for part in re.split(r"(\n)", visible(piece)):
+        for part in re.split(r"(\n)", escape_controls(piece)):
             text.append(part, STYLES[origin] if part.strip() else Style())
     return text
 
 
-def legend(kinds: Sequence[str]) -> Text:
+def style_legend(kinds: Sequence[str]) -> Text:
     """What the styles mean, for these kinds."""
     text = Text()
     for kind in (k for k in STYLES if k in kinds):
@@ -134,7 +134,7 @@ def pace_in_words(speed: float) -> str:
     )
 
 
-class Stage:
+class RaceStage:
     """A race on the terminal. `play` shows one that is over; `draw` shows where its lanes stand at
     one moment.
     """
@@ -177,13 +177,13 @@ class Stage:
         beside = self.console.width >= 36 * len(lanes)
         wide = self.console.width // len(lanes) if beside else self.console.width
         head = [
-            Text(visible(line), style="bold" if line == self.title else "dim")
+            Text(escape_controls(line), style="bold" if line == self.title else "dim")
             for line in (self.title, note)
             if line
         ]
         for line in head:
             line.truncate(self.console.width, overflow="ellipsis")
-        keys = legend([kind for lane in whole for kind in lane.trace.origins])
+        keys = style_legend([kind for lane in whole for kind in lane.trace.origins])
         high = None
         if height is not None:
             room = height - 1 - len(head) - len(keys.wrap(self.console, self.console.width))
@@ -212,14 +212,15 @@ class Stage:
         body = self._body(lane, self.console.width + 4, lines)
         while body and not body[0].plain.strip():
             del body[0]
-        return Group(Text("\n").join(body), legend(lane.trace.origins))
+        return Group(Text("\n").join(body), style_legend(lane.trace.origins))
 
     def _body(self, lane: Lane, wide: int, high: int | None) -> list[Text]:
         """The lines of a lane's text in a panel of this width; where they are too many, the
         newest.
         """
         text = Text.assemble(
-            (visible(self.prompt), Style(dim=True)), coloured(lane.pieces, lane.trace.origins)
+            (escape_controls(self.prompt), Style(dim=True)),
+            colour_tokens(lane.pieces, lane.trace.origins),
         )
         lines = list(text.wrap(self.console, max(wide - 4, 8)))
         return lines if high is None else lines[max(len(lines) - high, 0) :]
@@ -261,7 +262,7 @@ def _padded(body: Sequence[Text], lines: int) -> Text:
     return Text("\n").join([*body, *[Text()] * (lines - len(body))])
 
 
-def report(
+def race_report(
     lanes: Sequence[Lane], outcomes: Sequence[Outcome], promises: Sequence[str]
 ) -> RenderableType:
     """Return the figures of the race that is shown, and the verdict over all races.
@@ -269,7 +270,7 @@ def report(
     promises  each outcome's guarantee at its settings, "lossy" among them
     """
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=True)
-    names, columns = [name_lane(lane.method) for lane in lanes], figures(lanes)
+    names, columns = [name_lane(lane.method) for lane in lanes], report_rows(lanes)
     rows: list[Sequence[str]] = [(name, *cells) for name, cells in columns.items()]
     head = ["", *names]
     if len(lanes) > 2:  # a row for each lane: so many names do not fit beside each other
@@ -285,12 +286,12 @@ def report(
         who, lead = (f"{outcome.method}: ", "  ") if len(outcomes) > 1 else ("", "")
         said += [
             Text(who + ratio_in_words(outcome.ratio, outcome.ratios), "bold"),
-            Text(lead + verdict(outcome, promise)),
+            Text(lead + describe_identity(outcome, promise)),
         ]
     return Group(*said)
 
 
-def figures(lanes: Sequence[Lane]) -> dict[str, list[str]]:
+def report_rows(lanes: Sequence[Lane]) -> dict[str, list[str]]:
     """Return the rows of the report, a cell for each lane."""
     return {
         "tokens": [f"{lane.stats.emitted}" for lane in lanes],
@@ -306,7 +307,7 @@ def figures(lanes: Sequence[Lane]) -> dict[str, list[str]]:
     }
 
 
-def verdict(outcome: Outcome, promise: str) -> str:
+def describe_identity(outcome: Outcome, promise: str) -> str:
     """Say whether the texts are what they must be."""
     if outcome.identical is None:
         lossy = promise in ("lossy", "approx")
@@ -341,6 +342,6 @@ def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
     return f", {sum(layers_run) / len(layers_run):.1f} of {n_layers} layers per token"
 
 
-def statistics(stats: Statistics, reason: str, layers: str = "") -> str:
+def describe_statistics(stats: Statistics, reason: str, layers: str = "") -> str:
     """Return a request's figures on one line. `layers` is what `describe_layers` says of it."""
     return stats.describe(reason, layers)

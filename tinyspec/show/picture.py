@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tinyspec.decoding.trace import Trace
-from tinyspec.show.display import count_of, visible
+from tinyspec.show.display import count_of, escape_controls
 
 WIDTH, MARGIN = 960.0, 24.0
 BOX, GAP = 15.0, 2.0  # height of a token's box, space between boxes
@@ -61,7 +61,7 @@ class Track(NamedTuple):
     prompt: str = ""  # what the text continues
 
 
-def svg(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
+def draw_race(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
     """Draw the tracks one below the other; `lines` of the last one's text stand under them."""
     longest = max((track.ends[-1] for track in tracks if track.ends), default=1.0) or 1.0
     scale = (WIDTH - 2 * MARGIN) / longest
@@ -210,7 +210,7 @@ def _excerpt(track: Track, y: float, lines: int) -> list[str]:
         (track.prompt, "quiet"),
         *zip(track.pieces, track.trace.origins, strict=False),
     ]:
-        whole.append(visible(piece).replace("\n", " ").replace("\t", " "), kind)
+        whole.append(escape_controls(piece).replace("\n", " ").replace("\t", " "), kind)
     rows = whole.wrap(Console(width=LETTERS), LETTERS)
     if len(rows) > lines:
         rows[lines - 1].truncate(LETTERS - 2)

@@ -181,7 +181,7 @@ class Outcome:
     differs_at: int | None  # the first position that differs, in the first repeat that does
 
 
-def compare(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
+def compare_lanes(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
     """Judge every lane against the first, which is plain decoding. `repeats[r][i]` is lane i of
     repeat r.
     """

@@ -23,14 +23,14 @@ from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Model
-from tinyspec.show.display import describe_layers, visible
+from tinyspec.show.display import describe_layers, escape_controls
 from tinyspec.translating import Translation
 
 Record = dict[str, Any]
 """What a page is made from, as plain data. `kind` is "text" (rounds) or "canvas" (passes)."""
 
 
-def record(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
+def record_rounds(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
     """A generation's trace with the words of its tokens. Probabilities are there if the trace was
     `detailed`.
     """
@@ -48,7 +48,7 @@ def record(model: Model | Seq2Seq, method: str, generation: Generation) -> Recor
         "method": method,
         "summary": f"{stats.emitted} tokens in {passes}{drafts}{layers}; ended by {generation.finish_reason}",
         "n_layers": depth,
-        "prompt": visible(prompt),
+        "prompt": escape_controls(prompt),
         "rounds": _rounds(model.tokenizer, model.config.vocab_size, trace),
     }
 
@@ -73,7 +73,7 @@ def record_passes(model: Seq2Seq, method: str, done: Translation) -> Record:
         "method": method,
         "summary": done.figures(),
         "n_layers": model.config.decoder_layers,
-        "prompt": visible(tokenizer.decode(done.source)),
+        "prompt": escape_controls(tokenizer.decode(done.source)),
         "passes": passes,
     }
 
@@ -92,18 +92,20 @@ def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
         words = {
             "root": _word(tokenizer, size, newest[0]) if newest else "",
             "node_pieces": [_word(tokenizer, size, token) for token in entry.tokens],
-            "pieces": [visible(stream.push([token])) for token in entry.emitted],
+            "pieces": [escape_controls(stream.push([token])) for token in entry.emitted],
         }
         rounds.append(asdict(entry) | known | words)
         newest = entry.emitted[-1:] or newest
-    if rounds and (rest := visible(stream.flush())):
+    if rounds and (rest := escape_controls(stream.flush())):
         rounds[-1]["pieces"][-1] += rest
     return rounds
 
 
 def _word(tokenizer: Tokenizer, size: int, token: int) -> str:
     """One token as text; a special one by its name, a probe by its number."""
-    return f"<probe {token - size}>" if token >= size else visible(tokenizer.token_text(token))
+    return (
+        f"<probe {token - size}>" if token >= size else escape_controls(tokenizer.token_text(token))
+    )
 
 
 def describe_picture(record: Record) -> str:
@@ -139,7 +141,7 @@ def describe_picture(record: Record) -> str:
     )
 
 
-def page(record: Record) -> str:
+def render_page(record: Record) -> str:
     """Return the record as HTML: one file, nothing to fetch."""
     template = files("tinyspec.show").joinpath("replay.html").read_text(encoding="utf-8")
     template = template.replace("{{PICTURE}}", html.escape(describe_picture(record)))
@@ -149,7 +151,7 @@ def page(record: Record) -> str:
     )
 
 
-def read(path: str | Path) -> Record:
+def read_record(path: str | Path) -> Record:
     """A record that `--replay FILE.json` or the page itself saved. Raises TinyspecError where it is
     none.
     """
@@ -215,11 +217,13 @@ def tell_written(path: str | Path) -> str:
     return f"wrote {path}: {what}"
 
 
-def save(record: Record, path: str | Path) -> None:
+def save_page(record: Record, path: str | Path) -> None:
     """Write the page; the record itself where the name ends in .json."""
     path = Path(path)
     text = (
-        json.dumps(record, ensure_ascii=False, indent=1) if path.suffix == ".json" else page(record)
+        json.dumps(record, ensure_ascii=False, indent=1)
+        if path.suffix == ".json"
+        else render_page(record)
     )
     try:
         path.write_text(text, encoding="utf-8")

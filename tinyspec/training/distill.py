@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tinyspec import models
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
@@ -219,7 +219,7 @@ def settings(plan: Recipe, path: Path) -> tuple[int, Asking]:
     for name in given:
         if name not in known:
             raise TinyspecError(
-                f"{path}: [distill] {name} is not known; {nearest(name, {*known, 'draft_vocab'})}"
+                f"{path}: [distill] {name} is not known; {suggest_nearest(name, {*known, 'draft_vocab'})}"
             )
     if not plan.teacher:
         raise TinyspecError(
@@ -240,7 +240,7 @@ def teacher(name: str, *beside: Path) -> str | Path:
 def shape(plan: Recipe, target: Model, words: int, source: str | Path, out: Path) -> Config:
     """The draft's config: the target's, but for what the recipe says."""
     theirs = target.config
-    path = models.find(source)
+    path = models.find_model(source)
     bare = isinstance(source, str) and os.sep not in source
     named = source if bare or path is None else os.path.relpath(path, out)
     extra: dict[str, Any] = {

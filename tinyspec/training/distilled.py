@@ -85,7 +85,7 @@ def folder(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing) -
     """Where the translations of these sources, by this teacher, written so, are kept."""
     asked = [fingerprint(model), [list(source) for source in sources], asdict(writing)]
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return models.cache().parent / "distilled" / f"{model.name}-{key}"
+    return models.models_folder().parent / "distilled" / f"{model.name}-{key}"
 
 
 def translations(

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.blocks import Blocks
 
 Weights = Literal["none", "linear", "sum"]
@@ -59,7 +59,9 @@ class Exits:
             (self.curriculum, get_args(Curriculum)),
         ):
             if value not in kinds:
-                raise TinyspecError(f"[exits] {value!r} is not known; {nearest(str(value), kinds)}")
+                raise TinyspecError(
+                    f"[exits] {value!r} is not known; {suggest_nearest(str(value), kinds)}"
+                )
         if not (0 <= self.p_max < 1 and self.e_scale >= 0 and self.rotation >= 1):
             raise TinyspecError("[exits] wants 0 <= p_max < 1, e_scale >= 0, rotation >= 1")
 

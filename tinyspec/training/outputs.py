@@ -140,15 +140,15 @@ def asks(
 def _questions(root: str | Path | None) -> Iterator[Kind]:
     """Kinds of questions, of the data that is here."""
     with suppress(TinyspecError):
-        sums = [s.question for s in data.gsm8k("train", root)]
+        sums = [s.question for s in data.read_gsm8k("train", root)]
         yield lambda chance: chance.choice(sums)
     with suppress(TinyspecError):
-        captions = [german for _, german in data.multi30k("train", root)]
+        captions = [german for _, german in data.read_multi30k("train", root)]
         yield lambda chance: f"Translate German to English: {chance.choice(captions)}"
     with suppress(TinyspecError):
         parts = [
             part
-            for book in data.books("train", root)
+            for book in data.read_books("train", root)
             for part in corpus.clean(book.text).split("\n\n")
         ]
         parts = [part for part in parts if 200 < len(part) < 500]
@@ -164,7 +164,7 @@ def _questions(root: str | Path | None) -> Iterator[Kind]:
 def _openings(root: str | Path | None) -> list[Kind]:
     """Paragraphs of the training books with what follows them; nothing where there are none."""
     try:
-        books = [corpus.clean(book.text).split("\n\n") for book in data.books("train", root)]
+        books = [corpus.clean(book.text).split("\n\n") for book in data.read_books("train", root)]
     except TinyspecError:
         return []
 
@@ -209,7 +209,9 @@ def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
     key = json.dumps(
         [borrowed.check(model.weights["embed"]), model.config.n_layers, asked, said], sort_keys=True
     )
-    return models.cache().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
+    return (
+        models.models_folder().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
+    )
 
 
 def write(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config
 from tinyspec.training.exit_losses import Exits
 from tinyspec.training.own import Own
@@ -95,7 +95,9 @@ def check_names(path: str | Path, given: Iterable[str], kind: type, section: str
     names = {f.name for f in fields(kind)} - {"shape", "settings"}
     for key in given:
         if key not in names:
-            raise TinyspecError(f"{path}: {section}{key} is not known; {nearest(key, names)}")
+            raise TinyspecError(
+                f"{path}: {section}{key} is not known; {suggest_nearest(key, names)}"
+            )
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:

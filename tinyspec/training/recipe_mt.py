@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.distilled import Writing
@@ -85,7 +85,7 @@ def read_translation_recipe(
         raise TinyspecError(f"{path}: {error}") from error
     if plan.method not in METHODS:
         raise TinyspecError(
-            f"{path}: method {plan.method} cannot be trained; {nearest(plan.method, METHODS)}"
+            f"{path}: method {plan.method} cannot be trained; {suggest_nearest(plan.method, METHODS)}"
         )
     if not plan.teacher and (plan.distill is not None or plan.inherit or plan.finetune):
         raise TinyspecError(

@@ -94,8 +94,8 @@ def train_lm(
         raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
     say = (console or Console(quiet=True)).print
 
-    texts = [corpus.clean(book.text) for book in data.books("train", data_folder)]
-    held_out = [corpus.clean(book.text) for book in data.books("valid", data_folder)]
+    texts = [corpus.clean(book.text) for book in data.read_books("train", data_folder)]
+    held_out = [corpus.clean(book.text) for book in data.read_books("valid", data_folder)]
     teacher = parent = None
     if plan.start:
         parent = Model(*checkpoint.read(path.parent / plan.start)).to(dtype=torch.float32)

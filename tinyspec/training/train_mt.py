@@ -68,8 +68,8 @@ def train_mt(
     say = (console or Console(quiet=True)).print
 
     texts, held = (
-        data.multi30k("train", data_folder),
-        data.multi30k("valid", data_folder)[: plan.judged],
+        data.read_multi30k("train", data_folder),
+        data.read_multi30k("valid", data_folder)[: plan.judged],
     )
     teacher = load_model(plan, plan.teacher, path.parent, out)
     if teacher is not None:
@@ -152,7 +152,7 @@ def distill_only(
     teacher = load_model(plan, plan.teacher, Path(recipe).parent, Path(out))
     if teacher is None or plan.distill is None:
         raise TinyspecError(f"{recipe}: nothing is distilled: it has no section [distill]")
-    pairs = bitext.encode(teacher.tokenizer, data.multi30k("train", data_folder))
+    pairs = bitext.encode(teacher.tokenizer, data.read_multi30k("train", data_folder))
     sources = [pair.source for pair in pairs]
     distilled.translations(teacher, sources, plan.distill, console=console)
     return distilled.folder(teacher, sources, plan.distill)
@@ -164,7 +164,7 @@ def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | N
     """
     if not name:
         return None
-    known = models.find(name)
+    known = models.find_model(name)
     here = [
         Path(os.path.normpath(at / name)) for at in beside
     ]  # the student's folder may not be there yet

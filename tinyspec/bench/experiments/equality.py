@@ -106,7 +106,7 @@ def run(
             raise TinyspecError(
                 f"{method} needs a draft model; this comparison takes methods without one"
             )
-    model, bank = models.load(name, dtype=dtype), data.spec_bench()
+    model, bank = models.load(name, dtype=dtype), data.read_spec_bench()
     chosen = (
         bank
         if questions is None

@@ -26,7 +26,7 @@ from tinyspec.bench.settings import LayerSkipSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.layerskip import resolve_exit_layer
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids, start
+from tinyspec.generation import prompt_ids, start_generation
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.transformer import Model
 
@@ -96,7 +96,7 @@ def _made(
     temperature: float = 0.0,
     **knobs: Any,
 ) -> Ran:
-    running = start(
+    running = start_generation(
         model, list(prompt), method=method, max_new_tokens=tokens, temperature=temperature, **knobs
     )
     rounds = [

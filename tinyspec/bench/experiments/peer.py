@@ -85,7 +85,7 @@ def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
     name, questions, tokens, methods = given.model, given.questions, given.tokens, given.methods
     model = models.load(name, dtype="float32")
     theirs = PEERS[given.against](name)
-    bank = data.spec_bench()
+    bank = data.read_spec_bench()
     step = len(bank) / questions
     chosen = [bank[int(i * step)] for i in range(questions)]
     rows: list[dict[str, Any]] = []

@@ -83,7 +83,7 @@ def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:
 
 def folder(name: str) -> Path:
     """The checkpoint folder of a model, or an error that says how to get it."""
-    path = models.find(name)
+    path = models.find_model(name)
     if path is None:
         models.load(name)  # says what to do
         raise TinyspecError(f"{name}: no such model")

@@ -21,7 +21,7 @@ from tinyspec.bench.settings import PlanSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids, stopping
+from tinyspec.generation import prompt_ids, stopping_criteria
 from tinyspec.lm.transformer import Model
 from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import (
@@ -100,7 +100,7 @@ def requests(
                     model.session(),
                     [draft.session()],
                     sampling,
-                    stopping(model, (), tokens),
+                    stopping_criteria(model, (), tokens),
                     positions=model.config.max_positions,
                     draft_max_lengths=[draft.config.max_positions],
                 ),

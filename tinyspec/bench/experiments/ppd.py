@@ -30,7 +30,7 @@ from tinyspec.bench.tally import five
 from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.ppd import NO_DRAFT, count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids, start
+from tinyspec.generation import prompt_ids, start_generation
 from tinyspec.lm.transformer import Model
 
 PLAIN, SERIAL, THREADS, SHARED = (
@@ -112,7 +112,7 @@ def ranked(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[lis
 
 
 def _tokens(model: Model, prompt: Sequence[int], tokens: int, **arm: Any) -> list[int]:
-    running = start(model, prompt, max_new_tokens=tokens, **arm)
+    running = start_generation(model, prompt, max_new_tokens=tokens, **arm)
     for _ in running:
         pass
     return running.result().tokens
@@ -126,7 +126,9 @@ def _counted(
     for text in texts:
         calls = [
             round.calls
-            for round in start(model, text, method="ppd", layer=layer, k=k, max_new_tokens=tokens)
+            for round in start_generation(
+                model, text, method="ppd", layer=layer, k=k, max_new_tokens=tokens
+            )
         ]
         found.append(
             [
@@ -159,7 +161,9 @@ def _timed(
                     shared, arm = ARMS[name]
                     torch.set_num_threads(shared)
                     at = {"layer": layer} if arm["method"] == "ppd" else {}
-                    running = start(model, text, **{**arm, **at, "max_new_tokens": tokens})
+                    running = start_generation(
+                        model, text, **{**arm, **at, "max_new_tokens": tokens}
+                    )
                     begun = clock()
                     for _ in running:
                         pass

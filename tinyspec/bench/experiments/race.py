@@ -18,7 +18,7 @@ from tinyspec import models
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.settings import RaceSettings
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.show.race import race, warm_up
 
 
@@ -67,7 +67,7 @@ def run(
                         "temperature": t,
                         "repetition_penalty": repetition_penalty,
                     }
-                    return lambda: start(
+                    return lambda: start_generation(
                         model, text, method=which, draft=draft, seed=seed, **settings, **extra
                     )
 

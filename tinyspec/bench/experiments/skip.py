@@ -21,7 +21,7 @@ from tinyspec.bench.harness import progress, read_unfinished, report, save
 from tinyspec.bench.settings import SkipSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids, start
+from tinyspec.generation import prompt_ids, start_generation
 from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.self_speculative import (
     SkipSet,
@@ -156,7 +156,7 @@ def _timed(
     """Seconds a token, without the prompt's; the share of drafted tokens that was accepted."""
     seconds, made, drafted, accepted = 0.0, 0, 0, 0
     for prompt in prompts:
-        running = start(model, prompt, max_new_tokens=tokens, **arm)
+        running = start_generation(model, prompt, max_new_tokens=tokens, **arm)
         begun = clock()
         made += sum(len(round.tokens) for round in running)
         seconds += clock() - begun

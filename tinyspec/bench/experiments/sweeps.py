@@ -21,7 +21,7 @@ from tinyspec.bench.plot import Chart, Lines
 from tinyspec.bench.report import Grid, number, provenance, speed
 from tinyspec.bench.settings import SweepSettings
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start
+from tinyspec.generation import start_generation
 from tinyspec.lm.transformer import Model
 from tinyspec.nonautoregressive.jacobi import trace_sweeps
 from tinyspec.technique import find_technique
@@ -87,7 +87,7 @@ def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> d
     """Every sweep of one request: what stood in the block, what was said in its place, how much of
     that is final.
     """
-    running = start(
+    running = start_generation(
         endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
     told = [  # the keys are those of committed results

@@ -33,7 +33,7 @@ from tinyspec.bench.plot import Bars, Chart, Lines
 from tinyspec.bench.report import Grid, number, speed
 from tinyspec.bench.settings import TranslationSettings
 from tinyspec.bench.tally import five
-from tinyspec.errors import TinyspecError, nearest
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.training import distilled
 from tinyspec.training.bleu import ORDER, Counts, counts, metric
 
@@ -96,10 +96,13 @@ def run(
     iterations, lengths = given.iterations, given.lengths
     if experiment not in EXPERIMENTS:
         raise TinyspecError(
-            f"there is no experiment {experiment}: {nearest(experiment, EXPERIMENTS)}"
+            f"there is no experiment {experiment}: {suggest_nearest(experiment, EXPERIMENTS)}"
         )
     metric()  # says at once if sacrebleu is missing
-    texts, found = data.multi30k("test", given.data_folder)[: given.sentences], loaded(given.models)
+    texts, found = (
+        data.read_multi30k("test", given.data_folder)[: given.sentences],
+        loaded(given.models),
+    )
     whole = experiment == "iterations"
     asked = arms(
         experiment, found, samples,

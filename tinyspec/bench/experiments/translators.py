@@ -19,7 +19,7 @@ from tinyspec.nonautoregressive.refine_many import refine_many, translate_source
 from tinyspec.training import distilled
 from tinyspec.training.bitext import padded
 from tinyspec.training.distilled import Writing
-from tinyspec.translating import Work
+from tinyspec.translating import TranslationStatistics
 from tinyspec.translation import translate
 
 ROLES = ("teacher", "nat", "mask_predict")
@@ -59,7 +59,7 @@ def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
     must be a teacher.
     """
     found: dict[str, Seq2Seq] = {}
-    for name in names or translators.trained_for():
+    for name in names or translators.list_translators():
         model = translators.load_translator(name)
         role = str(model.config.extra.get("trained_for", translators.TEACHER))
         if role in found and names:
@@ -127,7 +127,7 @@ def _one(
         made = translate(model, text, method=method, teacher=teacher, **knobs)
         assert not isinstance(made, list)
         stats = made.stats
-        assert isinstance(stats, Work)
+        assert isinstance(stats, TranslationStatistics)
         tokens = [token for token in made.tokens if token != model.config.eos]
         return Done(made.text, tokens, stats.target_calls, stats.encoder_calls, stats.teacher_calls)
 
