@@ -13,7 +13,7 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import familiar, generation, models
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import find_technique, load_techniques
 
 

@@ -14,7 +14,7 @@ from tests.zoo import Zoo, tiny_zoo
 from tinyspec import generation
 from tinyspec.decoding.decode import Decoder
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.pairing import drafts_for
 
 METHODS = ["autoregressive", "speculative_decoding", "llma"]

@@ -13,7 +13,7 @@ import tinyspec
 from tinyspec import _core
 from tinyspec.generation import Generation
 from tinyspec.lm.engine import Engine
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, load_techniques
 
 pytestmark = pytest.mark.skipif(

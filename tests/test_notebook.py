@@ -8,7 +8,7 @@ import pytest
 
 import tinyspec
 from tests.zoo import Zoo, tiny_zoo
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.notebook import ROUNDS_SHOWN, render_generation, render_table
 
 

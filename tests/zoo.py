@@ -9,8 +9,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tinyspec.cli import main
 from tinyspec.lm.config import Config
+from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.lm.transformer import Model
 
 TEXT = (
     "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran to the house. "

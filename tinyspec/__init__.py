@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 if TYPE_CHECKING:
     from tinyspec.arguments import Prompt
     from tinyspec.generation import Generation
+    from tinyspec.lm.model import Model
     from tinyspec.lm.seq2seq import Seq2Seq
-    from tinyspec.lm.transformer import Model
     from tinyspec.notebook import Catalogue
     from tinyspec.pairing import Draft
     from tinyspec.translation import Source, Translation

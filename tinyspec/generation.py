@@ -29,9 +29,9 @@ from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.gate import BatchBarrier, run_together
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, advised_knobs, drafts_for
 from tinyspec.technique import Request, find_technique

@@ -19,7 +19,7 @@ from tinyspec.familiar import MODELS
 if TYPE_CHECKING:
     import torch
 
-    from tinyspec.lm.transformer import Model
+    from tinyspec.lm.model import Model
 
 M = TypeVar("M")
 KEPT = 4  # models that `generate` and `translate` loaded by name and keep, the latest used ones
@@ -179,7 +179,7 @@ def load(
 
     from tinyspec import _core
     from tinyspec.lm import checkpoint
-    from tinyspec.lm.transformer import Model
+    from tinyspec.lm.model import Model
 
     name = str(name_or_path)
     where, want = _device(device), _dtype(dtype)

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Card, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None

@@ -13,8 +13,8 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.transformer import Model
 from tinyspec.notebook import render_passes
 from tinyspec.technique import Card, RefineRequest
 

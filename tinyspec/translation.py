@@ -24,8 +24,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import GenerationRun
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.lm.transformer import Model
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
 from tinyspec.translating import ExtendingRun, RewritingRun, Translation
 from tinyspec.translators import load_translator, load_translator_once, name_for_method

@@ -11,7 +11,7 @@ from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.bench import curve
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 
 class Slow:
@@ -128,7 +128,7 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
     forward = curve.OwnForwards(model(LLAMA, dtype=torch.float32), cached=9)
-    forward_log: list[ForwardRecord] = forward.session.runner.forward_log
+    forward_log: list[ForwardRecord] = forward.session.forward_log
     for _ in range(3):
         forward.prepare(k)
         mark = len(forward_log)

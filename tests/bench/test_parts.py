@@ -193,6 +193,6 @@ def test_guesses_one_by_one_run_a_row_each(k: int) -> None:
     arm = parts.Guessing(m, 9)
     for _ in range(2):
         arm.prepare(k)
-        before = len(arm.session.runner.forward_log)
+        before = len(arm.session.forward_log)
         arm.run(k)
-        assert [call.rows for call in arm.session.runner.forward_log[before:]] == [1] * k
+        assert [call.rows for call in arm.session.forward_log[before:]] == [1] * k

@@ -19,7 +19,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 
 @pytest.fixture(scope="module")

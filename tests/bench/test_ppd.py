@@ -14,7 +14,7 @@ from tinyspec.bench.harness import dumps
 from tinyspec.bench.plot import draw
 from tinyspec.early_exit.ppd import expected_cost
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 QUICK = ("--prompts", "2", "--tokens", "6", "--rounds", "2", "--quiet")
 

@@ -12,7 +12,7 @@ from tinyspec import data, models
 from tinyspec.bench import tasks
 from tinyspec.bench.tasks import Item, Job
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 
 @pytest.fixture(scope="module")

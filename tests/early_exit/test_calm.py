@@ -38,7 +38,7 @@ from tinyspec.laws import traps as toys
 from tinyspec.laws.exit_laws import ON_TABLES, ExitSetting, exit_tables, with_classifier
 from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.schedule import Settings
 from tinyspec.tree import TokenTree

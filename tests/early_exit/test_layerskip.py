@@ -30,7 +30,7 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.exit_losses import Course, Exits
@@ -46,7 +46,7 @@ def made(
     stop: StoppingCriteria | None = None,
     **knobs: Any,
 ) -> Decoder:
-    forward_log: list[ForwardRecord] = session.runner.forward_log
+    forward_log: list[ForwardRecord] = session.forward_log
     return CARD.make(
         Request(
             session,

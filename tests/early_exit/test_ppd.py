@@ -46,7 +46,7 @@ def made(
     **knobs: Any,
 ) -> Decoder:
     forward_log = getattr(target, "forward_log", None)
-    forward_log = target.runner.forward_log if forward_log is None else forward_log
+    forward_log = target.forward_log if forward_log is None else forward_log
     return CARD.make(
         Request(
             target,

@@ -15,8 +15,7 @@ from tests.laws.indices import Indices
 from tinyspec._core import NgramIndex, fallback
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Cache, Plan
-from tinyspec.lm.session import Session
-from tinyspec.lm.view import View
+from tinyspec.lm.session import Session, View
 from tinyspec.tree import TokenTree
 
 
@@ -52,7 +51,7 @@ class SharedCache(Session):
 
     def fork(self) -> Session:
         twin = super().fork()
-        twin.runner.cache = twin.cache = self.cache
+        twin.cache = self.cache
         return twin
 
 

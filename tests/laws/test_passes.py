@@ -17,8 +17,8 @@ from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import session_laws
 from tinyspec.laws.exact.models import run_dense
 from tinyspec.lm.forward import ForwardBatch, Plan, Scores, Visible
+from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tinyspec.lm.forward import Plan
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
-from tinyspec.lm.transformer import Model
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
 from tinyspec.tree import TokenTree
 
 LLAMA = Config(

@@ -14,7 +14,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed, checkpoint
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.tree import TokenTree
 
 SAYS = (0, 5, 7, 40, 250, 285)

@@ -14,7 +14,6 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, forced, model, tre
 from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.chain import draft_chain, match_chain
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.session import Session
@@ -92,23 +91,23 @@ def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -
 def test_what_is_special_goes_the_long_way() -> None:
     session = begun(M)
     for odd in (tree([1, 2], [ROOT, ROOT]), tree([1], [ROOT], [True])):
-        assert match_chain(session, odd) is None
+        assert session._match_chain(odd) is None
     session.score(tree([1, 2], [ROOT, ROOT]))
-    assert match_chain(session, TokenTree.chain([3])) is None, (
+    assert session._match_chain(TokenTree.chain([3])) is None, (
         "behind a sibling no slot is its position"
     )
-    assert match_chain(session, TokenTree.chain([1, 3])) is None, (
+    assert session._match_chain(TokenTree.chain([1, 3])) is None, (
         "nor is it where a sibling hangs higher up"
     )
     session.score(TokenTree.chain([1, 3]))
     close(session.score(tree([2, 5], [ROOT, 0])).logits[-1], forced(M, [*PROMPT, 2, 5]))
     session = begun(M)
     session.advance(TokenTree.chain([1]), 1)
-    assert match_chain(session, TokenTree.chain([1])) is None, (
+    assert session._match_chain(TokenTree.chain([1])) is None, (
         "what was begun goes on from where it is"
     )
-    assert match_chain(begun(M), TokenTree.chain([V])) is None
-    assert match_chain(begun(M), TokenTree.chain([1] * 64)) is None
+    assert begun(M)._match_chain(TokenTree.chain([V])) is None
+    assert begun(M)._match_chain(TokenTree.chain([1] * 64)) is None
     with pytest.raises(TinyspecError, match="no text yet"):
         M.session().score(EMPTY)
 
@@ -148,7 +147,7 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
     one, other = (begun(m, forward_log) for forward_log in forward_logs)
     for most, kept in rounds:
         rows = list[Any]()
-        if not draft_chain(one, most, best(rows, most)):
+        if not one.draft_chain(most, best(rows, most)):
             assert one.committed[-1].children, (
                 "what came instead is what was guessed, and guesses hang from it"
             )
@@ -174,7 +173,7 @@ def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
     m = PACKED[0]
     forward_log: list[ForwardRecord] = []
     session, rows = begun(m, forward_log), list[Any]()
-    assert draft_chain(session, 3, best(rows, 3))
+    assert session.draft_chain(3, best(rows, 3))
     said = [int(row.argmax()) for row in rows]
     before = len(forward_log)
     again = session.score(TokenTree.chain(said[:2]), hidden_layers=(LLAMA.n_layers,))
@@ -190,7 +189,7 @@ def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
 def test_a_draft_with_its_own_words_says_them_and_no_others() -> None:
     m = model(SPOKEN, dtype=torch.float32)
     session, rows = begun(m), list[Any]()
-    assert draft_chain(session, 2, best(rows, 2))
+    assert session.draft_chain(2, best(rows, 2))
     assert all(set(np.flatnonzero(np.isfinite(row))) == set(SPOKEN.says) for row in rows)
 
 
@@ -215,7 +214,7 @@ def test_none_is_chosen_where_something_is_special() -> None:
         (begun(m), 99),
         (begun(M), 2),
     ):
-        assert not draft_chain(session, most, never)
+        assert not session.draft_chain(most, never)
 
 
 @compiled
@@ -230,7 +229,7 @@ def test_a_choice_that_fails_leaves_the_session_as_it_was() -> None:
         return 1
 
     with pytest.raises(KeyboardInterrupt):
-        draft_chain(session, 3, fails)
+        session.draft_chain(3, fails)
     assert not session.committed[-1].children
     close(
         session.score(TokenTree.chain([2])).logits[-1].double(),

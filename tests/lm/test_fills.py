@@ -48,7 +48,7 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
         lambda s: s.score(guess),
         lambda s: s.view(Plan(skip=frozenset({2 * layer + 1}))).score(guess),
         lambda s: s.advance(guess, layer + 1),
-        lambda s: s.runner.run([s.committed[-1]], 2 * L, prefill=True),
+        lambda s: s.run([s.committed[-1]], 2 * L, prefill=True),
     ]
     others: list[Any] = [
         lambda s: s.advance(guess, layer, head=True),  # leaves below
@@ -82,7 +82,7 @@ def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(l
     child = tree([1, 2], [ROOT, 0])
     session.advance(child, 0)
     with pytest.raises(RuntimeError, match=f"slot {parent.slot} has no keys in layer {layer}"):
-        session.runner.run([parent.children[2]], 2 * L)
+        session.run([parent.children[2]], 2 * L)
 
 
 def test_tokens_that_are_read_before_they_were_run_or_filled_are_an_error() -> None:
@@ -91,7 +91,7 @@ def test_tokens_that_are_read_before_they_were_run_or_filled_are_an_error() -> N
         session.advance(EMPTY, leaves, head=True)
         session.commit((), 7)
         with pytest.raises(RuntimeError, match=f"slot {N - 1} has no keys in layer {leaves}"):
-            session.runner.run([session.committed[-1]], 2 * L)
+            session.run([session.committed[-1]], 2 * L)
 
 
 def test_a_table_refuses_it_too() -> None:
@@ -118,7 +118,7 @@ def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
 
 
 def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
-    """`ForwardBatch` is made in one file, by functions that look at every slot that is read; and so does what draws chains."""
+    """`ForwardBatch` is made in one function, which looks at every slot that is read; so does what drafts chains."""
     made = set()
     for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -132,11 +132,11 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
             )
             if " ForwardBatch(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
-                assert "self._check(" in source
+                assert "self._check_keys(" in source
             if ".model.chain(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
-                assert "not session.cache.present[:first].all()" in source
-    assert made == {("runner", "run"), ("runner", "run_chain"), ("chain", "draft_chain")}
+                assert "not self.cache.present[:first].all()" in source
+    assert made == {("session", "run"), ("session", "draft_chain")}
 
 
 # ---------------------------------------------------------------------- the named fills

@@ -18,7 +18,7 @@ import torch
 import tinyspec
 from tests.lm.small import LLAMA
 from tinyspec.lm.forward import Cache
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import find_technique
 
 torch.set_num_threads(2)

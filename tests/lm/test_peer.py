@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.lm.checkpoints import configs
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.tree import TokenTree
 
 transformers = pytest.importorskip("transformers")

@@ -16,8 +16,8 @@ from tests.lm.small import GPT2, LLAMA, model, tree
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Plan, Visible
+from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree
 
 pytestmark = pytest.mark.skipif(
@@ -179,7 +179,7 @@ def test_a_feed_is_the_same_in_a_batch(
     def feed(text: list[int], t: TokenTree, which: int) -> ForwardBatch:
         session = m.session()
         session.extend(text)
-        session.runner.gate = hold
+        session.gate = hold
         with pytest.raises(StopIteration):
             (session.view(plans(m.config)[which]) if which < 4 else session).score(
                 t, hidden_layers=(0, 1)

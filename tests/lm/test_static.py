@@ -11,8 +11,8 @@ from tests.lm.test_transformer import DEVICES, TREE, every
 from tinyspec.laws import session_laws
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
+from tinyspec.lm.model import Model
 from tinyspec.lm.static import SIZES, Static
-from tinyspec.lm.transformer import Model
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 

@@ -13,8 +13,8 @@ from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.lm import ops
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, Visible
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
-from tinyspec.lm.transformer import Model
 from tinyspec.tree import ROOT, TokenTree
 
 L, V = LLAMA.n_layers, LLAMA.vocab_size
@@ -141,7 +141,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
             session.advance(TokenTree.chain([1, 2]), half)
         if half == 2:
             session.commit([0], 3)
-        session.runner.gate = catch
+        session.gate = catch
         with pytest.raises(StopIteration):
             session.view(plan).score(TREE, hidden_layers=(1,))
         return session
@@ -156,7 +156,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
     for one, other, session in zip(alone, together, sessions, strict=True):
         close(one.logits, other.logits, 1e-12)
         close(one.hidden, other.hidden, 1e-12)
-        assert session.runner.forward_log[-1].rows == len(other.layers)
+        assert session.forward_log[-1].rows == len(other.layers)
 
 
 def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:

@@ -10,7 +10,7 @@ import pytest
 from tests.lm.small import LLAMA, model
 from tinyspec.decoding.trace import Trace, TraceRound
 from tinyspec.generation import start_generation
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.show.picture import LETTERS, Track, draw_race
 from tinyspec.show.race import Lane, compare_lanes, cut_lane, find_median_race, race, warm_up
 

@@ -24,7 +24,7 @@ from tinyspec.laws.traps.planner import (
 )
 from tinyspec.laws.traps.planner import advise as planned
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.planner import (
     DraftProfile,
     measure_throughput,

@@ -22,7 +22,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.rational import Exact, distributions
 from tinyspec.laws.theorems import NodeRows
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.speculative.verification.specinfer import (
     SpecInferDrafter,

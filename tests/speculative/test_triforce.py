@@ -25,8 +25,8 @@ from tinyspec.laws.traps.triforce import (
 )
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import attend_causal, linear
-from tinyspec.lm.transformer import Model
 from tinyspec.speculative.integrated.triforce import decode_three_levels, select_chunks
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree

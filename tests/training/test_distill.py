@@ -14,7 +14,7 @@ from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training import distill, imitation, outputs
 from tinyspec.training.outputs import Ask, Asking, Output
 from tinyspec.training.train_lm import distillation

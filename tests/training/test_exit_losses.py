@@ -11,7 +11,7 @@ from tests.training.test_train_lm import RECIPE, run, zoo
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training.exit_losses import Course, Exits, exit_logits
 from tinyspec.training.recipe import read_recipe
 

@@ -14,7 +14,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import generate
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training.own import Own, Written, penalised, write
 from tinyspec.training.recipe import read_recipe
 from tinyspec.training.train_lm import distillation

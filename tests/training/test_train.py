@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training.schedule import Settings, rate
 from tinyspec.training.train import train
 

@@ -14,7 +14,7 @@ import torch
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training import corpus
 from tinyspec.training.recipe import read_recipe
 from tinyspec.training.train_lm import distillation, train_lm

@@ -22,7 +22,7 @@ from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.trace import Statistics, origins
 from tinyspec.generation import start_generation
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft
 from tinyspec.technique import find_technique
 

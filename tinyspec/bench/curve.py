@@ -21,7 +21,7 @@ from tinyspec.bench.arms import Clock, collect_garbage, waiting
 from tinyspec.bench.harness import spread
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import pack
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.tree import TokenTree
 
 SETTLE = 0.02

@@ -15,8 +15,8 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import layout
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
-from tinyspec.lm.transformer import Model
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 

@@ -20,7 +20,7 @@ from tinyspec.bench.arms import Clock, Made
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 BATCH = 512  # tokens of a prompt that it reads together
 _silence: list[Any] = []  # what C calls instead of writing a log: kept, for it is called later

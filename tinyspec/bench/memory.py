@@ -18,7 +18,7 @@ from tinyspec.bench.experiments.plain import high_water
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 
 def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str, int]:

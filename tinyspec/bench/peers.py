@@ -22,7 +22,7 @@ from tinyspec.bench.arms import Arm, Clock, Made, waiting
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 KNOBS = ("lookup", "ngram", "assistant", "tokens")
 

@@ -24,7 +24,7 @@ from tinyspec.bench.harness import progress, report
 from tinyspec.bench.plan import ArmSpec, Settings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 CURVE_ROUNDS = 7
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tinyspec import data, models
 from tinyspec.bench.plan import ArmSpec
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting import datastore
 from tinyspec.training import corpus
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from tinyspec import data
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 T = TypeVar("T")
 SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning", "rag")

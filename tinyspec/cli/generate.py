@@ -15,7 +15,7 @@ from tinyspec.errors import TinyspecError
 if TYPE_CHECKING:
     from tinyspec.generation import Generation
     from tinyspec.lm.gate import BatchBarrier
-    from tinyspec.lm.transformer import Model
+    from tinyspec.lm.model import Model
 
 ROWS = 16
 """Prompts in a forward pass: enough to share the reading of the weights, few enough for memory."""

@@ -16,7 +16,7 @@ from tinyspec.cli import base
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
-    from tinyspec.lm.transformer import Model
+    from tinyspec.lm.model import Model
     from tinyspec.show.race import Lane, Outcome, Start
 
 PLAIN = "autoregressive"

@@ -6,7 +6,6 @@ from typing import Any
 from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, kernels_of
-from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.session import Session
 from tinyspec.tree import Probs, TokenTree
@@ -94,7 +93,7 @@ class ModelDrafter(BaseDrafter):
 
         if self.left_behind or most <= 0:
             return TokenTree()
-        if not (isinstance(self.model, Session) and draft_chain(self.model, most, behind)):
+        if not (isinstance(self.model, Session) and self.model.draft_chain(most, behind)):
             tree = TokenTree()
             while choose(TargetProbs(self.model.score(tree), sampling, context, tree)) is not None:
                 tree = TokenTree.chain(tokens, drawn)

@@ -46,7 +46,7 @@ from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.training.schedule import Settings
 from tinyspec.training.train import Trained, train

@@ -34,7 +34,7 @@ from tinyspec.laws.parts import Parts
 from tinyspec.laws.suites import register_oracle
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Card, Request
 from tinyspec.training.exit_losses import Course, Exits
 

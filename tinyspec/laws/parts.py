@@ -25,10 +25,9 @@ from tinyspec.early_exit.calibrate import Calibration, PValue, calibrate, hoeffd
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
 from tinyspec.lm.forward import ForwardBatch, Scores
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Given
-from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
-from tinyspec.lm.view import View
+from tinyspec.lm.session import Session, View
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
 from tinyspec.nonautoregressive.nat import NatRefiner, nat_loss, reinforce_surrogate

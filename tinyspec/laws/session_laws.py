@@ -27,8 +27,8 @@ from tinyspec.laws.parts import Parts
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Plan, Scores
 from tinyspec.lm.gate import run_together
+from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 

@@ -44,7 +44,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.evidence import Evidence, accuse, import_extra
 from tinyspec.laws.exact.models import run_dense
 from tinyspec.laws.exact.rational import distributions
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import Probs, TokenTree

@@ -10,7 +10,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import session_laws, theorems, verification_laws
 from tinyspec.laws.evidence import Evidence
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.speculative_decoding import (
     best_gamma,
     expected_tokens,

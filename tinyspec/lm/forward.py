@@ -6,7 +6,7 @@ and its own cache, and rows may enter at different sublayers (those that were ru
 before).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,6 +81,12 @@ class Plan:
     def sublayers(self, n_layers: int) -> int:
         """Where this plan stops, in sublayers."""
         return 2 * (n_layers if self.last is None else self.last)
+
+    def attention_layers(self, first: int, last: int) -> slice | list[int]:
+        """Return which of the layers first..last-1 run their attention, as an index."""
+        if not self.skip:
+            return slice(first, last)
+        return [layer for layer in range(first, last) if 2 * layer not in self.skip]
 
     def differs(self, other: "Plan", n_layers: int) -> int:
         """The first sublayer where the two part; 2 * n_layers if they never do.
@@ -160,6 +166,14 @@ class Cache:
         """k and v [n, KV, hd] into n slots of a layer."""
         self.keys[layer][:, where] = k.transpose(0, 1)
         self.values[layer][:, where] = v.transpose(0, 1)
+
+    def mark_present(self, slots: int | slice, layers: slice | list[int] = slice(None)) -> None:
+        """Record that these slots have keys and values in these layers (all, unless some are named)."""
+        self.present[slots, layers] = True
+
+    def mark_missing(self, slot: int, first: int = 0) -> None:
+        """Record that a slot has no keys and values from layer `first` up."""
+        self.present[slot, first:] = False
 
     def move(self, old: Sequence[int], first: int) -> None:
         """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a
@@ -358,6 +372,10 @@ class ForwardBatch:
             mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]
         wanted = mask[:, 0] if heads == 1 else mask.swapaxes(0, 1)
         return torch.from_numpy(np.ascontiguousarray(wanted)).to(self.cache.store.device)
+
+
+ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
+"""What a session calls to compute: `Transformer.forward`, or a gate in front of it."""
 
 
 def _visible(seen: Seen, slot: int, chosen: frozenset[int] | None, since: int) -> Seen:

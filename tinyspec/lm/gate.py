@@ -1,4 +1,4 @@
-"""Batching is not a loop but a gate in front of `Model.forward`.
+"""Batching is not a loop but a gate in front of `Transformer.forward`.
 
 Every request runs its own decoding loop, as if alone, in a thread of its own. Its forward passes
 wait at the gate until every other live request waits there too, or has finished; then all waiting
@@ -16,9 +16,8 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TypeVar
 
-from tinyspec.lm.forward import ForwardBatch, Scores
-from tinyspec.lm.runner import ForwardFn as Pass
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.forward import ForwardBatch, ForwardFn, Scores
+from tinyspec.lm.transformer import Transformer
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ class BatchBarrier:
         self.alive = set(range(workers))
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
-        self._waiting: dict[int, tuple[Model, Sequence[ForwardBatch]]] = {}
+        self._waiting: dict[int, tuple[Transformer, Sequence[ForwardBatch]]] = {}
         self._done: dict[int, list[Scores]] = {}
         self._me = threading.local()
 
@@ -42,7 +41,7 @@ class BatchBarrier:
         """This thread is the worker of that number until the block ends, be it by an exception."""
         return _Worker(self, number)
 
-    def through(self, model: Model) -> Pass:
+    def through(self, model: Transformer) -> ForwardFn:
         """What a session of `model` calls in place of `model.forward`."""
         return lambda feeds: self._pass(model, feeds)
 
@@ -52,7 +51,7 @@ class BatchBarrier:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def _pass(self, model: Model, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+    def _pass(self, model: Transformer, feeds: Sequence[ForwardBatch]) -> list[Scores]:
         number: int | None = getattr(self._me, "number", None)
         if number is None:  # not one of the batch: a session that outlived it, or warms up before
             return model.forward(feeds)

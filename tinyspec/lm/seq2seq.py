@@ -28,9 +28,9 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.engine import Engine, packable
 from tinyspec.lm.forward import ForwardBatch, ForwardRecord
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import attend_dense, linear
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.lm.transformer import Model
 
 __all__ = ["EncoderOutput", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoids"]
 

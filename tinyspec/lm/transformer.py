@@ -1,56 +1,45 @@
-"""One decoder-only transformer, of which GPT-2 and LLaMA are configurations.
+"""One decoder-only transformer, of which GPT-2, LLaMA and their like are configurations.
 
 Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the
 families is a setting each: LayerNorm or RMSNorm, learned positions or rotations, one key per query
 head or per group, a plain or a gated MLP, biases.
 
-`Model.forward(feeds)` is the only place that computes at inference. It is ragged: every session
-passes its own rows, and a batch is nothing but several feeds. `Model.training_logits(ids)` is the
+`Transformer.forward(feeds)` is the only place that computes at inference. It is ragged: every session
+passes its own rows, and a batch is nothing but several feeds. `Transformer.training_logits(ids)` is the
 same blocks over dense text with gradients.
 """
 
-import math
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Self
 
 import torch
 from torch import Tensor
 
-from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine, NextTokenFn, packable
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
 from tinyspec.lm.static import Static
-from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.tree import TokenTree
-
-if TYPE_CHECKING:
-    from tinyspec.lm.gate import BatchBarrier
-    from tinyspec.lm.session import Session
-
 
 _NOTHING = torch.empty(0, 0, 0)
 
 
-class Model:
-    """Weights that compute. `weights` is flat, with the names of `Config.shapes()`."""
+class Transformer:
+    """Weights that compute. `weights` is flat, with the names of `Config.shapes()`.
+
+    extras  what was trained on the frozen model and is stored beside its weights
+    """
 
     def __init__(
         self,
         config: Config,
         weights: Mapping[str, Tensor],
-        tokenizer: Tokenizer | None = None,
         name: str = "model",
         extras: Mapping[str, Tensor] | None = None,
     ):
-        self.config, self._tokenizer, self.name = config, tokenizer, name
-        self.extras = dict(
-            extras or {}
-        )  # trained on the frozen model, and stored beside its weights
+        self.config, self.name = config, name
+        self.extras = dict(extras or {})
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: Static | None = None  # steps of fixed shape, on a CUDA device
@@ -73,7 +62,7 @@ class Model:
         path = self.pack()._path
         return path if isinstance(path, Engine) else None
 
-    def pack(self) -> "Model":
+    def pack(self) -> Self:
         """Pack the weights for the compiled path, where these weights have one.
 
         The first forward pass does this, or `load` before it. Threads of a batch may come here
@@ -95,89 +84,15 @@ class Model:
                 self._static = Static(path)
         return self
 
-    @classmethod
-    def random(
-        cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
-    ) -> "Model":
-        """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by
-        1/sqrt(2 L).
-        """
-        generator = torch.Generator().manual_seed(seed)
-        weights: dict[str, Tensor] = {}
-        for name, shape in config.shapes().items():
-            if name.endswith(".bias"):
-                weights[name] = torch.zeros(shape, dtype=dtype)
-            elif "norm" in name:
-                weights[name] = torch.ones(shape, dtype=dtype)
-            else:
-                residual = name.endswith(("out.weight", "down.weight"))
-                std = scale / math.sqrt(2 * config.n_layers) if residual else scale
-                weights[name] = (
-                    torch.randn(shape, generator=generator, dtype=torch.float64) * std
-                ).to(dtype)
-        return cls(config, weights)
-
     def __repr__(self) -> str:
         c = self.config
         return (
-            f"Model({self.name!r}, {c.family}, {c.n_layers} layers of {c.d_model}, vocabulary {c.vocab_size}, "
+            f"{type(self).__name__}({self.name!r}, {c.family}, {c.n_layers} layers of {c.d_model}, vocabulary {c.vocab_size}, "
             f"{c.parameters() / 1e6:.1f}M weights, {str(self.dtype).removeprefix('torch.')} on {self.device})"
         )
 
-    @property
-    def tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise TinyspecError(
-                f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder"
-            )
-        return self._tokenizer
-
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
-
-    def to(
-        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
-    ) -> "Model":
-        """The same model elsewhere or in another precision."""
-        moved = {
-            name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()
-        }
-        return Model(self.config, moved, self._tokenizer, self.name, self.extras)
-
-    def save(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder that `load` and transformers read."""
-        weights = {name: w.detach().cpu() for name, w in self.weights.items()}
-        checkpoint.write(Path(folder), self.config, weights, self._tokenizer)
-        if self.extras:
-            checkpoint.write_extras(folder, self.extras)
-
-    @property
-    def has_tokenizer(self) -> bool:
-        return self._tokenizer is not None
-
-    def session(
-        self, forward_log: "list[ForwardRecord] | None" = None, gate: "BatchBarrier | None" = None
-    ) -> "Session":
-        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for
-        company).
-        """
-        from tinyspec.lm.session import (
-            Session,
-        )  # the session stands on the model; this is its front door
-
-        return Session(self, forward_log=forward_log, gate=gate.through(self) if gate else None)
-
-    def logits(self, ids: Sequence[int]) -> Tensor:
-        """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64
-        model).
-        """
-        if isinstance(self.pack()._path, Engine) and len(ids):
-            session = self.session()
-            session.extend(ids[:1])
-            return session.score(TokenTree.chain(ids[1:])).logits
-        with torch.no_grad():
-            rows = self.training_logits(torch.tensor([list(ids)], device=self.device))[0]
-        return rows if rows.dtype == torch.float64 else rows.float()
 
     def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
         """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what

@@ -19,7 +19,7 @@ from typing import Any
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.trace import Statistics, Trace, distinct
 from tinyspec.generation import GenerationRun
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 WARM_UP = 4  # rounds that run before any clock does: the first calls of a process pay for caches and thread pools
 

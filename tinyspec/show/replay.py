@@ -20,9 +20,9 @@ from tinyspec.decoding.trace import Trace
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.lm.transformer import Model
 from tinyspec.show.display import describe_layers, escape_controls
 from tinyspec.translating import Translation
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training.recipe import Recipe
 from tinyspec.training.train import Trained
 

@@ -31,7 +31,7 @@ from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training import outputs
 from tinyspec.training.card import curve
 from tinyspec.training.imitation import compared, frequent, judged, rows

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.training.outputs import Output
 from tinyspec.training.train import Batch
 

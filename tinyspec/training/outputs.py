@@ -30,7 +30,7 @@ from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.gate import BatchBarrier, run_together
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.progress import progress_bar
 from tinyspec.training import corpus
 from tinyspec.tree import TokenTree

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, generate
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.progress import progress_bar
 from tinyspec.training.corpus import Teach
 from tinyspec.training.train import Batch

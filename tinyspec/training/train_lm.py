@@ -32,8 +32,8 @@ from tinyspec import data
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
+from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.lm.transformer import Model
 from tinyspec.training import corpus
 from tinyspec.training.card import write_card
 from tinyspec.training.exit_losses import Course, Exits, exit_logits

@@ -26,7 +26,7 @@ from tinyspec.early_exit.calibrate import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 
 def thresholds(step: float) -> list[float]:

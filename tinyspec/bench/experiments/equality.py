@@ -26,7 +26,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, decode
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Request, find_technique
 
 REHEARSED, CHANGED = "rehearsed", 7

@@ -34,7 +34,7 @@ from tinyspec.decoding.trace import decode
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.technique import Request, find_technique
 from tinyspec.training import corpus
 from tinyspec.tree import TokenTree

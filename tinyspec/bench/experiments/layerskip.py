@@ -28,7 +28,7 @@ from tinyspec.early_exit.layerskip import resolve_exit_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 METHOD = "layerskip"
 

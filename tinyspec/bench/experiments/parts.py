@@ -34,11 +34,10 @@ from tinyspec.bench.harness import progress, report
 from tinyspec.bench.report import Grid
 from tinyspec.bench.settings import PartsSettings
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.chain import draft_chain
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.forward import Seen
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 KS = (1, 2, 4, 5, 8, 12, 16, 32)
 WHOLE, LAYERS, BLIND, MATRICES, HEAD = (
@@ -99,7 +98,7 @@ class Guessing(curve.OwnForwards):
 
     def run(self, k: int) -> None:
         left = iter(range(k - 1, -1, -1))
-        if not draft_chain(self.session, k, lambda row: int(row.argmax()) if next(left) else None):
+        if not self.session.draft_chain(k, lambda row: int(row.argmax()) if next(left) else None):
             raise RuntimeError("this session does not let its guesses choose each other")
 
 

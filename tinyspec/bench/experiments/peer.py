@@ -19,7 +19,7 @@ from tinyspec.bench.experiments.plain import decode, folder, peer, peer_decode
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.settings import PeerSettings
 from tinyspec.generation import prompt_ids
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 GAP = 1e-3  # logits closer than this count as a tie between two float32 programs
 SHARE = 0.01  # of all tokens that may be ties

@@ -22,7 +22,7 @@ from tinyspec.bench.tasks import openings
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, stopping_criteria
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import (
     DraftProfile,

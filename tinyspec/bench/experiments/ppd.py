@@ -31,7 +31,7 @@ from tinyspec.bench.tasks import openings
 from tinyspec.early_exit.ppd import NO_DRAFT, count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 
 PLAIN, SERIAL, THREADS, SHARED = (
     "plain",

@@ -28,7 +28,7 @@ from tinyspec.bench.settings import SizeSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.pairing import check_pair
 from tinyspec.speculative.drafting.planner import profile_draft, profile_target
 from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate, walltime_speedup

@@ -22,7 +22,7 @@ from tinyspec.bench.settings import SkipSettings
 from tinyspec.bench.tasks import openings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.self_speculative import (
     SkipSet,
     SkipSetSearch,

@@ -22,7 +22,7 @@ from tinyspec.bench.report import Grid, number, provenance, speed
 from tinyspec.bench.settings import SweepSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.nonautoregressive.jacobi import trace_sweeps
 from tinyspec.technique import find_technique
 

@@ -24,8 +24,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Plan
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.transformer import Transformer
 from tinyspec.technique import Request
 
 NETWORK_TOLERANCE = 1e-10
@@ -72,7 +73,7 @@ tokens leave here.
 
 
 def run_dense(
-    model: Model, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
+    model: Transformer, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
 ) -> DensePass:
     """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is
     visible is everything.
@@ -116,16 +117,16 @@ def run_dense(
     return DensePass(logits_of_states(model, x), keys, values)
 
 
-def logits_of_states(model: Model, x: Array) -> Array:
+def logits_of_states(model: Transformer, x: Array) -> Array:
     """The logits [n, V] of states [n, d]."""
     w = _dense_weights(model)
     return _dense_norm(model, w, "norm", x) @ w["embed" if model.config.tied else "head"].T
 
 
-_weight_cache: WeakKeyDictionary[Model, dict[str, Array]] = WeakKeyDictionary()
+_weight_cache: WeakKeyDictionary[Transformer, dict[str, Array]] = WeakKeyDictionary()
 
 
-def _dense_weights(model: Model) -> dict[str, Array]:
+def _dense_weights(model: Transformer) -> dict[str, Array]:
     """The weights in float64, converted once for as long as the model lives."""
     if model not in _weight_cache:
         _weight_cache[model] = {
@@ -139,7 +140,7 @@ def _dense_linear(w: dict[str, Array], name: str, x: Array) -> Array:
     return y + w[f"{name}.bias"] if f"{name}.bias" in w else y
 
 
-def _dense_norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array:
+def _dense_norm(model: Transformer, w: dict[str, Array], name: str, x: Array) -> Array:
     layered = model.config.norm == "layer"
     if layered:
         x = x - x.mean(axis=1, keepdims=True)
@@ -151,7 +152,7 @@ def _dense_norm(model: Model, w: dict[str, Array], name: str, x: Array) -> Array
     return y + w[f"{name}.bias"] if layered else y
 
 
-def _rotate(model: Model, x: Array) -> Array:
+def _rotate(model: Transformer, x: Array) -> Array:
     """x [n, heads, hd], row m turned by m times the frequencies: the pair (i, i + hd/2) as one
     complex number.
     """

@@ -32,15 +32,12 @@ from tinyspec.laws.session_laws import (
 )
 from tinyspec.lm.forward import Cache
 from tinyspec.lm.gate import BatchBarrier
-from tinyspec.lm.runner import Runner, visibility
-from tinyspec.lm.session import Session
-from tinyspec.lm.text import Text
-from tinyspec.lm.transformer import Model
-from tinyspec.lm.view import View
+from tinyspec.lm.session import Session, View, visibility
+from tinyspec.lm.transformer import Transformer
 
-_commit = partial(Mutant, law=CACHE_FRESH, function=Text.commit)
+_commit = partial(Mutant, law=CACHE_FRESH, function=Session.commit)
 _rewind = partial(Mutant, law=REWIND_TRACELESS, function=Session.rewind)
-_run = partial(Mutant, law=NODE_LOGITS, function=Runner.run)
+_run = partial(Mutant, law=NODE_LOGITS, function=Session.run)
 _pipeline = partial(Mutant, law=PIPELINE_CLOCK, function=PipelinedTarget.score)
 _exit = partial(Mutant, law=EXIT_RULE, function=ExitTarget.score)
 _rule = partial(Mutant, law=EXIT_RULE, function=ConfidenceRule.should_exit)
@@ -61,19 +58,21 @@ nodes += [node for node in self.scored if node.parent is [tip, *nodes][-1]][:1]"
     ),
     _rewind(
         "rollback resets all",
-        "super().rewind(length)",
+        "del self.committed[length:]",
         """newest, self._ready = self.text[:length][-1:], 0
-super().rewind(0)
-self.append(newest)""",
+self.committed, self.scored, self._extras = [], [], []
+self.append(newest)
+return""",
         bug="B17",
     ),
     _rewind(
         "rollback of none takes all",
-        "super().rewind(length)",
-        "super().rewind(len(self.text[: -(len(self) - length)]))",
+        "if length == len(self):",
+        """length = len(self.text[: -(len(self) - length)])
+if length == len(self):""",
         bug="B18",
     ),
-    _rewind("no rollback", "super().rewind(length)", "return\nsuper()"),
+    _rewind("no rollback", "if length == len(self):", "if length >= 0:"),
     Mutant(
         "fork shares the cache",
         "twin.cache = self.cache.clone()",
@@ -133,26 +132,25 @@ self.session, self.plan = session, replace(plan, last=last)""",
 
 # ------------------------------------------------------------------ what a pass is told
 
-PLACES = "positions=[node.position for node in nodes]"
+PLACES = "positions=positions,"
 RAN = "scores = self.gate([feed])[0]"
 SEVERAL = f"""{RAN}
 if len(scores.logits) > 1:  # rounded otherwise: the last bit is another
     scores = scores._replace(logits=scores.logits * (1 + 2**-23))"""
-ONE_LATE = (Patch(Runner.run_chain, "positions=slots", "positions=[slot + 1 for slot in slots]"),)
+ONE_LATE = "positions=[position + 1 for position in positions],"
 PASSES = [
     _run(
         "position is the index in the tree",
         PLACES,
-        "positions=[nodes[0].position + i for i in range(len(nodes))]",
+        "positions=[nodes[0].position + i for i in range(len(nodes))],",
         bug="B23",
     ),
     _run(
         "positions one late",
         PLACES,
-        "positions=[node.position + 1 for node in nodes]",
+        ONE_LATE,
         bug="B19",
         law=POSITIONS_COUNT,
-        also=ONE_LATE,
     ),
     _run(
         "siblings seen",
@@ -181,7 +179,6 @@ PASSES = [
         SEVERAL,
         bug="B38",
         law=ROW_IDENTITY,
-        also=(Patch(Runner.run_chain, RAN, SEVERAL),),
     ),
     Mutant(
         "padding seen",
@@ -190,7 +187,7 @@ PASSES = [
 for feed in feeds:
     every = [(longest, ()) if n == feed.high else (n, more) for n, more in feed.seen]
     feed.seen, feed.high = every, longest""",
-        Model._forward,
+        Transformer._forward,
         bug="B21",
         law=BATCH_ROW,
     ),
@@ -375,10 +372,9 @@ EQUIVALENT = [
     Equivalent(
         "positions one late, on a model with rotations",
         PLACES,
-        "positions=[node.position + 1 for node in nodes]",
-        Runner.run,
+        ONE_LATE,
+        Session.run,
         bug="B19",
-        also=ONE_LATE,
         proof="Rotations by m and n enter a score as the rotation by m - n; adding one to every "
         "position changes no difference. On a model with learned positions it is a mutant, above.",
         laws=(of_sessions(node_logits_of_parts, ("rotations",)),),

@@ -40,7 +40,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.goodput import STEP, CostModel, update_ema
 from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings
 from tinyspec.technique import (

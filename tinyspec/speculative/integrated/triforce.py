@@ -44,9 +44,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Cache, Plan, Visible
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import linear, rotate, rotations
 from tinyspec.lm.session import Session
-from tinyspec.lm.transformer import Model
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.speculative.nested import Nested
 from tinyspec.technique import Guarantee, Knob, Request, technique

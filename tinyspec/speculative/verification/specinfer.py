@@ -42,7 +42,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
-from tinyspec.lm.transformer import Model
+from tinyspec.lm.model import Model
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.training.schedule import Settings

@@ -1,0 +1,104 @@
+"""A model: a transformer with its tokenizer, its files and its sessions."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import checkpoint
+from tinyspec.lm.config import Config
+from tinyspec.lm.engine import Engine
+from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.gate import BatchBarrier
+from tinyspec.lm.session import Session
+from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.transformer import Transformer
+from tinyspec.tree import TokenTree
+
+
+class Model(Transformer):
+    """A transformer that reads and writes text."""
+
+    def __init__(
+        self,
+        config: Config,
+        weights: Mapping[str, Tensor],
+        tokenizer: Tokenizer | None = None,
+        name: str = "model",
+        extras: Mapping[str, Tensor] | None = None,
+    ):
+        super().__init__(config, weights, name, extras)
+        self._tokenizer = tokenizer
+
+    @classmethod
+    def random(
+        cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
+    ) -> "Model":
+        """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by
+        1/sqrt(2 L).
+        """
+        generator = torch.Generator().manual_seed(seed)
+        weights: dict[str, Tensor] = {}
+        for name, shape in config.shapes().items():
+            if name.endswith(".bias"):
+                weights[name] = torch.zeros(shape, dtype=dtype)
+            elif "norm" in name:
+                weights[name] = torch.ones(shape, dtype=dtype)
+            else:
+                residual = name.endswith(("out.weight", "down.weight"))
+                std = scale / math.sqrt(2 * config.n_layers) if residual else scale
+                weights[name] = (
+                    torch.randn(shape, generator=generator, dtype=torch.float64) * std
+                ).to(dtype)
+        return cls(config, weights)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise TinyspecError(
+                f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder"
+            )
+        return self._tokenizer
+
+    def to(
+        self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> "Model":
+        """The same model elsewhere or in another precision."""
+        moved = {
+            name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()
+        }
+        return Model(self.config, moved, self._tokenizer, self.name, self.extras)
+
+    def save(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder that `load` and transformers read."""
+        weights = {name: w.detach().cpu() for name, w in self.weights.items()}
+        checkpoint.write(Path(folder), self.config, weights, self._tokenizer)
+        if self.extras:
+            checkpoint.write_extras(folder, self.extras)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return self._tokenizer is not None
+
+    def session(
+        self, forward_log: list[ForwardRecord] | None = None, gate: BatchBarrier | None = None
+    ) -> Session:
+        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for
+        company).
+        """
+        return Session(self, forward_log=forward_log, gate=gate.through(self) if gate else None)
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64
+        model).
+        """
+        if isinstance(self.pack()._path, Engine) and len(ids):
+            session = self.session()
+            session.extend(ids[:1])
+            return session.score(TokenTree.chain(ids[1:])).logits
+        with torch.no_grad():
+            rows = self.training_logits(torch.tensor([list(ids)], device=self.device))[0]
+        return rows if rows.dtype == torch.float64 else rows.float()
