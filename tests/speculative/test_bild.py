@@ -1,12 +1,14 @@
 """BiLD: fallback, rollback, and the two ends at which it is exact."""
 
 from fractions import Fraction as F
+from functools import partial
 from typing import Any
 
 import pytest
 
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
+from tests.speculative.printed import outcomes_of
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
@@ -16,7 +18,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
 from tinyspec.laws.traps import bild as traps
-from tinyspec.speculative.verification.bild import rollback_verifier
+from tinyspec.speculative.verification.bild import rollback_verifier, write_turn
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.tree import TokenTree
 
@@ -63,6 +65,30 @@ def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     return decoder
+
+
+@pytest.mark.parametrize("fallback", [0.0, 0.4, 0.6])
+@pytest.mark.parametrize("rollback", [0.0, 0.5, 1.5, 20.0])
+def test_printed_algorithm_is_what_runs(fallback: float, rollback: float) -> None:
+    """`write_turn` and one round of the decoder give every text with the same probability."""
+
+    def turn(rng: Exhaustive) -> tuple[int, ...]:
+        decoder = made(p, q, fallback=fallback, rollback=rollback, gamma=2)
+        decoder.extend((0,))
+        decoder.step(rng)
+        return tuple(decoder.context)
+
+    for p, q in ((1, 2), (3, 4), (5, 6)):
+        rows = [partial(distribution, Table(seed)) for seed in (p, q)]
+        printed = outcomes_of(
+            lambda *given: tuple(write_turn(*given)), *rows, [0], fallback, rollback, 2
+        )
+        assert printed == Exhaustive.law(turn)
+
+
+def distribution(table: Table, text: list[int]) -> list[F]:
+    weights = table.row(text)
+    return [F(x, sum(weights)) for x in weights]
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)

@@ -1,5 +1,7 @@
 """Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and bad input."""
 
+from typing import Any
+
 import pytest
 
 from tests.table import Table, exact_law
@@ -16,7 +18,12 @@ from tinyspec.laws.traps.cascade import (
     copies_the_longest,
     predicted,
 )
-from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
+from tinyspec.speculative.drafting.cascade import (
+    MaxGramDrafter,
+    cascade,
+    draft_cascade,
+    parse_quotas,
+)
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("cascade")
@@ -49,6 +56,36 @@ def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> Decoder:
     while not d.finished:
         d.step(rng)
     return d
+
+
+@pytest.mark.parametrize(
+    ("quotas", "seeds"),
+    [("3,2/1", (1, 2)), ("5,0/2", (1, 2)), ("3,2,1/2,1/1", (1, 2, 3)), ("2,0,2/3,0/2", (5, 6, 7))],
+)
+def test_printed_algorithm_is_what_runs(quotas: str, seeds: tuple[int, ...]) -> None:
+    """The same draft, and as many forward passes of every level."""
+    for prompt in ([0, 1], [2, 0, 1, 2, 0], [1, 1, 0, 1, 2, 1, 1]):
+        d = made(quotas, *seeds, sampling=SamplingParams(0.0))
+        d.extend(prompt)
+        passes = [0] * (len(seeds) - 1)
+
+        def level(number: int) -> Any:
+            table = Table(seeds[number + 1], 3, zeros=False)
+
+            def greedy(text: list[int], draft: list[int]) -> list[int]:
+                passes[number] += 1  # noqa: B023
+                rows = [table.row([*text, *draft[:n]]) for n in range(len(draft) + 1)]
+                return [row.index(max(row)) for row in rows]
+
+            return greedy
+
+        def copy(text: list[int], n: int) -> list[int]:
+            return d.drafter.below[-1].write(text, n, SamplingParams(), Seeded(0))[0]  # noqa: B023
+
+        levels = [level(number) for number in range(len(passes))]
+        drafted = draft_cascade(prompt, levels, copy, parse_quotas(quotas, len(passes)), 99)
+        assert list(d.drafter.propose(prompt, 99, d.sampling, Seeded(0)).tokens) == drafted
+        assert [level.decoder.target.calls for level in d.drafter.below[:-1]] == passes
 
 
 def test_trap_every_level_is_called_as_often_as_k_says() -> None:

@@ -19,7 +19,11 @@ from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import ConstantDrafter
 from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate
 from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.verification.gumbel_coupling import match_probability, verify_tree_by_race
+from tinyspec.speculative.verification.gumbel_coupling import (
+    couple_round,
+    match_probability,
+    verify_tree_by_race,
+)
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
@@ -51,6 +55,27 @@ class Bush(BaseDrafter):
         return TokenTree(
             (2, 1, 1, 0, 0, 2), (-1, -1, -1, 1, 2, 2), (None,) * 6, (True, *[False] * 5)
         )
+
+
+@pytest.mark.parametrize("gamma", [1, 2, 3])
+def test_printed_algorithm_is_what_runs(gamma: int) -> None:
+    """The same uniforms give `couple_round` and a round of the decoder the same tokens."""
+    lengths = set()
+    for seed in range(200):
+        uniforms = np.random.default_rng(seed).random((gamma + 1, 3))
+        noise = {1 + i: -np.log1p(-u) for i, u in enumerate(uniforms)}  # position 0: the prompt
+        p, q = Table(seed), Table(seed // 2)
+        decoder = CARD.make(Request(p, [q]), gamma=gamma)
+        decoder.extend((0,))
+        tokens = decoder.step(Replay(uniforms.ravel().tolist())).tokens
+        rows = [lambda text, table=table: normalized(table.row(text)) for table in (p, q)]
+        assert list(tokens) == couple_round(*rows, [0], gamma, noise)
+        lengths.add(len(tokens))
+    assert lengths == set(range(1, gamma + 2))
+
+
+def normalized(weights: Sequence[Any]) -> list[Any]:
+    return [F(x, sum(weights)) for x in weights]
 
 
 @pytest.mark.parametrize("sampling", WARPS, ids=str)

@@ -159,5 +159,5 @@ def test_nothing_or_one_token_is_made_where_that_is_asked_for(model: Any, tokens
 
 
 def test_knobs_out_of_range_are_refused_in_one_line() -> None:
-    with pytest.raises(TinyspecError, match="n is 1: it must be at least 2"):
+    with pytest.raises(TinyspecError, match="n is 1: it must be from 2 to 32"):
         CARD.make(Request(Table(3)), n=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.speculative.printed import compare_on_siblings
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
@@ -20,7 +21,10 @@ from tinyspec.laws.theorems import (
     with_replacement,
     without_replacement,
 )
-from tinyspec.speculative.verification.multi_candidate import sequential_acceptance
+from tinyspec.speculative.verification.multi_candidate import (
+    sequential_acceptance,
+    verify_siblings,
+)
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("multi_candidate")
@@ -48,9 +52,15 @@ def plain(p: int = 1, sampling: SamplingParams | None = None) -> Decoder:
     return Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling or SamplingParams())
 
 
+@pytest.mark.parametrize("draft", [with_replacement, without_replacement])
+def test_printed_algorithm_is_what_runs(draft: Any) -> None:
+    """`verify_siblings` has the outcomes of `verify_tree` below one node."""
+    assert compare_on_siblings(verify_siblings, verify_tree, draft) > 1000
+
+
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.7)], ids=str)
-def test_trap_three_candidates_a_node_keep_the_joint_law(
+def test_trap_three_candidates_keep_the_joint_law(
     sampling: SamplingParams, replacement: bool
 ) -> None:
     """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/traps/multi_candidate.py)."""
@@ -58,15 +68,13 @@ def test_trap_three_candidates_a_node_keep_the_joint_law(
     assert got == exact_law(lambda: plain(sampling=sampling), 2)
 
 
-def test_all_tokens_without_replacement_are_accepted_surely() -> None:
+def test_all_tokens_without_replacement_accept() -> None:
     for p, q in ((p, q) for p, q in distribution_pairs(largest=6) if all(q)):
         accepted, _, _ = play_siblings(verify_tree, without_replacement, p, q, len(p))
         assert accepted == 1
 
 
-def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_than_without() -> (
-    None
-):
+def test_acceptance_is_ordered() -> None:
     strict = 0
     for (p, q), k in product(distribution_pairs(largest=5), (1, 2, 3)):
         twice, _, _ = play_siblings(verify_tree, with_replacement, p, q, k)
@@ -76,7 +84,7 @@ def test_naive_sampling_accepts_no_more_than_with_replacement_and_that_no_more_t
     assert strict > 0
 
 
-def test_the_chance_that_one_of_k_passes_is_the_formulas() -> None:
+def test_acceptance_is_the_formulas() -> None:
     for (p, q), k in product(distribution_pairs(largest=5), (1, 2, 3)):
         assert (
             sequential_acceptance(list(p), list(q), k)
@@ -85,7 +93,7 @@ def test_the_chance_that_one_of_k_passes_is_the_formulas() -> None:
     assert sequential_acceptance([0.5, 0.5], [0.5, 0.5], 1) == pytest.approx(1)
 
 
-def test_a_round_is_one_target_call_and_one_draft_call_a_depth() -> None:
+def test_a_round_is_one_target_pass() -> None:
     d = made(stop=StoppingCriteria(max_new_tokens=30), configuration="2x2x1")
     d.extend((0,))
     while not d.finished:
@@ -98,7 +106,7 @@ def test_a_round_is_one_target_call_and_one_draft_call_a_depth() -> None:
     assert len(d.new) == 30
 
 
-def test_at_temperature_0_the_second_best_guess_saves_a_round() -> None:
+def test_greedy_second_best_saves_a_round() -> None:
     """Draws would all be the same token there: the likeliest two are proposed instead."""
     greedy, wanted = SamplingParams(temperature=0.0), StoppingCriteria(max_new_tokens=24)
     rounds = {}
@@ -122,7 +130,7 @@ def test_no_room_is_no_draft(wanted: int) -> None:
     assert d.finished
 
 
-def test_an_end_of_text_inside_a_draft_is_the_last_token() -> None:
+def test_eos_inside_a_draft_is_last() -> None:
     d = made(stop=StoppingCriteria(eos=frozenset({2}), max_new_tokens=40), configuration="3x3x2")
     d.extend((0,))
     while not d.finished:
@@ -133,12 +141,12 @@ def test_an_end_of_text_inside_a_draft_is_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("configuration", ["4x", "tree", "0", "4 by 2", "9x9x9x9"])
-def test_a_configuration_that_is_none_is_refused_in_one_line(configuration: str) -> None:
+def test_bad_configuration_is_one_line(configuration: str) -> None:
     with pytest.raises(TinyspecError, match="children"):
         made(configuration=configuration)
 
 
-def test_a_token_that_the_draft_cannot_say_is_never_a_candidate() -> None:
+def test_impossible_tokens_are_no_candidates() -> None:
     d = CARD.make(Request(Table(1), [Table(3)], SamplingParams(top_k=2)), configuration="3")
     d.extend((0,))
     tree = d.drafter.propose([0], 5, SamplingParams(top_k=2), Seeded(0))

@@ -158,7 +158,7 @@ def test_bad_input_is_said_in_one_line() -> None:
             [0],
         )
 
-    with pytest.raises(TinyspecError, match="no text had room for 5 drafted tokens"):
+    with pytest.raises(TinyspecError, match="no text had room for 5 draft tokens"):
         profile_draft("small", short, 5, Watch())
     with pytest.raises(TinyspecError, match="take longer texts"):
         profile_target(short, 5, Watch())

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.table import Table, exact_law
 from tests.zoo import Zoo, run, tiny_zoo
@@ -22,11 +24,24 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import rest as toys
 from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
-from tinyspec.speculative.drafting.rest import RestDrafter
+from tinyspec.speculative.drafting.rest import RestDrafter, retrieve_continuations
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("rest")
 GREEDY = SamplingParams(temperature=0.0)
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3)
+
+
+@given(TEXTS, st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9))
+def test_printed_algorithm_is_what_runs(
+    texts: list[list[int]], text: list[int], nodes: int
+) -> None:
+    drafter = RestDrafter([indexed(texts)], 1, 4, 3, 5000, nodes, 0.0)
+    tree = drafter.propose(text, 99, GREEDY, Seeded(0))
+    paths = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
+    assert paths == retrieve_continuations(texts, text, 1, 4, 3, nodes)
 
 
 def test_trap_the_longest_match_decides() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from fractions import Fraction as F
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -27,6 +27,8 @@ from tinyspec.speculative.drafting.sequoia import (
     expected_tokens,
     fastest_tree,
     mean_acceptance_by_rank,
+    most_tokens,
+    solve_tree_dp,
 )
 from tinyspec.speculative.goodput import CostModel
 from tinyspec.speculative.treedraft import TreeDrafter
@@ -71,6 +73,14 @@ def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and
 SHARES = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(
     lambda w: [x / (sum(w) + 1) for x in w]
 )
+
+
+@given(SHARES)
+def test_printed_algorithm_is_what_runs(accepts: list[float]) -> None:
+    """`most_tokens` is the table that `solve_tree_dp` fills, for every size and depth."""
+    best, _ = solve_tree_dp(tuple(accepts), 9, 4)
+    for nodes, depth in product(range(10), range(5)):
+        assert most_tokens(accepts, nodes, depth) == pytest.approx(best[depth, nodes + 1])
 
 
 @given(SHARES, st.integers(1, 7), st.integers(1, 4))

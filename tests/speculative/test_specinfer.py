@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.lm.small import LLAMA, model
+from tests.speculative.printed import compare_on_siblings
 from tests.table import Table, exact_law
 from tests.zoo import TEXT, failed, run, tiny_zoo
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -30,6 +31,7 @@ from tinyspec.speculative.verification.specinfer import (
     append_greedy_answers,
     boost_drafts,
     merge_trees,
+    multi_step_sampling,
     verify_tree_multi_step,
 )
 from tinyspec.technique import Request, find_technique
@@ -70,6 +72,17 @@ def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
         passed += mass * accepted
         found += mass * among
     return emitted, passed, found
+
+
+def of_two_models(q: Exact, k: int, rng: Any) -> tuple[list[int], list[Exact]]:
+    """k proposals, of two models in turn."""
+    dists = [q, q[::-1], q][:k]
+    return [rng.draw(row) for row in dists], dists
+
+
+def test_printed_algorithm_is_what_runs() -> None:
+    """`multi_step_sampling` has the outcomes of `verify_tree_multi_step` below one node."""
+    assert compare_on_siblings(multi_step_sampling, verify_tree_multi_step, of_two_models) > 1000
 
 
 THIRDS = [*distributions(3, 1), *distributions(3, 2), *distributions(3, 3)]

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.speculative.printed import compare_on_siblings
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
@@ -25,6 +26,7 @@ from tinyspec.speculative.verification.spectr import (
     division_factor,
     k_seq_acceptance,
     optimal_acceptance,
+    select_k_seq,
     verify_tree_k_seq,
 )
 from tinyspec.technique import Request, find_technique
@@ -48,6 +50,15 @@ def some(v: int, n: int, seed: int = 0):
 
 
 # ------------------------------------------------------------------ what makes it SpecTr
+
+
+def test_printed_algorithm_is_what_runs() -> None:
+    """`select_k_seq` has the outcomes of `verify_tree_k_seq` below one node."""
+
+    def printed(p, dists, drafts, rng):
+        return select_k_seq(p, dists[0], drafts, rng)
+
+    assert compare_on_siblings(printed, verify_tree_k_seq, theorems.with_replacement) > 1000
 
 
 def test_k_seq_is_not_recursive_rejection_it_accepts_more() -> None:

@@ -1,5 +1,9 @@
 """Staged speculative decoding: both stages, what each changes, and what neither may."""
 
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
 import pytest
 
 from tests.table import Table, exact_law
@@ -18,6 +22,7 @@ from tinyspec.laws.traps.staged import (
     guesses_are_the_drafts,
     n_grams_for_the_target,
 )
+from tinyspec.speculative.drafting.staged import grow_tree
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
@@ -50,6 +55,22 @@ def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> list[int]:
     while not d.finished:
         d.step(rng)
     return d.new
+
+
+@pytest.mark.parametrize("guesses", [0, 3])
+@pytest.mark.parametrize(("budget", "width"), [(1, 1), (5, 1), (7, 2), (9, 3)])
+def test_printed_algorithm_is_what_runs(guesses: int, budget: int, width: int) -> None:
+    for seed in range(2, 8):
+        d = made(1, seed, budget=budget, width=width, children="likeliest", guesses=guesses)
+        d.extend((0, 1))
+        tree = d.drafter.propose(d.context, 99, SamplingParams(), Seeded(0))
+        paths = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
+        table = Table(seed, 3, zeros=False)
+        assert paths == grow_tree(lambda text: normalized(table.row(text)), [0, 1], budget, width)  # noqa: B023
+
+
+def normalized(weights: Sequence[Any]) -> list[Fraction]:
+    return [Fraction(x, sum(weights)) for x in weights]
 
 
 def test_trap_n_grams_spare_calls_of_the_draft() -> None:

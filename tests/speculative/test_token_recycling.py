@@ -22,6 +22,8 @@ from tinyspec.speculative.drafting.token_recycling import (
     AdjacencyMatrix,
     TokenRecyclingDrafter,
     build_static_tree,
+    draft_from_matrix,
+    update_matrix,
 )
 from tinyspec.technique import Request, find_technique, per_model_state
 from tinyspec.tree import ROOT
@@ -29,6 +31,23 @@ from tinyspec.tree import ROOT
 CARD = find_technique("token_recycling")
 GREEDY = SamplingParams(temperature=0.0)
 SMALL = {"k": 2, "nodes": 6, "depth": 2}
+
+
+def test_printed_algorithm_is_what_runs() -> None:
+    """Drafts and matrix of a decoder, and those of `draft_from_matrix` and `update_matrix`."""
+    decoder, matrix = CARD.make(Request(Table(3, 5)), k=3, nodes=9, depth=3), np.zeros((5, 3), int)
+    decoder.extend((0,))
+    tree = build_static_tree(9, 3, 3)
+    decoder.drafter.matrix.learn(range(5), matrix.tolist(), 5)
+    for _ in range(20):
+        newest = decoder.context[-1]
+        round = decoder.step(Seeded(decoder.rounds))
+        assert list(round.tree.tokens) == draft_from_matrix(matrix, newest, tree)
+        rest = [node for node in range(9) if node not in round.verdict.accepted]
+        order = [*rest, ROOT, *round.verdict.accepted]
+        tokens = [newest if node == ROOT else round.tree.tokens[node] for node in order]
+        update_matrix(matrix, tokens, [round.scores.logits[node + 1] for node in order])
+        assert decoder.drafter.matrix.rows.tolist() == matrix.tolist()
 
 
 def test_trap_the_rows_of_refused_nodes_are_recycled() -> None:

@@ -169,7 +169,7 @@ class OfTheText(LookaheadJacobiDrafter):
         for at in range(len(context) - self.n + 1):
             self.pool.add(context[at : at + self.n])
         tokens, parents = list[int](), list[int]()
-        self._verification(context[-1], max_draft_depth, tokens, parents)
+        self._add_ngrams(context[-1], max_draft_depth, tokens, parents)
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
 
     def observe(self, round: Round) -> None:

@@ -1,26 +1,31 @@
-"""Cascade speculative drafting: drafts are drafted themselves, down to a model that only counts.
+"""Cascade speculative drafting (CS Drafting): let smaller models draft for the draft model.
 
-Chen et al., NeurIPS 2024, arXiv 2312.11462 (CS Drafting). Two cascades. *Vertical*: a draft model
-does not generate token by token, it reviews what the next smaller model drafted, and so on down to
-max-gram, which copies what followed the longest match of the newest tokens in the text, else the
-likeliest word by a bigram table: no network at all. *Horizontal*: the first guesses of a round are
-the likeliest to be kept, so the largest draft makes those, and ever smaller ones the rest. A matrix
-of quotas K says both: row 1 is how many tokens each level contributes to the target's draft; what
-level i contributes it makes by recursion, under the rows and columns below i. Nothing is trained.
+Paper: Chen et al., NeurIPS 2024, arXiv 2312.11462. Nothing is trained.
 
-Lenience l between the draft levels: a reviewer also lets pass what it holds for at least 1/l as
-likely as who wrote it. Towards the target it is 1.
+Idea. Two cascades. *Vertical*: a draft model does not generate token by token; it reviews what the
+next smaller model drafted, and so on down to max-gram, which copies what followed the longest match
+of the newest tokens in the text, or takes the most likely token of a bigram table. *Horizontal*:
+the first draft tokens of a round are the most likely to be accepted, so the largest draft model
+makes those and ever smaller ones the rest. A matrix of quotas K says both.
 
-Guarantee: EXACT. Each token declares the law it was committed under by the level that finalised it;
-a copied token, and a token that passed a lenient review, is a point mass. (The released code
-decodes greedily.) Tested in tests/speculative/test_cascade.py: calls of every level are those that
-K predicts where all agree; each cascade alone, both and none; the longest match. The law of four
-levels is enumerated by `tinyspec laws cascade`.
-Left out: the bigram table of Wikipedia. Here the smallest draft model says `sample` tokens once,
+    K[1][i] = tokens that draft model i contributes to the target's draft
+    K[i+1][j] = tokens that draft model j contributes when a draft of model i is drafted, j > i
+
+Lenience l between draft models: a reviewer also accepts a token that it finds at least 1/l as
+likely as its writer did. Towards the target it is 1.
+
+Guarantee: EXACT. Each token declares the distribution it was committed under by the level that
+finalized it. A copied token, and one that passed a lenient review, is a point mass.
+Pitfall: declaring the distribution of the model that first proposed a token, not of its reviewer;
+two levels with a constant gamma are no cascade. The released code decodes greedily only.
+Tests: tests/speculative/test_cascade.py (`draft_cascade` against what runs, tokens and forward
+passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
+cascade` enumerates four levels.
+Left out: the bigram table of Wikipedia. Here the smallest draft model samples `sample` tokens once,
 and these are counted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,9 +48,41 @@ PAPER_QUOTAS = {1: "13,10/10", 2: "5,14,10/1,10/10"}
 Quotas = tuple[tuple[int, ...], ...]
 
 
+def draft_cascade(
+    text: list[int],
+    models: Sequence[Callable[[list[int], list[int]], list[int]]],
+    max_gram: Callable[[list[int], int], list[int]],
+    quotas: Quotas,
+    room: int,
+) -> list[int]:
+    """Return the tokens that `models` and max-gram draft together, greedily (algorithm 1).
+
+    models    from the largest to the smallest; each maps (text, draft) to its greedy tokens after
+              the text and after each draft token, [len(draft) + 1], in one forward pass
+    max_gram  maps (text, n) to at most n copied tokens
+    quotas    K, for these models: row 0 says how many tokens each of them contributes
+    room      most tokens to draft
+
+    The decoder runs `CascadeDrafter`, which also samples. A test compares tokens and passes.
+    """
+    draft: list[int] = []
+    for i, quota in enumerate(quotas[0]):  # the horizontal cascade
+        end = min(len(draft) + quota, room)
+        if i == len(models):
+            draft += max_gram(text + draft, end - len(draft))
+            break
+        while len(draft) < end:  # the vertical cascade: model i reviews what is drafted for it
+            inner = draft_cascade(
+                text + draft, models[i + 1 :], max_gram, quotas[i + 1 :], end - len(draft) - 1
+            )
+            own = models[i](text + draft, inner)
+            n = next((n for n, token in enumerate(inner) if token != own[n]), len(inner))
+            draft += own[: n + 1]  # the accepted tokens, and the model's own next one
+    return draft
+
+
 def parse_quotas(quotas: str, drafts: int) -> Quotas:
-    """K by rows: the part right of the diagonal, one column for each draft model and one for
-    max-gram.
+    """Return K by rows, right of the diagonal: a column for each draft model and one for max-gram.
 
     >>> parse_quotas("5,14,10/1,10/10", 2)
     ((5, 14, 10), (1, 10), (10,))
@@ -73,9 +110,7 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
 
 
 class MaxGramDrafter(BaseDrafter):
-    """The lowest level: what followed the longest match of the newest tokens, else the bigram
-    table's word.
-    """
+    """The lowest level: copies what followed the longest match, else asks the bigram table."""
 
     def __init__(self, longest: int, table: Katz | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
@@ -83,18 +118,19 @@ class MaxGramDrafter(BaseDrafter):
     def write(
         self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
     ) -> tuple[list[int], list[Probs | None]]:
-        """n tokens that go on with this text, as point masses; fewer where nothing is known of the
-        newest one.
+        """Return n tokens to continue the text, as point masses; fewer if nothing is known.
+
+        They come with their distributions, which are all None.
         """
         line = list(text[-self.longest :])
-        begun = len(line)
-        while len(line) - begun < n:
-            copied = self.index.lookup(line[-self.longest :], n + begun - len(line), self.longest)
-            guess = self.table.likeliest(line) if self.table and not copied else None
-            if not copied and guess is None:
+        start = len(line)
+        while len(line) - start < n:
+            copied = self.index.lookup(line[-self.longest :], n + start - len(line), self.longest)
+            token = self.table.likeliest(line) if self.table and not copied else None
+            if not copied and token is None:
                 break
-            line += copied if guess is None else [guess]
-        return line[begun:], [None] * (len(line) - begun)
+            line += copied if token is None else [token]
+        return line[start:], [None] * (len(line) - start)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.index.append(0, tokens)
@@ -112,10 +148,9 @@ class MaxGramDrafter(BaseDrafter):
 class CascadeDrafter(BaseDrafter):
     """Drafts for one reviewer: each level below it contributes its quota, the largest first.
 
-    ends     tokens that nothing comes after
-    listens  whether it passes on what happens to the text: levels are shared by all reviewers above
-             them, so only the target's drafter does; the others' texts follow when they are to
-             write
+    ends     tokens that nothing follows
+    listens  whether it passes on what happens to the text. Levels are shared by all reviewers above
+             them, so only the target's drafter does; the others catch up when they are to write
     """
 
     def __init__(
@@ -126,7 +161,7 @@ class CascadeDrafter(BaseDrafter):
         listens: bool = False,
     ):
         self.below, self.quotas, self.ends = below, quotas, ends
-        self.told: Sequence[Nested | MaxGramDrafter] = below if listens else ()
+        self.listeners: Sequence[Nested | MaxGramDrafter] = below if listens else ()
 
     def propose(
         self,
@@ -141,38 +176,36 @@ class CascadeDrafter(BaseDrafter):
             if n < 1:
                 continue
             tokens, rows = level.write(text, n, sampling, rng.split("level", number))
-            kept = next(
-                (at for at, token in enumerate(tokens, 1) if token in self.ends), len(tokens)
-            )
-            text += tokens[:kept]
-            laws += rows[:kept]
-            if kept and tokens[kept - 1] in self.ends:
+            ended = [at for at, token in enumerate(tokens, 1) if token in self.ends]
+            n_kept = ended[0] if ended else len(tokens)
+            text += tokens[:n_kept]
+            laws += rows[:n_kept]
+            if ended:
                 break
         return TokenTree.chain(text[len(context) :], laws)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        for level in self.told:
+        for level in self.listeners:
             level.extend(tokens, scores)
 
     def observe(self, round: Round) -> None:
-        for level in self.told:
+        for level in self.listeners:
             level.observe(round)
 
     def rewind(self, length: int) -> None:
-        for level in self.told:
+        for level in self.listeners:
             level.rewind(length)
 
     def end(self) -> None:
-        for level in self.told:
+        for level in self.listeners:
             level.end()
 
 
 def lenient_review(lenience: float) -> Verifier:
-    """A review inside the cascade: x passes also where the reviewer holds it for 1/l as likely as
-    its writer did.
+    """Return the verifier of a review between draft models, with this lenience l.
 
-    At temperature 0 the reviewer's law before it is sharpened decides, and a writer's token counts
-    as certain.
+    A token is accepted with min(1, l p(x) / q(x)), where q is its writer's distribution. At
+    temperature 0 the reviewer's distribution before it is sharpened decides, and q(x) counts as 1.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
@@ -206,15 +239,43 @@ def lenient_review(lenience: float) -> Verifier:
     drafts=1,
     several=True,
     knobs=(
-        Knob("quotas", "auto", "K by rows, from the largest draft down to max-gram; auto: the paper's",
-             small=("2,0,1/1,0/1", "1,1,1/1,1/1", "3,0,0/2,0/1")),
-        Knob("lenience", 1.0, "between draft levels: 1/l as likely as its writer says is enough", low=1.0, small=(1.0, 2.0)),
-        Knob("vertical", True, "whether a level's draft is drafted by the levels below it", choices=(True, False)),
-        Knob("horizontal", True, "whether smaller levels write the end of a draft", choices=(True, False)),
-        Knob("longest", 10, "longest match that max-gram looks for, in tokens", low=1),
-        Knob("sample", 2048, "tokens that the smallest draft model says for the bigram table", low=0, small=(6, 0)),
+        Knob(
+            "quotas",
+            "auto",
+            "K by rows, from the largest draft down to max-gram; auto: the paper's",
+            small=("2,0,1/1,0/1", "1,1,1/1,1/1", "3,0,0/2,0/1"),
+        ),
+        Knob(
+            "lenience",
+            1.0,
+            "between draft levels: 1/l as likely as its writer says is enough",
+            low=1.0,
+            high=100.0,
+            small=(1.0, 2.0),
+        ),
+        Knob(
+            "vertical",
+            True,
+            "whether a level's draft is drafted by the levels below it",
+            choices=(True, False),
+        ),
+        Knob(
+            "horizontal",
+            True,
+            "whether smaller levels write the end of a draft",
+            choices=(True, False),
+        ),
+        Knob("longest", 10, "longest match that max-gram looks for, in tokens", low=1, high=64),
+        Knob(
+            "sample",
+            2048,
+            "tokens that the smallest draft model samples for the bigram table",
+            low=0,
+            high=1 << 20,
+            small=(6, 0),
+        ),
     ),
-)  # fmt: skip
+)
 def cascade(
     request: Request,
     *,
@@ -225,7 +286,7 @@ def cascade(
     longest: int,
     sample: int,
 ) -> Decoder:
-    """Draft models from the largest to the smallest, then max-gram."""
+    """Return a decoder that drafts with all draft models, from the largest, and max-gram."""
     target: Any = request.target
     drafts: list[Any] = list(request.drafts)
     sizes = {model.model.config.vocab_size for model in (target, *drafts)}
@@ -259,7 +320,7 @@ def cascade(
 
 
 def count_bigrams(draft: Any, tokens: int) -> Katz:
-    """The bigram table, counted once a model."""
+    """Return the bigram table of a draft model, counted once and kept while the model lives."""
     model = draft.model
     return per_model_state(
         draft, ("bigrams", tokens), lambda: Katz(sampled(model, tokens), 2, model.config.vocab_size)

@@ -1,29 +1,36 @@
-"""Lookahead decoding: Jacobi iteration, and n-grams collected from its path.
+"""Lookahead decoding: collect n-grams from Jacobi iterations, and verify them as drafts.
 
-Fu et al., ICML 2024, arXiv 2402.02057 (not the trie of the same name: lookahead_trie). Guess a row
-of coming tokens, replace each by what the model says there, and again: that Jacobi iteration
-reaches the greedy text, but rarely faster than a token a pass. Its path, though, passes n-grams
-that come true elsewhere. A window of W columns keeps the last N - 1 iterations; cell (i, j) is the
-guess of iteration i for position i + j behind the newest token, made as the continuation of the
-cells above it in its column. One pass runs two branches: the *lookahead* branch computes the whole
-window and makes the next iteration, and each column becomes an N-gram in a pool; the *verification*
-branch checks up to G n-grams of the pool that begin with the newest token. The oldest iteration is
-dropped, and the window moves on by a position, however many tokens the pass commits. Nothing is
-trained.
+Paper: Fu et al., ICML 2024, arXiv 2402.02057 (not the trie of the same name: lookahead_trie).
+Nothing is trained.
 
-In the frame the window is probe rows: computed, shown to `observe`, never verified nor committed.
-Row 0 is a chain that begins with the newest token itself, and cell (i, j) hangs from cell (i - 1,
-j): so a cell sees just what the paper's mask shows it. N-grams of one pass that agree at first
-share their nodes.
+Idea. Jacobi iteration fills the coming positions with arbitrary tokens, replaces each by the
+model's argmax there, and repeats. It reaches the greedy text, but rarely faster than one token per
+pass. Its path, though, passes n-grams that come true elsewhere. A window of W columns keeps the
+last N - 1 iterations; cell (i, j) is iteration i's token for position i + j after the newest token,
+made as the continuation of the cells above it in its column.
 
-Guarantee: EXACT. The window takes argmaxes whatever the temperature; a pooled n-gram is point
-masses, which the walk checks.
-Tested in tests/speculative/test_lookahead_jacobi.py: the draft of every round equals a hand
-simulation of window and pool; both branches share one call; where the text is periodic, a round
-commits N tokens; more columns and longer n-grams save calls.
+    new row: c(N-1, j) = argmax of p(. | text, c(0, 1), ..., c(0, j), c(1, j), ..., c(N-2, j))
+    n-gram:  (c(0, j), c(1, j), ..., c(N-1, j)), for every column j
+
+One forward pass runs two branches. The *lookahead* branch computes the window and makes the next
+iteration, and each column becomes an n-gram in a pool. The *verification* branch checks up to G
+n-grams of the pool that begin with the newest token. The oldest iteration is dropped, and the
+window moves on by one position, however many tokens the pass commits.
+
+In the frame, the window is made of probes: computed, shown to `observe`, never verified nor
+committed. Row 0 is a chain that begins with the newest token, and cell (i, j) is a child of cell
+(i - 1, j), so that a cell attends to just what the paper's mask shows it. N-grams of one pass that
+begin alike share their nodes.
+
+Guarantee: EXACT. The window takes the argmax at every temperature; the tokens of an n-gram are
+point masses.
+Pitfall: Jacobi iteration alone, or n-grams of the text alone; both are other methods.
 State: window and pool end with the request.
-Left out: several devices, which share out the columns. Where the paper fills the first row at
-random, here the prompt's tokens stand in turn: the same text for the same seed.
+Tests: tests/speculative/test_lookahead_jacobi.py (`advance_window` is what runs; the draft of every
+round equals a simulation of window and pool by hand; both branches share one pass; if the text is
+periodic, a round commits N tokens; more columns and longer n-grams save passes).
+Left out: several devices, which share out the columns. The paper fills the first row at random;
+here the prompt's tokens fill it in turn, so that a seed always gives the same text.
 """
 
 from collections.abc import Sequence
@@ -38,20 +45,45 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
+def advance_window(
+    rows: Sequence[Sequence[int]], row: Sequence[int], depth: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Enter a new iteration; return the next window and the n-grams that were completed.
+
+    rows   the window, oldest iteration first; all N - 1 rows have W cells, except while it fills
+    row    [W] the model's argmax after each column
+    depth  N - 1: the iterations that are kept
+
+    While the window has fewer than N - 1 rows, none is dropped: the text overtakes their first
+    column instead, and there are no n-grams yet.
+
+    >>> advance_window([[4, 5], [2, 3]], [6, 7], depth=2)
+    ([[2, 3], [6, 7]], [[4, 2, 6], [5, 3, 7]])
+    """
+    window = [list(cells) for cells in (*rows, row)]
+    if len(rows) < depth:
+        return [cells[1:] for cells in window], []
+    return window[1:], [list(column) for column in zip(*window, strict=True)]
+
+
 class NgramPool:
-    """For each first token the `most` n-grams collected last, as what follows it."""
+    """The n-grams collected last, by their first token.
+
+    most   n-grams kept for a first token
+    after  first token -> what follows it in each of its n-grams, the newest last
+    """
 
     def __init__(self, most: int):
         self.most = most
-        self.after: dict[int, list[tuple[int, ...]]] = {}  # the newest last
+        self.after: dict[int, list[tuple[int, ...]]] = {}
 
     @property
     def bytes(self) -> int:
-        """What its n-grams take."""
+        """Return the size of its n-grams in memory."""
         return sum(getsizeof(rest) for known in self.after.values() for rest in known)
 
     def add(self, gram: Sequence[int]) -> None:
-        """Collect an n-gram; one that is known becomes the newest, and the oldest makes room."""
+        """Collect an n-gram; a known one becomes the newest, and the oldest one is dropped."""
         known = self.after.setdefault(gram[0], [])
         rest = tuple(gram[1:])
         if rest in known:
@@ -61,12 +93,12 @@ class NgramPool:
 
 
 class JacobiWindow:
-    """The last iterations: rows[i][j] is the guess for position i + j behind the newest token,
-    which is rows[0][0].
+    """The last N - 1 = `depth` Jacobi iterations.
 
-    Of N - 1 = `depth` rows at first only one stands; each pass adds one, and the columns that the
-    text overtakes meanwhile go, so the first row begins longer by as many. Once all stand, a new
-    row pushes the oldest out.
+    rows  rows[i][j] is the token for position i + j after the newest token, which is rows[0][0]
+
+    At first there is one row. Each pass adds one, and the text overtakes a column, so the first row
+    begins longer by as many. Once all rows are there, a new one replaces the oldest.
     """
 
     def __init__(self, width: int, depth: int, text: Sequence[int]):
@@ -75,20 +107,17 @@ class JacobiWindow:
         self.rows = [[text[-1], *(text[at % len(text)] for at in range(length - 1))]]
 
     def columns(self, max_draft_depth: int) -> int:
-        """How many columns fit where a draft may be `max_draft_depth` deep."""
+        """Return how many columns fit if a draft may be `max_draft_depth` deep."""
         return max(min(len(self.rows[-1]), max_draft_depth - len(self.rows) + 2), 0)
 
     def move_on(self, row: Sequence[int]) -> list[list[int]]:
-        """Enter what the model said below the newest row, for the columns that were run; returns
-        the n-grams completed.
+        """Enter the model's tokens for the columns that were run; return the n-grams completed.
+
+        Columns that did not fit keep their newest token.
         """
         row = [*row, *self.rows[-1][len(row) :]]
-        if len(self.rows) < self.depth:
-            self.rows = [cells[1:] for cells in (*self.rows, row)]
-            return []
-        columns = [list(column) for column in zip(*self.rows, row, strict=True)]
-        self.rows = [*self.rows[1:], row]
-        return columns
+        self.rows, ngrams = advance_window(self.rows, row, self.depth)
+        return ngrams
 
 
 class LookaheadJacobiDrafter(BaseDrafter):
@@ -107,9 +136,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
     def end(self) -> None:
         self.pool = NgramPool(self.guesses)
         self.window: JacobiWindow | None = None
-        self.newest_row: list[
-            int
-        ] = []  # nodes of the window's newest row in the tree that is out, ROOT among them
+        self.newest_row: list[int] = []  # nodes of the window's newest row, ROOT among them
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         for at in range(len(tokens) - self.n + 1 if self.from_prompt else 0):
@@ -126,16 +153,16 @@ class LookaheadJacobiDrafter(BaseDrafter):
             self.window = JacobiWindow(self.width, self.n - 1, context)
         self.window.rows[0][0] = context[-1]
         tokens, parents = list[int](), list[int]()
-        self._verification(context[-1], max_draft_depth, tokens, parents)
-        guessed = len(tokens)
-        self._lookahead(self.window, max_draft_depth, tokens, parents)
-        probe = [False] * guessed + [True] * (len(tokens) - guessed)
+        self._add_ngrams(context[-1], max_draft_depth, tokens, parents)
+        drafted = len(tokens)
+        self._add_window(self.window, max_draft_depth, tokens, parents)
+        probe = [False] * drafted + [True] * (len(tokens) - drafted)
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
 
-    def _verification(
+    def _add_ngrams(
         self, newest: int, max_draft_depth: int, tokens: list[int], parents: list[int]
     ) -> None:
-        """The n-grams that begin with the newest token, the last collected first, as one tree."""
+        """Add the verification branch: n-grams that begin with the newest token, newest first."""
         nodes: dict[tuple[int, int], int] = {}
         for gram in reversed(self.pool.after.get(newest, [])):
             up = ROOT
@@ -146,14 +173,12 @@ class LookaheadJacobiDrafter(BaseDrafter):
                     parents.append(up)
                 up = nodes[up, token]
                 if token in self.ends:
-                    break  # nothing comes after the end of a text
+                    break  # nothing follows the end of a text
 
-    def _lookahead(
+    def _add_window(
         self, window: JacobiWindow, max_draft_depth: int, tokens: list[int], parents: list[int]
     ) -> None:
-        """The window's cells: row 0 is a chain from the newest token, every other cell hangs below
-        its column's.
-        """
+        """Add the lookahead branch: row 0 as a chain, every other cell below the one above it."""
         columns = window.columns(max_draft_depth)
         above = [ROOT] * columns
         for i, row in enumerate(window.rows if columns else ()):
@@ -167,9 +192,9 @@ class LookaheadJacobiDrafter(BaseDrafter):
         assert self.window is not None  # a round was proposed
         if not self.newest_row:
             return
-        said = top_k_rows(round.scores.logits, [node + 1 for node in self.newest_row], 1)
-        for gram in self.window.move_on([token for (token,) in said])[: len(said)]:
-            self.pool.add(gram)
+        best = top_k_rows(round.scores.logits, [node + 1 for node in self.newest_row], 1)
+        for ngram in self.window.move_on([token for (token,) in best])[: len(best)]:
+            self.pool.add(ngram)
 
 
 @technique(
@@ -179,15 +204,21 @@ class LookaheadJacobiDrafter(BaseDrafter):
     family="drafting",
     guarantee=Guarantee.EXACT,
     knobs=(
-        Knob("window", 15, "W: columns of the lookahead branch", low=1, small=(2, 1)),
+        Knob("window", 15, "W: columns of the lookahead branch", low=1, high=256, small=(2, 1)),
         Knob(
-            "n", 5, "N: tokens of an n-gram; the window keeps N - 1 iterations", low=2, small=(3, 2)
+            "n",
+            5,
+            "N: tokens of an n-gram; the window keeps N - 1 iterations",
+            low=2,
+            high=32,
+            small=(3, 2),
         ),
         Knob(
             "guesses",
             15,
             "G: n-grams kept for a first token, and verified at once",
             low=1,
+            high=256,
             small=(2, 1),
         ),
         Knob(
@@ -201,7 +232,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
 def lookahead_jacobi(
     request: Request, *, window: int, n: int, guesses: int, from_prompt: bool
 ) -> Decoder:
-    """Verify what the window once said behind the newest token, and let it say more."""
+    """Return a decoder that verifies n-grams of the pool beside running the window."""
     return request.decoder(
         LookaheadJacobiDrafter(window, n, guesses, from_prompt, request.stop.eos), verify_tree
     )

@@ -1,28 +1,28 @@
-"""Decoding Speculative Decoding: which draft model, and how many tokens of it? A planner that
-measures before it advises.
+"""Decoding Speculative Decoding: choose a draft model and a draft length from two measurements.
 
-Yan, Agarwal and Venkataraman 2024, arXiv 2402.01528: over many pairs of models, how well a draft
-models language says little of how much it speeds the target up; its latency decides, and that grows
-with depth more than with width. Two measurements of a candidate suffice: the seconds of one of its
-steps, and its TAR, the token acceptance rate, a mean *number* of tokens. Here TAR(n) counts the
-drafted tokens that are accepted in a round of n; the token that the target adds to every round is
-not in it. With t(n) the seconds of a target call over n drafted tokens and the newest, d the
-draft's seconds a step:
+Paper: Yan, Agarwal, Venkataraman 2024, arXiv 2402.01528. Nothing is trained.
 
-    throughput = (TAR(n) + 1) / (n d + t(n)),        gain = throughput t(0)
+Idea. Over many pairs of models, how well a draft model predicts language says little about how much
+it speeds up the target. Its latency decides, and that grows with depth more than with width. Two
+measurements of a candidate suffice: the seconds of one of its steps, and its TAR (token acceptance
+rate), a mean *number* of tokens. Here TAR(n) counts the draft tokens accepted in a round of n; the
+token that the target adds to every round is not in it.
+
+    throughput(n) = (TAR(n) + 1) / (n d + t(n))       d: seconds of a draft step
+    gain(n)       = throughput(n) t(0)                t(n): seconds of a target pass over n draft tokens
     a gain of s needs TAR(n) >= s (n d + t(n)) / t(0) - 1
 
-What makes it that technique and not a formula: the figures come from running the candidates
-(`plan`, on any clock), one profile at the longest n gives TAR at every n (TAR(n) = sum of the
-shares of rounds in which at least 1, 2, ... n tokens passed), and the forecast is held against
-measured decoding (`measure_throughput`).
+One profile at the longest n gives TAR at every n: TAR(n) is the sum over i <= n of the share of
+rounds in which at least i draft tokens were accepted. The forecast is held against measured
+decoding (`measure_throughput`). The command is `tinyspec bench plan-draft`.
 
-Guarantee: none, it decodes nothing; what it recommends is `speculative_decoding`, which is exact.
-Tested in tests/speculative/test_planner.py and by its traps: costs are measured, the recommended
-pair is the fastest on a clock that calls move, and a forecast lies within its sampling error of the
-throughput measured there. User's command: `tinyspec bench plan-draft`.
-Left out: the paper's training of a wide and shallow draft (`tinyspec train lm --distill` makes such
-drafts).
+Guarantee: none, it decodes nothing. What it recommends is `speculative_decoding`, which is exact.
+Pitfall: printing the formula without measuring; counting the added token in TAR and once more.
+Tests: tests/speculative/test_planner.py and the traps of laws/traps/planner.py (`recommend_drafts`
+names the fastest pair on a clock that forward passes move; a forecast is within its sampling error
+of the throughput measured there).
+Left out: training a wide and shallow draft, as the paper does (`tinyspec train lm --distill` makes
+such drafts).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ from tinyspec.technique import Clock, Guarantee, Request, technique
 from tinyspec.tree import TokenTree
 
 NewRequests = Callable[[], Iterable[tuple[Request, Sequence[int]]]]
-"""Fresh requests with their prompts, the same ones each time it is called."""
+"""Makes new requests with their prompts, the same ones each time it is called."""
 
 
 # ---------------------------------------------------------------------- the model
@@ -48,8 +48,8 @@ NewRequests = Callable[[], Iterable[tuple[Request, Sequence[int]]]]
 class DraftProfile(NamedTuple):
     """What was measured of a candidate.
 
-    step   seconds of the draft for one token
-    reach  [longest] share of rounds in which at least 1, 2, ... drafted tokens passed
+    step   seconds of the draft model for one token
+    reach  [longest] share of rounds in which at least 1, 2, ... draft tokens were accepted
     """
 
     name: str
@@ -57,7 +57,7 @@ class DraftProfile(NamedTuple):
     reach: Sequence[float]
 
     def tar(self, n: int) -> float:
-        """Mean number of accepted tokens in rounds of n drafted ones.
+        """Return the mean number of accepted tokens in rounds of n draft tokens.
 
         >>> DraftProfile("a", 1.0, (0.5, 0.25)).tar(2)
         0.75
@@ -66,12 +66,12 @@ class DraftProfile(NamedTuple):
 
 
 class Recommendation(NamedTuple):
-    """A candidate at its best length. `draft` None and n 0: plain decoding.
+    """A candidate at its best draft length n. `draft` None and n 0: plain decoding.
 
-    rate     forecast tokens a second
-    gain     over plain decoding
-    missing  accepted tokens a round that it would need on top to be as fast as the recommended one;
-             None: no n makes it so
+    rate     forecast tokens per second
+    gain     speed-up over plain decoding
+    missing  accepted tokens per round that it lacks to be as fast as the recommended candidate;
+             None: it cannot be, at any n
     """
 
     draft: str | None
@@ -83,7 +83,7 @@ class Recommendation(NamedTuple):
 
 
 def tokens_per_second(tar: float, n: int, step: float, verify: float) -> float:
-    """Tokens a second; `tar` does not count the token that the target adds.
+    """Return the throughput; `tar` does not count the token that the target adds.
 
     >>> tokens_per_second(tar=2.0, n=4, step=0.01, verify=0.06)
     30.0
@@ -92,7 +92,9 @@ def tokens_per_second(tar: float, n: int, step: float, verify: float) -> float:
 
 
 def needed_tar(gain: float, n: int, step: float, verify: float, plain: float) -> float:
-    """The TAR at which rounds of n gain so much over plain steps of `plain` seconds.
+    """Return the TAR at which rounds of n tokens are `gain` times as fast as plain decoding.
+
+    step, verify, plain  seconds of a draft step, of a target pass over n draft tokens, and over none
 
     >>> round(needed_tar(2.0, n=4, step=0.01, verify=0.06, plain=0.05), 6)
     3.0
@@ -103,16 +105,16 @@ def needed_tar(gain: float, n: int, step: float, verify: float, plain: float) ->
 def recommend_drafts(
     verify: Sequence[float], drafts: Sequence[DraftProfile]
 ) -> list[Recommendation]:
-    """Every candidate and plain decoding, each at its best length, the fastest first.
+    """Return every candidate and plain decoding, each at its best length, the fastest first.
 
-    verify  [longest + 1] seconds of a target call over n drafted tokens, n = 0 being a plain step
+    verify  [longest + 1] seconds of a target pass over n draft tokens; n = 0 is a plain step
     """
     if not verify or min(verify) <= 0:
         raise TinyspecError(
-            "the planner needs the measured seconds of a target call over 0, 1, ... drafted tokens"
+            "the planner needs the measured seconds of a target call over 0, 1, ... draft tokens"
         )
     plain = verify[0]
-    made = [Recommendation(None, 0, 0.0, 1 / plain, 1.0, None)]
+    choices = [Recommendation(None, 0, 0.0, 1 / plain, 1.0, None)]
     spans = [range(1, min(len(draft.reach), len(verify) - 1) + 1) for draft in drafts]
     for draft, span in zip(drafts, spans, strict=True):
         if not span:
@@ -120,22 +122,22 @@ def recommend_drafts(
                 f"{draft.name}: no draft length was measured both of it and of the target"
             )
         rate, n = max((tokens_per_second(draft.tar(n), n, draft.step, verify[n]), -n) for n in span)
-        made.append(Recommendation(draft.name, -n, draft.tar(-n), rate, rate * plain, None))
-    best = max(made, key=lambda advice: advice.rate)
+        choices.append(Recommendation(draft.name, -n, draft.tar(-n), rate, rate * plain, None))
+    best = max(choices, key=lambda choice: choice.rate)
     for at, (draft, span) in enumerate(zip(drafts, spans, strict=True), start=1):
         wanted = {n: needed_tar(best.gain, n, draft.step, verify[n], plain) for n in span}
-        lacks = [
-            max(0.0, tar - draft.tar(n)) for n, tar in wanted.items() if tar <= n
-        ]  # no more than n are ever accepted
-        made[at] = made[at]._replace(missing=0.0 if made[at] is best else min(lacks, default=None))
-    return sorted(made, key=lambda advice: (-advice.rate, advice.n))
+        # No more than n draft tokens are ever accepted.
+        lacks = [max(0.0, tar - draft.tar(n)) for n, tar in wanted.items() if tar <= n]
+        missing = 0.0 if choices[at] is best else min(lacks, default=None)
+        choices[at] = choices[at]._replace(missing=missing)
+    return sorted(choices, key=lambda choice: (-choice.rate, choice.n))
 
 
 # ---------------------------------------------------------------------- the measurements
 
 
 class TimedDrafter(ModelDrafter):
-    """A draft model that is timed: seconds it drafted, tokens it made."""
+    """A draft model that measures the seconds it takes and counts the tokens it makes."""
 
     def __init__(self, request: Request, n: int, clock: Clock):
         super().__init__(
@@ -144,7 +146,7 @@ class TimedDrafter(ModelDrafter):
             request.stop.eos,
             request.draft_max_lengths[0] if request.draft_max_lengths else None,
         )
-        self.clock, self.seconds, self.made = clock, 0.0, 0
+        self.clock, self.seconds, self.tokens = clock, 0.0, 0
 
     def propose(
         self,
@@ -153,17 +155,15 @@ class TimedDrafter(ModelDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        begun = self.clock()
+        started = self.clock()
         tree = super().propose(context, max_draft_depth, sampling, rng)
-        self.seconds += self.clock() - begun
-        self.made += len(tree.tokens)
+        self.seconds += self.clock() - started
+        self.tokens += len(tree.tokens)
         return tree
 
 
 class KnownTextDrafter(BaseDrafter):
-    """Proposes a text that is known, `n` tokens of it, n = 0, 1, ... longest in turn: what a target
-    call costs by its size.
-    """
+    """Proposes 0, 1, ... `longest` tokens of a known text in turn, to time target passes by size."""
 
     def __init__(self, text: Sequence[int], longest: int):
         self.text, self.longest, self.n = text, longest, 0
@@ -182,10 +182,8 @@ class KnownTextDrafter(BaseDrafter):
 def profile_draft(
     name: str, asked: NewRequests, longest: int, clock: Clock, seed: int = 0
 ) -> DraftProfile:
-    """Let the draft guess `longest` tokens a round: its seconds a step, and how far its guesses
-    reach.
-    """
-    seconds, made, rounds, passed = 0.0, 0, 0, [0] * longest
+    """Measure a draft model in rounds of `longest` tokens: its step time and its acceptance."""
+    seconds, tokens, rounds, passed = 0.0, 0, 0, [0] * longest
     for number, (request, prompt) in enumerate(asked()):
         drafter = TimedDrafter(request, longest, clock)
         decoder, rng = (
@@ -198,22 +196,24 @@ def profile_draft(
             rounds += whole
             for at in range(len(round.verdict.accepted) if whole else 0):
                 passed[at] += 1
-        seconds, made = seconds + drafter.seconds, made + drafter.made
+        seconds, tokens = seconds + drafter.seconds, tokens + drafter.tokens
         decoder.end()
     if not rounds:
         raise TinyspecError(
-            f"{name}: no text had room for {longest} drafted tokens; take longer texts or a lower longest"
+            f"{name}: no text had room for {longest} draft tokens; take longer texts or a lower longest"
         )
-    return DraftProfile(name, seconds / made, tuple(count / rounds for count in passed))
+    return DraftProfile(name, seconds / tokens, tuple(count / rounds for count in passed))
 
 
 def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0) -> list[float]:
-    """[longest + 1] median seconds of a round without drafting, over n = 0, 1, ... drafted tokens:
-    call, verdict, commit.
+    """Return the median seconds of a round over n = 0, 1, ... draft tokens, [longest + 1].
+
+    A round is forward pass, verification and commit; drafting is not in it.
     """
     seconds: list[list[float]] = [[] for _ in range(longest + 1)]
     texts: list[list[int]] = []
-    for known in (False, True):  # first plainly, to know the texts; then with drafts from them
+    # The first pass decodes plainly, so that the texts are known; the second drafts from them.
+    for known in (False, True):
         for number, (request, prompt) in enumerate(asked()):
             drafter = KnownTextDrafter(texts[number], longest) if known else BaseDrafter()
             decoder, rng = (
@@ -228,7 +228,7 @@ def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0
             decoder.end()
     if unseen := [n for n, found in enumerate(seconds) if not found]:
         raise TinyspecError(
-            f"no text was long enough for a call over {unseen[0]} drafted tokens: take longer texts"
+            f"no text was long enough for a call over {unseen[0]} draft tokens: take longer texts"
         )
     return [median(found) for found in seconds]
 
@@ -238,7 +238,7 @@ def plan(
 ) -> tuple[list[float], list[DraftProfile], list[Recommendation]]:
     """Measure the target and every candidate, and recommend.
 
-    asked  by the candidate's name: requests on the target with that draft
+    asked  by the candidate's name: requests on the target with that draft model
     """
     if not asked:
         raise TinyspecError("the planner has no candidate: name at least one draft model")
@@ -252,8 +252,9 @@ def plan(
 def measure_throughput(
     asked: NewRequests, n: int, clock: Clock, seed: int = 0
 ) -> tuple[float, float]:
-    """Tokens a second of decoding with n drafted tokens a round (0: plain), behind the prompt; and
-    tokens accepted a round.
+    """Measure decoding with n draft tokens per round (0: plain decoding), the prompt aside.
+
+    Returns the tokens per second and the accepted tokens per round.
     """
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
     for number, (request, prompt) in enumerate(asked()):
@@ -274,7 +275,7 @@ def measure_throughput(
 
 
 def start_decoder(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
-    """A decoder that has read its prompt."""
+    """Let a decoder read its prompt, and return it."""
     decoder.extend(prompt)
     return decoder
 
@@ -288,7 +289,7 @@ def start_decoder(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
     kind="analysis",
 )
 def planner(request: Request) -> Decoder:
-    """An analysis: there is nothing to decode with."""
+    """Raise TinyspecError: an analysis has nothing to decode with."""
     raise TinyspecError(
         "planner decodes nothing: it recommends a draft and a length for --method speculative_decoding; "
         "run: tinyspec bench plan-draft"

@@ -1,33 +1,36 @@
-"""REST, retrieval-based speculative decoding: where a corpus once said this, guess how it went on.
+"""REST, retrieval-based speculative decoding: draft what followed similar text in a corpus.
 
-He et al., NAACL 2024, arXiv 2311.08252. A datastore holds the ids of many texts and a suffix array
-over them. The last n tokens of the text are looked up, n from `longest` down to `shortest`, and the
-first n that occurs decides. What followed at each of its places (the next `length` tokens, within
-the document) is counted into a trie, in which a node weighs as many places as agree so far; the
-`nodes` heaviest are the draft, and since a parent weighs at least what its child does, they are a
-tree. One pass of the target verifies all branches. With no match the step is plain decoding.
-Nothing is trained.
+Paper: He et al., NAACL 2024, arXiv 2311.08252. Nothing is trained.
 
-What makes it REST and not an n-gram table: a match may be of any length, and several continuations
-compete by their weight. `tinyspec data datastore STORE FILES...` builds the file, which is mapped
-and not read: opening it costs the same for 10^4 tokens and for 10^7, a look-up the logarithm. It
-names its tokenizer, and a model with another one refuses it. Texts given as references are indexed
-in memory; where there are both, the longer match decides, and the file's where they are equal.
+Idea. A datastore holds the token ids of many texts and a suffix array over them. The last n tokens
+of the text are looked up, n from `longest` down to `shortest`; the first n that occurs decides.
+What followed at each of its places (the next `length` tokens, within the document) is counted into
+a trie, and the `nodes` heaviest nodes are the draft.
 
-Guarantee: EXACT. Continuations are point masses, so the walk is exact at any temperature. (The
-released code draws once a path and draws anew after a miss, which is biased: p = (.5, .3, .2) with
-both children 0 and 1 gives (.675, .255, .07).)
-Tested in tests/speculative/test_rest.py: the longest match decides; the tree is the heaviest by
-brute force and closed; the law with two competing continuations; a datastore of another tokenizer
-is refused. tests/core/test_suffixes.py holds the array to a search through the text. Off by itself:
-of the tree, the guesses are run that are expected to hold with at least `price`
-(speculative/lookup.py), so where matches lately failed the step is plain decoding too, and a glance at
-few places tells that; after glances in vain only every fourth round looks at all. `price` 0 is the
-paper's rule: the whole tree is run.
-Left out: the arbitrary token that the released code verifies where nothing matches. Of more than
-`matches` places evenly spaced ones are read, not the first.
+    weight(path) = number of places after which the text goes on with this path
+
+A parent weighs at least what its child does, so the heaviest nodes form a tree. The target verifies
+all branches in one forward pass. Without a match the step is plain decoding.
+
+Guarantee: EXACT. Draft tokens are point masses, so verification is exact at any temperature.
+Pitfall: the released code samples once per path, and again after a mismatch. That is biased: for
+p = (.5, .3, .2) with children 0 and 1 the output is (.675, .255, .07). A dictionary of n-grams with
+one continuation each is not REST: a match may have any length, and continuations compete.
+Tests: tests/speculative/test_rest.py (`retrieve_continuations` against what runs; the longest match
+decides; the heaviest tree by brute force; the distribution with two competing continuations; a
+datastore of another tokenizer is refused). tests/core/test_suffixes.py holds the suffix array to a
+search through the text.
+Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
+least that probability are run (speculative/lookup.py), so the step is plain decoding if matches
+lately failed. A lookup at a few places decides that, and after some in vain only every fourth round
+looks. `price` 0 is the paper's rule. `tinyspec data datastore STORE FILES...` builds a file, which
+is mapped and not read: opening it takes the same time for 10^4 tokens and for 10^7. It names its
+tokenizer. References are indexed in memory; the longer match decides, and the file's if equal.
+Left out: the arbitrary token that the released code verifies if nothing matches. Of more than
+`matches` places, evenly spaced ones are read, not the first.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
@@ -40,7 +43,33 @@ from tinyspec.speculative.lookup import NOTHING, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
-GLANCE = 16  # places and guesses of the look that decides whether a full one pays
+GLANCE = 16  # places and nodes of the cheap lookup that decides whether a full one is worth it
+
+
+def retrieve_continuations(
+    documents: Sequence[Sequence[int]], text: Sequence[int], shortest: int, longest: int, length: int, nodes: int,
+) -> list[tuple[int, ...]]:  # fmt: skip
+    """Return the paths of the draft tree, the heaviest first; of equals the shallower first.
+
+    documents  token ids, searched from end to end; the decoder searches a suffix array instead
+    shortest, longest  tokens of a match
+    length     tokens read after a match
+
+    A test holds `RestDrafter` to it.
+
+    >>> retrieve_continuations([[5, 6, 1, 5, 6, 2, 5, 6, 1]], [9, 5, 6], 1, 16, 2, 3)
+    [(1,), (2,), (1, 5)]
+    """
+    for n in range(min(longest, len(text)), shortest - 1, -1):
+        weight: Counter[tuple[int, ...]] = Counter()
+        for document in documents:
+            for end in range(n, len(document)):
+                if tuple(document[end - n : end]) == tuple(text[-n:]):
+                    following = tuple(document[end : end + length])
+                    weight.update(following[:i] for i in range(1, len(following) + 1))
+        if weight:  # the longest match decides
+            return sorted(weight, key=lambda path: (-weight[path], len(path), path))[:nodes]
+    return []
 
 
 class RestDrafter(BaseDrafter):
@@ -73,7 +102,7 @@ class RestDrafter(BaseDrafter):
     ) -> TokenTree:
         if self.trust.skip_this_round(max_draft_depth):
             return NOTHING
-        if self.trust.price > 0:  # a glance: is a draft worth its while?
+        if self.trust.price > 0:  # a cheap lookup: is a draft worth it?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
             if not found.match or not self.trust.worth(found.weights, found.match):
                 return self.trust.record_without_running(
@@ -85,7 +114,7 @@ class RestDrafter(BaseDrafter):
         )
 
     def _longest(self, context: Sequence[int], *limits: int) -> Found:
-        """What the store with the longest match found."""
+        """Return what the store with the longest match found."""
         found = (
             store.search(context, self.shortest, self.longest, *limits) for store in self.stores
         )
@@ -110,12 +139,12 @@ class RestDrafter(BaseDrafter):
         Knob("longest", 16, "longest match that is looked for, in tokens", low=1, high=31),
         Knob("shortest", 2, "shortest match that counts, in tokens", low=1, high=31, small=(1, 2)),
         Knob("nodes", 64, "nodes of the draft: the heaviest", low=1, high=1024, small=(3, 1)),
-        Knob("length", 10, "tokens read behind a match", low=1, high=31),
-        Knob("matches", 5000, "places that are read", low=1, small=(9, 1)),
+        Knob("length", 10, "tokens read after a match", low=1, high=31),
+        Knob("matches", 5000, "places that are read", low=1, high=1_000_000, small=(9, 1)),
         Knob(
             "price",
             0.25,
-            "least chance to hold of a guess that is run; 0: all",
+            "least probability to be accepted of a draft token that is run; 0: all",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
@@ -133,7 +162,7 @@ def rest(
     matches: int,
     price: float,
 ) -> Decoder:
-    """Retrieve from a datastore's file, from the references, or from both."""
+    """Return a decoder that retrieves from a datastore's file, from the references, or both."""
     if shortest > longest:
         raise TinyspecError(
             f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise longest"

@@ -1,34 +1,40 @@
-"""Sequoia: the best tree for what was measured, of the pair of models and of the machine.
+"""Sequoia: choose the draft tree that yields the most tokens per second.
 
-Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024, arXiv 2402.12374. Which tree should a
-draft of n tokens be? Measure how often the child that is kept is the first, the second, ... (the
-acceptance vector P; that only the rank matters is the paper's positional assumption). A tree then
-commits F(T) = sum over its nodes, the root included, of the product of P along the path: its
-expected tokens. Dynamic programming finds the best tree of n nodes and depth d: the first child's
-subtree takes some of the nodes, the later children share the others. Tokens are drawn without
-replacement and verified by their shrinking laws, and where the draft's law ends, the tokens not yet
-drawn are covered uniformly. The size and depth are those that minimise the time of a token, (d c +
-t(n)) / F(n, d), with the measured times of a draft call and of a target call over n guesses.
+Paper: Chen, May, Svirschevski, Huang, Ryabinin, Jia, Chen 2024, arXiv 2402.12374. Nothing is
+trained.
 
-What makes it Sequoia: P and t are measured, the tree is computed. Nothing is trained. Its released
-code draws the noise of the drafts once and keeps it for all rounds, and then a later round's tokens
-are not independent of what was refused before: the joint law of two tokens is wrong, which no test
-of one token can see. Here every round has fresh noise, as in the paper.
+Idea. A tree of draft tokens commits more tokens per target pass than a chain, but which tree?
+Sequoia assumes that the chance of accepting a child depends only on its rank among its siblings
+(the *positional acceptance assumption*) and measures it: P[k] is how often the k-th sampled child
+is the accepted one. A tree T is then expected to commit
 
-Guarantee: EXACT, whatever the tree: it is chosen from the past and the clock, before anything is
-drawn. Tested in tests/speculative/test_sequoia.py: the tree against all trees, F against the mean
-of enumerated rounds, P against enumerated draws, and the kept noise as a trap. At temperature 0 the
-children are the draft's likeliest tokens, as point masses.
-State: P is learnt from the rounds' own rows, and t by the clock; both start from a prior, and where
-there is a clock they are kept for the pair of models and the warp as long as the target lives. So
-above temperature 0 the text of a seed depends on time, unless `accepts` and `costs` are given.
-`estimate_acceptance` takes P from paired rows beforehand, as the paper does.
-Left out: trees of hundreds of nodes for offloaded targets (the bound is a knob, and the planning
-grows with its square).
+    F(T) = sum over nodes v, root included, of the product of P[rank] along the path to v
+
+tokens. Dynamic programming finds the best tree of every size n and depth d: the first child's
+subtree takes some of the nodes, the later children share the others. n and d are chosen to minimize
+the time per token
+
+    (d c + t(n)) / F(n, d)        c: time of a draft pass, t(n): of a target pass over n draft tokens
+
+Sampling. Siblings are sampled without replacement, and verified one by one, each against the
+renormalized draft distribution it was sampled from. If the draft has no token left, the remaining
+siblings are sampled uniformly. At temperature 0 they are the draft's top-k tokens, as point masses.
+
+Guarantee: EXACT for any tree, because the tree is fixed before any of its tokens is sampled.
+Pitfall: the released code samples its noise once and reuses it in every round. The first token is
+still right; the joint distribution of two tokens is not. Here every round samples fresh noise.
+State: P, c and t are estimated while decoding, from a prior on. With a clock they are kept per
+model pair and sampling settings while the target lives. Above temperature 0 the text of a seed
+therefore depends on timing; fix `accepts` and `costs` to prevent that. `estimate_acceptance`
+measures P beforehand, as the paper does.
+Tests: tests/speculative/test_sequoia.py (`most_tokens` against what runs and the tree against all
+trees; F against enumerated rounds; P against enumerated draws; the reused noise).
+Left out: trees of hundreds of nodes for offloaded targets; planning time grows with n squared.
 """
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,29 +60,54 @@ from tinyspec.technique import (
 )
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-PRIOR = (
-    0.6,
-    0.12,
-    0.06,
-    0.04,
-    0.03,
-    0.02,
-    0.01,
-    0.01,
-)  # of a small draft for the storyteller, rounded
-WEIGHT = 16  # nodes that the prior counts for
+PRIOR = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01, 0.01)  # P of a small draft of the storyteller
+PRIOR_WEIGHT = 16  # observed nodes that the prior counts for: soon outweighed
+ACCEPTS_DIGITS = 3  # P is rounded to these decimals, so that equal trees are planned only once
 
 
-# ---------------------------------------------------------------------- the acceptance vector
+def most_tokens(accepts: Sequence[float], nodes: int, depth: int) -> float:
+    """Return F(n, d), the tokens committed by the best tree of n draft tokens and at most depth d.
+
+    accepts  P: accepts[k] is the probability that the k-th child is the accepted one
+
+    The drafter runs `solve_tree_dp`, which computes all n and d at once. A test compares them.
+
+    >>> round(most_tokens((0.6, 0.3), 3, 2), 2)  # two children of the root, one below the first
+    2.26
+    """
+
+    @cache
+    def subtree(n: int, d: int) -> float:  # of n nodes, the root included
+        return 1 + children(n - 1, 0, d)
+
+    @cache
+    def children(n: int, rank: int, d: int) -> float:  # n nodes for children from this rank on
+        if n == 0:
+            return 0.0
+        if rank == len(accepts) or d == 0:
+            return -math.inf  # no child can take the nodes
+        return max(
+            accepts[rank] * subtree(size, d - 1) + children(n - size, rank + 1, d)
+            for size in range(1, n + 1)
+            if subtree(size, d - 1) > -math.inf
+        )
+
+    return subtree(nodes + 1, depth)
+
+
+# ------------------------------------------------------------------ the acceptance vector
 
 
 def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -> list[Any]:
-    """For siblings in draw order, each with its law: the chance that it is the one that is kept."""
-    reach, chances = 1, list[Any]()
+    """Return for each sibling the probability that it is the accepted one.
+
+    children  tokens in draw order, each with the distribution it was drawn from
+    """
+    reached, chances = 1, list[Any]()
     for token, q in children:
-        passed = min(1, ratio(p, q, token))
-        chances.append(reach * passed)
-        reach *= 1 - passed
+        accept_prob = min(1, ratio(p, q, token))
+        chances.append(reached * accept_prob)
+        reached *= 1 - accept_prob
         p = exclude_token(p, token) if q is None else residual(p, q)
     return chances
 
@@ -84,11 +115,10 @@ def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -
 def mean_acceptance_by_rank(
     pairs: Iterable[tuple[Probs, Probs]], ranks: int, rng: RandomSource | None
 ) -> list[Any]:
-    """P: the mean over paired rows (p, q) of how often the first, second, ... child is kept.
-    Nothing is decoded.
+    """Return P, averaged over pairs of target and draft distributions. Nothing is decoded.
 
-    rng     draws the children; None: they are the likeliest of q, as at temperature 0 (p is one-hot
-            then, and q is not)
+    rng  draws the children; None: they are the top-k tokens of q, as at temperature 0 (where p is
+         one-hot and q is not)
     """
     total, seen = [0 for _ in range(ranks)], 0
     for p, q in pairs:
@@ -111,7 +141,7 @@ def estimate_acceptance(
     ranks: int,
     rng: RandomSource,
 ) -> list[float]:
-    """P of two models at every position of some texts, from one pass of each."""
+    """Return P of two models over every position of some texts, from one pass of each."""
 
     def pairs() -> Iterable[tuple[Probs, Probs]]:
         for text in texts:
@@ -129,12 +159,11 @@ def estimate_acceptance(
     ]
 
 
-# ---------------------------------------------------------------------- the tree
+# ------------------------------------------------------------------ the tree
 
 
 def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
-    """F: the tokens of a round, 1 for the root's own and for every node the product of P along its
-    path.
+    """Return F(T): 1 for the root, and for every node the product of P along its path.
 
     >>> expected_tokens((-1, -1, 0), [0.5, 0.25])
     2.0
@@ -150,30 +179,29 @@ def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
 def solve_tree_dp(
     accepts: tuple[float, ...], nodes: int, depth: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The dynamic programme, O(depth ranks nodes^2).
+    """Solve `most_tokens` for all sizes and depths, in O(depth ranks nodes^2).
 
-    Returns F [depth + 1, nodes + 2], of the best subtree of so many nodes, its own root included,
-    and at most so many edges down (-inf where there is none), and the sizes [depth + 1, ranks,
-    nodes + 1] of the subtree of the child of a rank, where so many nodes are left for it and its
-    later siblings.
+    Returns
+    best   [depth + 1, nodes + 2] F of the best subtree of so many nodes, its root included, and at
+           most so many edges down; -inf if there is none
+    sizes  [depth + 1, ranks, nodes + 1] the subtree's size of the child of this rank, if so many
+           nodes are left for it and its later siblings
     """
     best = np.full((depth + 1, nodes + 2), -np.inf)
     best[:, 1] = 1.0
     sizes = np.zeros((depth + 1, len(accepts), nodes + 1), int)
-    left = np.subtract.outer(
-        np.arange(nodes + 1), np.arange(nodes + 1)
-    )  # [m, s]: of m nodes s are given to this child
+    # left[m, s]: nodes left for later siblings if s of m nodes are given to this child
+    left = np.subtract.outer(np.arange(nodes + 1), np.arange(nodes + 1))
     for d in range(1, depth + 1):
         below = best[d - 1, : nodes + 1]
-        later = np.array(
-            [0.0, *[-np.inf] * nodes]
-        )  # what m nodes are worth behind the last rank: there is no child to take them
+        # later[m]: F of m nodes for the ranks to come; after the last one no child can take them
+        later = np.array([0.0, *[-np.inf] * nodes])
         for r in reversed(range(len(accepts))):
             child = np.multiply(
                 accepts[r], below, out=np.full_like(below, -np.inf), where=np.isfinite(below)
             )
             ways = np.where(left >= 0, child + later[left], -np.inf)
-            ways[:, 0] = -np.inf  # no child, then no later one
+            ways[:, 0] = -np.inf  # a rank without nodes ends the list of children
             sizes[d, r] = ways.argmax(axis=1)
             later = ways.max(axis=1)
             later[0] = 0.0
@@ -182,7 +210,7 @@ def solve_tree_dp(
 
 
 def backtrack_tree(sizes: NDArray[Any], nodes: int, depth: int) -> Shape:
-    """The tree that the programme chose for so many nodes and this depth."""
+    """Return the tree that `solve_tree_dp` found for so many nodes and this depth."""
     parents: list[int] = []
 
     def grow(node: int, left: int, d: int) -> None:
@@ -199,8 +227,9 @@ def backtrack_tree(sizes: NDArray[Any], nodes: int, depth: int) -> Shape:
 
 
 def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
-    """The tree of at most so many nodes and so deep that commits most; of equals the smallest, then
-    the flattest.
+    """Return the tree that commits most tokens; of equals the smallest, then the flattest.
+
+    nodes, depth  upper bounds
 
     >>> best_tree((0.6, 0.3), 3, 2)
     (-1, -1, 0)
@@ -208,42 +237,44 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
     best, sizes = solve_tree_dp(tuple(accepts), nodes, depth)
     n, d = max(
         ((n, d) for n in range(1, nodes + 1) for d in range(1, depth + 1)),
-        key=lambda way: best[way[1], way[0] + 1],
+        key=lambda size: best[size[1], size[0] + 1],
     )
     return backtrack_tree(sizes, n, d)
 
 
 def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shape:
-    """The tree with the least time a token, (d c + t(n)) / F(n, d), over the sizes of the curve and
-    all depths.
-    """
+    """Return the tree with the least time per token, over the sizes of the curve and all depths."""
     costs = curve.costs()
     step = STEP * costs[0] if curve.step is None else curve.step
     best, sizes = solve_tree_dp(tuple(accepts), curve.sizes[-1], depth)
-    ways = {
+    time_per_token = {
         (n, d): (d * step + cost) / float(best[d, n + 1])
         for n, cost in zip(curve.sizes[1:], costs[1:], strict=True)
         for d in range(1, depth + 1)
         if best[d, n + 1] > 1
     }
-    return backtrack_tree(sizes, *min(ways, key=lambda way: ways[way])) if ways else (ROOT,)
+    if not time_per_token:
+        return (ROOT,)
+    return backtrack_tree(sizes, *min(time_per_token, key=lambda size: time_per_token[size]))
 
 
-# ---------------------------------------------------------------------- the drafter
+# ------------------------------------------------------------------ the drafter
 
 
 class OnlineEstimates:
-    """What is known of a pair of models: shares kept by rank, and the times."""
+    """What was measured of a pair of models: P by rank, and the times of a round."""
 
     def __init__(self, ranks: int, longest: int):
         prior = [*PRIOR, *[PRIOR[-1]] * ranks][:ranks]
-        self.shares, self.seen = [WEIGHT * share for share in prior], [float(WEIGHT)] * ranks
+        self.shares = [PRIOR_WEIGHT * share for share in prior]
+        self.seen = [float(PRIOR_WEIGHT)] * ranks
         self.curve = CostModel(longest)
 
     @property
     def accepts(self) -> tuple[float, ...]:
         return tuple(
-            round(share / seen, 3) for share, seen in zip(self.shares, self.seen, strict=True)
+            round(share / seen, ACCEPTS_DIGITS)
+            for share, seen in zip(self.shares, self.seen, strict=True)
         )
 
     def learn(self, shares: Sequence[Any]) -> None:
@@ -253,7 +284,10 @@ class OnlineEstimates:
 
 
 class SequoiaDrafter(TreeDrafter):
-    """A tree drawn without replacement, of the shape that is best for what was measured so far."""
+    """Draws trees without replacement, of the shape that is best for what was measured so far.
+
+    fixed  whether P, and whether the costs, are given and not learnt
+    """
 
     def __init__(
         self, request: Request, learnt: OnlineEstimates, depth: int, fixed: tuple[bool, bool]
@@ -283,9 +317,8 @@ class SequoiaDrafter(TreeDrafter):
                 }
             )
             self.reshape(ways[self.choose(len(ways), rng)])
-        elif (
-            self.rounds & (self.rounds - 1) == 0
-        ):  # in round 0, 1, 2, 4, 8, ...: planning takes longer than a guess
+        elif self.rounds & (self.rounds - 1) == 0:
+            # In rounds 0, 1, 2, 4, 8, ... only: planning takes longer than drafting a token.
             self.reshape(fastest_tree(accepts, self.learnt.curve, self.depth))
         began = self.clock()
         tree = super().propose(context, max_draft_depth, sampling, rng)
@@ -299,7 +332,7 @@ class SequoiaDrafter(TreeDrafter):
         super().observe(round)
         self.rounds += 1
         if self.choose is not None:
-            return  # who plans in its place has nothing to learn
+            return  # the laws choose the tree, so there is nothing to learn
         if not self.fixed[1]:
             self.learnt.curve.enter(len(round.tree.tokens), self.clock() - self.ready)
         if not self.fixed[0]:
@@ -316,7 +349,7 @@ class SequoiaDrafter(TreeDrafter):
                 )
 
 
-def _numbers(knob: str, text: str) -> list[float]:
+def _parse_numbers(knob: str, text: str) -> list[float]:
     try:
         numbers = [float(word) for word in str(text).split(",")]
     except ValueError:
@@ -329,7 +362,7 @@ def _numbers(knob: str, text: str) -> list[float]:
     ):
         what = {
             "accepts": "shares that add up to at most 1, as in 0.6,0.2,0.1",
-            "costs": "that of a draft call, then of a target call over 0, 1, ... guesses, as in 0.3,1,1.1,1.2",
+            "costs": "that of a draft call, then of a target call over 0, 1, ... draft tokens, as in 0.3,1,1.1,1.2",
         }
         raise TinyspecError(f"{knob} is {text!r}: give {what[knob]}")
     return numbers
@@ -351,14 +384,14 @@ def _numbers(knob: str, text: str) -> list[float]:
         Knob(
             "costs",
             "",
-            "of a draft call, then of a target call over 0, 1, ... guesses; empty: timed while decoding",
+            "of a draft call, then of a target call over 0, 1, ... draft tokens; empty: timed while decoding",
         ),
     ),
 )
 def sequoia(
     request: Request, *, nodes: int, depth: int, ranks: int, accepts: str, costs: str
 ) -> Decoder:
-    """A draft model draws the tree that is best for what was measured; the target walks it."""
+    """Return a decoder whose draft model draws the tree that is best for what was measured."""
     known = (
         "sequoia",
         nodes,
@@ -375,10 +408,10 @@ def sequoia(
         else per_model_state(request.target, known, lambda: OnlineEstimates(ranks, nodes))
     )
     if accepts != "":
-        learnt.shares = [*_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
+        learnt.shares = [*_parse_numbers("accepts", accepts), *[0.0] * ranks][:ranks]
         learnt.seen = [1.0] * ranks
     if costs != "":
-        learnt.curve.step, *calls = _numbers("costs", costs)
+        learnt.curve.step, *calls = _parse_numbers("costs", costs)
         last = len(calls) - 1  # beyond what was given, on the last slope
         learnt.curve.seconds = [
             calls[min(size, last)] + max(0, size - last) * (calls[-1] - calls[-2])

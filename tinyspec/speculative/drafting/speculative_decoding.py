@@ -54,9 +54,8 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
     """
     for i, token in enumerate(draft):
         accept_prob = min(1, p[i][token] / q[i][token])
-        if (
-            rng.random() >= accept_prob
-        ):  # rejected: sample from what the target has beyond the draft
+        if rng.random() >= accept_prob:
+            # Rejected: sample from what the target has beyond the draft.
             residual = np.maximum(0, np.asarray(p[i]) - np.asarray(q[i]))
             recovered = rng.choice(len(residual), p=residual / residual.sum())
             return [*draft[:i], recovered]
@@ -65,11 +64,10 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
 
 
 def lenient_verifier(lenience: float) -> Verifier:
-    """Acceptance of Leviathan et al., appendix A.5: the draft's law is scaled by l before it is
-    compared.
+    """Return a verifier of chains that accepts with min(1, p(x) / (l q(x))) (appendix A.5).
 
-    At temperature 0 a draft token passes where p(x) >= l max p, p being the law before it is
-    sharpened.
+    At temperature 0 a draft token is accepted if p(x) >= l max p, where p is the distribution
+    before it is sharpened.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
@@ -82,7 +80,7 @@ def lenient_verifier(lenience: float) -> Verifier:
                 passed = soft[token] >= lenience * max(soft)
             elif q is None:
                 raise TinyspecError(
-                    "lenience scales the law a token was drawn from: this draft declares none"
+                    "lenience scales the distribution a token was drawn from: this draft declares none"
                 )
             elif not (passed := rng.accept(row[token] / (lenience * q[token]))):
                 rest = residual(row, [lenience * x for x in q])
@@ -103,7 +101,7 @@ def lenient_verifier(lenience: float) -> Verifier:
     drafts=1,
     lossy=("lenience", 1.0),
     knobs=(
-        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1),
+        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),
         Knob(
             "lenience",
             1.0,
@@ -114,18 +112,17 @@ def lenient_verifier(lenience: float) -> Verifier:
     ),
 )
 def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
-    """A draft model guesses a chain of gamma tokens; the target walks it."""
-    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, reach)
+    """Return a decoder whose draft model samples a chain of gamma tokens."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
     return request.decoder(drafter, verify_tree if lenience == 1 else lenient_verifier(lenience))
 
 
-# ---------------------------------------------------------------------- the analysis (sections 3.1 to 3.5)
+# ------------------------------------------------------------------ the analysis (sections 3.1 to 3.5)
 
 
 def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
-    """alpha: the mean of sum_x min(p(x), q(x)) over paired rows, that is 1 - TV on average (section
-    3.2).
+    """Return alpha, the mean of sum_x min(p(x), q(x)) over pairs (p, q): 1 - TV (section 3.2).
 
     >>> acceptance_rate([([0.5, 0.5], [1.0, 0.0]), ([0.2, 0.8], [0.2, 0.8])])
     0.75
@@ -138,10 +135,11 @@ def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
 
 
 def expected_tokens(alpha: Any, gamma: int) -> Any:
-    """Tokens committed per round if every draft token passes with probability alpha (equation 1).
+    """Return the tokens of a round if each draft token is accepted with probability alpha.
 
-    (1 - alpha^(gamma+1)) / (1 - alpha), written as the sum it is, so that alpha = 1 needs no
-    special case.
+        (1 - alpha^(gamma+1)) / (1 - alpha)                                            equation 1
+
+    It is computed as the geometric sum, so that alpha = 1 needs no special case.
 
     >>> round(expected_tokens(0.8, 4), 4)
     3.3616
@@ -150,21 +148,24 @@ def expected_tokens(alpha: Any, gamma: int) -> Any:
 
 
 def walltime_speedup(alpha: float, gamma: int, c: float) -> float:
-    """Expected speed-up where one draft step costs c target calls and a block costs one call
-    (theorem 3.8).
+    """Return the expected speed-up if a draft step costs c target passes (theorem 3.8).
+
+    A pass over the whole draft is assumed to cost as much as a pass over one token.
     """
     return float(expected_tokens(alpha, gamma)) / (gamma * c + 1)
 
 
 def arithmetic_growth(alpha: float, gamma: int, c_ops: float) -> float:
-    """Factor by which the number of operations grows; a draft token costs c_ops target tokens
-    (theorem 3.11).
+    """Return the factor by which the number of operations grows (theorem 3.11).
+
+    c_ops  operations for a draft token, over those for a target token
     """
     return (gamma * c_ops + gamma + 1) / float(expected_tokens(alpha, gamma))
 
 
 def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
-    """The draft length with the greatest expected speed-up; 0 where drafting does not pay (section
-    3.5).
+    """Return the draft length with the greatest expected speed-up (section 3.5).
+
+    0: drafting does not pay.
     """
     return max(range(longest + 1), key=lambda gamma: walltime_speedup(alpha, gamma, c))

@@ -1,23 +1,28 @@
-"""Staged speculative decoding: draft a tree, and let an n-gram model speculate for the draft.
+"""Staged speculative decoding: draft a tree, and let an n-gram model speculate for the draft model.
 
-Spector & Re 2023, arXiv 2308.04623. Two ideas, for one request on one machine. First, the batch
-that the target verifies is a *tree*, grown where the draft's own probability is: always the most
-probable leaf so far gets children next, so the tree is wide near the root and deep along likely
-paths; its leaves cost the draft nothing. Second, the draft is decoded speculatively too: a Katz
-back-off n-gram model, counted in text that the draft said, guesses ahead, and one call of the draft
-runs its guesses together with the leaves that may be opened next. Where it guessed the path that
-the tree takes, the rows are there already. The draft is not trained for this; the n-grams are
-counted once a model.
+Paper: Spector & Re 2023, arXiv 2308.04623. The draft model is not trained for this; the n-grams are
+counted once per model, in text that the draft model sampled.
 
-Guarantee: EXACT. Children are drawn without replacement and declare their laws (or are the
-likeliest, as point masses; at temperature 0 always). Which leaf is opened depends on what was drawn
-before; a guess of the n-grams decides what is run, not what is drawn. Tested in
-tests/speculative/test_staged.py: the tree is the same without n-grams, and costs more calls; on a
-biased table it beats fixed trees of its size; one call of the target a round.
-Left out: nothing known; the paper's tree sizes were not to be had, so the defaults are ours.
+Idea. Two ideas, for one request on one machine. First, the target verifies a *tree* that grows
+where the draft's own probability is: the most probable leaf so far always gets children next, so
+the tree is wide near the root and deep along likely paths. Second, the draft model is decoded
+speculatively too: a Katz back-off n-gram model predicts the next tokens, and one forward pass of
+the draft model runs them together with the leaves that may be expanded next. If the tree takes the
+predicted path, its distributions are there already.
+
+    value(node) = product of q(token) along the path        the leaf with the greatest value expands
+
+Guarantee: EXACT. Children are sampled without replacement and declare their distributions (or are
+the draft's most likely tokens, as point masses; at temperature 0 always). Which leaf expands
+depends on what was drawn before. The n-grams decide what is computed, not what is drawn.
+Pitfall: a fixed tree, or n-grams that draft for the target: each leaves out one of the two stages.
+Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; the tree is the same without
+n-grams, and costs more passes; on a biased table it beats fixed trees of its size; one target pass
+per round).
+Left out: nothing known. The paper's tree sizes were not available, so the defaults are ours.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush, nsmallest
 from typing import Any
 
@@ -34,43 +39,65 @@ from tinyspec.tree import ROOT, Probs, TokenTree
 Path = tuple[int, ...]
 
 
-class ComputedPaths:
-    """What the draft was run over in this round: paths, and the laws behind them. One `run` is one
-    call.
+def grow_tree(
+    q: Callable[[list[int]], Sequence[Any]], text: list[int], budget: int, width: int
+) -> list[Path]:
+    """Return the paths of the tree: the most probable leaf gets `width` children, again and again.
+
+    q  a function from a text to the draft model's next distribution [V]
+
+    The children are the leaf's most likely tokens. `StagedDrafter` can also sample them, and runs
+    several leaves per forward pass. A test compares the two.
+
+    >>> grow_tree(lambda text: [0.6, 0.4], [], budget=4, width=2)
+    [(0,), (1,), (0, 0), (0, 1)]
     """
+    nodes: list[Path] = []
+    leaves: list[tuple[Any, int, Path]] = [(-1, -1, ())]  # (-value, age, path)
+    while leaves and len(nodes) < budget:
+        value, _, path = heappop(leaves)
+        row = q([*text, *path])
+        best = sorted(range(len(row)), key=lambda token: (-row[token], token))
+        for token in best[: min(width, budget - len(nodes))]:
+            heappush(leaves, (value * row[token], len(nodes), (*path, token)))
+            nodes.append((*path, token))
+    return nodes
+
+
+class ComputedPaths:
+    """The paths that the draft model was run over in this round, with the distributions after them."""
 
     def __init__(self, model: Target, sampling: SamplingParams, context: Sequence[int]):
         self.model, self.sampling, self.context = model, sampling, context
-        self.place: dict[Path, int] = {(): -1}  # path -> node of the tree that is run
+        self.place: dict[Path, int] = {(): -1}  # path -> node of the computed tree
         self.tokens, self.parents = list[int](), list[int]()
         self.laws: TargetProbs | None = None
-        self.size = -1  # nodes whose laws are there
+        self.size = -1  # nodes whose distributions are known
 
     def add(self, path: Path) -> None:
-        """Run this path with the next call."""
+        """Compute this path in the next forward pass."""
         for end in range(1, len(path) + 1):
             if path[:end] not in self.place:
                 self.place[path[:end]] = len(self.tokens)
                 self.tokens.append(path[end - 1])
                 self.parents.append(self.place[path[: end - 1]])
 
-    def lacks(self, path: Path) -> bool:
-        """Whether the law behind this path is not there yet."""
+    def needs_run(self, path: Path) -> bool:
+        """Return whether the distribution after this path is not known yet."""
         return self.laws is None or self.place.get(path, self.size) >= self.size
 
     def run(self) -> None:
-        """One call: what was added. What was run before is kept by the session."""
+        """Run one forward pass over the paths that were added; the session keeps the others."""
         self.size = n = len(self.tokens)
         tree = TokenTree(tuple(self.tokens), tuple(self.parents), (None,) * n, (False,) * n)
         self.laws = TargetProbs(self.model.score(tree), self.sampling, self.context, tree)
 
 
 class StagedDrafter(ModelDrafter):
-    """Grows a tree of `budget` nodes from a model: the most probable leaf gets `width` children,
-    again and again.
+    """Grows a tree of `budget` nodes: the most probable leaf gets `width` children, again and again.
 
-    table, guesses  the n-gram model, and how many tokens it guesses ahead (0: stage two is off)
-    drawn           children are drawn without replacement; else they are the likeliest
+    table, guesses  the n-gram model, and how many tokens it predicts (0: stage two is off)
+    drawn           children are sampled without replacement; else they are the most likely tokens
     """
 
     def __init__(
@@ -106,20 +133,18 @@ class StagedDrafter(ModelDrafter):
             else min(max_draft_depth, self.positions - self.length)
         )
         tokens, parents, laws = list[int](), list[int](), list[Probs | None]()
-        known = ComputedPaths(self.model, sampling, context)
-        leaves: list[
-            tuple[Any, int, Path]
-        ] = []  # (-probability, node, path): the most probable first
+        computed = ComputedPaths(self.model, sampling, context)
+        leaves: list[tuple[Any, int, Path]] = []  # (-value, node, path): the most probable first
         if deepest > 0 and not self.left_behind:
             leaves.append((-1, ROOT, ()))
         while leaves and len(tokens) < self.budget:
             left = self.budget - len(tokens)
-            if known.lacks(leaves[0][2]):
-                self.look(known, leaves, -(-left // self.width), deepest)
+            if computed.needs_run(leaves[0][2]):
+                self.run_ahead(computed, leaves, -(-left // self.width), deepest)
             value, node, path = heappop(leaves)
-            assert known.laws is not None
+            assert computed.laws is not None
             for token, law, share in self.children(
-                known.laws, known.place[path], min(self.width, left), rng
+                computed.laws, computed.place[path], min(self.width, left), rng
             ):
                 if token not in self.ends and len(path) + 1 < deepest:
                     heappush(leaves, (value * share, len(tokens), (*path, token)))
@@ -128,32 +153,34 @@ class StagedDrafter(ModelDrafter):
                 laws.append(law)
         return TokenTree(tuple(tokens), tuple(parents), tuple(laws), (False,) * len(tokens))
 
-    def look(
-        self, known: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
+    def run_ahead(
+        self, computed: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
     ) -> None:
-        """One call of the draft, where at most so many leaves are still to get children: the first
-        of them, the next few, and the n-gram model's guesses below the first. None is run that
-        could have no children."""
+        """Run the draft model once: on the first leaf, the next few, and the n-grams after the first.
+
+        most  leaves that can still get children; no more are run
+        """
         for _, _, path in nsmallest(min(most, self.width), leaves):
-            known.add(path)
+            computed.add(path)
         path = leaves[0][2]
         for _ in range(min(self.guesses, most - 1, deepest - 1 - len(path))):
             guess = (
-                self.table.likeliest([*known.context[-self.table.order :], *path])
+                self.table.likeliest([*computed.context[-self.table.order :], *path])
                 if self.table
                 else None
             )
             if guess is None or guess in self.ends:
                 break
             path = (*path, guess)
-            known.add(path)
-        known.run()
+            computed.add(path)
+        computed.run()
 
     def children(
         self, laws: TargetProbs, node: int, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None, Any]]:
-        """At most k tokens behind a node of the run tree: (token, its declared law, its probability
-        under the draft).
+        """Return at most k tokens after a node of the computed tree.
+
+        Each comes with its declared distribution and its probability under the draft model.
         """
         if laws.sampling.temperature == 0:
             q = laws.probs_under(
@@ -174,14 +201,28 @@ class StagedDrafter(ModelDrafter):
     guarantee=Guarantee.EXACT,
     drafts=1,
     knobs=(
-        Knob("budget", 8, "nodes of the tree", low=1, small=(3, 4)),
-        Knob("width", 2, "children that a leaf gets at a time", low=1, small=(2, 1)),
+        Knob("budget", 8, "nodes of the tree", low=1, high=1024, small=(3, 4)),
+        Knob("width", 2, "children that a leaf gets at a time", low=1, high=1024, small=(2, 1)),
         Knob("children", "drawn", "how they are found", choices=("drawn", "likeliest")),
-        Knob("guesses", 3, "tokens that the n-gram model guesses ahead of the draft; 0: no second stage", low=0, small=(1, 0)),
-        Knob("order", 3, "of the n-gram model", low=2),
-        Knob("sample", 2048, "tokens that the draft says once, to count n-grams in", low=0, small=(8,)),
+        Knob(
+            "guesses",
+            3,
+            "tokens that the n-gram model predicts for the draft; 0: no second stage",
+            low=0,
+            high=64,
+            small=(1, 0),
+        ),
+        Knob("order", 3, "of the n-gram model", low=2, high=16),
+        Knob(
+            "sample",
+            2048,
+            "tokens that the draft samples once, to count n-grams in",
+            low=0,
+            high=1 << 20,
+            small=(8,),
+        ),
     ),
-)  # fmt: skip
+)
 def staged(
     request: Request,
     *,
@@ -192,7 +233,7 @@ def staged(
     order: int,
     sample: int,
 ) -> Decoder:
-    """A tree from a draft model, and n-grams ahead of that."""
+    """Return a decoder with a tree from a draft model, for which n-grams speculate."""
     draft: Any = request.drafts[0]
     table = None
     if guesses and sample:
@@ -202,8 +243,8 @@ def staged(
             ("n-grams", order, sample),
             lambda: Katz(sampled(model, sample), order, model.config.vocab_size),
         )
-    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafter = StagedDrafter(
-        draft, budget, width, table, guesses, children == "drawn", request.stop.eos, reach
+        draft, budget, width, table, guesses, children == "drawn", request.stop.eos, max_length
     )
     return request.decoder(drafter, verify_tree)

@@ -1,33 +1,37 @@
-"""Suffix decoding: the longer the text agrees with what was said before, the further it is believed
-to go on like it.
+"""Suffix decoding: copy from earlier text, and copy further the longer the match.
 
-Oliaro et al., NeurIPS 2025, arXiv 2411.04975. Two suffix trees are kept: one over the prompt and
-the output of the request, one over the outputs of all requests; every node knows how often it was
-met. For every suffix of the text, p tokens long, that a tree knows, a draft tree is grown behind it
-greedily: the frequency of a node among its siblings, multiplied along its path, is its D(N), the
-chance that the text gets there; the leaf with the greatest is added next, up to MAX_SPEC(p) = alpha
-p nodes. Of all these drafts, over both trees and all p, the one with the greatest sum of D(N), the
-tokens it can hope for, is checked. So short or doubtful matches draft little and long certain ones
-a lot, and nothing is trained.
+Paper: Oliaro et al., NeurIPS 2025, arXiv 2411.04975. Nothing is trained.
 
-What makes it that: the length of a draft adapts to its match, frequencies decide, and the best
-draft need not be behind the longest match. LLMA copies k tokens behind the longest match, REST and
-lookahead take a fixed number of guesses.
+Idea. Two suffix trees are kept: one over the prompt and output of the request, one over the outputs
+of all requests. Every node knows how often it was met. For every suffix of the text that a tree
+knows, p tokens long, a draft tree is grown after it greedily: the leaf with the greatest D(N) is
+added next, up to MAX_SPEC(p) nodes. Of all these drafts, over both trees and all p, the one with
+the greatest score is verified.
 
-Guarantee: EXACT. A guess is a point mass, so the walk is exact at any temperature, whatever the
-trees hold.
-Tested in tests/speculative/test_suffix_decoding.py: the draft is the best of all by brute force;
-its size is at most alpha p; both trees serve; a second request is faster than the first.
-State: outputs outlive the request (`persistent`), one tree a model, for as long as the model lives;
-in a batch, where a row must equal the row run alone, each request has its own. Above temperature 0
-the text of a seed depends on what is known. Off by itself: of the draft, the guesses are run that
-are expected to hold with at least `price` (speculative/lookup.py), so with no match, or where matches
-lately failed, the step is plain decoding. `price` 0 is the paper's rule: the whole draft is run.
-Left out: the hybrid with a draft model, used where the best sum is small. The trees are bounded:
-`depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved); the
-paper lets them grow, its code bounds the depth too.
+    D(N)        = D(parent) count(N) / (sum of count over N and its siblings),   D(root) = 1
+    score       = sum over its nodes of D(N)          the tokens that the draft can hope for
+    MAX_SPEC(p) = alpha p
+
+So short or doubtful matches draft little, and long certain ones a lot.
+
+Guarantee: EXACT. A draft token is a point mass, so verification is exact at any temperature,
+whatever the trees hold.
+Pitfall: a fixed number of draft tokens after the longest match. LLMA copies k tokens and REST takes
+a fixed number of nodes; here the size adapts to the match, and the best draft need not follow the
+longest one.
+State: outputs outlive the request (`persistent`), one tree per model, while the model lives. In a
+batch, where a row must equal the row run alone, each request has its own. Above temperature 0 the
+text of a seed depends on what is known.
+Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
+at most alpha p nodes; both trees serve; a second request is faster than the first).
+Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
+least that probability are run (speculative/lookup.py). `price` 0 is the paper's rule.
+Left out: the hybrid with a draft model, used where the best score is small. The trees are bounded:
+`depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved). The
+paper lets them grow; its code bounds the depth too.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import count
 
@@ -49,11 +53,49 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
 
-class SuffixDecodingDrafter(Remembered):
-    """Proposes the best draft behind any suffix of the text, from either tree.
+def best_suffix_draft(
+    texts: Sequence[Sequence[int]], text: Sequence[int], alpha: float
+) -> dict[tuple[int, ...], float]:
+    """Return the draft with the greatest score, as D(N) of every path in it.
 
-    The request's own tree holds its whole text, prompt and output in one: `text` is its number
-    there.
+    texts  the texts of one suffix tree; its counts are taken here by searching them
+
+    The compiled `Forest.best`, which `SuffixDecodingDrafter` calls, keeps the counts in a tree. A
+    test holds it to this function.
+
+    >>> best_suffix_draft([[1, 2, 3, 1, 2, 4]], [9, 1, 2], alpha=1.0)
+    {(3,): 0.5, (3, 1): 0.5}
+    """
+    best: dict[tuple[int, ...], float] = {}
+    for p in range(len(text), 0, -1):
+        count: Counter[tuple[int, ...]] = Counter()  # what followed the last p tokens
+        for known in texts:
+            for end in range(p, len(known)):
+                if tuple(known[end - p : end]) == tuple(text[-p:]):
+                    count.update(tuple(known[end:i]) for i in range(end + 1, len(known) + 1))
+        children: Counter[tuple[int, ...]] = Counter()
+        for path, n in count.items():
+            children[path[:-1]] += n
+        draft: dict[tuple[int, ...], float] = {(): 1.0}
+        while len(draft) <= int(alpha * p):
+            leaves = {
+                path: draft[path[:-1]] * count[path] / children[path[:-1]]
+                for path in count
+                if path not in draft and path[:-1] in draft
+            }
+            if not leaves:
+                break
+            path = max(leaves, key=lambda leaf: leaves[leaf])
+            draft[path] = leaves[path]
+        del draft[()]
+        best = max(best, draft, key=lambda one: sum(one.values()))
+    return best
+
+
+class SuffixDecodingDrafter(Remembered):
+    """Proposes the best draft after any suffix of the text, from either tree.
+
+    text  number of the request's whole text, prompt and output in one, in its own tree
     """
 
     def __init__(
@@ -88,9 +130,7 @@ class SuffixDecodingDrafter(Remembered):
         )
 
     def look(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
-        """The best draft: its tokens, parents, D(N), and of each node how long the match is that it
-        stands behind.
-        """
+        """Return the best draft: tokens, parents, D(N), and the match length of each node."""
         self.settle()
         suffix, most = context[-self.forest.depth :], self.most
         found: LookupDraft = self.forest.best(
@@ -128,12 +168,13 @@ class SuffixDecodingDrafter(Remembered):
         Knob(
             "alpha",
             1.0,
-            "guesses a token of the match: MAX_SPEC = alpha p",
+            "draft tokens per token of the match: MAX_SPEC = alpha p",
             low=0.0,
+            high=64.0,
             small=(1.0, 2.0),
         ),
-        Knob("most", 32, "guesses checked in a round", low=1, high=1024, small=(3, 1)),
-        Knob("floor", 0.1, "least D(N) of a guess", low=0.0, high=1.0, small=(0.0, 0.5)),
+        Knob("most", 32, "draft tokens verified in a round", low=1, high=1024, small=(3, 1)),
+        Knob("floor", 0.1, "least D(N) of a draft token", low=0.0, high=1.0, small=(0.0, 0.5)),
         Knob(
             "depth",
             32,
@@ -142,11 +183,11 @@ class SuffixDecodingDrafter(Remembered):
             high=1024,
             small=(5, 2),
         ),
-        Knob("bound", 1 << 20, "nodes of the tree of outputs", low=1, small=(64, 2)),
+        Knob("bound", 1 << 20, "nodes of the tree of outputs", low=1, high=1 << 28, small=(64, 2)),
         Knob(
             "price",
             0.25,
-            "least chance to hold of a guess that is run; 0: all",
+            "least probability to be accepted of a draft token that is run; 0: all",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
@@ -167,7 +208,7 @@ def suffix_decoding(
     price: float,
     remember: bool,
 ) -> Decoder:
-    """Draft as far as the frequencies of earlier texts carry."""
+    """Return a decoder that drafts as far as the frequencies of earlier texts suggest."""
     forest, numbers = memory(
         request.target, request.clock, "suffix_decoding", depth, bound, remember
     )

@@ -1,34 +1,37 @@
-"""Token Recycling: what the target nearly said is the next draft.
+"""Token Recycling: draft from the candidates that the target ranked highest in earlier passes.
 
-Luo et al., ACL 2025, arXiv 2408.08696. Every pass gives a row for every node of the tree it
-verified, and all but one path is thrown away. Here nothing is: an adjacency matrix keeps, for each
-token, the k candidates that the target last held for likeliest behind it. After each pass the rows
-of *all* nodes are written into it, those of refused nodes too. The next draft is read off the
-matrix, breadth first from the newest token: a static tree says which ranks are followed, and it is
-imbalanced, since the first candidate of a first candidate is worth more than the eighth of an
-eighth. One pass verifies it. Nothing is trained, and no text is searched: a matrix of V x k ids is
-all there is.
+Paper: Luo et al., ACL 2025, arXiv 2408.08696. Nothing is trained.
 
-The static tree here: of all paths of ranks the `nodes` with the greatest product of chances,
-CHANCES falling with the rank. Where a token stands at several nodes of one pass, the last one
-written wins; the rows of the text that was kept are written last, for they are the newest and the
-text's own.
+Idea. Every forward pass gives a distribution for every node of the tree it verified, and all but
+one path is usually thrown away. Here an adjacency matrix keeps, for each token, the k candidates
+that the target last ranked highest after it. After each pass the candidates of *all* nodes are
+written into it, those of rejected nodes too. The next draft is read off the matrix, breadth first
+from the newest token, along a static tree of ranks. The tree is imbalanced, because the first
+candidate of a first candidate is worth more than the eighth of an eighth.
 
-Guarantee: EXACT. A candidate is a point mass, so the walk is exact at any temperature, whatever the
-matrix holds.
-Tested in tests/speculative/test_token_recycling.py: the matrix equals the candidates last seen,
-refused nodes included; a second request is faster than the first; the tree is the best of its size.
-State: the matrix outlives the request (`persistent`): one a model and k, as long as the model
-lives. In a batch, where requests run side by side, each keeps its own; so do the laws, and then
-`end` keeps it too.
-Left out: the prompt's rows. Reading a prompt here runs no head, so the matrix learns from the first
-round on; and a token never scored has no candidates, where the paper's zeros propose the token of
-id 0.
+    M[t]      = the k most likely tokens after t, in the last pass in which t was scored    [V, k]
+    draft(v)  = M[draft(parent of v)][rank of v]
+
+The static tree: of all paths of ranks, the `nodes` with the greatest product of `RANK_CHANCES`. If
+a token stands at several nodes of one pass, the last one written counts; the positions of the
+accepted text are written last.
+
+Guarantee: EXACT. A candidate is a point mass, so verification is exact at any temperature, whatever
+the matrix holds.
+Pitfall: updating the matrix from the accepted path only.
+State: the matrix outlives the request (`persistent`), one per model and k, while the model lives.
+In a batch, where requests run side by side, each has its own.
+Tests: tests/speculative/test_token_recycling.py (`draft_from_matrix` and `update_matrix` against
+what runs; the matrix holds the candidates last seen, those of rejected nodes too; a second request
+is faster than the first; the tree is the best of its size).
+Left out: the prompt's positions. Reading a prompt here computes no logits, so the matrix learns
+from the first round on. A token never scored has no candidates; the paper's zeros propose id 0.
 """
 
 from collections.abc import Sequence
 from functools import cache
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 
@@ -39,25 +42,51 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, TokenTree
 
-NO_CANDIDATE = -1  # no candidate of this rank
+NO_CANDIDATE = -1  # in the matrix: no candidate of this rank is known
 RANK_CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
-"""Worth of a candidate by its rank; further ranks share the last. Ours: the paper fixes its own
-tree. They decide what is guessed first, never what is said; `tinyspec bench` shows what a tree of
-them is worth."""
+"""Chance of a candidate by its rank; further ranks share the last. They shape the static tree and
+never change the output. They are ours: the paper fixes its own tree."""
 
 StaticTree = tuple[tuple[int, int], ...]
-"""The static tree: (parent's index or ROOT, rank among the parent's candidates) of every node, a
-parent before its children.
-"""
+"""(index of the parent or ROOT, rank among the parent's candidates) of every node, parents first."""
+
+
+def draft_from_matrix(matrix: Any, newest: int, tree: StaticTree) -> list[int]:
+    """Return the draft token of every node of the static tree.
+
+    matrix  [V, k] candidates after each token, the most likely first
+
+    The drafter does the same, and leaves out what it does not know or what is too deep.
+
+    >>> draft_from_matrix([[1, 2], [2, 0], [0, 1]], 0, ((ROOT, 0), (ROOT, 1), (0, 0)))
+    [1, 2, 2]
+    """
+    draft: list[int] = []
+    for parent, rank in tree:
+        above = newest if parent == ROOT else draft[parent]
+        draft.append(int(matrix[above][rank]))
+    return draft
+
+
+def update_matrix(matrix: Any, tokens: Sequence[int], logits: Any) -> None:
+    """Write the k most likely tokens after each of these tokens into the matrix, in place.
+
+    tokens  [n] the newest token and every node that was scored; a later one overwrites an earlier
+    logits  [n, V]
+    """
+    for token, row in zip(tokens, logits, strict=True):
+        matrix[token] = sorted(range(len(row)), key=lambda x: (-row[x], x))[: len(matrix[token])]
 
 
 @cache
 def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
-    """The `nodes` paths of at most `depth` ranks below k with the greatest product of chances; of
-    equals the shallower.
+    """Return the paths of ranks with the greatest products of chances; of equals the shallower.
 
-    Best first: a child's product is at most its parent's, so what is taken next is the best of all
-    that is left.
+    nodes     how many paths
+
+    depth, k  at most `depth` ranks, each below k
+
+    Best-first search is optimal: a child's product is at most its parent's.
 
     >>> build_static_tree(5, 2, 3)
     ((-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0))
@@ -65,24 +94,25 @@ def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     shape: list[tuple[int, int]] = []
     waiting: list[tuple[float, int, int, int]] = []  # minus the product, depth, parent, rank
 
-    def offer(parent: int, level: int, worth: float) -> None:
+    def add_children(parent: int, level: int, worth: float) -> None:
         for rank in range(k if level <= depth else 0):
             heappush(
                 waiting,
                 (-worth * RANK_CHANCES[min(rank, len(RANK_CHANCES) - 1)], level, parent, rank),
             )
 
-    offer(ROOT, 1, 1.0)
+    add_children(ROOT, 1, 1.0)
     while waiting and len(shape) < nodes:
         worth, level, parent, rank = heappop(waiting)
         shape.append((parent, rank))
-        offer(len(shape) - 1, level + 1, -worth)
+        add_children(len(shape) - 1, level + 1, -worth)
     return tuple(shape)
 
 
 class AdjacencyMatrix:
-    """The adjacency matrix: for each token its k candidates, likeliest first. [V, k] int32, made
-    when V is known.
+    """The k candidates after each token, the most likely first.
+
+    rows  [V, k] int32, made when V is known
     """
 
     def __init__(self, k: int):
@@ -90,7 +120,7 @@ class AdjacencyMatrix:
         self.rows = np.full((0, k), NO_CANDIDATE, np.int32)
 
     def learn(self, tokens: Sequence[int], found: Sequence[Sequence[int]], vocabulary: int) -> None:
-        """Write the candidates found behind these tokens; a token written twice keeps the last."""
+        """Write the candidates found after these tokens; a token written twice keeps the last."""
         if len(self.rows) < vocabulary:
             self.rows = np.full((vocabulary, self.k), NO_CANDIDATE, np.int32)
         for token, row in zip(tokens, found, strict=True):
@@ -98,17 +128,17 @@ class AdjacencyMatrix:
 
     @property
     def bytes(self) -> int:
-        """What it holds."""
+        """Return its size in memory."""
         return self.rows.nbytes
 
     def after(self, token: int) -> list[int]:
-        """The candidates behind a token; NOTHING where none is known."""
+        """Return the candidates after a token; NO_CANDIDATE if none is known."""
         row: list[int] = self.rows[token].tolist() if token < len(self.rows) else []
         return row
 
 
 class TokenRecyclingDrafter(BaseDrafter):
-    """Reads the static tree off the matrix, and writes every row of every pass back."""
+    """Reads the static tree off the matrix, and writes the candidates of every pass back."""
 
     def __init__(self, matrix: AdjacencyMatrix, nodes: int, depth: int, ends: frozenset[int]):
         self.matrix, self.depth, self.ends = matrix, depth, ends
@@ -124,15 +154,14 @@ class TokenRecyclingDrafter(BaseDrafter):
     ) -> TokenTree:
         self.newest = context[-1]
         tokens, parents = list[int](), list[int]()
-        below = {
-            ROOT: (ROOT, 0, self.matrix.after(self.newest))
-        }  # place in the shape -> (node, its depth, candidates)
+        # place in the static tree -> (node of the draft, its depth, candidates after it)
+        below = {ROOT: (ROOT, 0, self.matrix.after(self.newest))}
         for place, (up, rank) in enumerate(self.shape):
             parent, level, known = below.get(up, (ROOT, max_draft_depth, []))
             token = known[rank] if rank < len(known) and level < max_draft_depth else NO_CANDIDATE
             if token == NO_CANDIDATE:
                 continue
-            ended = token in self.ends  # nothing comes after the end of a text
+            ended = token in self.ends  # nothing follows the end of a text
             below[place] = (len(tokens), level + 1, [] if ended else self.matrix.after(token))
             tokens.append(token)
             parents.append(parent)
@@ -141,8 +170,8 @@ class TokenRecyclingDrafter(BaseDrafter):
     def observe(self, round: Round) -> None:
         n, text = len(round.tree.tokens), set(round.verdict.accepted)
         found = top_k_rows(round.scores.logits, range(n + 1), self.matrix.k)
-        refused = [node for node in range(n) if node not in text]
-        order = [*refused, ROOT, *round.verdict.accepted]  # the text's own rows are written last
+        rejected = [node for node in range(n) if node not in text]
+        order = [*rejected, ROOT, *round.verdict.accepted]  # the text's own positions come last
         tokens = [self.newest if node == ROOT else round.tree.tokens[node] for node in order]
         self.matrix.learn(tokens, [found[node + 1] for node in order], len(round.scores.logits[0]))
 
@@ -155,13 +184,13 @@ class TokenRecyclingDrafter(BaseDrafter):
     guarantee=Guarantee.EXACT,
     persistent=True,
     knobs=(
-        Knob("k", 8, "candidates kept for a token", low=1, small=(2, 1)),
+        Knob("k", 8, "candidates kept for a token", low=1, high=1024, small=(2, 1)),
         Knob("nodes", 80, "nodes of the static tree", low=1, high=1024, small=(3, 1)),
-        Knob("depth", 6, "depth of the static tree", low=1),
+        Knob("depth", 6, "depth of the static tree", low=1, high=64),
     ),
 )
 def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Decoder:
-    """Draft from what was nearly said; a request that runs alone finds what earlier ones left."""
+    """Return a decoder that drafts from the matrix; a request that runs alone keeps it for later."""
     alone = request.clock is not None
     matrix = (
         per_model_state(request.target, ("token_recycling", k), lambda: AdjacencyMatrix(k))

@@ -1,31 +1,35 @@
-"""BiLD, the Big Little Decoder: the small model writes, asks when it is unsure, and is corrected
-where it was far off.
+"""BiLD, the Big Little Decoder: let a small model write, and a large one correct it when asked.
 
-Kim et al., NeurIPS 2023, arXiv 2302.07863. The small model writes on while it is sure. *Fallback*:
-where its greatest probability does not exceed a threshold, its guess is dropped and the large model
-is called. The call reads all that the small model wrote since the last one. *Rollback*: the first
-of these tokens whose distance -log p(x) under the large model exceeds a second threshold is taken
-back with all behind it, and the large model writes that place; if none does, it writes the next.
-What makes it BiLD and not speculative decoding with a confidence stop: there is no ratio test (a
-token of the small model stays unless it is *bad*), and the unsure token is never proposed. Both
-thresholds look at the models' laws before temperature and filters; both models draw under the
-user's settings (at temperature 0: their argmax).
+Paper: Kim et al., NeurIPS 2023, arXiv 2302.07863. Nothing is trained here.
 
-Two rollbacks. "paper" (algorithm 1): the first bad token ends the block, whatever the large model
-writes there. "safe": where the large model writes the very token that stood there, nothing is taken
-back and the scan goes on. The authors' code also saves that rollback, but then keeps the rest of
-the block unread, however bad: its toy is in laws/traps/bild.py.
+Idea. The small model writes on while it is confident. *Fallback*: if its greatest probability does
+not exceed a threshold, its token is dropped and the large model is called, which reads all that the
+small model wrote since the last call in one forward pass. *Rollback*: the first of these tokens
+whose distance under the large model exceeds a second threshold is removed with all after it, and
+the large model writes that position. If there is none, the large model writes the next token.
 
-Guarantee: LOSSY in `rollback`. At 0 every token is bad, so that every place is the large model's
-own draw: EXACT under both rules at any temperature (and a fallback of 1 calls the large model for
-every token). Tested in tests/speculative/test_bild.py: both ends, the text against algorithm 1
-written out, calls of the large model falling as either threshold is turned.
+    fall back  if  max over x of q(x) <= fallback
+    roll back  if  -log p(x) > rollback                        p: large model, q: small model
+
+Both thresholds look at the distributions before temperature and filters. Both models sample under
+the user's settings (at temperature 0: the argmax). `rule` says what ends a block. "paper"
+(algorithm 1): the first token over the threshold, whatever the large model writes there. "safe": if
+the large model writes the very token that stood there, nothing is removed and the scan goes on.
+
+Guarantee: LOSSY in `rollback`. At 0 every token is over the threshold, so every position is the
+large model's own sample: EXACT under both rules, at any temperature.
+Pitfall: a ratio test, or proposing the token that the small model is unsure of: that is speculative
+decoding with a confidence stop. The authors' code saves the rollback of an equal token, but then
+keeps the rest of the block unread (laws/traps/bild.py).
+Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome by outcome; both
+exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
-and encoder-decoder models. gamma is a cap on one turn of the small model that only the authors'
-code has (10).
+and encoder-decoder models. `gamma`, a cap on one turn of the small model, is only in the authors'
+code (10).
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
@@ -37,8 +41,29 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
 
+def write_turn(
+    p: Callable[..., Any], q: Callable[..., Any], text: list[int], fallback: float, rollback: float,
+    gamma: int, rng: Any,
+) -> list[int]:  # fmt: skip
+    """Return the text after the small model's turn and one call of the large model (algorithm 1).
+
+    p, q  functions from a text to the next token's distribution [V], of the large and small model
+
+    The decoder runs `BildDrafter` and `rollback_verifier`, which read the large model's
+    distributions from one forward pass. A test compares the two on every outcome.
+    """
+    start, text = len(text), list(text)
+    while len(text) < start + gamma and max(q(text)) > fallback:  # fallback policy
+        text.append(rng.choice(len(q(text)), p=q(text)))
+    for i in range(start, len(text)):
+        if p(text[:i])[text[i]] < math.exp(-rollback):  # rollback policy: -log p(x) > rollback
+            text = text[:i]
+            break
+    return [*text, rng.choice(len(p(text)), p=p(text))]
+
+
 class BildDrafter(ModelDrafter):
-    """The small model's turn: it ends where the next token would be one it is unsure of."""
+    """Lets the small model write until it is unsure of the next token."""
 
     def __init__(
         self, fallback: float, model: Any, gamma: int, ends: frozenset[int], positions: int | None
@@ -47,22 +72,29 @@ class BildDrafter(ModelDrafter):
         self.fallback = fallback
 
     def should_draft(self, laws: TargetProbs, tip: int) -> bool:
-        """The fallback policy: reads the row, before anything is drawn from it."""
+        """Apply the fallback policy, before anything is sampled from the distribution."""
         return bool(confidence(laws, tip) > self.fallback)
 
 
 def rollback_verifier(rollback: float, rule: str) -> Verifier:
-    """The large model's turn: the rollback policy, and one token of its own."""
-    least = math.exp(-rollback)  # -log p(x) > rollback
+    """Return a verifier that applies the rollback policy and adds one token of the large model."""
+    least = math.exp(-rollback)  # -log p(x) > rollback if and only if p(x) < least
 
     def review(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         at = ROOT
         path: tuple[int, ...] = ()
         for node, token in enumerate(tree.tokens):
+<<<<<<< HEAD
             if p.probs_under(at, UNCHANGED)[token] < least:
                 said = rng.draw(p[at])
                 if rule == "paper" or said != token:
                     return Verdict(path, said, (node,))
+=======
+            if p.probs_under(at, UNCHANGED)[token] < least:
+                own = rng.draw(p[at])
+                if rule == "paper" or own != token:
+                    return Verdict(path, own, (node,))
+>>>>>>> 5dca07b (Print each algorithm of chapter 1's drafting and verification, and hold what runs to it)
             path, at = (*path, node), node
         return Verdict(path, rng.draw(p[at]))
 
@@ -94,11 +126,11 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
             high=20.0,
         ),
         Knob("rule", "paper", "what ends a block", choices=("paper", "safe"), small=("safe",)),
-        Knob("gamma", 10, "most tokens the small model writes before it is read", low=1),
+        Knob("gamma", 10, "most tokens the small model writes before it is read", low=1, high=64),
     ),
 )
 def bild(request: Request, *, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
-    """The draft model writes; the target reads when called, and takes back what is bad."""
-    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    little = BildDrafter(fallback, request.drafts[0], gamma, request.stop.eos, reach)
-    return request.decoder(little, rollback_verifier(rollback, rule))
+    """Return a decoder in which the draft model writes and the target removes what is bad."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    drafter = BildDrafter(fallback, request.drafts[0], gamma, request.stop.eos, max_length)
+    return request.decoder(drafter, rollback_verifier(rollback, rule))

@@ -1,27 +1,36 @@
-"""Gumbel coupling: draft and target race on one noise, so the text does not know who drafted it.
+"""Gumbel coupling: sample draft and target from shared noise, so that only the target decides.
 
-Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative
-decoding", arXiv 2408.07978. Every position of a text has its noise, an exponential E_x for each
-token, made from the seed and the position alone. The target says the token with the least E_x /
-p(x), which is a draw from p (the Gumbel-max trick); the draft model proposes the token with the
-least E_x / q(x) on the same noise, which is very often the same. Guesses are kept while they are
-what the target itself says; no ratio is computed, no law of the draft is asked for, no residual is
-drawn from. Nothing is trained.
+Paper: Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant speculative
+decoding", arXiv 2408.07978. Nothing is trained.
 
-What makes it this technique: draft and target agree without seeing each other's law. So the text is
-a function of seed and target; whichever drafter there is, also none, changes only the speed. That
-makes it reproducible over drafters and a good instrument for finding faults. The price: P(same) =
-sum_i 1 / sum_j max(p_j / p_i, q_j / q_i), at least (1 - TV) / (1 + TV), where the ratio test, which
-knows q, has 1 - TV. Of couplings that do without that knowledge none guarantees more.
+Idea. Every position of a text has its own noise: an independent exponential E_x for each token x,
+made from the seed and the position alone. The target's token is the one with the least E_x / p(x),
+which is a sample from p (the Gumbel-max trick). The draft model uses the same noise and proposes
+the token with the least E_x / q(x), which is often the same one. A draft token is accepted if it is
+the target's own. No ratio is computed, and no residual is sampled from.
 
-Guarantee: EXACT, and stronger: path by path the tokens of racing alone. Shared noise cannot be
-enumerated, so laws/suites.py proves it by two halves, the same tokens with any drafter and the
-law of the race. Tested in tests/speculative/test_gumbel_coupling.py: one seed, any drafter, one
-text; P(same), its bounds, and its integral.
+    target's token = argmin over x of E_x / p(x)
+    draft token    = argmin over x of E_x / q(x)                    the same E
+    P(equal)       = sum over i of 1 / (sum over j of max(p_j / p_i, q_j / q_i))
+                    >= (1 - TV) / (1 + TV)
+
+So the text is a function of the seed and the target. Which draft model there is, if any, changes
+only the speed; that makes texts reproducible and is a good instrument for finding bugs. The price:
+the ratio test, which knows q, accepts with probability 1 - TV. Of the couplings that do not know
+the other distribution, none guarantees more than this one.
+
+Guarantee: EXACT, and more: for every seed, the tokens are those of the target's races alone.
+Pitfall: noise that depends on the round instead of the position, or that draft and target draw
+separately.
+Tests: tests/speculative/test_gumbel_coupling.py (`couple_round` against what runs; one seed, any
+drafter, one text; P(equal), its bounds and its integral). Shared noise cannot be enumerated, so
+laws/suites.py proves two halves: the same tokens with any drafter, and what a race samples.
 Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that
-exchange few bits.
+exchange a few bits.
 """
 
+from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, TargetProbs
@@ -34,8 +43,38 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 
+def run_race(p: Any, noise: Any) -> int:
+    """Return the token with the least noise / probability.
+
+    >>> run_race([0.5, 0.5], [0.3, 0.2]), run_race([0.8, 0.2], [0.3, 0.2])
+    (1, 0)
+    """
+    return min(range(len(p)), key=lambda x: noise[x] / p[x] if p[x] > 0 else inf)
+
+
+def couple_round(
+    p: Callable[..., Any], q: Callable[..., Any], text: Sequence[int], gamma: int, noise: Any
+) -> list[int]:
+    """Return the tokens of one round of drafter-invariant speculative decoding.
+
+    p, q   functions from a text to the next token's distribution [V], of target and draft model
+    noise  [positions, V] independent exponentials; noise[i] belongs to position i of the text
+
+    The decoder runs `GumbelCouplingDrafter` and `verify_tree_by_race`. A test compares them.
+    """
+    draft = list(text)
+    for _ in range(gamma):
+        draft.append(run_race(q(draft), noise[len(draft)]))
+    output = list(text)
+    while True:
+        output.append(run_race(p(output), noise[len(output)]))
+        n = len(output)
+        if output != draft[:n] or n > len(text) + gamma:  # not the draft token, or the bonus token
+            return output[len(text) :]
+
+
 class _Races:
-    """A chance for a drafter: each draw is the race of the next position of the text."""
+    """A random source for a drafter: each draw is the race of the next position of the text."""
 
     def __init__(self, rng: RandomSource, position: int):
         self.rng, self.position = rng, position
@@ -46,8 +85,9 @@ class _Races:
 
 
 class GumbelCouplingDrafter(ModelDrafter):
-    """Proposes what wins the draft model's races. The verifier runs on the same noise, so no law is
-    declared.
+    """Proposes the winners of the draft model's races.
+
+    The verifier uses the same noise, so no distribution is declared.
     """
 
     def propose(
@@ -58,19 +98,22 @@ class GumbelCouplingDrafter(ModelDrafter):
 
 
 def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-    """What wins the target's race is said; the draft is followed while it says so too. Any tree,
-    whoever made it.
+    """Output the winners of the target's races, and accept draft tokens while they are the same.
+
+    The draft may be any tree, whoever made it.
     """
     path: tuple[int, ...] = ()
-    row, here = p[ROOT], {ROOT}
+    row, here = p[ROOT], {ROOT}  # here: equal siblings are one position
     while True:
         token = rng.exponential_race(row, len(p.context) + len(path))
-        below = [
-            node for node, up in enumerate(tree.parents) if up in here and not tree.probe[node]
+        children = [
+            node
+            for node, parent in enumerate(tree.parents)
+            if parent in here and not tree.probe[node]
         ]
-        here = {node for node in below if tree.tokens[node] == token}
+        here = {node for node in children if tree.tokens[node] == token}
         if not here:
-            return Verdict(path, token, tuple(below))
+            return Verdict(path, token, tuple(children))
         path = (*path, min(here))
         row = p[path[-1]]
 
@@ -83,16 +126,17 @@ def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> V
     guarantee=Guarantee.EXACT,
     coupled=True,
     optional_draft=True,
-    knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1),),
+    knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),),
 )
 def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
-    """A draft model races ahead; the target races on the same noise. Without a draft model: the
-    same text, token by token.
+    """Return a decoder whose draft model and target race on the same noise.
+
+    Without a draft model the text is the same, one token per forward pass.
     """
     drafter: Drafter = BaseDrafter()
     if request.drafts:
-        reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
-        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, reach)
+        max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
     return request.decoder(drafter, verify_tree_by_race)
 
 
@@ -100,11 +144,14 @@ def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
 
 
 def match_probability(p: Probs, q: Probs) -> Any:
-    """P(same): the probability that two races on the same noise have one winner. O(V log V).
+    """Return the probability that two races on the same noise have the same winner. O(V log V).
 
-    i wins both where E_j >= E_i max(p_j / p_i, q_j / q_i) for every j: an exponential clock that is
-    the first of several, hence 1 / sum_j max(p_j / p_i, q_j / q_i). The greater of the two is p's
-    for the tokens whose p / q is at least i's.
+    Token i wins both races if E_j >= E_i max(p_j / p_i, q_j / q_i) for every j. That is one
+    exponential clock being the first of several, so its probability is
+
+        1 / (sum over j of max(p_j / p_i, q_j / q_i))
+
+    Sorted by p / q, the greater of the two ratios is p's for the tokens from i on, and q's before.
 
     >>> from fractions import Fraction as F
     >>> str(match_probability([F(1, 2), F(1, 2)], [F(1, 4), F(3, 4)]))
@@ -112,7 +159,8 @@ def match_probability(p: Probs, q: Probs) -> Any:
     """
     a, b = vectors(p, q, 0)
     both = (a > 0) & (b > 0)
-    p_alone, q_alone = a[~both].sum(), b[~both].sum()  # their p / q is above all others, and below
+    # Tokens that only one of the two can produce: their p / q is above all others, or below.
+    p_alone, q_alone = a[~both].sum(), b[~both].sum()
     order = (a[both] / b[both]).argsort()
     a, b = a[both][order], b[both][order]
     at_least, less = p_alone + a.sum() - (a.cumsum(0) - a), q_alone + b.cumsum(0) - b

@@ -1,36 +1,64 @@
-"""Multi-candidate speculative decoding (MCSD): several guesses for every position, tested one after
-the other.
+"""Multi-candidate speculative decoding (MCSD): test several draft tokens at every position.
 
-Yang, Huang, Dai, Chen 2024, arXiv 2401.06706. The draft model draws k candidates where speculative
-decoding draws one, and below each of them again: a tree, whose widths by depth are the
-k-configuration. The target scores all paths in one pass under a tree mask. At a node the candidates
-are tested in the order they were drawn: x passes with probability min(1, p(x) / q(x)), and a
-refusal replaces p by the residual norm(max(0, p - q)) before the next is tested; where all fail the
-token is drawn from what is left. Candidates drawn with replacement may be equal, and a second copy
-of a refused token never passes; so the paper also draws them without replacement, and then a
-refusal takes the token out of q as well. Nothing is trained.
+Paper: Yang, Huang, Dai, Chen 2024, arXiv 2401.06706. Nothing is trained.
 
-What makes it this technique: the candidates are draws and each is judged by the law it was drawn
-from given its earlier siblings, in the order of the draws. The best k of q judged by q, sorted
-draws, or a p that forgets the refusals before it give another law. The naive scheme, which draws y
-from p and keeps it where it is among the candidates, is exact too and accepts less.
+Idea. Where speculative decoding draws one draft token, the draft model draws k candidates, and k
+more after each of them: a tree, whose widths by depth are the k-configuration. The target scores
+all paths in one forward pass under a tree mask. At a node the candidates are tested in the order
+in which they were drawn. Each rejection replaces the target's distribution by the residual, and
+the next candidate is tested against that.
 
-Guarantee: EXACT in both modes. At temperature 0, where all draws are one token, the candidates are
-the draft's likeliest tokens, as point masses. Tested in tests/speculative/test_multi_candidate.py:
-all V tokens without replacement are accepted surely; with replacement accepts no less than naive
-sampling and no more than without; and with replacement the chance that one of k passes is 1 - (1 -
-beta_1) ... (1 - beta_k), the beta_i being the overlaps of q with what is left of p.
+    P(accept x_i) = min(1, p_i(x_i) / q_i(x_i))            p_1 = p, q_1 = q
+    p_(i+1)       = norm(max(0, p_i - q_i))                after a rejection of x_i
+    q_(i+1)       = q                                      with replacement
+    q_(i+1)       = norm(q_i with q_i(x_i) = 0)            without replacement
+
+With replacement, candidates may be equal, and a second copy of a rejected token never passes.
+Without replacement all candidates differ. If all are rejected, the token is sampled from the last
+residual.
+
+Guarantee: EXACT in both modes. At temperature 0, where all draws would be the same token, the
+candidates are the draft's k most likely tokens, as point masses.
+Pitfall: taking the k most likely tokens and testing them against q; sorting the draws by
+probability; forgetting that a rejection changes p (and, without replacement, q). Each of these
+gives another distribution.
+Tests: tests/speculative/test_multi_candidate.py (`verify_siblings` against what runs, outcome by
+outcome; k = V without replacement always accepts; naive sampling <= with <= without replacement;
+the formula of `sequential_acceptance`).
 Left out: a temperature of the draft's own, and training the draft on the target's texts (`tinyspec
-train lm --distill`).
+train lm --distill` does that).
 """
 
 from typing import Any
+
+import numpy as np
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import Probs
+
+
+def verify_siblings(p: Any, dists: Any, candidates: list[int], rng: Any) -> tuple[int, bool]:
+    """Test the candidates of one position in draw order.
+
+    p           [V] target probabilities
+    dists       [k, V] the distribution that each candidate was drawn from: q for all of them with
+                replacement, q without the earlier ones without
+    candidates  [k] tokens in draw order
+    rng         a numpy.random.Generator
+
+    Returns the next token and whether it is one of the candidates. The decoder runs `verify_tree`,
+    the same rule at every node of a tree. A test compares the two on every outcome.
+    """
+    p = np.asarray(p)
+    for token, q in zip(candidates, dists, strict=True):
+        if rng.random() < min(1, p[token] / q[token]):
+            return token, True
+        p = np.maximum(0, p - np.asarray(q))  # rejected: what the target has beyond this draft
+        p = p / p.sum()
+    return rng.choice(len(p), p=p), False
 
 
 @technique(
@@ -55,28 +83,28 @@ from tinyspec.tree import Probs
     ),
 )
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
-    """A draft model draws a tree of candidates; the target walks it."""
-    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    """Return a decoder whose draft model draws a tree of candidates."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     tree = shape(parse_branching(configuration))
     return request.decoder(
-        TreeDrafter(request.drafts[0], tree, request.stop.eos, reach, replace=replacement),
+        TreeDrafter(request.drafts[0], tree, request.stop.eos, max_length, replace=replacement),
         verify_tree,
     )
 
 
 def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
-    """The chance that one of k candidates drawn with replacement passes: 1 - (1 - beta_1) ... (1 -
-    beta_k).
+    """Return the probability that one of k candidates drawn with replacement is accepted.
 
-    beta_i = sum_x min(p_i, q) with p_1 = p and p_i+1 the residual; which token was refused does not
-    matter.
+        1 - (1 - beta_1) ... (1 - beta_k)        beta_i = sum over x of min(p_i(x), q(x))
+
+    p_1 is p, and p_(i+1) is the residual of p_i. Which token was rejected does not matter.
 
     >>> from fractions import Fraction as F
     >>> [str(sequential_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
     ['1/3', '5/9']
     """
-    refused = 1
+    all_rejected = 1
     for _ in range(k):
-        refused *= 1 - sum(min(a, b) for a, b in zip(p, q, strict=True))
+        all_rejected *= 1 - sum(min(a, b) for a, b in zip(p, q, strict=True))
         p = residual(p, q)
-    return 1 - refused
+    return 1 - all_rejected

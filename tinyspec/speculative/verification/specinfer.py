@@ -1,36 +1,41 @@
-"""SpecInfer: a token tree from one or several small models, verified in one pass by multi-step
-speculative sampling.
+"""SpecInfer: verify a token tree that one or several small models drafted.
 
-Miao et al., ASPLOS 2024, arXiv 2305.09781 (its small speculative models, SSMs, are our drafts).
-Expansion-based trees: at depth i every leaf is expanded by k_i tokens drawn from one model, as
-<1,1,3,1,1,1,1,1>. Merge-based trees: every model grows its own, and the trees are merged, so that a
-prefix that several of them say is computed once. The target scores the merged tree in one pass
-under its topology. The verifier stands at the root with all children there, whoever proposed them;
-it picks one at random, keeps it with probability min(1, p(x) / q_s(x)), q_s being the law of the
-model s that drew it, and after a refusal goes on with the residual norm(max(0, p - q_s)) and the
-children that remain.
+Paper: Miao et al., ASPLOS 2024, arXiv 2305.09781 (its small speculative models, SSMs, are our draft
+models).
 
-What makes it SpecInfer: a token that two models proposed is two proposals, each tested against its
-own law; testing it once, or drawing y from p and looking whether y is in the tree (naive sampling),
-is biased or accepts less. And the models are made for each other: collective boost-tuning
-fine-tunes the first on the target's own texts, takes out the prompts on which it now says what the
-target says, tunes the next on what is left, and so on, so that together they cover more than each
-does. The labels are the target's generations: no data set is needed.
+Idea. Expansion-based trees: at depth i every leaf gets k_i tokens drawn from one model, as in
+<1,1,3,1,1,1,1,1>. Merge-based trees: every model grows its own tree, and the trees are merged, so
+that a prefix which several of them propose is computed once. The target scores the merged tree in
+one forward pass. At a node the verifier picks one of the children at random, whoever proposed it,
+and tests it against the distribution q_s of the model s that drew it. After a rejection it goes on
+with the residual and the children that remain.
 
-Guarantee: EXACT for any drafts. Tested in tests/speculative/test_specinfer.py: the law of a token
-under different, colliding drafts (theorem 4.2), acceptance never below naive sampling (theorem
-4.3), and boosting on tiny models. At temperature 0 the tokens of an expansion are the draft's
-likeliest, as point masses.
-Left out: its distributed serving, offloading and kernels, which are no part of the method; here one
-device runs all.
+    P(accept x_s) = min(1, p(x_s) / q_s(x_s))        s: uniform among the untested children
+    p            <- norm(max(0, p - q_s))            after a rejection
+
+Training. The draft models are made for each other (*collective boost-tuning*): the first is
+fine-tuned on the target's own greedy texts, the prompts on which it now agrees with the target are
+taken out, the next is tuned on the rest, and so on. The loss is cross-entropy on the target's
+tokens; no data set is needed.
+
+Guarantee: EXACT for any draft models. At temperature 0 the tokens of an expansion are the draft's
+most likely ones, as point masses.
+Pitfall: merging a token that two models proposed into one test. It is two proposals, each tested
+against its own distribution. Sampling y from p and looking whether it is in the tree (naive
+sampling) is exact too, and accepts less.
+Tests: tests/speculative/test_specinfer.py (`multi_step_sampling` against what runs, outcome by
+outcome; theorem 4.2, the token's distribution under colliding drafts; theorem 4.3, acceptance never
+below naive sampling; boosting on tiny models).
+Left out: distributed serving, offloading and kernels, which are no part of the method.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -53,9 +58,33 @@ D = TypeVar("D")
 P = TypeVar("P")
 
 
+def multi_step_sampling(p: Any, dists: Any, drafts: list[int], rng: Any) -> tuple[int, bool]:
+    """Test the children of one node in random order (algorithm 2).
+
+    p       [V] target probabilities
+    dists   [k, V] the distribution that each child was sampled from
+    drafts  [k] the children's tokens
+    rng     a numpy.random.Generator
+
+    Returns the next token and whether it is a draft token. The decoder runs
+    `verify_tree_multi_step`, which does this at every node. A test compares the two on every
+    outcome.
+    """
+    p, untested = np.asarray(p), list(range(len(drafts)))
+    while untested:
+        s = untested.pop(rng.integers(len(untested)))
+        token, q = drafts[s], np.asarray(dists[s])
+        if rng.random() < min(1, p[token] / q[token]):
+            return token, True
+        p = np.maximum(0, p - q)
+        p = p / p.sum()
+    return rng.choice(len(p), p=p), False
+
+
 class SpecInferDrafter(BaseDrafter):
-    """The trees of several models, one beside the other; the session that scores them runs an equal
-    prefix once.
+    """Grows one tree per draft model, side by side.
+
+    The session that scores the merged tree computes an equal prefix once.
     """
 
     def __init__(self, drafts: Sequence[TreeDrafter]):
@@ -90,7 +119,9 @@ class SpecInferDrafter(BaseDrafter):
 
 
 def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
-    """All nodes of all trees below one root. Equal nodes stay two proposals: each has its own law.
+    """Return the nodes of all trees below one root.
+
+    Equal nodes stay two proposals, because each has its own distribution.
 
     >>> merge_trees([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
     (-1, 0, -1, 2)
@@ -106,15 +137,16 @@ def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
 
 
 def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-    """Multi-step speculative sampling (algorithm 2): at every node, the proposals that stand there
-    in a random order.
+    """Verify a tree by multi-step speculative sampling at every node.
+
+    The output follows p exactly.
     """
-    path, refused = list[int](), list[int]()
+    path, rejected = list[int](), list[int]()
     row, here = p[ROOT], {ROOT}
     while untested := [
-        node for node, up in enumerate(tree.parents) if up in here and node not in refused
+        node for node, up in enumerate(tree.parents) if up in here and node not in rejected
     ]:
-        node = untested[_any(len(untested), rng)]
+        node = untested[_draw_index(len(untested), rng)]
         token, q = tree.tokens[node], tree.draft_probs[node]
         if rng.accept(ratio(row, q, token)):
             path.append(node)
@@ -125,12 +157,12 @@ def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -
             }
             row = p[node]
         else:
-            refused.append(node)
+            rejected.append(node)
             row = exclude_token(row, token) if q is None else residual(row, q)
-    return Verdict(tuple(path), rng.draw(row), tuple(refused))
+    return Verdict(tuple(path), rng.draw(row), tuple(rejected))
 
 
-def _any(ways: int, rng: RandomSource) -> int:
+def _draw_index(ways: int, rng: RandomSource) -> int:
     return rng.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
 
 
@@ -152,16 +184,18 @@ def _any(ways: int, rng: RandomSource) -> int:
     ),
 )
 def specinfer(request: Request, *, expansion: str) -> Decoder:
-    """Every draft model grows a tree; the target verifies them as one."""
+    """Return a decoder in which every draft model grows a tree, verified as one."""
     trees = [shape(parse_branching(word)) for word in str(expansion).split("+")]
     if len(trees) > len(request.drafts):
         given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
         raise TinyspecError(
             f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
         )
-    reach = [*request.draft_max_lengths, *[None] * len(request.drafts)]
+    max_lengths = [*request.draft_max_lengths, *[None] * len(request.drafts)]
     drafts = [
-        TreeDrafter(model, trees[min(number, len(trees) - 1)], request.stop.eos, reach[number])
+        TreeDrafter(
+            model, trees[min(number, len(trees) - 1)], request.stop.eos, max_lengths[number]
+        )
         for number, model in enumerate(request.drafts)
     ]
     return request.decoder(SpecInferDrafter(drafts), verify_tree_multi_step)
@@ -171,11 +205,11 @@ def specinfer(request: Request, *, expansion: str) -> Decoder:
 
 
 class BoostedDrafts(NamedTuple):
-    """What came of boosting.
+    """The result of boosting.
 
-    drafts    the models, tuned; on the device of the target, in float32
-    own       share of all prompts on which each says what the target says
-    together  share on which one of the first n does
+    drafts    the tuned models, on the device of the target, in float32
+    own       share of all prompts on which each agrees with the target
+    together  share on which at least one of the first n does
     """
 
     drafts: list[Model]
@@ -189,8 +223,9 @@ def tune_collectively(
     tune: Callable[[D, Sequence[P]], D],
     covers: Callable[[D, P], bool],
 ) -> list[D]:
-    """Each draft tuned on the prompts that no draft before it covers; the last ones stay as they
-    are if none are left.
+    """Tune each draft on the prompts that no draft before it covers.
+
+    If none are left, the remaining drafts stay as they are.
     """
     tuned, left = list[D](), list(prompts)
     for draft in drafts:
@@ -203,16 +238,15 @@ def boost_drafts(
     target: Model, drafts: Sequence[Model], prompts: Tensor, settings: Settings, folder: str | Path, length: int = 8,
     batch: int = 32,
 ) -> BoostedDrafts:  # fmt: skip
-    """Tune draft models so that together they say what the target says greedily after these
-    prompts.
+    """Tune draft models so that together they cover the target's greedy answers to these prompts.
 
     prompts  [N, T] ids
-    length   tokens of the target's answers: the labels
-    folder   where the trainings' states and logs lie, a folder a draft; an interrupted one goes on
-             from there
+    length   tokens of the target's answers, which are the labels
+    folder   where the trainings' states and logs are kept, a folder for each draft; an interrupted
+             one continues from there
 
-    Raises TinyspecError where there are no drafts or prompts, or a prompt and its answer outgrow a
-    model's context.
+    Raises TinyspecError if there are no drafts or prompts, or if a prompt and its answer do not fit
+    a model's context.
     """
     if not drafts or not len(prompts):
         raise TinyspecError("boosting needs one draft model and one prompt at least")
@@ -253,12 +287,12 @@ def boost_drafts(
         )
         return number, own.to()
 
-    said: dict[int, Tensor] = {}
+    matches: dict[int, Tensor] = {}
 
     def covers(draft: tuple[int, Model], prompt: int) -> bool:
-        if id(draft) not in said:
-            said[id(draft)] = answers_match(draft[1], texts, length)
-        return bool(said[id(draft)][prompt])
+        if id(draft) not in matches:
+            matches[id(draft)] = answers_match(draft[1], texts, length)
+        return bool(matches[id(draft)][prompt])
 
     given = [(number, model.to(texts.device, torch.float32)) for number, model in enumerate(drafts)]
     tuned = tune_collectively(given, range(len(texts)), tune, covers)
@@ -272,7 +306,7 @@ def boost_drafts(
 
 @torch.no_grad()
 def append_greedy_answers(target: Model, prompts: Tensor, length: int) -> Tensor:
-    """[N, T + length]: each prompt with the target's greedy answer."""
+    """Return each prompt with the target's greedy answer, [N, T + length]."""
     for _ in range(length):
         nexts = [target.training_logits(part)[:, -1:].argmax(dim=-1) for part in _parts(prompts)]
         prompts = torch.cat([prompts, torch.cat(nexts)], dim=1)
@@ -280,14 +314,15 @@ def append_greedy_answers(target: Model, prompts: Tensor, length: int) -> Tensor
 
 
 def _parts(rows: Tensor) -> list[Tensor]:
-    """A few rows at a time: a pass over many would not fit."""
+    """Return the rows in batches of 64, because a pass over all of them would not fit."""
     return [rows[at : at + 64] for at in range(0, len(rows), 64)]
 
 
 @torch.no_grad()
 def answers_match(draft: Model, texts: Tensor, length: int) -> Tensor:
-    """[N]: whether a draft's greedy answer is the text's, that is whether each token is its
-    likeliest after those before.
+    """Return whether a draft's greedy answer is the text's, [N] bools.
+
+    It is if each token of the answer is the draft's most likely one after those before it.
     """
     same = [
         (draft.training_logits(part[:, :-1])[:, -length:].argmax(dim=-1) == part[:, -length:]).all(

@@ -1,34 +1,44 @@
-"""SpecTr: several drafts, and the target's token carried over to one of them by optimal transport.
+"""SpecTr: sample several drafts and select one of their tokens by near-optimal transport.
 
-Sun, Suresh, Ro, Beirami, Jain, Yu, NeurIPS 2023, arXiv 2310.15141. The draft model writes k texts
-of gamma tokens, independently. At a position that is a transport problem: couple the k drafted
-tokens with y ~ p so that y is among them as often as can be. The best plan is a linear program of
-V^(k+1) variables. K-SEQ comes close in O(kV): one division factor rho for all drafts, draft after
-draft passes with probability min(1, p(x) / (rho q(x))), and the first that passes is taken. With
-beta = sum_x min(q, p / rho), one passes with probability 1 - (1 - beta)^k; the law is kept where
-that is at most rho beta, and rho is the least such factor. Drafts whose token was taken, or is
-equal, stay in the race at the next position, with a rho for as many as they are; a draft that
-survives whole earns a bonus token. Nothing is trained.
+Paper: Sun, Suresh, Ro, Beirami, Jain, Yu, NeurIPS 2023, arXiv 2310.15141. Nothing is trained.
 
-What makes it SpecTr: the same p for all k drafts and a rho between 1 and k, where recursive
-rejection tests each draft against what the refusals before it left. Why p is kept: with left(x) =
-max(0, p - rho q), a taken token has the law s (p - left), s = (1 - (1 - beta)^k) / (rho beta) <= 1,
-so what is missing is (1 - s) p + s left, and that is the residual. At the best rho s is 1. Where
-rho is rounded *up*, s falls and the law is still exact: Fractions prove the code that floats run.
+Idea. The draft model samples k texts of gamma tokens, independently. At each position the target's
+token y ~ p is to be coupled with the k draft tokens so that y is among them as often as possible.
+The best coupling is a linear program of V^(k+1) variables. K-SEQ comes close in O(kV): all drafts
+are tested, one after the other, against the same p, divided by one factor rho between 1 and k.
 
-Guarantee: EXACT, on any tree: siblings of one declared law are drafts of one K-SEQ, groups of other
-laws follow on what it leaves, a law of None is a point mass. At temperature 0 the drafts begin with
-the k likeliest tokens. Tested in tests/speculative/test_spectr.py: K-SEQ accepts at least (1 - (1 -
-1/k)^k) of the optimum and at most the optimum, by the linear program and by the least cut; rho
-solves its equation; one draft is token verification; more drafts accept more. The paper reports
-2.13x over plain decoding and 1.37x over speculative decoding.
-Left out: decoding by the linear program itself, whose size allows six tokens or so; it is the
-oracle in laws/theorems.py.
+    P(accept x)  = min(1, p(x) / (rho q(x)))
+    beta         = sum over x of min(q(x), p(x) / rho)             one draft is accepted
+    1 - (1 - beta)^k                                               one of k drafts is accepted
+    residual(x)  = norm(p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^k) / beta)
+    rho          = the least factor with 1 - (1 - beta)^k <= rho beta
+
+Drafts whose token was accepted, or is equal to it, stay for the next position, with a rho for as
+many as they are. A draft that survives to its end earns a bonus token.
+
+Why it is exact. With left(x) = max(0, p - rho q) an accepted token has mass s (p - left), where
+s = (1 - (1 - beta)^k) / (rho beta) <= 1. What is missing is (1 - s) p + s left, the residual. At
+the best rho, s is 1. If rho is rounded *up*, s falls and the output is still exact, so fractions
+prove the code that floats run.
+
+Guarantee: EXACT, on any tree: siblings that declare one distribution are the drafts of one K-SEQ,
+groups with other distributions follow on its residual, and a node without one is a point mass. At
+temperature 0 the drafts begin with the k most likely tokens.
+Pitfall: recursive rejection under this name (it tests each draft against the last residual, with no
+rho); rho = k always; rho = 1, which is not exact.
+Tests: tests/speculative/test_spectr.py (`select_k_seq` against what runs, outcome by outcome; rho
+solves its equation; at least 1 - (1 - 1/k)^k of the optimum and at most the optimum, by the linear
+program and by the least cut; one draft is token verification).
+Left out: decoding by the linear program itself, which is feasible for about six tokens; it is the
+oracle in laws/theorems.py. The paper reports 2.13x over plain decoding and 1.37x over speculative
+decoding.
 """
 
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
+
+import numpy as np
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import RandomSource
@@ -38,56 +48,78 @@ from tinyspec.speculative.verification.vectors import as_row, exact, ratio, same
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-HALVINGS, COARSE = (
-    50,
-    3,
-)  # of rho's bracket in floats, and in Fractions, whose denominators grow with each
+HALVINGS = 50  # bisection steps for rho in floats: below the rounding of a double
+HALVINGS_EXACT = 3  # in Fractions, whose denominators grow with each step; rho is rounded up
+
+
+def select_k_seq(p: Any, q: Any, drafts: list[int], rng: Any) -> tuple[int, bool]:
+    """Select one of k draft tokens for a position, or sample another token by K-SEQ.
+
+    p       [V] target probabilities
+    q       [V] draft probabilities
+    drafts  [k] tokens, sampled from q independently
+    rng     a numpy.random.Generator
+
+    Returns the next token and whether it is a draft token. The decoder runs `verify_tree_k_seq`,
+    which does this at every position. A test compares the two on every outcome.
+    """
+    p, q, k = np.asarray(p), np.asarray(q), len(drafts)
+    rho = division_factor(p, q, k)
+    for token in drafts:
+        if rng.random() < min(1, p[token] / (rho * q[token])):
+            return token, True
+    each = np.minimum(q, p / rho)  # how often one draft is token x and is accepted
+    beta = each.sum()
+    accepted = each * (chance_of_any(beta, k) / beta) if beta > 0 else each
+    residual = p - accepted
+    return rng.choice(len(p), p=residual / residual.sum()), False
 
 
 def division_factor(p: Any, q: Any, k: int) -> Any:
-    """rho: the least factor in [1, k] with 1 - (1 - beta)^k <= rho beta, rounded up. p, q are
-    vectors, [V].
+    """Return rho, the least factor in [1, k] with 1 - (1 - beta)^k <= rho beta, rounded up.
 
-    rho beta = sum_x min(rho q, p) grows with rho and 1 - (1 - beta)^k falls, so there is one root;
-    k is never below it, because 1 - (1 - beta)^k <= k beta. Between two values of p / q the sum is
-    a straight line: the root on the line is found, and the tokens that have left it are dropped.
-    Lines lie above the (concave) sum, so this comes from below; a few passes, O(V) each.
+    p, q  [V] arrays of floats or of Fractions, or tensors
+
+    rho beta = sum_x min(rho q, p) grows with rho and 1 - (1 - beta)^k falls, so there is one root.
+    It is at most k, because 1 - (1 - beta)^k <= k beta. Between two values of p / q the sum is a
+    straight line: the root on the line is found, and the tokens that have left it are dropped.
+    Lines lie above the (concave) sum, so this comes from below, in a few passes of O(V).
     """
     rho, whole = Fraction(1) if exact(p) else 1.0, p.sum()
     while k > 1:
         over = p > rho * q
         p, q = p[over], q[over]
-        said, slope = _number(whole - p.sum()), _number(q.sum())
-        if rho >= k or _spare(said + rho * slope, rho, k) >= 0:
+        constant, slope = _scalar(whole - p.sum()), _scalar(q.sum())
+        if rho >= k or _slack(constant + rho * slope, rho, k) >= 0:
             break
         low, rho = rho, 0 * rho + k
-        for _ in range(COARSE if exact(p) else HALVINGS):
+        for _ in range(HALVINGS_EXACT if exact(p) else HALVINGS):
             middle = (low + rho) / 2
             low, rho = (
-                (low, middle) if _spare(said + middle * slope, middle, k) >= 0 else (middle, rho)
+                (low, middle)
+                if _slack(constant + middle * slope, middle, k) >= 0
+                else (middle, rho)
             )
     return rho
 
 
-def _number(x: Any) -> Any:
-    """A float, or a Fraction."""
+def _scalar(x: Any) -> Any:
+    """Return a sum as a float or a Fraction."""
     return x.item() if hasattr(x, "item") else x
 
 
-def _spare(mass: Any, rho: Any, k: int) -> Any:
-    """rho beta - (1 - (1 - beta)^k) for mass = rho beta: rho keeps the law of k drafts where it is
-    not negative.
-    """
+def _slack(mass: Any, rho: Any, k: int) -> Any:
+    """Return rho beta - (1 - (1 - beta)^k) for mass = rho beta; not negative if rho is valid."""
     return mass - chance_of_any(mass / rho, k)
 
 
 def chance_of_any(beta: Any, k: int) -> Any:
-    """The probability that one of k drafts passes where each does with beta."""
+    """Return the probability that one of k drafts is accepted if each is with probability beta."""
     return 1 - (1 - beta) ** k
 
 
 def k_seq_residual(p: Any, q: Any, k: int, rho: Any) -> Any:
-    """The residual, not normalised: (1 - s) p + s max(0, p - rho q).
+    """Return the unnormalized residual, (1 - s) p + s max(0, p - rho q).
 
     >>> import numpy as np
     >>> k_seq_residual(np.array([1.0, 0.0]), np.array([0.25, 0.75]), 2, 1.75).tolist()
@@ -99,48 +131,44 @@ def k_seq_residual(p: Any, q: Any, k: int, rho: Any) -> Any:
 
 
 def verify_tree_k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
-    """Follow the drafts that spell what was taken so far; at every position K-SEQ takes one of
-    their tokens, or none.
+    """Verify a tree by K-SEQ at every position. The output follows p exactly.
 
-    One `accept` a tested node, one `draw`. A position with one draft left needs no search: rho is
-    1. Raises TinyspecError as `verify_tree` does.
+    Only the drafts that agree with the accepted tokens go on. It takes one `accept` for each tested
+    node and one `draw`. A position with one draft left needs no search: rho is 1. Raises
+    TinyspecError as `verify_tree` does.
     """
-    path, refused, row = list[int](), list[int](), p[ROOT]
-    siblings = waiting = _below(tree, {ROOT})
+    path, rejected, row = list[int](), list[int](), p[ROOT]
+    siblings = waiting = _children(tree, {ROOT})
     while waiting:
-        drafts = _independent(tree, waiting)
-        law, tokens = tree.draft_probs[drafts[0]], [tree.tokens[node] for node in drafts]
-        ratios = [
-            ratio(row, law, token) for token in tokens
-        ]  # refuses what breaks the drafter's contract
-        laws = vectors(row, law, tokens[0])
-        rho = division_factor(*laws, len(drafts))
+        drafts = _draws_of_one(tree, waiting)
+        q, tokens = tree.draft_probs[drafts[0]], [tree.tokens[node] for node in drafts]
+        # `ratio` raises if a draft token breaks the drafter's contract, so all are computed first.
+        ratios = [ratio(row, q, token) for token in tokens]
+        p_and_q = vectors(row, q, tokens[0])
+        rho = division_factor(*p_and_q, len(drafts))
         passed = next((i for i, x in enumerate(ratios) if rng.accept(x / rho)), None)
-        refused += drafts[:passed]
+        rejected += drafts[:passed]
         if passed is None:
             waiting = [node for node in waiting if node not in drafts]
-            left = k_seq_residual(*laws, len(drafts), rho)
-            row = (
-                as_row(left / left.sum()) if left.sum() > 0 else row
-            )  # nothing left: p and q agree up to rounding
+            left = k_seq_residual(*p_and_q, len(drafts), rho)
+            # If nothing is left, p and q agree up to rounding, and p stays as it is.
+            row = as_row(left / left.sum()) if left.sum() > 0 else row
         else:
             path.append(drafts[passed])
             row = p[path[-1]]
-            siblings = waiting = _below(
+            siblings = waiting = _children(
                 tree, {node for node in siblings if tree.tokens[node] == tokens[passed]}
             )
-    return Verdict(tuple(path), rng.draw(row), tuple(refused))
+    return Verdict(tuple(path), rng.draw(row), tuple(rejected))
 
 
-def _below(tree: TokenTree, parents: set[int]) -> list[int]:
-    """The guesses behind these nodes, in the order of the draws."""
+def _children(tree: TokenTree, parents: set[int]) -> list[int]:
+    """Return the draft tokens after these nodes, in draw order."""
     return [node for node, up in enumerate(tree.parents) if up in parents and not tree.probe[node]]
 
 
-def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
-    """The first of these siblings and all others that declare its law: given that law they are
-    independent draws of it.
-    """
+def _draws_of_one(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
+    """Return the first of these siblings and all others that declare the same distribution."""
     first = tree.draft_probs[nodes[0]]
     return [
         node
@@ -157,16 +185,16 @@ def _independent(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     guarantee=Guarantee.EXACT,
     drafts=1,
     knobs=(
-        Knob("k", 8, "drafts, independent of each other", low=1, small=(2, 3)),
-        Knob("gamma", 8, "tokens of a draft", low=1, small=(1, 2)),
+        Knob("k", 8, "drafts, independent of each other", low=1, high=1024, small=(2, 3)),
+        Knob("gamma", 8, "tokens of a draft", low=1, high=64, small=(1, 2)),
     ),
 )
 def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
-    """A draft model writes k texts of gamma tokens; K-SEQ selects among them."""
-    reach = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    """Return a decoder whose draft model samples k texts of gamma tokens."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafts = shape((k, *[1] * (gamma - 1)))
     return request.decoder(
-        TreeDrafter(request.drafts[0], drafts, request.stop.eos, reach), verify_tree_k_seq
+        TreeDrafter(request.drafts[0], drafts, request.stop.eos, max_length), verify_tree_k_seq
     )
 
 
@@ -174,7 +202,7 @@ def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
 
 
 def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
-    """The probability that K-SEQ takes one of k drafts: 1 - (1 - beta)^k at its rho.
+    """Return the probability that K-SEQ accepts one of k drafts: 1 - (1 - beta)^k at its rho.
 
     >>> from fractions import Fraction as F
     >>> str(k_seq_acceptance([F(1, 2), F(1, 2)], [F(1), F(0)], 1))
@@ -186,12 +214,12 @@ def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
 
 
 def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
-    """The most that any lossless selection can accept of k independent drafts: 1 + min_H (p(H) -
-    q(H)^k). O(V log V).
+    """Return the most that any lossless selection among k independent drafts can accept.
 
-    Over all sets of tokens H; P - Q^k is concave, so its least value lies at a corner of the region
-    of all (p(H), q(H)), and growing in P and falling in Q, at one of the sets of the smallest p /
-    q. Tokens that are never drafted stay outside of H.
+        1 + min over sets of tokens H of (p(H) - q(H)^k)
+
+    P - Q^k is concave, grows in P and falls in Q. So its least value over all (p(H), q(H)) lies at
+    one of the sets of the smallest p / q: O(V log V). Tokens that are never drafted are not in H.
 
     >>> from fractions import Fraction as F
     >>> [str(optimal_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
