@@ -83,7 +83,6 @@ def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     """Return the paths of ranks with the greatest products of chances; of equals the shallower.
 
     nodes     how many paths
-
     depth, k  at most `depth` ranks, each below k
 
     Best-first search is optimal: a child's product is at most its parent's.
