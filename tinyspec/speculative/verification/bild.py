@@ -84,17 +84,10 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
         at = ROOT
         path: tuple[int, ...] = ()
         for node, token in enumerate(tree.tokens):
-<<<<<<< HEAD
-            if p.probs_under(at, UNCHANGED)[token] < least:
-                said = rng.draw(p[at])
-                if rule == "paper" or said != token:
-                    return Verdict(path, said, (node,))
-=======
             if p.probs_under(at, UNCHANGED)[token] < least:
                 own = rng.draw(p[at])
                 if rule == "paper" or own != token:
                     return Verdict(path, own, (node,))
->>>>>>> 5dca07b (Print each algorithm of chapter 1's drafting and verification, and hold what runs to it)
             path, at = (*path, node), node
         return Verdict(path, rng.draw(p[at]))
 
