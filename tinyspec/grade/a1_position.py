@@ -1,6 +1,6 @@
 """Laws of the functions of assignment A1 that look at one position: warp, acceptance, residual.
 
-The expected values come from `laws.exact` and `laws.small`, and never from the reference solution.
+The expected values come from `laws.exact`, and never from the reference solution.
 """
 
 import random

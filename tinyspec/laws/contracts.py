@@ -4,12 +4,12 @@
     presence           whether it is in the tree does not depend on which token it is
     examined tokens    a token that a verifier has examined is not proposed again as a drawn one
 
-A distribution of None owes nothing. All three say one thing: among all runs in which the text is the
-same, the verifier has examined the same earlier draft tokens, and the same distribution is declared
-for a node, the token at that node is distributed as declared. `find_violations` tests just that, by
-enumeration. It names the contract by what the drafter drew: from that very distribution in this round
-(then something kept or dropped the token for what it is), in an earlier round (then it was examined),
-or never.
+A distribution of None owes nothing. All three say one thing: among all runs in which the text is
+the same, the verifier has examined the same earlier draft tokens, and the same distribution is
+declared for a node, the token at that node is distributed as declared. `find_violations` tests just
+that, by enumeration. It names the contract by what the drafter drew: from that very distribution in
+this round (then something kept or dropped the token for what it is), in an earlier round (then it
+was examined), or never.
 """
 
 import time
@@ -53,7 +53,7 @@ class ContractViolation(NamedTuple):
 
 
 class _Watched:
-    """A chance that notes which token was drawn from which row."""
+    """A random source that notes which token was drawn from which row."""
 
     def __init__(self, rng: Any, log: Counter[tuple[Any, int]]):
         self._rng, self._log = rng, log
@@ -79,7 +79,7 @@ class _Watched:
 
 
 class _Draws:
-    """The chance of a decoder whose draws for drafting are noted, round by round."""
+    """The random source of a decoder whose draws for drafting are noted, round by round."""
 
     def __init__(self, rng: Exhaustive):
         self._rng = rng
@@ -94,15 +94,16 @@ class _Draws:
 
 
 def _key(row: Probs) -> tuple[Any, ...]:
-    """A law as something that can be looked up: normalised, floats to twelve digits."""
+    """Return a distribution as a key: normalised, floats rounded to twelve digits."""
     numbers = row.tolist() if hasattr(row, "tolist") else list(row)
     mass = sum(numbers)
     return tuple(x / mass if isinstance(x, Fraction) else round(x / mass, 12) for x in numbers)
 
 
 def examined_nodes(tree: TokenTree, node: int) -> list[int]:
-    """The nodes a verifier has tested when it comes to `node`: down its path, siblings in order up
-    to the accepted one.
+    """Return the nodes a verifier has tested when it comes to `node`.
+
+    They are those down its path, with siblings in order up to the accepted one.
 
     >>> examined_nodes(TokenTree((5, 7, 7, 4, 3), (-1, -1, -1, 1, 2), (None,) * 5, (False,) * 5), 4)
     [0, 1, 3]
@@ -124,8 +125,9 @@ def examined_nodes(tree: TokenTree, node: int) -> list[int]:
 def find_violations(
     factory: Callable[[], Decoder], prompt: Sequence[int] = (0,), rounds: int = 1
 ) -> tuple[list[ContractViolation], int]:
-    """Every offence in the trees of the first `rounds` rounds, the shortest text first; and how
-    many runs there were.
+    """Return every violation in the trees of the first `rounds` rounds, and the number of runs.
+
+    The shortest text comes first.
     """
     groups: dict[Any, dict[int, Any]] = {}  # what is given -> token -> probability
     names: dict[Any, set[str]] = {}
@@ -219,8 +221,9 @@ class _TypedTable(TableModel):
 
 
 class ContractSetting(NamedTuple):
-    """Rows by hand, the same in every context, or tables from a seed; a warper; what rows are made
-    of; rounds.
+    """The models that a drafter is tried on, its sampling settings, their dtype, and the rounds.
+
+    Rows are written by hand, the same in every context, or come from tables with a seed.
     """
 
     rows: tuple[tuple[int, ...], tuple[int, ...]] | int
@@ -229,7 +232,7 @@ class ContractSetting(NamedTuple):
     rounds: int = 1
 
     def model(self, which: int) -> TableModel:
-        """The target is 0, drafts are 1, 2, ..."""
+        """Return the target (0) or a draft (1, 2, ...)."""
         kind: Any = TableModel
         if self.dtype is not None:
             kind = type("Typed", (_TypedTable,), {"dtype": self.dtype})
@@ -239,7 +242,7 @@ class ContractSetting(NamedTuple):
         return kind(0, len(weights), rows=lambda context: weights)  # type: ignore[no-any-return]
 
     def shown(self) -> dict[str, Any]:
-        """For an accusation."""
+        """Return the setting for a counterexample."""
         case: dict[str, Any] = (
             {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"}
             if isinstance(self.rows, int)
@@ -281,9 +284,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
 def contract_settings() -> Iterator[ContractSetting]:
-    """The smallest first: two rounds with p and q by hand, then every warper in Fractions and in
-    every dtype.
-    """
+    """Yield the settings, smallest first: p and q by hand, then every warper in every dtype."""
     half, third, other, quarter = (1, 1), (1, 2), (2, 1), (1, 3)
     for p, q in ((half, half), (half, third), (third, other), (quarter, other)):
         yield ContractSetting((p, q), rounds=2)
@@ -298,8 +299,7 @@ def contract_settings() -> Iterator[ContractSetting]:
 def check_contracts(
     make: MakeDecoder, drafts: int = 1, laws: Sequence[str] = CONTRACT_LAWS
 ) -> list[Evidence]:
-    """Hold the drafter of a technique to its contracts; raises LawViolated with the smallest case
-    that breaks one of `laws`.
+    """Check the contracts of a technique's drafter; raises LawViolated with the smallest case.
 
     make    request -> Decoder, as a card's `make`;  drafts: how many draft models the request
             brings
@@ -329,8 +329,9 @@ def check_decoder_contracts(
     laws: Sequence[str] = CONTRACT_LAWS,
     case: dict[str, Any] | None = None,
 ) -> list[Evidence]:
-    """The contracts on the first rounds of any decoder; raises LawViolated. `case` says which one
-    it is.
+    """Check the contracts in the first rounds of any decoder; raises LawViolated.
+
+    `case` says which one it is, for a counterexample.
     """
     began = time.perf_counter()
     found, runs = find_violations(factory, prompt, rounds)
@@ -348,8 +349,9 @@ def check_decoder_contracts(
 
 
 def contracts_of_technique(card: Card) -> list[Evidence]:
-    """The contracts of a registered technique: on tables, or on small transformers where it reads
-    hidden states.
+    """Check the contracts of a registered technique's drafter.
+
+    It runs on tables, or on small transformers where the technique reads hidden states.
 
     None for what has no drafter, and for one that races: shared noise cannot be enumerated, and a
     raced guess declares no law.
@@ -378,17 +380,15 @@ def contracts_of_technique(card: Card) -> list[Evidence]:
 
 
 def truthful(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """A declared law is the law the token was drawn from, under every warper and dtype."""
+    """Check that a declared distribution is the one the token was drawn from."""
     return check_contracts(make, drafts, (TRUTHFUL,))[0]
 
 
 def presence(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """Whether a node is in the tree does not depend on the token drawn at it, unless its law is
-    None.
-    """
+    """Check that the presence of a node does not depend on the token drawn at it."""
     return check_contracts(make, drafts, (PRESENCE,))[0]
 
 
 def examined(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """What a verifier has looked at is proposed again with law None only."""
+    """Check that examined tokens are proposed again only with a distribution of None."""
     return check_contracts(make, drafts, (EXAMINED,))[0]

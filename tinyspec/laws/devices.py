@@ -1,10 +1,10 @@
 """The same decisions on another road: rows in narrow tensors, and the torch operations of a GPU.
 
-On the CPU every dtype is read as float64 exactly, so the verifier decides as the plain twin does, to
-the bit. A device adds in its own order: it must decide the same unless a uniform, a ratio or a knob
-lies within n * eps of a boundary. Whether one does is worked out from the case alone: the twin's own
-lines run over numbers that carry a bound on their rounding error, and every comparison that the bound
-leaves open is noted.
+On the CPU every dtype is read as float64 exactly, so the verifier decides as the plain twin does,
+to the bit. A device adds in its own order: it must decide the same unless a uniform, a ratio or a
+knob lies within n * eps of a boundary. Whether one does is worked out from the case alone: the
+twin's own lines run over numbers that carry a bound on their rounding error, and every comparison
+that the bound leaves open is noted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +38,7 @@ FLOAT_EPS = 2.0**-52
 
 
 class RoundingDoubt:
-    """A computation over n numbers, and whether any of its comparisons was too close to call.
+    """A computation over n numbers, and whether one of its comparisons was too close to call.
 
     A device may add n numbers in any order, which errs by at most n * eps of their sum. The twin
     adds in eight lanes and in blocks of 256, so every addition is charged n / 8 + 2 eps, and the
@@ -55,11 +55,11 @@ class RoundingDoubt:
         self.near = False
 
     def about(self, value: float, slack: float = 0.0) -> "BoundedNumber":
-        """A number of this computation; without slack it is exact."""
+        """Return a number of this computation; without slack it is exact."""
         return BoundedNumber(float(value), slack, self)
 
     def row(self, row: Any) -> "list[BoundedNumber]":
-        """A law of exact numbers."""
+        """Return a row of exact numbers."""
         return [self.about(x) for x in row.tolist()]
 
 
@@ -141,7 +141,7 @@ ROW_KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
 
 
 class TwinUniforms:
-    """Uniforms for the twin, one at a time, and how many are left."""
+    """The uniforms of a plain twin, one at a time, and how many are left."""
 
     def __init__(self, uniforms: Sequence[Any]):
         self.rest = list(uniforms)
@@ -160,8 +160,10 @@ def walk_equals_twin(
     rng: Callable[..., Any] = Replay,
     examples: int = 120,
 ) -> Evidence:
-    """Law: a walk under `Replay`, whatever the draft's laws lie in, says what the twin says of the
-    numbers in them, and leaves as many uniforms."""
+    """Check that verification under `Replay` gives what the twin gives, in every memory layout.
+
+    It must also leave as many uniforms.
+    """
 
     def judge(drawn: tuple[str, WalkCase]) -> None:
         kind, case = drawn
@@ -207,9 +209,8 @@ def walk_equals_twin(
 
 
 def decisions_equal_twin(rng: Callable[..., Any] = Replay, examples: int = 120) -> Evidence:
-    """Law: what a chance makes of its uniforms by `accept`, `draw` and `order` is what the twin's
-    lines make of them.
-    """
+    """Check that `accept`, `draw` and sampling without replacement decide as the twin's lines
+    do."""
 
     @st.composite
     def questions(draw: st.DrawFn) -> tuple[list[tuple[str, Any, int]], list[float]]:
@@ -264,9 +265,7 @@ def _row_as_floats(row: Any) -> list[float]:
 
 
 def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
-    """device.py's operations on a device, as functions of ndarrays like the kernels they stand
-    for.
-    """
+    """Return the operations of device.py as functions of arrays, like the kernels they replace."""
 
     def there(x: Any) -> torch.Tensor:
         return torch.tensor(x, device=where)
@@ -302,8 +301,7 @@ def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
 
 
 def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) -> Evidence:
-    """Law: an operation on a device decides as the twin does, unless the case lies on a boundary;
-    rows differ by n * eps.
+    """Check that an operation on a device decides as the twin does, except on a boundary.
 
     The notes say how many cases were let off because they lay on one.
     """
@@ -333,7 +331,7 @@ def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) ->
 
 
 def _is_doubtful(twin: Kernel, n: int, rows: Callable[[RoundingDoubt], Any]) -> bool:
-    """Whether a comparison of the twin was too close to call."""
+    """Return whether a comparison of the twin was too close to call."""
     doubt = RoundingDoubt(n)
     twin(*rows(doubt))
     return doubt.near
@@ -344,9 +342,7 @@ def _equal_outcomes(case: KernelCase, expected: Any, got: Any) -> bool:
 
 
 def _draws_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
-    """Picks and orders: tokens of positive probability, the twin's unless a cumulative sum lies at
-    the uniform.
-    """
+    """Return whether drawn tokens agree, or None where a cumulative sum lies at the uniform."""
     row, last = case["row"], case.get("u", case.get("uniforms"))
     tokens = got if isinstance(got, list) else [got]
     if (
@@ -375,7 +371,7 @@ def _walks_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
 
 
 def _rows_agree(case: KernelCase, expected: Any, got: Any) -> bool:
-    """Residuals: the same support, and shares within a few n * eps."""
+    """Return whether residuals have one support, and shares within a few n * eps."""
     slack = 4 * (len(expected) + 4) * EPS
     return bool(
         (
@@ -403,9 +399,8 @@ def _is_firm(
     min_p: Any,
     penalty: float,
 ) -> bool:
-    """Whether top-p and min-p could move a little, and a power of e round otherwise, without
-    changing who is kept.
-    """
+    """Return whether small changes of top-p, min-p and rounding leave the kept tokens as they
+    are."""
     n = len(scores)
     loose = (
         8 * n * (EPS + 2.0 ** (n.bit_length() - 62))

@@ -15,7 +15,7 @@ from tinyspec.errors import TinyspecError
 
 @dataclass(frozen=True)
 class Counterexample:
-    """The smallest case found: what went in, what had to come out, what came out.
+    """The smallest case found: the input, the expected and the actual result.
 
     law       name of the law that was broken
     case      what went in, in order: p, q, draft, warp, uniforms, ...
@@ -29,9 +29,7 @@ class Counterexample:
     got: Any
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; numbers that JSON has no word for (fractions) are written as
-        text.
-        """
+        """Return plain data for JSON; numbers that JSON cannot express (Fractions) become text."""
         return {
             "law": self.law,
             "case": {name: _as_plain_data(value) for name, value in self.case.items()},
@@ -85,8 +83,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What `check` found. True where everything was kept, so that a test reads `assert
-    check(my_verifier)`.
+    """The result of `check`: true if everything holds.
 
     evidence        what was looked at and kept, one entry a law
     counterexample  the smallest case that broke a law, or None
@@ -118,7 +115,7 @@ def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:
 
 
 def format_value(value: Any) -> str:
-    """A value as a reader of the task would write it: 1/3 for a fraction, six digits for a float.
+    """Return a value as a reader would write it: 1/3 for a fraction, six digits for a float.
 
     >>> from fractions import Fraction
     >>> format_value({(0, 1): Fraction(1, 3), (1,): 0.25})
@@ -150,7 +147,7 @@ def _as_plain_data(value: Any) -> Any:
 
 
 def import_extra(module: str) -> Any:
-    """The module, or an error that says how to get it.
+    """Import a module of the test extra, or raise TinyspecError that says how to install it.
 
     >>> import_extra("no_such_library.part")  # doctest: +ELLIPSIS
     Traceback (most recent call last):

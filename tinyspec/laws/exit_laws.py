@@ -1,9 +1,11 @@
-"""Laws of early exits: the exit rule, the training of exits, the calibration of a threshold, pipelines.
+"""Laws of early exits: the exit rule, the training of exits, the calibration of a threshold,
+pipelines.
 
-The oracle of the rule knows no session, no cache and no fill: it runs a whole text layer by layer, and
-a token that has left keeps its state from there on, so that the keys above are made from it. On tables
-that is exact; on transformers it is the dense pass. The losses are the papers' formulas in another
-form. Calibration is judged over every outcome of a small sample, pipelines by their forward logs.
+The oracle of the rule knows no session, no cache and no fill: it runs a whole text layer by layer,
+and a token that has left keeps its state from there on, so that the keys above are made from it. On
+tables that is exact; on transformers it is the dense pass. The losses are the papers' formulas in
+another form. Calibration is judged over every outcome of a small sample, pipelines by their forward
+logs.
 """
 
 import math
@@ -49,7 +51,7 @@ Build = Callable[..., Decoder]
 
 @dataclass(frozen=True)
 class ExitSetting:
-    """What a user chose, and how long the text may become."""
+    """The settings that a user chose, and how long the text may become."""
 
     threshold: float
     decay: str = "constant"
@@ -61,18 +63,18 @@ class ExitSetting:
 
     @property
     def knobs(self) -> dict[str, Any]:
-        """As the technique takes them."""
+        """Return the settings as the technique takes them."""
         return {name: value for name, value in vars(self).items() if name != "tokens"}
 
     def due(self, step: int) -> float:
-        """The threshold of a new token, by the formulas of the paper and of its code."""
+        """Return the threshold of a new token, by the formulas of the paper and of its code."""
         fade = math.exp(-self.tau * step / self.tokens)
         if self.decay == "paper":
             return min(1.0, max(0.0, 0.9 * self.threshold + 0.1 * fade))
         return self.threshold * (0.9 + 0.1 * fade) if self.decay == "t5x" else self.threshold
 
     def asked(self, layer: int) -> bool:
-        """Whether a token may leave behind so many layers."""
+        """Return whether a token may leave after so many layers."""
         return self.min_exit <= layer < EXIT_LAYERS and (layer - self.min_exit) % self.interval == 0
 
 
@@ -104,7 +106,7 @@ def exit_tables() -> Iterator[TableModel]:
 
 @lru_cache(maxsize=4)
 def with_classifier(seed: int) -> Model:
-    """A small transformer beside whose weights a classifier stands that nobody trained."""
+    """Return a small transformer with an untrained exit classifier beside its weights."""
     plain = small_network(seed, vocabulary=4)
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(plain.config.d_model, generator=generator)
@@ -118,9 +120,7 @@ def with_classifier(seed: int) -> Model:
 def exit_row_on_table(
     model: TableModel, text: Sequence[int], first: int, setting: ExitSetting
 ) -> Any:
-    """The row after a text in which the tokens from position `first` on may leave: [V]
-    Fractions.
-    """
+    """Return the row [V] after a text in which tokens from position `first` on may leave."""
     net, n = model.network, len(text)
     states, left = [net.embed(token) for token in text], [False] * n
     for layer in range(EXIT_LAYERS):
@@ -136,7 +136,7 @@ def exit_row_on_table(
 
 
 def exit_row_on_network(model: Model, text: Sequence[int], first: int, setting: ExitSetting) -> Any:
-    """The same on a transformer, by any measure: logits [V]."""
+    """Return the same on a transformer, by any measure: logits [V]."""
     may = np.arange(len(text)) >= first
     due = np.array([setting.due(max(at - first, 0)) for at in range(len(text))])
 
@@ -149,7 +149,7 @@ def exit_row_on_network(model: Model, text: Sequence[int], first: int, setting: 
 
 
 def confidence_of(model: Model, measure: str, layer: int, states: Any, below: Any) -> Any:
-    """The confidence of every token: [n]."""
+    """Return the confidence of every token: [n]."""
     if measure == "softmax":
         logits = logits_of_states(model, states)
         p = np.exp(logits - logits.max(axis=1, keepdims=True))
@@ -168,7 +168,7 @@ def confidence_of(model: Model, measure: str, layer: int, states: Any, below: An
 def follows_exit_rule(
     build: Build, on_tables: Sequence[ExitSetting] = ON_TABLES, networks: Sequence[ExitSetting] = ()
 ) -> Evidence:
-    """The exact joint law of whole texts at thresholds that bite."""
+    """Check the exact joint distribution of whole texts at thresholds that have an effect."""
     began, cases, branches = perf_counter(), 0, 0
     for model in exit_tables():
         for setting in on_tables:
@@ -191,7 +191,7 @@ def follows_exit_rule(
 
 
 def each_measure(build: Build) -> Evidence:
-    """The same on transformers alone, for all three measures."""
+    """Check the exit rule on transformers alone, for all three confidence measures."""
     began, branches = perf_counter(), 0
     for setting in ON_NETWORKS:
         branches += _compare_exit_law(
@@ -246,12 +246,12 @@ def _compare_exit_law(
 
 @register_oracle("calm")
 def calm_oracle(card: Card) -> Evidence:
-    """Away from its neutral value too, CALM has a law that can be written down."""
+    """Check CALM away from its neutral value, where its distribution can be written down too."""
     return follows_exit_rule(card.make, networks=ON_NETWORKS)
 
 
 def build_exits(parts: Parts) -> Build:
-    """CALM on another exit target."""
+    """Return a builder of CALM on another exit target."""
 
     def build(request: Request, **knobs: Any) -> Decoder:
         session: Any = request.target
@@ -303,7 +303,7 @@ EXIT_CONFIG = Config(
 
 
 def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
-    """The layers whose exits count at a step."""
+    """Return the layers whose exits count at a step."""
     if exits.curriculum == "rotational":
         return sorted({*range(step % exits.rotation, layers, exits.rotation), layers - 1})
     if exits.curriculum == "gradual":
@@ -313,7 +313,7 @@ def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[in
 
 
 def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
-    """The weight of every exit at a step, as published."""
+    """Return the weight of every exit at a step, as published."""
     last = layers - 1
     if exits.weights == "linear":
         e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
@@ -331,7 +331,7 @@ def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[
 
 
 def published_dropout(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
-    """How likely each layer is left out for a sample at a step, as published."""
+    """Return how likely each layer is left out for a sample at a step, as published."""
     rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
     return [
         rise * (math.exp(layer * math.log(2) / (layers - 1)) - 1) * exits.p_max
@@ -355,7 +355,7 @@ def _course_steps(
 
 
 def exit_loss_weights(make: MakeCourse) -> Evidence:
-    """e(t, l) at every step; they sum to 1."""
+    """Check e(t, l) at every step; the weights sum to 1."""
     seen = 0
     for case, course, exits, at in _course_steps(make):
         expected, seen = published_weights(exits, *at), seen + 1
@@ -365,7 +365,7 @@ def exit_loss_weights(make: MakeCourse) -> Evidence:
 
 
 def layer_dropout(make: MakeCourse) -> Evidence:
-    """p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
+    """Check p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
     seen = 0
     for case, course, exits, at in _course_steps(make):
         expected, seen = published_dropout(exits, *at), seen + 1
@@ -375,7 +375,7 @@ def layer_dropout(make: MakeCourse) -> Evidence:
 
 
 def loss_of(make: MakeCourse, exits: Exits, model: Model, step: int) -> float:
-    """The loss of one batch at a step of ten."""
+    """Return the loss of one batch at a step of ten."""
     ids = torch.randint(
         model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
     )
@@ -385,16 +385,14 @@ def loss_of(make: MakeCourse, exits: Exits, model: Model, step: int) -> float:
 
 
 def _cut_model(model: Model, layers: int) -> Model:
-    """The model of the first layers, with the norm and the head of the whole."""
+    """Return the model of the first layers, with the norm and the head of the whole."""
     above = tuple(f"{layer}." for layer in range(layers, model.config.n_layers))
     kept = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
     return Model(replace(model.config, n_layers=layers), kept)
 
 
 def one_head(make: MakeCourse) -> Evidence:
-    """The loss is the weighted sum of the cross-entropies of as many models, each cut off behind a
-    layer.
-    """
+    """Check that the loss is the weighted sum of the cross-entropies of truncated models."""
     model, seen = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5), 0
     cut = [_cut_model(model, layers) for layers in range(1, 4)]
     for exits, step in product([exits for exits in EXIT_SECTIONS if not exits.p_max], range(4)):
@@ -417,7 +415,7 @@ def one_head(make: MakeCourse) -> Evidence:
 
 
 def course_figures(parts: Parts) -> Any:
-    """What can be seen without a law: weights, chances and losses."""
+    """Return what can be seen without a law: weights, dropout probabilities and losses."""
     model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
     figures = [
         (list(course.shares), list(course.dropped))
@@ -454,20 +452,20 @@ CURVES = {
 
 @cache
 def binomial_probability(losses: int, n: int, risk: Fraction) -> Fraction:
-    """P(Bin(n, risk) = losses)."""
+    """Return P(Bin(n, risk) = losses)."""
     return comb(n, losses) * risk**losses * (1 - risk) ** (n - losses)
 
 
 @cache
 def binomial_tail(losses: int, n: int, delta: Fraction) -> Fraction:
-    """P(Bin(n, delta) <= losses): the sharpest p-value of losses 0 and 1."""
+    """Return P(Bin(n, delta) <= losses), the sharpest p-value of losses 0 and 1."""
     return sum((binomial_probability(k, n, delta) for k in range(losses + 1)), Fraction(0))
 
 
 def chosen_candidate(
     procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any
 ) -> Any:
-    """Which candidate, by number, a procedure chooses where they had so many losses."""
+    """Return the candidate, by number, that a procedure chooses for these numbers of losses."""
     found = procedure(
         range(len(counts)),
         lambda at: [1] * counts[at] + [0] * (n - counts[at]),
@@ -481,9 +479,7 @@ def chosen_candidate(
 def violation_probability(
     procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = binomial_tail
 ) -> tuple[Fraction, int]:
-    """The probability that the risk of the chosen candidate is above delta; how many outcomes were
-    walked.
-    """
+    """Return the probability that the chosen risk is above delta, and the outcomes walked."""
     mass, walked = Fraction(0), 0
     for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
         at, walked = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, p_value), walked + 1
@@ -496,7 +492,7 @@ def violation_probability(
 
 
 def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
-    """On every curve, the probability of a wrong choice is at most epsilon."""
+    """Check on every curve that the probability of a wrong choice is at most epsilon."""
     began, branches = perf_counter(), 0
     for name, risks in CURVES.items():
         mass, walked = violation_probability(procedure, risks)
@@ -519,8 +515,9 @@ def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
 
 
 def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
-    """Whoever never accepts anything is safe, and useless: all in front of the first failure
-    counts.
+    """Check that all candidates before the first failure count.
+
+    A procedure that never accepts anything is safe, and useless.
     """
     began, seen = perf_counter(), 0
     for counts in product((0, 1, 3), repeat=4):
@@ -545,7 +542,8 @@ def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
 
 
 def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
-    """By the exact distribution of the number of losses, at delta and above it."""
+    """Check the p-value by the exact distribution of the number of losses, at delta and above
+    it."""
     began, seen = perf_counter(), 0
     for n, delta in product((1, 2, 5, 12), (Fraction(1, 10), Fraction(1, 3), HALF_RISK)):
         for risk in (delta, (1 + delta) / 2, Fraction(1)):
@@ -582,9 +580,8 @@ PIPELINE_SHAPES = [(3, 2, 1), (3, 2, 2), (4, 2, 2), (6, 4, 1), (6, 4, 3), (6, 6,
 
 
 class RoundCost(NamedTuple):
-    """One round: whether its token was begun before, layer-steps on k + 1 processors, (row, layer)
-    evaluations.
-    """
+    """The cost of one round: whether its token was begun before, layer-steps, (row, layer)
+    pairs."""
 
     begun: bool
     steps: float
@@ -592,7 +589,7 @@ class RoundCost(NamedTuple):
 
 
 def likeliest_guesses(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> list[int]:
-    """The k likeliest tokens of the model cut off behind a layer, after a text."""
+    """Return the k likeliest tokens of the model truncated after a layer, after a text."""
     row = model.row(text, Plan(last=layer))
     return sorted(range(model.vocabulary), key=lambda token: (-row[token], token))[:k]
 
@@ -600,7 +597,7 @@ def likeliest_guesses(model: TableModel, text: tuple[int, ...], layer: int, k: i
 def expected_costs(
     model: TableModel, prompt: tuple[int, ...], new: list[int], layer: int, k: int
 ) -> list[RoundCost]:
-    """What each round of this text has to cost."""
+    """Return the cost that each round of this text must have."""
     depth, found = model.config.n_layers, list[RoundCost]()
     for at in range(len(new)):
         text = (*prompt, *new[: at - 1])
@@ -646,9 +643,7 @@ def _pipeline_runs(
 
 
 def pipeline_clock(build: Build) -> Evidence:
-    """A round takes all layers, less those that a guess which held has done while the token before
-    it was finished.
-    """
+    """Check that a round takes all layers, less those that a correct guess has already run."""
     seen = 0
     for case, expected, calls in _pipeline_runs(build):
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
@@ -666,9 +661,8 @@ def pipeline_clock(build: Build) -> Evidence:
 
 
 def pipeline_work(build: Build) -> Evidence:
-    """A round evaluates what its token still lacks, and the branches' first layers where another
-    token is to follow.
-    """
+    """Check that a round runs what its token lacks, and the branches' first layers if one
+    follows."""
     seen = 0
     for case, expected, calls in _pipeline_runs(build):
         for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
@@ -685,7 +679,7 @@ def pipeline_work(build: Build) -> Evidence:
 
 
 def build_pipeline(parts: Parts) -> Build:
-    """A pipeline of these parts."""
+    """Return a builder of a pipeline of these parts."""
 
     def build(request: Request, layer: int, k: int) -> Decoder:
         pipeline: Any = parts.pipeline(request.target, layer, k)
@@ -703,7 +697,7 @@ def build_pipeline(parts: Parts) -> Build:
 
 
 def pipeline_calls(parts: Parts) -> Any:
-    """What can be seen without a law: rows and layers of every call."""
+    """Return what can be seen without a law: rows and layers of every forward pass."""
     return [
         [(call.rows, call.row_layers) for call in round]
         for _, _, calls in _pipeline_runs(build_pipeline(parts))

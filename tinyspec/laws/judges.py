@@ -45,7 +45,7 @@ def of_sessions(
     families: Iterable[str] = FAMILIES,
     dtypes: Iterable[torch.dtype] = (torch.float64,),
 ) -> PartsLaw:
-    """A law of sessions, on a model of each family and dtype."""
+    """Return a law of sessions as a law of parts, on a model of each family and dtype."""
 
     def check(parts: Parts) -> Evidence:
         models = [
@@ -59,7 +59,7 @@ def of_sessions(
 
 
 def node_logits_of_parts(parts: Parts, begin: session_laws.Begin) -> Evidence:
-    """Node logits are path logits."""
+    """Check that node logits are path logits."""
     return session_laws.node_logits(begin, cases=2, rounds=2, nodes=5)
 
 
@@ -90,7 +90,7 @@ def _draw_order(parts: Parts) -> Evidence:
 
 
 def _contract(law: str) -> PartsLaw:
-    """A contract of the drafters: of the chain, of siblings without replacement, and of trees."""
+    """Return a contract as a law of the drafters: chain, siblings without replacement, trees."""
 
     def check(parts: Parts) -> Evidence:
         def chain(request: Request) -> Decoder:
@@ -119,7 +119,7 @@ def _contract(law: str) -> PartsLaw:
 
 
 def _coupled(parts: Parts) -> Callable[..., Decoder]:
-    """A decoder on shared noise."""
+    """Return a builder of a decoder on shared noise."""
 
     def build(request: Request, gamma: int) -> Decoder:
         drafter = parts.racing(request.drafts[0], gamma) if request.drafts else BaseDrafter()
@@ -142,7 +142,7 @@ def _twins(parts: Parts) -> Evidence:
 
 @cache
 def all_judges() -> dict[str, PartsLaw]:
-    """Name -> law."""
+    """Return every law that judges a `Parts`, by the name it reports."""
     return {
         **loop_laws.LAWS,
         **loop_laws.STOP_LAWS,

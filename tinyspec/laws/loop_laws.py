@@ -37,22 +37,20 @@ same everywhere.
 
 
 def table_model(table: Table) -> TableModel:
-    """A table model whose rows are these weights, by the last token."""
+    """Return a table model whose rows are these weights, by the last token."""
     return TableModel(
         vocabulary=len(table[0]), rows=lambda context: table[context[-1] % len(table)]
     )
 
 
 def format_table(table: Table) -> Any:
-    """A table in a counterexample: one law, or one for each last token."""
+    """Return a table for a counterexample: one distribution, or one for each last token."""
     laws = [normalised(weights) for weights in table]
     return laws[0] if len(laws) == 1 else {f"after {token}": law for token, law in enumerate(laws)}
 
 
 class ConstantDrafter(BaseDrafter):
-    """Proposes the same tokens whatever the text is, one after the other or side by side; no law is
-    declared.
-    """
+    """Proposes the same tokens for every text, in a chain or side by side, as point masses."""
 
     def __init__(self, tokens: Sequence[int], side_by_side: bool = False):
         self.tokens, self.side_by_side = tuple(tokens), side_by_side
@@ -71,7 +69,7 @@ class ConstantDrafter(BaseDrafter):
 
 
 class HalvingParams(SamplingParams):
-    """A penalty that is exact: a token that the text holds already has half its weight."""
+    """Sampling with an exact penalty: a token that the text already holds has half its weight."""
 
     def probs(self, logits: Any, history: Sequence[int] = ()) -> Any:
         weights = [x / 2 if token in history else x for token, x in enumerate(logits)]
@@ -83,9 +81,7 @@ class HalvingParams(SamplingParams):
 
 @dataclass(frozen=True)
 class LoopCase:
-    """A target and a draft, how guesses are made of the draft's law, the warpers, and how many
-    tokens are looked at.
-    """
+    """A target, a draft, how draft tokens are made, the warpers, and the tokens compared."""
 
     p: Table
     q: Table
@@ -94,7 +90,7 @@ class LoopCase:
     sampling: SamplingParams | None = None
 
     def decoder(self, parts: Parts) -> Decoder:
-        """The decoder made of these parts."""
+        """Return the decoder made of these parts."""
         sampling = self.sampling or parts.sampling()
         return parts.decoder(
             table_model(self.p).session(), self._drafter(parts), parts.walk, sampling=sampling
@@ -113,7 +109,7 @@ class LoopCase:
         return parts.siblings(small, 2, self.draft == BOTH)
 
     def expected(self, n: int) -> JointLaw:
-        """The law of the first n tokens of plain decoding."""
+        """Return the distribution of the first n tokens of plain decoding."""
         if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
             return Reference(lambda text: sampling.probs(normalised(self.p[0]), text)).law(n)
@@ -123,7 +119,7 @@ class LoopCase:
         ).law(n)
 
     def shown(self) -> dict[str, Any]:
-        """For a counterexample."""
+        """Return the case for a counterexample."""
         sampling = {} if self.sampling is None else {"sampling": self.sampling}
         return {
             "p": format_table(self.p),
@@ -158,9 +154,7 @@ WIDER: Table = ((2, 1, 1), (1, 1, 2), (1, 3, 1))
 
 
 def loop_cases() -> Iterator[LoopCase]:
-    """Smallest first: one guess, and under every warper; then two, in a chain and side by side;
-    then larger tables.
-    """
+    """Yield the cases, smallest first: one draft token, then two, then larger tables."""
     for p, q in SMALL_TABLES:
         yield LoopCase(p, q, ONE, 2)
     for knobs in LOOP_KNOBS:
@@ -181,9 +175,8 @@ def loop_cases() -> Iterator[LoopCase]:
 def enumerate_tokens(
     make: Callable[[], Decoder], tokens: int
 ) -> tuple[dict[tuple[int, ...], Any], int]:
-    """The law of the first tokens over as many rounds as they take, and how many branches it took
-    to see it.
-    """
+    """Return the distribution of the first tokens over all their rounds, and the branches
+    walked."""
     branches = 0
 
     def run(rng: Exhaustive) -> tuple[int, ...]:
@@ -199,8 +192,9 @@ def enumerate_tokens(
 
 
 def joint_law_of_parts(parts: Parts) -> Evidence:
-    """The tokens of several rounds are distributed as the target's own, also where the same noise
-    is used twice.
+    """Check that the tokens of several rounds are distributed as the target's own.
+
+    Noise that is used twice is seen too.
     """
     seen, branches = 0, 0
     for case in loop_cases():
@@ -223,14 +217,12 @@ def joint_law_of_parts(parts: Parts) -> Evidence:
 
 
 def _unlike(x: Any, y: Any) -> bool:
-    """Whether two probabilities differ; only where a part computes in floats may they differ by
-    rounding.
-    """
+    """Return whether two probabilities differ; floats may differ by rounding."""
     return bool(abs(x - y) > 1e-12 if isinstance(x, float) else x != y)
 
 
 def chance_ledger(parts: Parts) -> Evidence:
-    """No two decisions of a request share a uniform, over eight rounds."""
+    """Check that no two decisions of a request share a uniform, over eight rounds."""
     name, rounds = "chance ledger", 8
     for draft in (ONE, TWO, BOTH, FEW):
         case = LoopCase(((1, 3),), ((3, 1),), draft, 1)
@@ -271,8 +263,9 @@ STOP_RULES: list[dict[str, Any]] = [
 def end_of_text(
     poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
 ) -> tuple[list[int], str]:
-    """Token by token, by the definition: where this text ends, and why. The text completes a stop
-    before it runs out.
+    """Return where a text ends and why, token by token, by the definition.
+
+    A text that completes a stop ends there before its budget does.
     """
     new: list[int] = []
     while True:
@@ -290,8 +283,9 @@ def end_of_text(
 
 
 class RecitingDrafter(BaseDrafter):
-    """Proposes the next tokens of the text to come, and others after them. `deaf`: however little
-    room there is.
+    """Proposes the next tokens of the text to come, and others after them.
+
+    With `deaf`, it does so however little room there is.
     """
 
     def __init__(
@@ -314,9 +308,8 @@ class RecitingDrafter(BaseDrafter):
 def stop_cases() -> Iterator[
     tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
 ]:
-    """(the text to come, stop rule, most new tokens, context left, right guesses, guesses after
-    them), small first.
-    """
+    """Yield (text to come, stop rule, budget, context left, right tokens, wrong ones), small
+    first."""
     for most in range(5):
         yield (0,) * 4, {}, most, None, 4, DEAF
         for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
@@ -351,9 +344,11 @@ def recite_poem(
 
 
 def stop_law(parts: Parts) -> Evidence:
-    """A text ends at the first end token, stop sequence or stop string, or at the budget, at every
-    alignment of blocks and stops and whatever was drafted; nothing comes after, and the reason is
-    the one plain decoding gives."""
+    """Check that a text ends at the first stop or at the budget, whatever was drafted.
+
+    A stop is an end token, a stop sequence or a stop string, at every alignment with the blocks.
+    Nothing comes after it, and the reason is the one that plain decoding gives.
+    """
     name, seen = "stop", 0
     for poem, rule, most, limit, gamma, then in stop_cases():
         decoder, seen = recite_poem(parts, poem, rule, most, limit, gamma, then), seen + 1
@@ -368,9 +363,7 @@ def stop_law(parts: Parts) -> Evidence:
 
 
 def room_law(parts: Parts) -> Evidence:
-    """A draft is never deeper than one less than the tokens that are still wanted or that the
-    context still holds.
-    """
+    """Check that a draft is never deeper than the tokens still allowed, less one."""
     name, seen = "room", 0
     for most, limit in product(range(1, 5), (None, 1, 2, 3)):
         decoder, seen = recite_poem(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
@@ -390,8 +383,9 @@ def room_law(parts: Parts) -> Evidence:
 
 
 def committed_text(parts: Parts) -> Evidence:
-    """After every round the target's text is the prompt and what was made: nothing that a stop cut
-    off, nothing less.
+    """Check that the target's text is the prompt and the output after every round.
+
+    Nothing that a stop cut off stays, and nothing is missing.
     """
     name, seen = "committed text", 0
     for poem, rule, most, limit, gamma, then in stop_cases():
@@ -435,14 +429,15 @@ CASCADE_CASES: tuple[tuple[Table, Table, Table], ...] = (
 
 
 def make_cascade(parts: Parts, tables: tuple[Table, Table, Table]) -> Decoder:
-    """A small model drafts a token for the middle, which makes two for the target."""
+    """Return a decoder in which a small model drafts one token for a middle one, which drafts
+    two."""
     target, middle, small = (table_model(table).session() for table in tables)
     inner = parts.decoder(middle, parts.drafter(small, 1, frozenset()), parts.walk)
     return parts.decoder(target, parts.nested(inner, 2), parts.walk)
 
 
 def three_levels(parts: Parts) -> Evidence:
-    """The joint law of the first two tokens, over as many rounds as they take."""
+    """Check the joint distribution of the first two tokens of a cascade of three levels."""
     branches = 0
     for tables in CASCADE_CASES:
         got = exact_law(lambda tables=tables: make_cascade(parts, tables), 2)  # type: ignore[misc]
@@ -458,7 +453,7 @@ def three_levels(parts: Parts) -> Evidence:
 
 
 def drafted_rounds(parts: Parts) -> Any:
-    """What can be seen without a law: the trees and texts of some rounds."""
+    """Return what can be seen without a law: the trees and texts of some rounds."""
     seen = []
     for tables in CASCADE_CASES:
         for seed in range(6):
@@ -500,9 +495,7 @@ JOINT_STORIES: tuple[tuple[Act, ...], ...] = (
 
 
 def penalised_row(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> list[Any]:
-    """The first member's weights, lowered by the second's, and halved for the tokens that the text
-    or the path holds.
-    """
+    """Return the first member's weights, lowered by the second's and by repetition."""
     first, second = rows
     whole = (*text, *path)
     return [
@@ -514,7 +507,7 @@ def penalised_row(rows: Sequence[Any], text: Sequence[int], path: Sequence[int])
 def play_story(
     joint: Callable[..., Any], story: Sequence[Act], models: Sequence[TableModel]
 ) -> Iterator[tuple[Any, ...]]:
-    """The text, a path below it, and the joint row there: for every row that is scored."""
+    """Yield the text, a path below it, and the joint row there, for every row that is scored."""
     target = joint([model.session() for model in models], penalised_row)
     text, tree = [0, 1], TokenTree()
     target.extend(text)
@@ -533,7 +526,7 @@ def play_story(
 
 
 def rows_are_the_members(parts: Parts) -> Evidence:
-    """Against the members' rows by passes of their own."""
+    """Check joint rows against the members' rows by passes of their own."""
     seen = 0
     for story in JOINT_STORIES:
         models = [TableModel(seed, zeros=False) for seed in (3, 4)]
@@ -568,7 +561,7 @@ TREE_DRAFTS: tuple[Table, ...] = (
 
 
 def tree_tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]]]:
-    """p and the q of each draft, over two tokens and then, at most, three."""
+    """Yield p and the q of each draft, over two tokens and then, at most, three."""
     for p, q in SMALL_TABLES[3::2]:
         if len(p[0]) <= most:
             yield p, [q, tuple(row[::-1] for row in q)][:drafts]
@@ -584,8 +577,9 @@ def tree_joint_law(
     samplings: Sequence[SamplingParams] = (SamplingParams(),),
     tokens: int = 2,
 ) -> Evidence:
-    """The tokens of several rounds are distributed as the target's, also where the same noise is
-    used twice.
+    """Check that the tokens of a technique that drafts trees are distributed as the target's.
+
+    Noise that is used twice is seen too.
 
     wide, deep  settings of the knobs, on tables over two and three tokens, and over two alone
     """
@@ -624,8 +618,10 @@ def tree_joint_law(
 
 
 def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evidence:
-    """2x2 is two nodes with two each below them: six, from two calls of the draft model. `setting`:
-    the knobs of a shape.
+    """Check that every node has children of its own, with one draft pass for each depth.
+
+    2x2 is two nodes with two children each: six nodes, from two passes of the draft model.
+    `setting` returns the knobs of a shape.
     """
     for shape, nodes in (("2x2", 6), ("2x1x2", 8), ("1x2", 3)):
         forward_log: list[Any] = []

@@ -1,8 +1,8 @@
 """The exact oracles of Mask-Predict and of noisy parallel decoding, and the laws of word alignment.
 
-An oracle decodes each candidate by itself, without padding, in plain lists; what a technique does with
-all of them in one batch must give the same words, probabilities and choice. The fertilities are
-learned from an aligner, whose EM is compared with plain loops.
+An oracle decodes each candidate by itself, without padding, in plain lists; what a technique does
+with all of them in one batch must give the same words, probabilities and choice. The fertilities
+are learned from an aligner, whose EM is compared with plain loops.
 """
 
 import math
@@ -42,8 +42,9 @@ Hide = Callable[[Tensor, torch.Generator], Tensor]
 
 
 def random_fillers() -> Iterator[Seq2Seq]:
-    """Random conditional masked language models of 16 words in float64, loud, so that words differ;
-    one of few positions.
+    """Yield random masked language models of 16 words in float64; one has few positions.
+
+    Their weights are large, so that words differ.
     """
     for seed, positions in ((1, 16), (2, 16), (3, 16), (4, 5)):
         config = Seq2SeqConfig(
@@ -67,7 +68,7 @@ def random_fillers() -> Iterator[Seq2Seq]:
 
 
 def likeliest_lengths(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
-    """The lengths to try, the likeliest first."""
+    """Return the lengths to try, the likeliest first."""
     row = model.length_logits(model.encode(torch.tensor([list(source)])))[0].tolist()
     return sorted(
         range(1, min(len(row), model.config.max_positions + 1)), key=lambda n: (-row[n], n)
@@ -77,7 +78,7 @@ def likeliest_lengths(model: Seq2Seq, source: Sequence[int], count: int) -> list
 def rewrite_by_rule(
     model: Seq2Seq, source: Sequence[int], n: int, passes: int
 ) -> list[tuple[list[int], list[float]]]:
-    """Words and kept log-probabilities of a translation of n words, after each pass."""
+    """Return the words and kept log-probabilities of a translation of n words, after each pass."""
     memory = model.encode(torch.tensor([list(source)]))
     words, kept, found = [MASK] * n, [0.0] * n, []
     for t in range(passes):
@@ -98,7 +99,7 @@ def rewrite_by_rule(
 
 
 def follows_mask_predict(build: Build) -> Evidence:
-    """Words and scores of every candidate after every pass."""
+    """Check the words and scores of every candidate after every pass."""
     seen = 0
     for model, source, (passes, lengths) in product(random_fillers(), MASK_SOURCES, MASK_PASSES):
         run = begin_translation(build, model, source, passes, lengths)
@@ -132,7 +133,7 @@ def follows_mask_predict(build: Build) -> Evidence:
 def begin_translation(
     build: Build, model: Seq2Seq, source: Sequence[int], passes: int, lengths: int
 ) -> Refinement:
-    """A translation under way."""
+    """Return a translation that has begun."""
     request = RefineRequest(model, forward_log=[])
     return refine(
         request.model,
@@ -144,16 +145,15 @@ def begin_translation(
 
 
 def _candidate(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
-    """A candidate's words and scores; none where there is no such candidate."""
+    """Return a candidate's words and scores; nothing where there is no such candidate."""
     if row >= len(canvas.tokens):
         return [], []
     return canvas.text(row), canvas.scores[row][canvas.mask[row]].tolist()
 
 
 def chooses_best_length(build: Build) -> Evidence:
-    """The translation, its candidates and what they cost: T decoder passes for all of them, one of
-    the encoder.
-    """
+    """Check the translation, its candidates and their cost: T decoder passes, one of the
+    encoder."""
     seen = 0
     for model, source, (passes, lengths) in product(random_fillers(), MASK_SOURCES, LENGTH_CHOICES):
         run = begin_translation(build, model, source, passes, lengths)
@@ -186,8 +186,9 @@ def _count_passes(forward_log: Sequence[ForwardRecord]) -> tuple[int, int]:
 
 
 def hides_uniformly(hide: Hide) -> Evidence:
-    """The frequencies of all choices of rows of 1 to 4 slots beside padding, in two batches,
-    against their law (chi-square).
+    """Check the frequencies of all masks of rows of 1 to 4 slots by chi-square.
+
+    The rows stand beside padding, in two batches.
     """
     rows, generator = 6000, torch.Generator().manual_seed(0)
     for n in (1, 2, 3, 4):
@@ -242,7 +243,7 @@ FERTILITY_TOLERANCE = 1e-9
 
 
 def random_student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2Seq:
-    """A random NAT with four words (ids 4 to 7), in float64, with strong opinions."""
+    """Return a random float64 NAT with four words (ids 4 to 7) and large weights."""
     shape: dict[str, Any] = {
         "vocab_size": 8,
         "d_model": 8,
@@ -260,7 +261,7 @@ def random_student(seed: int, fertilities: int = 3, positions: int = 24) -> Seq2
 
 
 def random_teacher(seed: int, positions: int = 24) -> Seq2Seq:
-    """A random autoregressive model over the same words."""
+    """Return a random autoregressive model over the same words."""
     config = replace(
         random_student(0).config, positional=False, fertilities=0, max_positions=positions
     )
@@ -271,7 +272,7 @@ def random_teacher(seed: int, positions: int = 24) -> Seq2Seq:
 
 
 def amplify_weights(model: Seq2Seq) -> Seq2Seq:
-    """Matrices three times as large: random choices differ, so that what is mixed up shows."""
+    """Return the model with matrices three times as large, so that mixed-up candidates differ."""
     weights = {name: 3 * w if w.ndim == 2 else w for name, w in model.weights.items()}
     return Seq2Seq(model.config, weights, name="student")
 
@@ -282,13 +283,13 @@ def amplify_weights(model: Seq2Seq) -> Seq2Seq:
 def fertility_law(
     model: Seq2Seq, source: Sequence[int], temperature: float = 1.0
 ) -> list[list[float]]:
-    """p_F of every source word."""
+    """Return p_F of every source word."""
     logits = model.fertility_logits(model.encode(torch.tensor([list(source)])))[0]
     return [[float(p) for p in row] for row in (logits / temperature).softmax(dim=-1)]
 
 
 def fixed_fertilities(law: Sequence[Sequence[float]], which: str) -> list[int]:
-    """Each word's likeliest fertility, or its mean."""
+    """Return each word's likeliest fertility, or its mean."""
     if which == "argmax":
         return [max(range(len(row)), key=row.__getitem__) for row in law]
     return [int(sum(f * p for f, p in enumerate(row)) + 0.5) for row in law]
@@ -297,7 +298,7 @@ def fixed_fertilities(law: Sequence[Sequence[float]], which: str) -> list[int]:
 def usable_fertilities(
     fertilities: Sequence[int], law: Sequence[Sequence[float]], positions: int
 ) -> list[int]:
-    """Cut where the sum passes 2 |x| + 4 or the positions; never empty."""
+    """Return the fertilities, cut where the sum passes 2 |x| + 4 or the positions; never empty."""
     kept, total = list[int](), 0
     for f in fertilities:
         total += f
@@ -310,7 +311,7 @@ def usable_fertilities(
 def translate_in_parallel(
     model: Seq2Seq, source: Sequence[int], fertilities: Sequence[int]
 ) -> list[int]:
-    """The translation that these fertilities give."""
+    """Return the translation that these fertilities give."""
     read = [word for word, f in zip(source, fertilities, strict=True) for _ in range(f)]
     others = torch.tensor([[i != j for j in range(len(read))] for i in range(len(read))])
     memory = model.encode(torch.tensor([list(source)]))
@@ -319,7 +320,7 @@ def translate_in_parallel(
 
 
 def teacher_score(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> float:
-    """log p of a translation and its end, token by token."""
+    """Return log p of a translation and its end, token by token."""
     memory, total = model.encode(torch.tensor([list(source)])), 0.0
     for at, token in enumerate([*text, model.config.eos]):
         read = torch.tensor([[model.config.bos, *text[:at]]])
@@ -337,7 +338,7 @@ def expected_translations(
     fertility: str,
     temperature: float,
 ) -> dict[tuple[int, ...], float]:
-    """Every translation with its probability."""
+    """Return every translation with its probability."""
     law, drawn = fertility_law(model, source), fertility_law(model, source, temperature)
     second = "average" if fertility == "argmax" else "argmax"
     fixed = [fixed_fertilities(law, which) for which in (fertility, second)][:samples]
@@ -386,7 +387,7 @@ FERTILITY_CASES: list[tuple[tuple[int, ...], int, dict[str, Any]]] = [
 def decode_once(
     build: Build, request: RefineRequest, source: Sequence[int], rng: Any, **knobs: Any
 ) -> tuple[int, ...]:
-    """One translation."""
+    """Return one translation."""
     run = refine(request.model, source, build(request, **knobs), rng, request.forward_log)
     for _ in run:
         pass
@@ -394,7 +395,7 @@ def decode_once(
 
 
 def fertility_runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[str, Any]]]:
-    """Models, sources and settings; the second ones have few positions."""
+    """Yield models, sources and settings; the second models have few positions."""
     for seed, (source, fertilities, knobs) in product(range(2), FERTILITY_CASES):
         positions = 5 if seed == 1 else 24
         model = random_student(seed, fertilities, positions)
@@ -407,7 +408,7 @@ def fertility_runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[s
 
 
 def noisy_parallel(build: Build) -> Evidence:
-    """Every outcome of every setting, by walking all fertility sequences."""
+    """Check every outcome of every setting, by walking all fertility sequences."""
     branches = count = 0
     for model, judge, source, knobs in fertility_runs():
         want = expected_translations(model, judge, source, **knobs)
@@ -431,9 +432,7 @@ def noisy_parallel(build: Build) -> Evidence:
 
 
 def samples_are_nested(build: Build) -> Evidence:
-    """The candidates of a smaller s are the first of a larger; so the teacher's best score never
-    falls.
-    """
+    """Check that a larger sample contains the smaller one, so that the best score never falls."""
     seen = 0
     for seed, source in product(range(3), ((4, 5), (6, 4, 7, 5))):
         model, judge = random_student(seed), random_teacher(seed)
@@ -476,8 +475,9 @@ def samples_are_nested(build: Build) -> Evidence:
 
 
 def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
-    """The loss moves the head's bias by (how likely each fertility is) - (how often it was the
-    aligner's), per target token.
+    """Check the slope of the loss in the head's bias.
+
+    It is (how likely each fertility is) - (how often it was the aligner's), per target token.
     """
     source, target = torch.tensor([[4, 6, 5], [7, 5, 0]]), torch.tensor([[5, 5, 6], [4, 4, 0]])
     fertilities = torch.tensor([[2, 0, 1], [0, 2, 0]])
@@ -499,8 +499,7 @@ def fertilities_are_learnt(loss: Callable[..., Tensor]) -> Evidence:
 
 
 def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
-    """By all fertility sequences of two words beside padding: the mean gradient is that of sum_f
-    p(f) cost(f).
+    """Check that the mean gradient is that of sum_f p(f) cost(f), over all fertility sequences.
 
     What a cost itself depends on is no part of it: it is learnt by back-propagation, from the
     aligner's fertilities.
@@ -532,7 +531,7 @@ def gradient_of_the_expectation(surrogate: Callable[..., Tensor]) -> Evidence:
 
 
 def build_fertile(parts: Parts) -> Build:
-    """The refiner of these parts, as the technique makes it."""
+    """Return a builder of the refiner of these parts, as the technique makes it."""
 
     def build(
         request: RefineRequest, samples: int, fertility: str = "argmax", temperature: float = 1.0
@@ -567,9 +566,7 @@ TWICE = (
 
 
 def em_by_plain_loops(source: Any, target: Any, rounds: int, placed: int) -> list[float]:
-    """The log-likelihood before each round and after the last, word by word: model 1, then model
-    2.
-    """
+    """Return the log-likelihood before each round and after the last: model 1, then model 2."""
     beside: dict[int, set[int]] = defaultdict(set)
     for x, y in zip(source, target, strict=True):
         for s in (NULL, *x):
@@ -602,9 +599,7 @@ def em_by_plain_loops(source: Any, target: Any, rounds: int, placed: int) -> lis
 
 
 def rounds_of_em(align: Align) -> Evidence:
-    """The likelihood after each round, against plain loops on tiny corpora; and that none falls, on
-    a random one.
-    """
+    """Check the likelihood after each round against plain loops, and that it never falls."""
     seen = 0
     for (source, target), (rounds, placed) in (
         (c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))
@@ -631,9 +626,7 @@ def rounds_of_em(align: Align) -> Evidence:
 
 
 def known_alignments(align: Align) -> Evidence:
-    """More than 95 in 100 of what a task of dialects knows; a word that stands twice is told apart
-    by its place.
-    """
+    """Check that more than 95 in 100 known alignments are found, also of repeated words."""
     for kinds, modes in ((("lex",), 4), (("ord", "fert"), 3)):
         pairs = Dialects(kinds, modes).corpus(800, seed=1)
         links = align([p.source for p in pairs], [p.target for p in pairs]).links

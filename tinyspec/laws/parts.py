@@ -49,13 +49,14 @@ Forward = Callable[[Sequence[ForwardBatch]], list[Scores]]
 
 
 def make_tree_drafter(model: Target, shape: Shape, replace: bool) -> TreeDrafter:
-    """A tree of this shape drawn from a model."""
+    """Return a drafter of trees of this shape from a model."""
     return TreeDrafter(model, shape, replace=replace)
 
 
 class Siblings(TreeDrafter):
-    """Proposes k tokens side by side from a model's next law: drawn independently, or without
-    replacement.
+    """Proposes k tokens side by side from a model's next distribution.
+
+    They are drawn independently, or without replacement.
     """
 
     def __init__(self, model: Target, k: int, replace: bool):
@@ -63,12 +64,12 @@ class Siblings(TreeDrafter):
 
 
 def pass_through(forward: Forward, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-    """What stands between sessions and their model: nothing."""
+    """Run the forward pass as it is: the part that stands between sessions and their model."""
     return forward(feeds)
 
 
 def make_session(model: Model) -> Session:
-    """A session on a model, as `model.session()` makes it."""
+    """Return a session on a model, as `model.session()` makes it."""
     return Session(model)
 
 

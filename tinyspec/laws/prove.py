@@ -33,7 +33,7 @@ CONTRACTS = "the contracts of a drafter"
 
 @dataclass(frozen=True)
 class Profile:
-    """Which questions are asked.
+    """The selection of cases that a proof runs.
 
     seeds   each makes other tables, prompts and references
     sample  how many cases of a seed's list are asked, chosen by the seed; None: all
@@ -58,8 +58,7 @@ case.
 def prove_technique(
     card: Card, profile: Profile = CI, state: "State | None" = None, watch: WatchCases | None = None
 ) -> list[Evidence]:
-    """What was proved, one Evidence a law. Raises LawViolated at the first case that fails, the
-    smallest first.
+    """Return what was proved, one Evidence per law; raises LawViolated at the first broken case.
 
     A technique of kind "analysis" decodes nothing, so there is nothing to prove: the list is empty.
     """
@@ -81,7 +80,7 @@ def _case_runs(
     state: "State | None",
     watch: WatchCases | None,
 ) -> Iterator[tuple[SuiteCase, Callable[[], Evidence]]]:
-    """Yield every case that is asked, and what runs it or remembers how it went."""
+    """Yield every case that is asked, and a function that runs it or recalls its result."""
 
     def run(key: str, case: SuiteCase) -> Evidence:
         evidence = None if state is None else state.known(card.name, key)
@@ -103,7 +102,7 @@ def _add(found: dict[str, Evidence], evidence: Evidence) -> None:
 
 
 def list_questions(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
-    """Every case of a profile, with a name that is its own: seed, law, title."""
+    """Return every case of a profile, with a name that is its own: seed, law, title."""
     asked: list[tuple[str, SuiteCase]] = []
     for seed in profile.seeds:
         chosen = technique_cases(card, seed)
@@ -130,14 +129,12 @@ def list_questions(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
 
 
 def _contracts(card: Card) -> Evidence:
-    """What its drafter owes, under every warper and in every precision; they ask the same whatever
-    the seed.
-    """
+    """Check what its drafter owes, under every warper and in every precision, for any seed."""
     return sum(contracts_of_technique(card), Evidence(CONTRACTS))
 
 
 class State:
-    """What is known already, in a JSON file that survives being stopped.
+    """The results so far, in a JSON file that survives an interruption.
 
     path     None: in memory only
     profile  a file made under another profile, or with other code, is refused
@@ -171,18 +168,18 @@ class State:
             )
 
     def known(self, method: str, key: str) -> Evidence | None:
-        """What a case found when it was run before."""
+        """Return what a case found when it was run before."""
         entry = self.done.get(method, {}).get(key)
         return None if entry is None else Evidence(**entry)
 
     def enter(self, method: str, key: str, evidence: Evidence) -> None:
-        """Note what a case found; the file is at most two seconds behind."""
+        """Record what a case found; the file is at most two seconds late."""
         self.done.setdefault(method, {})[key] = asdict(evidence)
         if monotonic() - self._written > 2:
             self.write()
 
     def blame(self, method: str, seed: int, accused: LawViolated) -> None:
-        """Note a counterexample."""
+        """Record a counterexample."""
         entry = {"method": method, "seed": seed, **accused.counterexample.as_dict()}
         if entry not in self.accused:
             self.accused.append(entry)
@@ -207,8 +204,10 @@ class State:
 
 @cache
 def code_fingerprint() -> str:
-    """Of the code that is judged and that judges, as it was when this process began: everything
-    below the command line, and the files of plugins."""
+    """Return a hash of the code that is judged and that judges, as it was at the start.
+
+    It covers everything below the command line, and the files of plugins.
+    """
     package, above = Path(__file__).parent.parent, ("cli", "bench")
     files = [
         file
@@ -233,8 +232,7 @@ def report_technique(
     watch: WatchCases | None = None,
     strict: bool = False,
 ) -> dict[str, Any]:
-    """Hold a technique to all its laws and return plain data: method, guarantee, what was proved,
-    what was broken.
+    """Check all laws of a technique and return plain data: what was proved and what was broken.
 
     A broken law is not asked again, and the others are. An exception breaks the law whose case ran,
     unless `strict`: then it goes through. `broken` has a counterexample for each broken law, with
@@ -270,9 +268,7 @@ def report_technique(
 
 
 def _crash(card: Card, law: str, error: BaseException) -> Counterexample:
-    """Return an exception of a technique as a counterexample: what was raised, and at which line of
-    its file.
-    """
+    """Return an exception of a technique as a counterexample: what was raised, and where."""
     file = getattr(sys.modules.get(card.build.__module__), "__file__", None)
     where = {} if file is None else {"raised at": locate_error(error, Path(file))}
     return Counterexample(law, where, "no exception", describe_error(error))
@@ -284,8 +280,7 @@ def nothing_correct_is_accused(
     state: State,
     watch: Callable[[Card, int], None] | None = None,
 ) -> dict[str, Any]:
-    """The five-second profile on so many seeds of each technique: whoever is accused here is
-    accused wrongly, or has a defect.
+    """Run the five-second profile on many seeds: every counterexample here is wrong, or a defect.
 
     Returns what was looked at, by method, and every counterexample. Goes on where `state` was left.
     """

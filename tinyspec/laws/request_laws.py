@@ -1,8 +1,8 @@
 """Laws of a whole request: what is reported adds up, and only its seed decides its text.
 
-Each law exists twice: for the parts of a decoder (`Parts`, which mutants replace) and for the decoder
-of a registered technique on small models (`Stage`). What must come out is worked out from the rounds,
-from the text, or from a second run.
+Each law exists twice: for the parts of a decoder (`Parts`, which mutants replace) and for the
+decoder of a registered technique on small models (`Stage`). What must come out is worked out from
+the rounds, from the text, or from a second run.
 """
 
 import random
@@ -58,7 +58,7 @@ def begin_request(
     seed: int = 0,
     eos: Sequence[int] = (),
 ) -> tuple[Decoder, Any]:
-    """A chain drafted from q for the target p, begun, and its chance."""
+    """Return a decoder of target p that drafts chains from q, and its randomness."""
     drafter = (
         parts.drafter(table_model(q).session(), gamma, frozenset())
         if gamma
@@ -71,7 +71,7 @@ def begin_request(
 
 
 def run_to_end(decoder: Decoder, rng: Any) -> list[Round]:
-    """All rounds of a request."""
+    """Return all rounds of a request."""
     rounds = []
     while not decoder.finished:
         rounds.append(decoder.step(rng))
@@ -82,8 +82,9 @@ def run_to_end(decoder: Decoder, rng: Any) -> list[Round]:
 
 
 def trace_identities_of_parts(parts: Parts) -> Evidence:
-    """emitted = accepted + rounds that added a token of their own; tau * calls = emitted; all
-    defined for no tokens.
+    """Check that the reported counts add up, also for no tokens.
+
+    emitted = accepted + rounds that added a token of their own, and tau * calls = emitted.
     """
     name, seen = "trace identities", 0
     for most, eos, (p, q), gamma, seed in product(
@@ -126,9 +127,7 @@ def trace_identities_of_parts(parts: Parts) -> Evidence:
 
 
 def origins_name_what_happened(parts: Parts) -> Evidence:
-    """One origin a token: accepted from the draft, recovered after a refusal, a bonus behind a
-    whole draft, or plain.
-    """
+    """Check the origin of each token: accepted, recovered, bonus or plain."""
     name, seen = "origins name what happened", 0
     for most, (p, q), gamma, seed in product(range(1, 5), REPORT_TABLES, (0, 1, 2), REPORT_SEEDS):
         decoder, rng = begin_request(parts, p, q, gamma, most, seed)
@@ -156,8 +155,10 @@ def origins_name_what_happened(parts: Parts) -> Evidence:
 
 
 def round_laws_are_the_targets(parts: Parts) -> Evidence:
-    """`Round.laws` holds, for each token of the round, the target's row it is distributed under: an
-    outer level of a cascade divides by it."""
+    """Check that `Round.output_probs` holds the target's row of each token.
+
+    An outer level of a cascade divides by it.
+    """
     name, seen = "round laws are the targets", 0
     for most, (p, q), gamma, seed in product(range(1, 4), REPORT_TABLES, (0, 1, 2), REPORT_SEEDS):
         decoder, rng = begin_request(parts, p, q, gamma, most, seed)
@@ -182,9 +183,7 @@ def round_laws_are_the_targets(parts: Parts) -> Evidence:
 
 
 def logprobs_are_the_targets(parts: Parts) -> Evidence:
-    """The log-probability reported for a token is log p(token | text) of the target, before the
-    warpers.
-    """
+    """Check that a token's log-probability is log p(token | text) of the target, before warpers."""
     name, seen = "logprobs are the targets", 0
     for most, family, seed in product((1, 2, 6), FAMILIES, REPORT_SEEDS):
         target = family_model(family)
@@ -208,9 +207,7 @@ def logprobs_are_the_targets(parts: Parts) -> Evidence:
 
 
 def same_seed_of_parts(parts: Parts) -> Evidence:
-    """A request depends on its seed alone: not on what ran before it, nor on a request that runs
-    between its rounds.
-    """
+    """Check that a request depends on its seed alone, not on requests before or beside it."""
     name, seen = "same seed same output", 0
     for (p, q), gamma, seed in product(REPORT_TABLES, (0, 2), REPORT_SEEDS):
         alone, rng = begin_request(parts, p, q, gamma, 6, seed)
@@ -228,9 +225,7 @@ def same_seed_of_parts(parts: Parts) -> Evidence:
 
 
 def global_randomness_of_parts(parts: Parts) -> Evidence:
-    """The generators of random, numpy and torch are where they were: a user's own draws do not
-    change.
-    """
+    """Check that the generators of random, numpy and torch do not move."""
     name, seen = "global randomness is untouched", 0
     for gamma in (0, 1, 2):
         decoder, rng = begin_request(parts, WIDE, WIDER, gamma, 4)
@@ -261,7 +256,7 @@ def global_generators() -> dict[str, str]:
 
 
 def a_request_leaves_no_trace(parts: Parts) -> Evidence:
-    """After `end()` the same session takes the next prompt as if it were new."""
+    """Check that after `end()` a session takes the next prompt as if it were new."""
     name, seen = "a request leaves no trace", 0
     for family, first in product(FAMILIES, ((1,), (1, 2, 3))):
         judge, seen = family_model(family), seen + 1
@@ -311,9 +306,7 @@ REQUEST_LETTERS = "abcdefgh"
 
 
 def request_stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8) -> Iterator[Stage]:
-    """Small models under a technique, with drafts that are always right and drafts that are not;
-    ends of text too.
-    """
+    """Yield small models under a technique, with right and other drafts, and ends of text."""
     sampling = SamplingParams(0.0) if card.guarantee is Guarantee.GREEDY else SamplingParams()
     base = Stage(
         card, deep=card.hidden, vocabulary=4 if card.hidden else 3, sampling=sampling, prompt=(0, 1)
@@ -324,14 +317,14 @@ def request_stages(card: Card, seeds: Sequence[int] = range(4), tokens: int = 8)
 
 
 def begin_on_stage(stage: Stage, prompt: Sequence[int] = ()) -> Decoder:
-    """A new request that has read its prompt."""
+    """Return a new request that has read its prompt."""
     decoder = stage.decoder()
     decoder.extend(prompt or stage.prompt)
     return decoder
 
 
 def finish_request(decoder: Decoder, seed: int = 0) -> list[Round]:
-    """All rounds of a request."""
+    """Return all rounds of a request."""
     rounds, rng = list[Round](), Seeded(seed)
     while not decoder.finished:
         rounds.append(decoder.step(rng))
@@ -339,7 +332,7 @@ def finish_request(decoder: Decoder, seed: int = 0) -> list[Round]:
 
 
 def visible_rounds(rounds: Sequence[Round]) -> list[Any]:
-    """What can be seen of rounds: drafts, verdicts, tokens."""
+    """Return what can be seen of rounds: drafts, verdicts, tokens."""
     return [
         (tuple(one.tree.tokens), one.verdict.accepted, one.verdict.next, one.tokens)
         for one in rounds
@@ -347,7 +340,7 @@ def visible_rounds(rounds: Sequence[Round]) -> list[Any]:
 
 
 def is_decoder(card: Card) -> bool:
-    """Whether there is a text that grows: not for planners, nor for what rewrites a canvas."""
+    """Return whether the technique extends a text: planners and rewriters do not."""
     return card.kind == "decoder"
 
 
@@ -359,8 +352,11 @@ def trace_identities(
     statistics: Callable[[], Statistics] = Statistics,
     origins: Callable[[Round], Sequence[str]] = trace.origins,
 ) -> Evidence:
-    """emitted = accepted + rounds with a `next` - truncated, round by round and in sum; tau * calls
-    = emitted; the trace tells every token once."""
+    """Check that the reported counts add up, round by round and in sum.
+
+    emitted = accepted + rounds with a `next` - truncated; tau * calls = emitted; the trace tells
+    every token once.
+    """
     started, seen = perf_counter(), 0
     for stage in request_stages(card) if is_decoder(card) else ():
         decoder, verdicts = begin_on_stage(stage), list[Verdict]()
@@ -450,9 +446,8 @@ def trace_identities(
 
 
 def every_call_is_in_a_round(card: Card) -> Evidence:
-    """What the models ran for a request is its prefill and what its rounds report: no cost is
-    hidden between them.
-    """
+    """Check that every forward pass is prefill or reported by a round, so that no cost is
+    hidden."""
     started, seen = perf_counter(), 0
     for stage in request_stages(card) if is_decoder(card) else ():
         decoder = begin_on_stage(stage)
@@ -473,8 +468,9 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
 
 
 def same_seed_same_output(card: Card) -> Evidence:
-    """A request says what its seed says, whatever ran before it and whatever was drawn from global
-    generators.
+    """Check that only its seed decides a request's text.
+
+    Requests before it and draws from global generators change nothing.
     """
     started, seen = perf_counter(), 0
     for stage in request_stages(card) if is_decoder(card) else ():
@@ -493,7 +489,7 @@ def same_seed_same_output(card: Card) -> Evidence:
 
 
 def two_requests_are_the_two_alone(card: Card) -> Evidence:
-    """Two requests that take turns say what each says alone."""
+    """Check that two requests that take turns give what each gives alone."""
     started, seen = perf_counter(), 0
     for stage in request_stages(card) if is_decoder(card) else ():
         prompts = (stage.prompt, (1, 0, 1))
@@ -521,9 +517,7 @@ def two_requests_are_the_two_alone(card: Card) -> Evidence:
 
 
 def global_randomness_is_untouched(card: Card) -> Evidence:
-    """The generators of random, numpy and torch stand where they stood: a user's own draws do not
-    change.
-    """
+    """Check that the generators of random, numpy and torch do not move."""
     started, seen = perf_counter(), 0
     for stage in request_stages(card) if is_decoder(card) else ():
         decoder, before, seen = begin_on_stage(stage), global_generators(), seen + 1
@@ -544,9 +538,11 @@ def global_randomness_is_untouched(card: Card) -> Evidence:
 def a_batch_row_is_the_row_alone(
     card: Card, together: Callable[..., list[Any]] = run_together
 ) -> Evidence:
-    """Ragged requests whose forwards run as one say what each says alone. Their logits differ by
-    rounding only in float64; where the compiled transformer computes (float32 and bfloat16 on a
-    CPU), by no bit."""
+    """Check that ragged requests in one batch give what each gives alone.
+
+    Their logits differ by rounding only in float64; where the compiled transformer computes
+    (float32 and bfloat16 on a CPU), by no bit.
+    """
     started, seen = perf_counter(), 0
     prompts = [(0, 1), (2,), (1, 3, 0, 2, 1), (3, 3)]
     sampling = (
@@ -596,8 +592,10 @@ def a_batch_row_is_the_row_alone(
 
 
 def stop_of_request(card: Card, tokens: int = 6) -> Evidence:
-    """With a stop, the text is what it is without, up to the first place where a stop is complete:
-    end tokens (none, one, several), sequences and strings, wherever in a block they fall."""
+    """Check that a stop cuts the text at the first place where it is complete.
+
+    Stops are end tokens (none, one, several), sequences and strings, wherever in a block they fall.
+    """
     started, seen = perf_counter(), 0
     base = Stage(
         card,
@@ -626,7 +624,7 @@ def stop_of_request(card: Card, tokens: int = 6) -> Evidence:
 
 
 def _rules(text: Sequence[int], vocabulary: int) -> Iterator[dict[str, Any]]:
-    """Stops that this text meets at every place, and some that it does not."""
+    """Yield stops that this text meets at every position, and some that it does not."""
     for token in range(vocabulary):
         yield {"eos": frozenset({token})}
         yield {"eos": frozenset({token, vocabulary - 1, vocabulary + 5})}
@@ -639,7 +637,7 @@ def _rules(text: Sequence[int], vocabulary: int) -> Iterator[dict[str, Any]]:
 
 
 def _end_by_rule(text: Sequence[int], rule: dict[str, Any]) -> tuple[list[int], str]:
-    """Token by token, by the definition: where this text ends, and why."""
+    """Return where this text ends and why, token by token, by the definition."""
     for n in range(1, len(text) + 1):
         new = list(text[:n])
         if new[-1] in rule.get("eos", ()):

@@ -1,10 +1,10 @@
 """What every technique that rewrites a canvas obeys, and what translation stands on.
 
-The rule of such a technique is its own, so an oracle of its own proves it. These laws are what all of
-them owe: by the forward log, one pass of the encoder, and one of the decoder for each rewriting;
+The rule of such a technique is its own, so an oracle of its own proves it. These laws are what all
+of them owe: by the forward log, one pass of the encoder, and one of the decoder for each rewriting;
 candidates that know nothing of each other, nor of padding; randomness from the seed alone. They run
-on random float64 encoder-decoders that have every head. The dense decoder is the oracle; it is itself
-compared with a version written token by token (tests/lm/test_seq2seq.py).
+on random float64 encoder-decoders that have every head. The dense decoder is the oracle; it is
+itself compared with a version written token by token (tests/lm/test_seq2seq.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +41,8 @@ Build = Callable[[RefineRequest], Refiner]
 
 @cache
 def random_reader(seed: int, positional: bool = True, positions: int = READER_POSITIONS) -> Seq2Seq:
-    """A random encoder-decoder of nine tokens with strong opinions, a LENGTH token and a fertility
-    head.
-    """
+    """Return a random encoder-decoder of nine tokens with LENGTH token, fertilities, large
+    weights."""
     config = Seq2SeqConfig(
         9, 8, 2, 12, 1, 2, positions, positional=positional, lengths=9, fertilities=4
     )
@@ -66,7 +65,7 @@ class RefineScene:
     )  # what `build` was made with, for a counterexample
 
     def begin(self) -> tuple[RefineRequest, Refiner]:
-        """A request and its refiner."""
+        """Return a request and its refiner."""
         judge = (
             random_reader(self.model + 1, positional=False, positions=4 * READER_POSITIONS)
             if self.teacher
@@ -76,7 +75,7 @@ class RefineScene:
         return request, self.build(request)
 
     def run(self) -> tuple[RefineRequest, Refinement, list[Pass]]:
-        """The whole request."""
+        """Run the whole request."""
         request, refiner = self.begin()
         running = refine(
             request.model, self.source, refiner, Seeded(self.seed), request.forward_log
@@ -84,14 +83,14 @@ class RefineScene:
         return request, running, list(self.steps(running))
 
     def steps(self, running: Refinement) -> Iterator[Pass]:
-        """Its passes; a technique has to come to an end."""
+        """Yield its passes; a technique must come to an end."""
         for step in running:
             if step.iteration == MOST_PASSES:
                 accuse(CANVAS_ORDER, f"an end within {MOST_PASSES} passes", "none", **self.words())
             yield step
 
     def words(self) -> dict[str, Any]:
-        """For a counterexample."""
+        """Return the scene for a counterexample."""
         return {
             "source": tuple(self.source),
             "seed": self.seed,
@@ -101,8 +100,9 @@ class RefineScene:
 
 
 def passes_of_a_rewriting(scene: RefineScene) -> None:
-    """By the forward log: the source is encoded once; a rewriting is one decoder pass over the
-    whole canvas, nothing else is one.
+    """Check by the forward log: one encoder pass, and one decoder pass for each rewriting.
+
+    A decoder pass covers the whole canvas, and there are no others.
     """
     request, _, passes = scene.run()
     named = [call.model for call in request.forward_log]
@@ -127,9 +127,7 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
 
 
 def a_candidate_alone(scene: RefineScene) -> None:
-    """What a pass makes of a candidate is what it makes of it by itself, without the others and
-    without padding.
-    """
+    """Check that a candidate becomes what it becomes without the others and without padding."""
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     memory = request.model.encode(torch.tensor([list(scene.source)]))
@@ -153,8 +151,9 @@ def a_candidate_alone(scene: RefineScene) -> None:
 
 
 def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
-    """One candidate's canvas without padding; None where `extra` cannot be taken apart (source and
-    canvas are equally long).
+    """Return one candidate's canvas without padding, or None if `extra` cannot be taken apart.
+
+    That happens where source and canvas are equally long.
     """
     length, room = int(canvas.mask[row].sum()), canvas.tokens.shape[1]
     extra = canvas.extra
@@ -169,7 +168,7 @@ def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
 
 
 def padding_decides_nothing(scene: RefineScene) -> None:
-    """Other tokens and scores at padding slots change nothing of any slot, nor of the choice."""
+    """Check that tokens and scores at padding change no slot and no choice."""
     request, running, passes = scene.run()
     memory = request.model.encode(torch.tensor([list(scene.source)]))
     for step in passes:
@@ -200,15 +199,14 @@ def padding_decides_nothing(scene: RefineScene) -> None:
 
 
 def scribble_padding(canvas: Canvas) -> Canvas:
-    """The same with other things at its padding slots."""
+    """Return the canvas with other tokens and scores at its padding slots."""
     tokens = torch.where(canvas.mask, canvas.tokens, 4 + torch.arange(canvas.tokens.shape[1]) % 5)
     return canvas._replace(tokens=tokens, scores=torch.where(canvas.mask, canvas.scores, -77.0))
 
 
 def only_the_seed_decides(scene: RefineScene) -> None:
-    """The same seed, the same translation, whatever else was drawn in the process; the global state
-    is not drawn from.
-    """
+    """Check that the same seed gives the same translation, and that torch's global state is
+    unused."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         before = torch.get_rng_state()
@@ -222,9 +220,7 @@ def only_the_seed_decides(scene: RefineScene) -> None:
 
 
 def a_canvas_in_order(scene: RefineScene) -> None:
-    """Slots, then padding; some slot in what is chosen; tokens of the vocabulary; no pass alters
-    the canvas it was given.
-    """
+    """Check the form of a canvas: slots before padding, known tokens, no pass alters its input."""
     request, refiner = scene.begin()
     running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
     kept: Canvas | None = None
@@ -280,7 +276,7 @@ REFINE_LAWS: dict[str, Callable[[RefineScene], None]] = {
 
 
 def candidate_of(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
-    """A candidate's tokens and scores."""
+    """Return a candidate's tokens and scores."""
     return canvas.text(row), [float(x) for x in canvas.scores[row][canvas.mask[row]]]
 
 
@@ -293,7 +289,7 @@ def _compare_candidates(
 
 
 def knob_settings(card: Card) -> Iterator[dict[str, Any]]:
-    """The small values of its knobs, and then each other value once."""
+    """Yield the small values of the knobs, and then each other value once."""
     base = {knob.name: knob.small[0] if knob.small else knob.default for knob in card.knobs}
     yield base
     for knob in card.knobs:
@@ -303,7 +299,7 @@ def knob_settings(card: Card) -> Iterator[dict[str, Any]]:
 
 
 def hold_on_sources(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) -> Evidence:
-    """A law on every source."""
+    """Check a law on every source."""
     begun = perf_counter()
     for number, source in enumerate(REFINE_SOURCES):
 
@@ -326,12 +322,12 @@ JUDGED_TEXTS = (((4, 5, 6, 8), (7,), (5, 5)), ((8,), (8, 8)), ((6, 7, 4),))
 
 
 def random_writer(seed: int) -> Seq2Seq:
-    """A random encoder-decoder that writes from left to right."""
+    """Return a random encoder-decoder that writes from left to right."""
     return random_reader(seed, positional=False)
 
 
 def dense_logits(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> torch.Tensor:
-    """Logits behind every token of a text, [n, V], in one causal pass."""
+    """Return the logits after every token of a text, [n, V], in one causal pass."""
     causal = torch.ones(len(text), len(text), dtype=torch.bool).tril()
     memory = model.encode(torch.tensor([list(source)]))
     return model.logits(model.decode(model.embed(torch.tensor([list(text)])), memory, causal))[0]
@@ -341,9 +337,7 @@ def dense_logits(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> 
 
 
 def listens_to_source(parts: Parts) -> Evidence:
-    """Rows of trees, of trees grown by layers, after commits and rewinds, are those of the dense
-    decoder.
-    """
+    """Check the rows of trees, also after commits and rewinds, against the dense decoder."""
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(REFINE_SOURCES):
         model = random_writer(seed)
@@ -425,9 +419,8 @@ class ScriptedRefiner:
 
 
 def refines_in_order(parts: Parts) -> Evidence:
-    """start, as many passes as are wanted, choose: each on what the one before left, with its own
-    chance and the one memory.
-    """
+    """Check the order of start, passes and choice, each with its own randomness and one
+    encoding."""
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(REFINE_SOURCES):
         for passes in (0, 1, 3):
@@ -476,8 +469,9 @@ def _expect_in_loop(expected: Any, got: Any, told: dict[str, Any], what: str) ->
 
 
 def teacher_judges(parts: Parts) -> Evidence:
-    """log p of each token and of the end, as a dense pass over each candidate alone says it;
-    nothing at padding.
+    """Check the teacher's log p of each token and of the end against a dense pass.
+
+    Padding has none.
     """
     begun, seen = perf_counter(), 0
     for seed, source in enumerate(REFINE_SOURCES):

@@ -1,8 +1,8 @@
-"""Laws of what acts on one row: warpers, residual, drawing at the edges, unknown ids, look-up, counts.
+"""Laws of what acts on one row: warpers, residual, drawing, unknown ids, look-up, counts.
 
 Each law takes a `Parts`, tries its cases smallest first, raises `LawViolated` with the first that
-breaks it, and returns `Evidence`. The definitions they compare with are written here from the papers'
-formulas and call nothing of the library.
+breaks it, and returns `Evidence`. The definitions they compare with are written here from the
+papers' formulas and call nothing of the library.
 """
 
 import math
@@ -52,7 +52,7 @@ PENALTIES: list[dict[str, Any]] = [
 
 
 def normalised(weights: Sequence[int]) -> list[Fraction]:
-    """Weights as a law."""
+    """Return weights as a distribution."""
     return [Fraction(w, sum(weights)) for w in weights]
 
 
@@ -60,9 +60,8 @@ def normalised(weights: Sequence[int]) -> list[Fraction]:
 
 
 def warp_is_its_definition(parts: Parts) -> Evidence:
-    """Temperature, top-k, top-p, min-p, in exact and in floating numbers; no law is made of NaN or
-    +inf.
-    """
+    """Check temperature, top-k, top-p and min-p, in Fractions and floats; NaN and +inf are
+    errors."""
     name, cases = "warp is its definition", 0
     got: Any
     for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
@@ -96,8 +95,9 @@ def warp_is_its_definition(parts: Parts) -> Evidence:
 
 
 def residual_is_a_law(parts: Parts) -> Evidence:
-    """residual(p, q) is max(0, p - q) over its sum; where p and q agree up to rounding, it is still
-    a law within p.
+    """Check that residual(p, q) is max(0, p - q) over its sum.
+
+    Where p and q agree up to rounding, it is still a distribution within p.
     """
     name, cases = "residual is a law", 0
     half = [0.5, 0.5]
@@ -124,8 +124,9 @@ def residual_is_a_law(parts: Parts) -> Evidence:
 
 
 def support_law(parts: Parts) -> Evidence:
-    """No token of probability zero, whatever the noise: uniforms of 0 and 1 - 2^-53, race noise of
-    0 and infinity.
+    """Check that no token of probability zero is drawn, whatever the noise.
+
+    Uniforms are 0 and 1 - 2^-53, the noise of a race is 0 and infinity.
     """
     name, cases = "support", 0
     for row, u in product([(0, 1), (1, 0), (0, 1, 0), (0, 1, 2, 0)], EDGES):
@@ -152,9 +153,8 @@ def support_law(parts: Parts) -> Evidence:
 
 
 def vocabulary_law(parts: Parts) -> Evidence:
-    """A drafted id that the target does not know, or a draft's law of another length, is an error
-    and never a token.
-    """
+    """Check that an unknown draft id, or a draft row of another length, is an error, never a
+    token."""
     name, cases = "vocabulary", 0
     half, third = normalised((1, 1)), normalised((1, 1, 1))
     for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normalised((1,)))):
@@ -179,9 +179,7 @@ def vocabulary_law(parts: Parts) -> Evidence:
 
 
 def lookup_is_a_search(parts: Parts) -> Evidence:
-    """What the n-gram index finds is what a search through the text finds: the longest suffix, its
-    last occurrence.
-    """
+    """Check the n-gram index against a search through the text: longest suffix, last occurrence."""
     name, cases = "lookup is a search", 0
     for big in (2, 70_000):  # ids that do not fit into 16 bits as well
         for text in (t for n in range(2, 6) for t in product((1, big), repeat=n)):
@@ -217,7 +215,7 @@ WindowCounts = Counter[tuple[int, ...]]
 
 
 def count_windows(*texts: Sequence[int]) -> WindowCounts:
-    """How often each window of up to DEPTH tokens occurs."""
+    """Return how often each window of up to FOREST_DEPTH tokens occurs."""
     spans = [
         (text, end, n)
         for text in texts
@@ -228,14 +226,12 @@ def count_windows(*texts: Sequence[int]) -> WindowCounts:
 
 
 def halve_counts(counts: WindowCounts) -> WindowCounts:
-    """Rounded down; what falls to 0 goes."""
+    """Return the counts halved and rounded down; what falls to 0 goes."""
     return Counter({window: count // 2 for window, count in counts.items() if count > 1})
 
 
 def forest_windows(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int, ...], float]:
-    """All windows of two tokens and more that a forest knows, in its order, with the share of each
-    behind its first token.
-    """
+    """Return all windows of two tokens and more of a forest, in its order, with their shares."""
     found: dict[tuple[int, ...], float] = {}
     for first in ids:
         tokens, parents, shares, _ = forest.gather([(tree, 99)], [first], 1, 1, FOREST_DEPTH)
@@ -247,7 +243,7 @@ def forest_windows(forest: Any, tree: int, ids: Sequence[int]) -> dict[tuple[int
 
 
 def expect_counts(forest: Any, tree: int, counts: WindowCounts, **case: Any) -> None:
-    """Accuse a tree that tells anything else than these counts."""
+    """Raise LawViolated if a tree tells anything else than these counts."""
     ids = sorted(
         {window[0] for window in counts} | {token for text in case["texts"] for token in text}
     )
@@ -272,8 +268,11 @@ def expect_counts(forest: Any, tree: int, counts: WindowCounts, **case: Any) -> 
 
 
 def forest_is_a_count(parts: Parts) -> Evidence:
-    """Two owners, texts of up to five tokens, smallest first; ids that do not fit into 16 bits as
-    well.
+    """Check that each tree of a forest counts the windows of its own texts, and nothing else.
+
+    What must be counted is counted anew from the texts of two owners, after histories of growing,
+    rewinding, closing, halving and dropping. Texts have up to five tokens, smallest first, with ids
+    that do not fit into 16 bits as well.
     """
     cases = 0
     for big in (2, 70_000):

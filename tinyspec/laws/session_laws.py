@@ -1,8 +1,8 @@
-"""Laws of a session: a tree in one pass equals its paths one by one, and a cache equals a fresh pass.
+"""Laws of a session: a tree in one pass equals its paths, and a cache equals a fresh pass.
 
-The judge is `run_dense`: the whole text, prompt and path, in one plain pass. Masks, positions, slots,
-gathered paths and leftovers of a session must not show. Models are float64 and random, with weights
-so large that every layer, position and token changes every row.
+The judge is `run_dense`: the whole text, prompt and path, in one plain pass. Masks, positions,
+slots, gathered paths and leftovers of a session must not show. Models are float64 and random, with
+weights so large that every layer, position and token changes every row.
 """
 
 import random
@@ -41,7 +41,7 @@ Begin = Callable[[], Session]
 
 
 def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTree:
-    """A tree of so many nodes spelled with few names, so that siblings are often equal."""
+    """Return a tree of `nodes` nodes spelled with few tokens, so that siblings are often equal."""
     parents = [rng.randrange(ROOT, i) for i in range(nodes)]
     return TokenTree(
         [rng.choice(names) for _ in parents], parents, (None,) * nodes, (False,) * nodes
@@ -49,9 +49,7 @@ def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTr
 
 
 def reorder_siblings(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
-    """The same tree with siblings, and with them their subtrees, in another order; and the old
-    index of every node.
-    """
+    """Return the tree with siblings in another order, and the old index of every node."""
     order: list[int] = []
     waiting = [i for i, parent in enumerate(tree.parents) if parent == ROOT]
     while waiting:  # any node whose parent stands already
@@ -70,7 +68,7 @@ def reorder_siblings(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, li
 def node_logits(
     begin: Begin, *, cases: int = 3, rounds: int = 3, nodes: int = 6, tolerance: float = 1e-10
 ) -> Evidence:
-    """Every row of a scored tree, over several rounds of score and commit, against the path alone.
+    """Check every row of scored trees, over several rounds, against the path alone.
 
     tolerance  of the greatest magnitude in the row
     """
@@ -102,8 +100,10 @@ def node_logits(
 
 
 def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
-    """Every row of a tree behind a prefilled text equals, bit for bit, what decoding its path token
-    by token gives: then what is lossless in arithmetic is lossless in float32 and bfloat16 too."""
+    """Check that every row of a tree equals, bit for bit, decoding its path token by token.
+
+    Then what is lossless in arithmetic is lossless in float32 and bfloat16 too.
+    """
     began, looked = perf_counter(), 0
     for case in range(cases):
         rng = random.Random(case)
@@ -134,9 +134,10 @@ def sibling_order(
     nodes: int = 6,
     tolerance: float = 1e-10,
 ) -> Evidence:
-    """The same tree with its siblings in another order: the same row at every node, and greedily
-    the same tokens, which are the ones that the highest logits of the plain pass spell down the
-    tree."""
+    """Check that the order of siblings changes no row and no greedy token.
+
+    The tokens are those that the highest logits of the plain pass spell down the tree.
+    """
     began = perf_counter()
     for case in range(cases):
         rng = random.Random(case)
@@ -184,7 +185,7 @@ def sibling_order(
 
 
 def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
-    """Follow the best token of the plain pass as long as some node spells it, one token beyond."""
+    """Return the best tokens of the plain pass while some node spells them, and one more."""
     paths = {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
     said: tuple[int, ...] = ()
     while True:
@@ -194,8 +195,9 @@ def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[i
 
 
 def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True) -> int:
-    """Compare every committed slot but the newest with a fresh pass over the text, in the layers it
-    has reached; returns how many (slot, layer) were compared.
+    """Compare every committed slot but the newest with a fresh pass over the text.
+
+    Only the layers it has reached are compared; returns how many (slot, layer) pairs.
 
     run  also demand that each has been run at all (a draft's session may be behind its text, a
          target's may not)
@@ -247,9 +249,7 @@ def cache_after_every_round(
     tokens: int = 16,
     tolerance: float = 1e-10,
 ) -> Evidence:
-    """Run whole requests, greedily and by sampling, and look into the caches of target and drafts
-    after every round.
-    """
+    """Check the caches of target and drafts after every round of whole requests."""
     began, rounds, compared = perf_counter(), 0, 0
     for case in range(texts):
         rng = random.Random(case)
@@ -306,7 +306,7 @@ def _expect_rows_agree(
     tree: TokenTree,
     **case: Any,
 ) -> None:
-    """Accuse unless the two rows agree; shows the logit that is furthest off."""
+    """Raise LawViolated unless two rows agree; show the logit that is furthest off."""
     off = np.abs(_as_array(got) - expected)
     worst = int(np.nan_to_num(off, nan=np.inf).argmax())
     if not off[worst] <= tolerance * max(1.0, float(np.abs(expected).max())):
@@ -354,13 +354,14 @@ PROMPTS = [(1,), (1, 2), (3, 1, 4, 1, 5)]
 
 @cache
 def family_model(family: str, seed: int = 0) -> Model:
-    """A random float64 model of a family."""
+    """Return a random float64 model of a family."""
     return Model.random(FAMILIES[family], seed=seed, dtype=torch.float64, scale=0.5)
 
 
 class ThroughParts(Model):
-    """A model whose passes go through the part that is judged. `fed` holds what reached the model
-    itself.
+    """A model whose passes go through the part that is judged.
+
+    `fed` holds what reached the model itself.
     """
 
     def __init__(self, inner: Model, parts: Parts):
@@ -376,7 +377,7 @@ class ThroughParts(Model):
 
 
 def judged_models(parts: Parts) -> list[tuple[str, Model, ThroughParts]]:
-    """(family, the judge's model, the same weights through the part that is judged)."""
+    """Return (family, the judge's model, the same weights through the part that is judged)."""
     return [
         (family, family_model(family), ThroughParts(family_model(family), parts))
         for family in FAMILIES
@@ -384,12 +385,12 @@ def judged_models(parts: Parts) -> list[tuple[str, Model, ThroughParts]]:
 
 
 def rows_differ(got: Any, expected: Any) -> bool:
-    """Whether two rows differ by more than rounding."""
+    """Return whether two rows differ by more than rounding."""
     return not np.allclose(np.asarray(got), np.asarray(expected), rtol=0, atol=SESSION_TOLERANCE)
 
 
 def greedy_text(model: Model, prompt: Sequence[int], n: int) -> list[int]:
-    """The target's greedy tokens, a whole pass for each."""
+    """Return the target's greedy tokens, by a whole pass for each."""
     text = list(prompt)
     for _ in range(n):
         text.append(int(run_dense(model, text).logits[-1].argmax()))
@@ -397,16 +398,14 @@ def greedy_text(model: Model, prompt: Sequence[int], n: int) -> list[int]:
 
 
 def small_trees() -> list[TokenTree]:
-    """Every shape of up to two guesses, a fork behind a second child, two larger ones, and equal
-    siblings.
-    """
+    """Return every shape of up to two nodes, some larger ones, and equal siblings."""
     shapes = [(), (-1,), (-1, -1), (-1, 0), (-1, -1, 1), (-1, -1, 0, 1, 3), (-1, 0, 0, -1, 3, 2)]
     made = [TokenTree(range(1, len(s) + 1), s, (None,) * len(s), (False,) * len(s)) for s in shapes]
     return [*made, TokenTree((2, 2, 3), (-1, -1, 1), (None,) * 3, (False,) * 3)]
 
 
 def positions_count_the_text(parts: Parts) -> Evidence:
-    """A row's position is the number of tokens before it on its own path."""
+    """Check that a row's position is the number of tokens before it on its own path."""
     seen = 0
     for prompt, (family, _, model), tree in product(PROMPTS, judged_models(parts), small_trees()):
         session, seen = parts.session(model), seen + 1
@@ -423,9 +422,7 @@ def positions_count_the_text(parts: Parts) -> Evidence:
 
 
 def _judge_session(law: str, session: Session, text: list[int], case: dict[str, Any]) -> None:
-    """The session's text, what it says next, and its keys in every layer, against one plain
-    pass.
-    """
+    """Compare the session's text, next row and keys in every layer with one plain pass."""
     if session.text != text:
         accuse(law, f"the text {text}", f"the text {session.text}", **case)
     row, fresh = session.score(TokenTree()).logits[0], run_dense(session.model, text)
@@ -438,9 +435,7 @@ def _judge_session(law: str, session: Session, text: list[int], case: dict[str, 
 
 
 def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
-    """After a round the keys of the text are those of one pass over it, whichever path of the tree
-    was kept.
-    """
+    """Check that after a round the keys are those of one pass over the text, on any path."""
     seen = 0
     for prompt, (family, _, model), tree in product(
         PROMPTS[:2], judged_models(parts), small_trees()
@@ -477,8 +472,10 @@ def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
 
 
 def rewinding_is_never_having_gone(parts: Parts) -> Evidence:
-    """After `rewind(n)` the text has n tokens, whatever n is, and goes on like a text that never
-    was longer; and what a fork does, to its end, is not seen by the session it came from."""
+    """Check that a rewound text continues like one that was never longer.
+
+    What a fork does, to its end, is not seen by the session it came from.
+    """
     seen, text = 0, [1, 2, 3, 4]
     for (family, _, model), length in product(judged_models(parts), range(1, len(text) + 1)):
         for then in ((), (5,), (5, 6)):
@@ -502,8 +499,10 @@ def rewinding_is_never_having_gone(parts: Parts) -> Evidence:
 
 
 def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
-    """A view that leaves after E layers says what the model cut down to E layers says; a token that
-    left early and was run further after all leaves the keys and values of a full pass."""
+    """Check that a view that leaves after E layers equals the model truncated to E layers.
+
+    A token that left early and was run further after all leaves the keys and values of a full pass.
+    """
     seen = 0
     for prompt, (family, judge, model), layers in product(
         PROMPTS, judged_models(parts), range(1, SESSION_LAYERS + 1)
@@ -527,8 +526,9 @@ def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
 
 
 class PartlyRightDrafter(BaseDrafter):
-    """Proposes two tokens, the first `right` of which are the greedy ones; `wide`: beside a first
-    sibling that is wrong.
+    """Proposes two tokens, the first `right` of which are the greedy ones.
+
+    With `wide`, they stand beside a first sibling that is wrong.
     """
 
     def __init__(self, model: Model, right: int, wide: bool):
@@ -548,7 +548,7 @@ class PartlyRightDrafter(BaseDrafter):
 
 
 def greedy_equality_of_parts(parts: Parts) -> Evidence:
-    """At temperature 0 the tokens are the target's greedy ones, whatever is drafted."""
+    """Check that at temperature 0 the tokens are the target's greedy ones, whatever is drafted."""
     seen, wanted = 0, 5
     for prompt, (family, judge, model) in product(PROMPTS[:2], judged_models(parts)):
         expected = greedy_text(judge, prompt, wanted)
@@ -579,9 +579,7 @@ def greedy_equality_of_parts(parts: Parts) -> Evidence:
 
 
 def batch_row_is_the_row_alone(parts: Parts) -> Evidence:
-    """Requests of unequal lengths that share passes get what each gets alone, in whatever order
-    they stand.
-    """
+    """Check that requests of unequal lengths that share passes get what each gets alone."""
     seen, prompts = 0, [(1,), (2, 3), (4, 5, 6, 1, 2)]
 
     def job(model: ThroughParts, row: int) -> Any:

@@ -59,7 +59,7 @@ class Stage:
 
     @cached_property
     def target(self) -> Any:
-        """The model whose law is kept."""
+        """Return the model whose distribution must be kept."""
         if self.deep:
             return small_network(self.seed, self.vocabulary)
         zeros = (self.seed // 100 + self.seed) % 2 == 0
@@ -67,12 +67,12 @@ class Stage:
 
     @cached_property
     def drafts(self) -> list[Any]:
-        """Draft models; each further one differs."""
+        """Return the draft models; each further one differs."""
         return [self._draft(number) for number in range(self.card.hosted)]
 
     @cached_property
     def references(self) -> list[list[int]]:
-        """Texts to copy from: what the target would say, or what it would not, or noise."""
+        """Return texts to copy from: the target's greedy text, a wrong one, or a random one."""
         if not self.card.copies:
             return []
         if self.draft in ("right", "wrong"):
@@ -87,7 +87,7 @@ class Stage:
         return [[rng.randrange(self.vocabulary) for _ in range(7)] for _ in range(2)]
 
     def row(self, context: Tokens) -> Any:
-        """The target's conditionals by a pass of their own: [V] Fractions or logits."""
+        """Return the target's conditionals by a pass of their own: [V] Fractions or logits."""
         if self.card.keeps:  # the law of the technique's own target, asked for one text at a time
             known = _own_rows.setdefault(self.target, {})
             if (key := (*self._who, context)) not in known:
@@ -99,7 +99,7 @@ class Stage:
 
     @cached_property
     def _who(self) -> tuple[Any, ...]:
-        """All that the technique's own target is made of, beside the model."""
+        """Return all that the technique's own target is made of, beside the model."""
         made_of = (
             self.seed,
             self.vocabulary,
@@ -114,7 +114,7 @@ class Stage:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Every knob: as given, else neutral, else small."""
+        """Return every knob: as given, else neutral, else small."""
         neutral = {} if self.card.lossy is None else dict([self.card.lossy])
         return (
             {knob.name: small_knob(knob, self.largest) for knob in self.card.knobs}
@@ -123,7 +123,7 @@ class Stage:
         )
 
     def made(self) -> Decoder:
-        """A new decoder, with nothing behind it."""
+        """Return a new decoder without a past."""
         forward_log: list[Any] = []
         request = Request(
             target=self.target.session(forward_log),
@@ -138,18 +138,18 @@ class Stage:
         return self.card.make(request, **self.settings)
 
     def decoder(self) -> Decoder:
-        """A new decoder with its past behind it, if it is to have one."""
+        """Return a new decoder, after its past if the stage has one."""
         decoder = self.made()
         if self.before is not None:
             self.before(self, decoder)
         return decoder
 
     def reference(self) -> Reference:
-        """What its law must be."""
+        """Return the plain decoding that the technique must equal."""
         return Reference(self.row, self.sampling, self.stop, self.positions)
 
     def law(self, tokens: int, rounds: int | None = None) -> JointLaw:
-        """The exact law of what comes after the prompt."""
+        """Return the exact distribution of what comes after the prompt."""
         models = (
             () if self.card.persistent else (self.target, *self.drafts)
         )  # an online draft's weights are state
@@ -160,8 +160,9 @@ class Stage:
     def judge(
         self, expected: JointLaw, got: JointLaw, prompt: Tokens, within: float, name: str = JOINT
     ) -> None:
-        """Raise LawViolated unless the laws agree; tells the shortest text that differs, and p and
-        q along it.
+        """Raise LawViolated unless the distributions agree.
+
+        Shows the shortest text that differs, and p and q along it.
         """
         for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
             ours, theirs = got.get(text, 0), expected.get(text, 0)
@@ -178,7 +179,7 @@ class Stage:
             accuse(name, theirs, ours, **case)
 
     def words(self) -> dict[str, Any]:
-        """The case in words."""
+        """Return the case in words."""
         told: dict[str, Any] = {
             "method": self.card.name,
             "knobs": self.settings,
@@ -220,20 +221,21 @@ _own_rows: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 
 @lru_cache(maxsize=4096)
 def _conditional(model: Any, context: Tokens) -> Any:
-    """A model's row by a pass of its own."""
+    """Return a model's row by a pass of its own."""
     return (
         model.row(context) if isinstance(model, TableModel) else model.logits(context)[-1].numpy()
     )
 
 
 def _least_likely(row: Sequence[Any]) -> int:
-    """The least likely token, the highest id of equals."""
+    """Return the least likely token; among equals the highest id."""
     return min(range(len(row)), key=lambda token: (row[token], -token))
 
 
 def small_knob(knob: Knob, largest: int) -> Any:
-    """A value at which every outcome can be walked: what the knob names, else no whole number above
-    `largest`.
+    """Return a value at which every outcome can be walked.
+
+    That is what the knob names, else no whole number above `largest`.
     """
     if knob.small:
         return knob.small[0]
@@ -243,14 +245,12 @@ def small_knob(knob: Knob, largest: int) -> Any:
 
 
 def choose_every_way(ways: int, source: Any) -> int:
-    """Who chooses for a technique that plans: anything may be chosen, so an exact law walks every
-    choice.
-    """
+    """Choose for a technique that plans, in every possible way, so that a law walks them all."""
     return int(source.draw([Fraction(1, ways)] * ways))
 
 
 def format_sampling(sampling: SamplingParams) -> str:
-    """The settings that differ from plain sampling.
+    """Return the settings that differ from plain sampling.
 
     >>> format_sampling(SamplingParams(0.5, top_k=2)), format_sampling(SamplingParams())
     ('temperature 0.5, top_k 2', 'temperature 1')
@@ -266,18 +266,14 @@ def format_sampling(sampling: SamplingParams) -> str:
 
 
 def after_a_request(stage: Stage, decoder: Decoder) -> None:
-    """Another text was decoded and closed: nothing of it may be left but what a persistent
-    technique learnt.
-    """
+    """Decode and close another text, of which only what a technique learns may stay."""
     _run_rounds(decoder, (1, 0), stage.seed, 2)
     decoder.end()
     decoder.rewind(0)
 
 
 def taken_back(stage: Stage, decoder: Decoder) -> None:
-    """The text went on for two rounds, was taken back to the prompt, and was corrected from outside
-    by one token.
-    """
+    """Decode two rounds, rewind to the prompt, and correct the text by one token from outside."""
     _run_rounds(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))
     decoder.extend((1,))

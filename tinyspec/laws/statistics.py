@@ -1,7 +1,7 @@
 """A statistical demo for real models: evidence, not proof.
 
-Where a distribution cannot be enumerated it can be sampled. The exact laws do not need this file; it
-shows what a sample on a real model can say, and how little: a test that finds nothing has only
+Where a distribution cannot be enumerated it can be sampled. The exact laws do not need this file;
+it shows what a sample on a real model can say, and how little: a test that finds nothing has only
 excluded faults it had the power to find. So three figures are printed together:
 
 - the *G-test* of the first tokens of many texts against the target's distribution, with its power:
@@ -13,12 +13,12 @@ excluded faults it had the power to find. So three figures are printed together:
 - an *e-value*, which stays valid if one looks after every text and goes on as long as one likes. The
   G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
 
-An e-value is the wealth of a gambler who begins with 1 and bets on each text before it comes. The bet
-is a distribution: the frequencies so far, shrunk towards the null p by a Dirichlet prior of strength
-m, (n_x + m p(x)) / (n + m). The wealth is multiplied by bet / p at what came. Under p a factor is 1 on
-average, so the wealth is a martingale, and by Ville's inequality it ever reaches 1 / alpha with
-probability at most alpha. The best m is unknown, so an equal share is bet with each of several
-(universal inference, Wasserman, Ramdas and Balakrishnan 2020; Lindon and Malek 2022).
+An e-value is the wealth of a gambler who begins with 1 and bets on each text before it comes. The
+bet is a distribution: the frequencies so far, shrunk towards the null p by a Dirichlet prior of
+strength m, (n_x + m p(x)) / (n + m). The wealth is multiplied by bet / p at what came. Under p a
+factor is 1 on average, so the wealth is a martingale, and by Ville's inequality it ever reaches 1 /
+alpha with probability at most alpha. The best m is unknown, so an equal share is bet with each of
+several (universal inference, Wasserman, Ramdas and Balakrishnan 2020; Lindon and Malek 2022).
 
 The null is taken from `run_dense`, a plain float64 pass: nothing that is judged makes it.
 """
@@ -56,8 +56,7 @@ MARTINGALE = "the wealth is a martingale under the null (Ville)"
 def betting_wealth(
     outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
 ) -> Any:
-    """The e-value of outcomes in order, in the numbers of `null`: what the formulas say, for any
-    number type.
+    """Return the e-value of outcomes in order, by the formulas, in the numbers of `null`.
 
     >>> half = Fraction(1, 2)
     >>> str(betting_wealth(["a", "a"], {"a": half, "b": half}, strengths=[2]))
@@ -75,8 +74,7 @@ def betting_wealth(
 
 
 class EValue:
-    """The running e-value. Under the null, P(highest ever >= 1 / alpha) <= alpha: look as often as
-    you like.
+    """The running e-value; under the null, P(highest ever >= 1 / alpha) <= alpha.
 
     null  probability of each outcome, all positive; an outcome it does not know is impossible, and
           refutes it at once
@@ -93,7 +91,7 @@ class EValue:
         self.highest = 0.0  # the highest it has ever been, as a logarithm
 
     def see(self, outcome: Any) -> None:
-        """One more outcome."""
+        """Add one more outcome."""
         if outcome not in self.null:
             self.log = self.highest = math.inf
             self._logs = [math.inf] * len(self._logs)
@@ -111,20 +109,22 @@ class EValue:
 
     @property
     def p(self) -> float:
-        """A p-value that is valid at any time: 1 / the highest e-value so far."""
+        """Return a p-value that is valid at any time: 1 / the highest e-value so far."""
         return math.exp(-self.highest)
 
     def refuted(self, alpha: float) -> bool:
-        """Whether the e-value has ever reached 1 / alpha."""
+        """Return whether the e-value has ever reached 1 / alpha."""
         return self.highest >= -math.log(alpha)
 
 
 def wealth_is_martingale(
     bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
 ) -> Evidence:
-    """bet(outcomes, null) is the wealth after these outcomes: it starts at 1, is never negative,
-    and under the null its mean after one more outcome is what it is. Every sequence of up to
-    `length` outcomes, exactly: no simulation."""
+    """Check that the wealth after outcomes, bet(outcomes, null), is a martingale under the null.
+
+    It starts at 1, is never negative, and its mean after one more outcome is what it is. Every
+    sequence of up to `length` outcomes is tried, exactly: no simulation.
+    """
     began, cases = perf_counter(), 0
     for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
         for row in distributions(cells, whole):
@@ -146,7 +146,7 @@ are put together.
 
 
 class GTest(NamedTuple):
-    """2 sum O ln(O / E) over cells that are large enough, and its chi-square tail."""
+    """The statistic 2 sum O ln(O / E) over large enough cells, and its chi-square tail."""
 
     statistic: float
     freedom: int
@@ -154,7 +154,7 @@ class GTest(NamedTuple):
 
 
 def pool_cells(law: Mapping[Any, float], texts: int) -> list[list[Any]]:
-    """Groups of cells with at least `LEAST` expected texts each, the last perhaps but for that."""
+    """Return groups of cells with at least `LEAST` expected texts each, except perhaps the last."""
     groups: list[list[Any]] = []
     for cell in sorted(law, key=lambda c: (law[c], c)):
         if groups and math.fsum(law[c] for c in groups[-1]) * texts < LEAST:
@@ -165,7 +165,7 @@ def pool_cells(law: Mapping[Any, float], texts: int) -> list[list[Any]]:
 
 
 def g_test(counts: Mapping[Any, int], law: Mapping[Any, float]) -> GTest:
-    """The likelihood-ratio test of counts against a law. Needs scipy."""
+    """Return the likelihood-ratio test of counts against a distribution. Needs scipy."""
     texts = sum(counts.values())
     groups = pool_cells(law, texts)
     if any(cell not in law for cell, n in counts.items() if n):
@@ -182,7 +182,7 @@ def g_test(counts: Mapping[Any, int], law: Mapping[Any, float]) -> GTest:
 
 
 def _g_statistic(observed: Any, expected: Any) -> Any:
-    """[.., cells] -> [..]"""
+    """Return G of each row of counts: [.., cells] -> [..]."""
     return 2 * np.where(
         observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0
     ).sum(axis=-1)
@@ -191,9 +191,11 @@ def _g_statistic(observed: Any, expected: Any) -> Any:
 def g_test_power(
     law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float
 ) -> float:
-    """The probability that the G-test finds, at level alpha, that in `share` of the texts the cell
-    `to` stands in place of a draw: G is then noncentral chi-square, with 2 n KL(faulty, law) as its
-    noncentrality."""
+    """Return the probability that the G-test finds a fault at level alpha.
+
+    A fault puts the cell `to` in place of a draw in `share` of the texts. G is then noncentral
+    chi-square, with 2 n KL(faulty, law) as its noncentrality.
+    """
     stats = import_extra("scipy.stats")
     null, faulty = _faulty_law(law, share, to, texts)
     freedom = len(null) - 1
@@ -212,9 +214,8 @@ def simulated_power(
     seed: int = 0,
     runs: int = 2000,
 ) -> float:
-    """The same without the noncentral approximation: how often the test rejects simulated counts of
-    the faulty law.
-    """
+    """Return the same by simulation: how often the test rejects counts of the faulty
+    distribution."""
     null, faulty = _faulty_law(law, share, to, texts)
     counts = np.random.default_rng(seed).multinomial(texts, faulty, size=runs)
     critical = import_extra("scipy.stats").chi2.isf(alpha, len(null) - 1)
@@ -224,9 +225,7 @@ def simulated_power(
 def smallest_detectable_share(
     law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
 ) -> float | None:
-    """The smallest share that is found with probability `wanted`; None where not even a fault in
-    every text is.
-    """
+    """Return the smallest share found with probability `wanted`; None where none is."""
     low, high = 0.0, 1.0
     if g_test_power(law, high, to, texts, alpha) < wanted:
         return None
@@ -241,7 +240,7 @@ def smallest_detectable_share(
 
 
 def moved_variation(law: Mapping[Any, float], share: float, to: Any) -> float:
-    """The total variation between the faulty law and the law."""
+    """Return the total variation between the faulty distribution and the null."""
     return share * (1 - law[to])
 
 
@@ -266,8 +265,7 @@ TextCell = tuple[int, ...]
 
 
 class TextCells:
-    """The law of the first `tokens` new tokens, coarsened: at each step the `width` likeliest
-    tokens and all others as one.
+    """The distribution of the first new tokens, coarsened to the likeliest tokens and the others.
 
     law     probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
     greedy  the cell of the likeliest token at each step
@@ -297,7 +295,7 @@ class TextCells:
                 waiting.append(((*said, OTHER_TOKEN), mass * rest))
 
     def of(self, text: Sequence[int]) -> TextCell:
-        """The cell a text falls into; one that is not in the law is impossible."""
+        """Return the cell of a text; one that is not in the distribution is impossible."""
         said: TextCell = ()
         for token in text:
             step = (*said, token)
@@ -313,9 +311,7 @@ class TextCells:
 
 
 class SoftGreedy(ModelDrafter):
-    """The negative control: proposes the draft's best token and declares the law it might have been
-    drawn from.
-    """
+    """The negative control: proposes the draft's best token as if it had been drawn."""
 
     def propose(
         self,
@@ -333,9 +329,7 @@ class _Best:
 
 
 def sample_texts(decoder: Decoder, seed: int) -> Iterator[tuple[int, ...]]:
-    """New texts of a decoder that has read its prompt, for ever: each with noise of its own, and
-    taken back after.
-    """
+    """Yield new texts of a decoder for ever, each with its own noise; rewinds after each."""
     prompt = len(decoder.context)
     number = 0
     while True:
@@ -352,9 +346,7 @@ def sample_and_test(
     decoder: Decoder, cells: TextCells, *, samples: int | None, seed: int, alpha: float,
     watch: Callable[[EValue], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Draw texts and judge them. Without `samples`, until the e-value refutes the law or Ctrl-C: it
-    allows that.
-    """
+    """Draw texts and judge them; without `samples`, until the e-value refutes or Ctrl-C."""
     running = EValue(cells.law)
     until = None
     try:
@@ -388,7 +380,7 @@ def sample_and_test(
 
 
 def _finite(x: float) -> float | None:
-    """JSON has no word for infinity."""
+    """Return None for an infinite number, which JSON cannot express."""
     return x if math.isfinite(x) else None
 
 
@@ -414,8 +406,7 @@ def run_demo(
     watch: Callable[[EValue], None] | None = None,
     **knobs: Any,
 ) -> dict[str, Any]:
-    """Sample `method` on a real model and hold the texts against the model's own law; then the
-    control, which must fail.
+    """Sample `method` on a real model and test the texts; then the control, which must fail.
 
     samples  texts, or None: until refuted or interrupted
     alpha    level of both tests
@@ -487,7 +478,7 @@ def _draft_models(model: Model, draft: Draft, method: str) -> list[Model] | None
 
 
 def format_demo(result: Mapping[str, Any]) -> str:
-    """The result in sentences."""
+    """Return the result in sentences."""
     control, g, e = result["control"], result["g"], result["e"]
     lines = [
         f"{result['kind']}: {result['method']} on {result['model']}",

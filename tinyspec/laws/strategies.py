@@ -1,9 +1,9 @@
 """Hypothesis strategies for samplers: rows, drafts, trees, warpers and uniforms, for readers too.
 
 Rows begin as small integer weights, so that zeros, ties, point masses and disjoint supports are
-common, and so that a counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what integers
-lack: a neighbour one ulp away, a weight that dominates, denormal numbers. Uniforms fall on the edges
-that decide: 0, the largest below 1, the acceptance ratio itself, and their neighbours.
+common, and so that a counterexample shrinks to p = [0, 1], q = [1, 0]. Floats then get what
+integers lack: a neighbour one ulp away, a weight that dominates, denormal numbers. Uniforms fall on
+the edges that decide: 0, the largest below 1, the acceptance ratio itself, and their neighbours.
 
 Hypothesis is asked the same questions every time, so that a law is a plain function of what it
 judges. It comes with `pip install 'tinyspec[test]'`; the library itself does without.
@@ -33,8 +33,7 @@ __all__ = ["search_cases", "st"]
 def search_cases(
     cases: st.SearchStrategy[Any], judge: Callable[[Any], None], law: str, examples: int
 ) -> Evidence:
-    """Judge as many drawn cases; if one is accused, raise the accusation of the smallest one that
-    is.
+    """Judge drawn cases; if one is broken, raise LawViolated with the smallest that is.
 
     The cases are the same in every run and on every machine. Exceptions that are no accusations
     pass as they are.
@@ -77,19 +76,19 @@ VOCABULARY_SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
 
 
 def whole_weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
-    """`size` whole numbers from 0 to `most`, not all of them 0."""
+    """Draw `size` whole numbers from 0 to `most`, not all of them 0."""
     return st.lists(st.integers(0, most), min_size=size, max_size=size).filter(any)
 
 
 def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
-    """A law in Fractions, [size]."""
+    """Draw a distribution in Fractions, [size]."""
     return whole_weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
 
 
 def exact_pairs(
     size: int, most: int = 4
 ) -> st.SearchStrategy[tuple[list[Fraction], list[Fraction]]]:
-    """A target's law p and a draft's law q, in Fractions: equal, overlapping or disjoint."""
+    """Draw a target's p and a draft's q in Fractions: equal, overlapping or disjoint."""
     return st.tuples(exact_rows(size, most), exact_rows(size, most))
 
 
@@ -99,8 +98,9 @@ def _exponential_noise(size: int, seed: int) -> FloatRow:
 
 @st.composite
 def float_rows(draw: st.DrawFn, size: int) -> FloatRow:
-    """A law, float64 [size]: small weights, repeated where the row is long; some with what only
-    floats have.
+    """Draw a float64 distribution [size]: small weights, some with what only floats have.
+
+    Weights are repeated where the row is long.
     """
     few = np.array(draw(whole_weights(min(size, 8))), np.float64)
     row = np.resize(few, size)
@@ -125,7 +125,7 @@ def float_rows(draw: st.DrawFn, size: int) -> FloatRow:
 
 @st.composite
 def row_pairs(draw: st.DrawFn, size: int) -> tuple[FloatRow, FloatRow]:
-    """p and q, float64 [size]: unrelated, equal, an ulp apart, shifted, or disjoint."""
+    """Draw p and q, float64 [size]: unrelated, equal, an ulp apart, shifted, or disjoint."""
     p = draw(float_rows(size))
     kind = draw(st.sampled_from(["unrelated", "equal", "an ulp apart", "shifted", "disjoint"]))
     if kind == "equal":
@@ -146,9 +146,7 @@ def row_pairs(draw: st.DrawFn, size: int) -> tuple[FloatRow, FloatRow]:
 
 
 def edge_uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
-    """0 <= u < 1, often on one of the edges that decide, or on the float before or behind it, or a
-    little farther off.
-    """
+    """Draw 0 <= u < 1, often on or beside one of the edges that decide."""
     marks = st.sampled_from([0.0, 0.5, LARGEST_UNIFORM, *(edge for edge in edges if 0 <= edge < 1)])
     beside = [
         u
@@ -163,7 +161,7 @@ def edge_uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
 
 
 def cdf_edges(row: FloatRow) -> list[float]:
-    """Where an inverse CDF changes its mind: up to nine of the cumulative sums over the total."""
+    """Return where an inverse CDF changes its token: up to nine of the cumulative sums."""
     sums = np.cumsum(row)
     with np.errstate(all="ignore"):
         return [float(x) for x in (sums / sums[-1])[:: max(1, len(row) // 8)]]
@@ -175,9 +173,7 @@ def acceptance_ratios(
     laws: Sequence[FloatRow | None],
     p: dict[int, FloatRow],
 ) -> list[float]:
-    """Every node's acceptance ratio where it is the first sibling that is tested, as far as it is
-    below 1.
-    """
+    """Return the ratio of every node that is the first sibling tested, where it is below 1."""
     found = []
     with np.errstate(all="ignore"):
         for token, parent, law in zip(tokens, parents, laws, strict=True):
@@ -192,14 +188,12 @@ def acceptance_ratios(
 
 @st.composite
 def tree_shapes(draw: st.DrawFn, most: int = 6) -> list[int]:
-    """Parents of up to `most` nodes, each before its children; ROOT is -1."""
+    """Draw the parents of up to `most` nodes, each before its children; ROOT is -1."""
     return [draw(st.integers(ROOT, node - 1)) for node in range(draw(st.integers(0, most)))]
 
 
 class WalkCase(NamedTuple):
-    """The arguments of a walk: a tree, the target's rows at ROOT and every node, the uniforms it
-    may use.
-    """
+    """The arguments of a verifier's walk: a tree, the target's rows, and the uniforms."""
 
     tokens: list[int]
     parents: list[int]
@@ -211,9 +205,7 @@ class WalkCase(NamedTuple):
 
 @st.composite
 def tree_walks(draw: st.DrawFn, size: int, most: int = 6) -> WalkCase:
-    """A tree of drafts drawn from the laws they declare (or from none), siblings equal or not, and
-    where to decide.
-    """
+    """Draw a tree of draft tokens with the rows they declare (or none), and its uniforms."""
     parents = draw(tree_shapes(most))
     tokens: list[int] = []
     laws: list[FloatRow | None] = []
@@ -245,9 +237,7 @@ SCORES = st.one_of(
 
 @st.composite
 def score_rows(draw: st.DrawFn, size: int) -> NDArray[Any]:
-    """Scores float32 or float64 [size] with at least one that is finite: few values, so that ties
-    are common.
-    """
+    """Draw logits, float32 or float64 [size], with at least one finite and many ties."""
     few = draw(st.lists(SCORES, min_size=min(size, 10), max_size=min(size, 10)))
     scores = np.resize(np.array(few), size)
     if draw(st.booleans()):
@@ -259,7 +249,7 @@ def score_rows(draw: st.DrawFn, size: int) -> NDArray[Any]:
 
 
 class WarpKnobs(NamedTuple):
-    """What a warp is told besides the logits, in the kernels' order."""
+    """The arguments of a warp besides the logits, in the kernels' order."""
 
     history: list[int]
     temperature: float
@@ -271,8 +261,9 @@ class WarpKnobs(NamedTuple):
 
 @st.composite
 def warp_knobs(draw: st.DrawFn, size: int) -> WarpKnobs:
-    """Settings of a warp: some turned, the others neutral (all at once, one would hide what the
-    others do).
+    """Draw settings of a warp: some turned, the others neutral.
+
+    All at once, one would hide what the others do.
     """
     turned = draw(
         st.sets(st.sampled_from(["temperature", "penalty", "top_k", "top_p", "min_p"]), max_size=4)

@@ -23,9 +23,7 @@ STREAM_CHARACTERS = st.sampled_from("a b.eé€語🦊\n") | st.characters(exclu
 
 @st.composite
 def token_spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) -> list[int]:
-    """Ids of some text; unless `whole`, also any ids at all, and texts that begin or end inside a
-    character.
-    """
+    """Draw the ids of some text; unless `whole`, also any ids, and texts cut inside a character."""
     kind = "text" if whole else draw(st.sampled_from(["text", "cut", "ids"]))
     if kind == "ids":
         return draw(st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=12))
@@ -37,7 +35,7 @@ def token_spellings(draw: st.DrawFn, tokenizer: Tokenizer, whole: bool = False) 
 
 @st.composite
 def split_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
-    """The ids in order, in blocks of any size, empty ones included."""
+    """Split the ids, in order, into blocks of any size, empty ones included."""
     cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=len(ids) + 1)))
     return [list(ids[a:b]) for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
 
@@ -45,8 +43,9 @@ def split_blocks(draw: st.DrawFn, ids: Sequence[int]) -> list[list[int]]:
 def streaming_law(
     tokenizer: Tokenizer, stream: Callable[[], Detokeniser] | None = None, examples: int = 200
 ) -> Evidence:
-    """Law: the pieces, joined, are the decoding of all ids; nothing shown is taken back; no half
-    character is shown.
+    """Check that the pieces of a stream, joined, are the decoding of all ids.
+
+    Nothing shown is taken back, and no half character is shown.
 
     A flushed stream begins a new text.
     """
@@ -78,9 +77,11 @@ def stop_strings(
     stop: Callable[..., StoppingCriteria] = StoppingCriteria,
     examples: int = 200,
 ) -> Evidence:
-    """Law: a text ends with the token that completes a stop string, wherever the string lies in
-    tokens and blocks; what is kept is the text before it; what is withheld while it grows is all
-    that may become one."""
+    """Check that a text ends with the token that completes a stop string.
+
+    The string may lie anywhere in tokens and blocks. The text before it is kept; what is withheld
+    while the text grows is all that may become a stop string.
+    """
 
     @st.composite
     def cases(draw: st.DrawFn) -> tuple[list[list[int]], list[str]]:

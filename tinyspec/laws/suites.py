@@ -42,8 +42,7 @@ GREEDY_EOS = GREEDY_VOCABULARY - 1
 
 
 class GuessDrafter(BaseDrafter):
-    """Proposes a chain of three tokens, each of which it would stake everything on; its law says
-    so.
+    """Proposes a chain of three tokens, each declared with probability 1.
 
     token  the text so far -> the guess
     """
@@ -65,9 +64,8 @@ class GuessDrafter(BaseDrafter):
 
 
 def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
-    """The technique with its own drafter on every kind of draft model, then its verifier under four
-    strange drafters.
-    """
+    """Yield cases: the technique on every kind of draft, then its verifier under strange
+    drafters."""
     base = Stage(
         card,
         seed=seed + 50,
@@ -89,7 +87,7 @@ def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[],
 
 
 def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
-    """The same tokens with and without an end of text, over two prompts."""
+    """Check for equal tokens with and without an end of text, over two prompts."""
     begun, rounds = perf_counter(), 0
     for stop in (
         StoppingCriteria(max_new_tokens=GREEDY_TOKENS),
@@ -115,7 +113,7 @@ def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
 
 
 def make_guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
-    """Whoever guesses always right, always wrong, always the end of text, or at random."""
+    """Return a function that guesses always right, always wrong, the end of text, or at random."""
     if strange == "end of text":
         return lambda text: GREEDY_EOS
     if strange == "random":
@@ -125,7 +123,7 @@ def make_guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
 
 
 def run_request(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
-    """The new tokens of a whole request."""
+    """Return the new tokens of a whole request."""
     decoder.extend(prompt)
     rng = Seeded(0)
     while not decoder.finished:
@@ -134,7 +132,7 @@ def run_request(decoder: Decoder, prompt: Sequence[int]) -> list[int]:
 
 
 def greedy_by_dense_passes(stage: Stage) -> list[int]:
-    """What plain greedy decoding says, by a dense pass a token."""
+    """Return the text of plain greedy decoding, by a dense pass for each token."""
     new: list[int] = []
     while len(new) < GREEDY_TOKENS and not (new and new[-1] in stage.stop.eos):
         new.append(likeliest_token(stage.row((*stage.prompt, *new)).tolist()))
@@ -147,7 +145,7 @@ STEPS = 4
 
 
 def knob_ladder(card: Card) -> list[Any]:
-    """Values of the lossy knob, from its neutral one outward."""
+    """Return values of the lossy knob, from its neutral one outward."""
     assert card.lossy is not None
     name, neutral = card.lossy
     knob = next(knob for knob in card.knobs if knob.name == name)
@@ -169,9 +167,8 @@ def knob_ladder(card: Card) -> list[Any]:
 
 
 def cost_of_token(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
-    """Layers that the target ran a row of in one round, by the tokens it committed: expectations;
-    and the outcomes walked.
-    """
+    """Return the expected target layers per committed token in one round, and the outcomes
+    walked."""
     work: Any = Fraction(0)
     tokens: Any = Fraction(0)
     outcomes = 0
@@ -193,7 +190,7 @@ def cost_of_token(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
 
 
 def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
-    """The cost of a token on every fixed text, along the ladder."""
+    """Check that a token costs less on every fixed text along the ladder."""
     begun, branches = perf_counter(), 0
     assert stage.card.lossy is not None
     name = stage.card.lossy[0]
@@ -227,7 +224,7 @@ PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top
 
 
 def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
-    """Every kind of draft, then the race itself."""
+    """Yield the cases of a technique on shared noise: every kind of draft, then the race."""
     for sampling in PATH_SAMPLINGS:
         stage = Stage(
             card,
@@ -249,9 +246,7 @@ def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[]
 
 
 def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
-    """The decoder's tokens are those that win the races of the target's rows, position by position,
-    on the same seed.
-    """
+    """Check that the tokens are those that win the races of the target's rows, on the same seed."""
     begun, reference = perf_counter(), stage.reference()
     for seed in range(seeds):
         decoder, rng, races = stage.decoder(), Seeded(seed), Seeded(seed)
@@ -276,8 +271,9 @@ def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
 
 
 def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evidence:
-    """Over two tokens the winner changes where theory says: with u0 given, token 1 wins until u1 =
-    1 - (1 - u0)^(p1/p0).
+    """Check where the winner of a race over two tokens changes.
+
+    With u0 given, token 1 wins until u1 = 1 - (1 - u0)^(p1/p0).
 
     The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those
     thresholds is p0. They are found by bisection, so this is the law of the race itself and no
@@ -345,9 +341,7 @@ brings its own exact oracle.
 
 @dataclass(frozen=True)
 class SuiteCase:
-    """One thing to look at: the law it belongs to, what is special about it, and how it is done.
-    Raises LawViolated.
-    """
+    """One case: its law, what is special about it, and how it is run. Raises LawViolated."""
 
     law: str
     title: str
@@ -355,7 +349,7 @@ class SuiteCase:
 
 
 def register_oracle(name: str) -> Callable[[Oracle], Oracle]:
-    """Enter the oracle of a technique."""
+    """Register the oracle of a technique."""
 
     def enter(function: Oracle) -> Oracle:
         ORACLES[name] = function
@@ -365,8 +359,9 @@ def register_oracle(name: str) -> Callable[[Oracle], Oracle]:
 
 
 def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
-    """Everything that a technique is held to, the smallest first. Another seed: other tables,
-    prompts and references.
+    """Return every case of a technique, the smallest first.
+
+    Another seed means other tables, prompts and references.
     """
     if card.kind == "analysis":
         return []
@@ -392,9 +387,7 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
 
 
 def _traps(name: str) -> list[SuiteCase]:
-    """What tells a technique from its look-alikes: where nobody else's law is kept, exact oracles
-    of its own rule.
-    """
+    """Return the oracles of a technique that keeps nobody else's distribution."""
     place = f"tinyspec.laws.traps.{name}"
     try:
         found = importlib.import_module(place)  # it stands above this module, and imports it
@@ -412,7 +405,7 @@ def _trap(trap: Any) -> Evidence:
 
 
 def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """What every technique owes that rewrites a canvas."""
+    """Yield the cases of every technique that rewrites a canvas."""
     for knobs in rewriting_laws.knob_settings(card):
         said = ", ".join(f"{name} {value}" for name, value in knobs.items())
         for law in rewriting_laws.REFINE_LAWS:
@@ -427,7 +420,7 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
 
 
 def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """The joint law is the reference's: under every warper, stop, draft and past."""
+    """Yield cases of the joint distribution: under every warper, stop, draft and past."""
     base = Stage(
         card,
         seed=seed,
@@ -518,7 +511,7 @@ def _seeded_prompt(seed: int) -> tuple[int, ...]:
 def _joint_case(
     stage: Stage, tokens: int, title: str, correction: tuple[int, ...] = ()
 ) -> SuiteCase:
-    """The joint law of so many tokens."""
+    """Return the case that compares the joint distribution of so many tokens."""
 
     def run() -> Evidence:
         begun = perf_counter()
@@ -548,9 +541,7 @@ def _float_knobs(stage: Stage) -> bool:
 
 
 def _single_round_case(stage: Stage, title: str) -> SuiteCase:
-    """One round, continued as the reference continues: everything that a round may emit is judged,
-    in a larger vocabulary.
-    """
+    """Return a case of one round over a larger vocabulary, continued as the reference continues."""
 
     def run() -> Evidence:
         begun = perf_counter()
@@ -567,8 +558,9 @@ def _single_round_case(stage: Stage, title: str) -> SuiteCase:
 
 
 def round_laws(stage: Stage, tokens: int = 12) -> Evidence:
-    """`Round.laws` is what its tokens are distributed as, so that a decoder can draft for another:
-    the warped rows.
+    """Check that `Round.output_probs` are the warped rows that its tokens are distributed as.
+
+    A decoder that drafts for another one declares them.
     """
     begun = perf_counter()
     reference, seen = stage.reference(), 0
@@ -589,21 +581,18 @@ def round_laws(stage: Stage, tokens: int = 12) -> Evidence:
 
 
 def _greedy_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """At temperature 0 the tokens are those of plain greedy decoding, whatever is drafted."""
+    """Yield cases of greedy equality: plain greedy tokens, whatever is drafted."""
     yield from (SuiteCase(law, title, run) for law, title, run in greedy_cases(card, seed))
 
 
 def _by_paths(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Shared noise cannot be enumerated: same seed, any drafter, same tokens; and the race alone
-    has the law.
-    """
+    """Yield cases of a technique on shared noise, which cannot be enumerated."""
     yield from (SuiteCase(law, title, run) for law, title, run in coupled_cases(card, seed))
 
 
 def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Each choice and each further small value of a knob once; and a lossy knob costs less the
-    further it is turned.
-    """
+    """Yield each choice and each further small value of a knob once, and the cost of a lossy
+    one."""
     base = Stage(
         card,
         seed=seed + 40,

@@ -39,13 +39,13 @@ SWEEP_FORMS: tuple[tuple[str, int, int], ...] = (
 
 
 def sweep_tables(count: int = 3) -> Iterator[TableModel]:
-    """Targets over two and three tokens."""
+    """Yield targets over two and three tokens."""
     for seed, vocabulary in product(range(count), (2, 3)):
         yield TableModel(seed, vocabulary, zeros=False)
 
 
 def sweep_block(model: TableModel, text: Sequence[int], block: Sequence[int]) -> list[int]:
-    """What the model says in every place of a block, a row at a time."""
+    """Return the model's greedy token at every position of a block, a row at a time."""
     return [_next(model, (*text, *block[:at])) for at in range(len(block))]
 
 
@@ -57,7 +57,7 @@ def _next(model: TableModel, text: Tokens) -> int:
 def greedy_by_hand(
     model: TableModel, text: Sequence[int], n: int, ends: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Greedy decoding."""
+    """Return the greedy text."""
     made: list[int] = []
     while len(made) < n and not (made and made[-1] in ends):
         made += sweep_block(model, (*text, *made), (0,))
@@ -65,9 +65,8 @@ def greedy_by_hand(
 
 
 def counting_table(vocabulary: int = 16) -> TableModel:
-    """Says the number behind its last token: a wrong token in front makes a wrong token, so nothing
-    is guessed ahead.
-    """
+    """Return a model that counts on from its last token, so that no token is right ahead of
+    time."""
     return TableModel(
         vocabulary=vocabulary,
         rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)],
@@ -75,8 +74,9 @@ def counting_table(vocabulary: int = 16) -> TableModel:
 
 
 def jealous_table(vocabulary: int = 2) -> TableModel:
-    """Says 1 as long as every token behind the prompt is 1, and 0 ever after: the worst case for
-    any start but 1.
+    """Return a model that says 1 while every token so far is 1, and 0 ever after.
+
+    It is the worst case for any start but 1.
     """
 
     def rows(text: Tokens) -> list[int]:
@@ -87,7 +87,7 @@ def jealous_table(vocabulary: int = 2) -> TableModel:
 
 
 def place_table(vocabulary: int = 16) -> TableModel:
-    """Says the number of its place, whatever stands before: one sweep knows all."""
+    """Return a model that says the number of its position, so that one sweep knows all."""
     return TableModel(
         vocabulary=vocabulary,
         rows=lambda text: [int(x == len(text) % vocabulary) for x in range(vocabulary)],
@@ -101,7 +101,7 @@ def begin_sweeps(
     build: Build, model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int,
     ends: frozenset[int] = frozenset(), forward_log: list[Any] | None = None,
 ) -> Decoder:  # fmt: skip
-    """A decoder behind its prompt, whose blocks all begin with these tokens."""
+    """Return a decoder after its prompt, whose blocks all begin with these tokens."""
     forward_log = [] if forward_log is None else forward_log
     request = Request(
         model.session(forward_log),
@@ -119,7 +119,7 @@ def begin_sweeps(
 def expected_sweeps(
     model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int
 ) -> list[tuple[Tokens, Tokens]]:
-    """What each sweep reads behind the newest token, and the tokens that are final after it."""
+    """Return what each sweep reads after the newest token, and the tokens that are then final."""
     text, made, found = (
         greedy_by_hand(model, SWEEP_PROMPT, wanted),
         0,
@@ -140,9 +140,7 @@ def expected_sweeps(
 
 
 def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
-    """Every start of five tokens, in every form: what is drafted and what is committed, sweep by
-    sweep.
-    """
+    """Check what is drafted and committed, sweep by sweep, from every start in every form."""
     seen = 0
     for model, (form, block, prefix) in product(sweep_tables(2), SWEEP_FORMS):
         size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
@@ -169,8 +167,9 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
 
 
 def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
-    """Every start: greedy text, a token a sweep at least; on the worst targets just one, on the
-    best all in two sweeps.
+    """Check that each sweep fixes a token at least, from every start.
+
+    On the worst targets it fixes just one, on the best all in two sweeps.
     """
     every = [
         (model, start)
@@ -208,9 +207,7 @@ def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
 
 
 def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
-    """A sweep is one call, over the newest token and the guesses of the block that are not final;
-    nothing is called beside.
-    """
+    """Check that a sweep is one pass over the newest token and the tokens that are not final."""
     seen = 0
     for model, (form, block, prefix) in product(sweep_tables(2), (*SWEEP_FORMS, ("pgj", 4, 0))):
         forward_log: list[Any] = []
@@ -244,7 +241,7 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
 
 
 def only_fixed_point(model: TableModel, n: int) -> list[Tokens]:
-    """Every text of n tokens that a sweep leaves as it is."""
+    """Return every text of n tokens that a sweep leaves as it is."""
     return [
         y
         for y in product(range(model.vocabulary), repeat=n)
@@ -253,8 +250,9 @@ def only_fixed_point(model: TableModel, n: int) -> list[Tokens]:
 
 
 def solve_ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
-    """Every start: the greedy text, and only that is fixed; k sweeps make k tokens right; n + 1 at
-    most; the end is seen.
+    """Check from every start that only the greedy text is fixed, and is reached in time.
+
+    k sweeps make k tokens right, n + 1 are enough, and the end is seen.
     """
     seen = 0
     for model, ends in product(sweep_tables(), (frozenset[int](), frozenset({1}))):
@@ -309,7 +307,7 @@ def solve_ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
 
 
 def build_jacobi(drafter: Callable[..., Any]) -> Build:
-    """The drafter class as a builder, for the judges."""
+    """Return a builder that runs this drafter class."""
 
     def build(request: Request, *, form: str, block: int, prefix: int) -> Decoder:
         sized = None if form == "pj" else block

@@ -1,18 +1,19 @@
 """What the papers prove, as laws: each takes the code to judge and searches for a counterexample.
 
-A verifier is judged on small rational p and q, every outcome walked, so that "with probability" means
-exactly that. The oracles are a few lines of Fractions and call nothing that is judged. A law that
-finds a counterexample raises `LawViolated` with the first, which is the smallest.
+A verifier is judged on small rational p and q, every outcome walked, so that "with probability"
+means exactly that. The oracles are a few lines of Fractions and call nothing that is judged. A law
+that finds a counterexample raises `LawViolated` with the first, which is the smallest.
 
-The most that any lossless verifier can accept of k drafts at one position is an optimal transport with
-membership cost (SpecTr, Sun et al. 2023, arXiv 2310.15141): couple the draws X = (x_1..x_k) with y ~ p
-so that P(y is among X) is greatest. The emitted token has distribution p, and an accepted token is one
-of the drafts, so the acceptance is P(y among X) for *some* coupling, and never above the best.
+The most that any lossless verifier can accept of k drafts at one position is an optimal transport
+with membership cost (SpecTr, Sun et al. 2023, arXiv 2310.15141): couple the draws X = (x_1..x_k)
+with y ~ p so that P(y is among X) is greatest. The emitted token has distribution p, and an
+accepted token is one of the drafts, so the acceptance is P(y among X) for *some* coupling, and
+never above the best.
 
-Two oracles share nothing. `by_linear_program` solves the transport. `optimal_transport` is its dual in
-Fractions: a flow from the set of drafted tokens S (capacity P(S)) to tokens y in S (capacity p(y)). By
-max-flow min-cut it is the least, over sets of tokens H, of p(H) + P(S not inside H). For k i.i.d.
-drafts P(S inside H) is q(H)^k, hence the optimum 1 + min_H (p(H) - q(H)^k).
+Two oracles share nothing. `by_linear_program` solves the transport. `optimal_transport` is its dual
+in Fractions: a flow from the set of drafted tokens S (capacity P(S)) to tokens y in S (capacity
+p(y)). By max-flow min-cut it is the least, over sets of tokens H, of p(H) + P(S not inside H). For
+k i.i.d. drafts P(S inside H) is q(H)^k, hence the optimum 1 + min_H (p(H) - q(H)^k).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,9 +40,12 @@ Drafts = Mapping[frozenset[int], Fraction]
 
 
 def drafted_sets(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset[int], Fraction]:
-    """The law of the set that k draws from q make; without replacement they end where q is used up.
+    """Return the distribution of the set that k draws from q make.
 
-    >>> {tuple(s): str(mass) for s, mass in drafted_sets((Fraction(1, 2), Fraction(1, 2)), 2, replace=True).items()}
+    Without replacement the draws end where q is used up.
+
+    >>> law = drafted_sets((Fraction(1, 2), Fraction(1, 2)), 2, replace=True)
+    >>> {tuple(tokens): str(mass) for tokens, mass in law.items()}
     {(0,): '1/4', (0, 1): '1/2', (1,): '1/4'}
     """
     law: dict[frozenset[int], Fraction] = {}
@@ -66,7 +70,7 @@ def drafted_sets(q: Sequence[Fraction], k: int, replace: bool) -> dict[frozenset
 
 
 def optimal_transport(p: Sequence[Fraction], drawn: Drafts) -> Fraction:
-    """The greatest acceptance, exactly: the least cut. O(2^V) sets of tokens.
+    """Return the greatest acceptance, exactly: the least cut. O(2^V) sets of tokens.
 
     >>> p, q = (Fraction(1), Fraction(0)), (Fraction(1, 3), Fraction(2, 3))
     >>> [str(optimal_transport(p, drafted_sets(q, k, replace=True))) for k in (1, 2)]
@@ -82,8 +86,9 @@ def _reaching_outside(drawn: Drafts, cut: set[int]) -> Fraction:
 
 
 def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
-    """The same as a linear program (HiGHS): maximise the mass sent from drafted sets to tokens in
-    them. Needs scipy.
+    """Return the same by a linear program: maximise the mass sent from sets to their tokens.
+
+    Needs scipy (HiGHS).
     """
     optimise, numpy = import_extra("scipy.optimize"), import_extra("numpy")
     sets = list(drawn)
@@ -103,8 +108,7 @@ def by_linear_program(p: Sequence[Fraction], drawn: Drafts) -> float:
 
 
 def kseq_share(k: int) -> Fraction:
-    """What K-SEQ reaches of the optimum at least, 1 - (1 - 1/k)^k, above 1 - 1/e (SpecTr's
-    guarantee).
+    """Return the share of the optimum that K-SEQ reaches at least, 1 - (1 - 1/k)^k > 1 - 1/e.
 
     Why: it accepts a = 1 - (1 - b)^k, b = sum_x min(q, p / rho), for the least valid rho; a falls
     in rho, and rho = k is valid, so take rho = k. There k b = sum min(k q, p) is at least the
@@ -118,8 +122,9 @@ def kseq_share(k: int) -> Fraction:
 
 
 def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> float:
-    """What K-SEQ accepts at its best: 1 - (1 - beta)^k, beta = sum_x min(q, p / rho), at the least
-    lawful rho.
+    """Return what K-SEQ accepts at the least valid rho: 1 - (1 - beta)^k.
+
+    Here beta = sum_x min(q, p / rho).
 
     That rho solves 1 - (1 - beta)^k = rho beta: below it the residual p - min(q, p / rho) (1 - (1 -
     beta)^k) / beta would be negative where p / rho <= q. Sixty halvings in floats.
@@ -144,8 +149,9 @@ def kseq_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> flo
 
 
 def matching_acceptance(p: Sequence[Fraction], q: Sequence[Fraction], k: int) -> Fraction:
-    """What sampling and matching accepts: y ~ p, kept if it is among k i.i.d. drafts: sum_y p (1 -
-    (1 - q)^k).
+    """Return what sampling and matching accepts: sum_y p (1 - (1 - q)^k).
+
+    It draws y ~ p and keeps it if it is among k i.i.d. drafts.
     """
     return sum((a * (1 - (1 - b) ** k) for a, b in zip(p, q, strict=True)), Fraction(0))
 
@@ -173,9 +179,7 @@ DRAW_ORDER = (
 
 
 class NodeRows(dict[int, Sequence[Fraction]]):
-    """The target's rows by node, as a verifier reads them; `soft` are the rows before temperature 0
-    sharpened them.
-    """
+    """The target's rows by node; `soft` are the rows before temperature 0 sharpened them."""
 
     def __init__(self, rows: dict[int, Exact], soft: dict[int, Exact] | None = None):
         super().__init__({node: list(row) for node, row in rows.items()})
@@ -189,14 +193,14 @@ class NodeRows(dict[int, Sequence[Fraction]]):
 def with_replacement(
     q: Exact, k: int, rng: Exhaustive
 ) -> tuple[Sequence[int], Sequence[Exact | None]]:
-    """k i.i.d. siblings."""
+    """Draw k i.i.d. siblings."""
     return [rng.draw(q) for _ in range(k)], [q] * k
 
 
 def without_replacement(
     q: Exact, k: int, rng: Exhaustive
 ) -> tuple[Sequence[int], Sequence[Exact | None]]:
-    """k siblings, each from what its earlier siblings left of q; fewer where q is used up."""
+    """Draw k siblings, each from what the earlier ones left of q; fewer where q is used up."""
     tokens: list[int] = []
     laws: list[Exact] = []
     row: Exact | None = q
@@ -210,8 +214,10 @@ def without_replacement(
 def play_siblings(
     verifier: TreeVerifier, draft: DraftSiblings, p: Exact, q: Exact, k: int
 ) -> tuple[Fraction, dict[int, Fraction], int]:
-    """One position with k siblings: (probability that one is accepted, law of the first token,
-    branches walked).
+    """Play one position with k siblings.
+
+    Returns the probability that one is accepted, the distribution of the first token, and the
+    branches walked.
     """
 
     def play(rng: Exhaustive) -> tuple[bool, int | None]:
@@ -235,7 +241,7 @@ def play_siblings(
 
 
 def acceptance_theorem(verifier: TreeVerifier, largest: int = 6) -> Evidence:
-    """A draft token x ~ q passes with probability sum_x min(p, q) = 1 - TV(p, q)."""
+    """Check that a draft token x ~ q passes with probability sum_x min(p, q) = 1 - TV(p, q)."""
     began, cases, branches = perf_counter(), 0, 0
     for p, q in distribution_pairs(largest=largest):
         got, _, walked = play_siblings(verifier, with_replacement, p, q, 1)
@@ -246,8 +252,9 @@ def acceptance_theorem(verifier: TreeVerifier, largest: int = 6) -> Evidence:
 
 
 def tokens_of_a_round(verifier: TreeVerifier, gamma: int = 3, largest: int = 5) -> Evidence:
-    """Where every position has the same p and q, a chain of gamma commits 1 + alpha + ... +
-    alpha^gamma on average.
+    """Check that a chain of gamma commits 1 + alpha + ... + alpha^gamma tokens on average.
+
+    Every position has the same p and q.
     """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), length in product(distribution_pairs(largest=largest), range(1, gamma + 1)):
@@ -273,7 +280,7 @@ def tokens_of_a_round(verifier: TreeVerifier, gamma: int = 3, largest: int = 5) 
 def predicted_tokens(
     predict: Callable[[Any, int], Any], gamma: int = 6, whole: int = 6
 ) -> Evidence:
-    """A formula for the tokens of a round, against every pattern of accepted and refused tokens."""
+    """Check a formula for the tokens of a round against every pattern of accepts and rejects."""
     began, cases, branches = perf_counter(), 0, 0
     for length, part in product(range(gamma + 1), range(whole + 1)):
         alpha, mean = Fraction(part, whole), Fraction(0)
@@ -292,8 +299,9 @@ def predicted_tokens(
 
 
 def planner_is_optimal(plan: Callable[[float, float], int], longest: int = 64) -> Evidence:
-    """plan(alpha, c) against every gamma up to `longest`; c is what a draft step costs in target
-    calls.
+    """Check plan(alpha, c) against every gamma up to `longest`.
+
+    c is the cost of a draft step in target passes.
 
     With gamma = 1 the gain is (1 + alpha) / (1 + c), so the best is at least that; where alpha <= c
     no gamma gains, because 1 + alpha + ... + alpha^gamma <= 1 + gamma c.
@@ -324,9 +332,10 @@ def planner_is_optimal(plan: Callable[[float, float], int], longest: int = 64) -
 
 
 def lenience_cap(lenient: Callable[[Any], TreeVerifier], largest: int = 5) -> Evidence:
-    """lenient(l) makes a verifier that compares p with l q: it accepts sum min(q, p / l), and no
-    token becomes more than 1 / l times as likely, neither the first nor a second behind it. At l =
-    1 the cap leaves nothing but p.
+    """Check that lenient(l) makes no token more than 1 / l times as likely.
+
+    The verifier compares p with l q: it accepts sum min(q, p / l), and the cap holds for the first
+    token and for a second one after it. At l = 1 the cap leaves nothing but p.
 
     Why, with the residual r = norm(max(0, p - l q)): where q >= p / l, r is 0 and P(x) = min(q, p /
     l) = p / l. Elsewhere P(x) = q + R (p - l q) / N, N = sum max(0, p - l q), R = P(refused) = sum
@@ -409,9 +418,11 @@ def _lenient_greedy(verifier: TreeVerifier, lenience: Fraction, p: Exact, q: Exa
 
 
 def recursive_rejection_law(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
-    """The i-th sibling is tested against what the refusals before it left of p: all k fail with
-    probability TV(p_1, q_1) TV(p_2, q_2) ..., p_i+1 = norm(max(0, p_i - q_i)); without replacement,
-    averaged over the refused draws."""
+    """Check that all k siblings fail with probability TV(p_1, q_1) TV(p_2, q_2) ...
+
+    The i-th sibling is tested against what the rejections before it left of p: p_i+1 = norm(max(0,
+    p_i - q_i)); without replacement, averaged over the rejected draws.
+    """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k, replace in product(
         distribution_pairs(largest=largest), range(1, most + 1), (True, False)
@@ -441,8 +452,10 @@ def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
 
 
 def several_drafts(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
-    """Between two bounds: never above the optimal transport, with or without replacement; with
-    i.i.d. drafts never below sampling y ~ p and keeping it if it is among them.
+    """Check the acceptance of k drafts between two bounds.
+
+    It is never above the optimal transport, with or without replacement; with i.i.d. drafts never
+    below sampling y ~ p and keeping it if it is among them.
 
     The lower bound by induction on k: max(0, p - q) <= p (1 - q), so TV(p, q) times the bound on
     what is left of p is at most sum_x max(0, p - q) (1 - q)^(k-1) <= sum_x p (1 - q)^k.
@@ -464,7 +477,7 @@ def several_drafts(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> E
 
 
 def kseq_reaches_share(verifier: TreeVerifier, largest: int = 5, most: int = 3) -> Evidence:
-    """K-SEQ's promise, for k i.i.d. drafts; the proof is in `transport.kseq_share`."""
+    """Check K-SEQ's promise for k i.i.d. drafts; the proof is in `kseq_share`."""
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k in product(distribution_pairs(largest=largest), range(1, most + 1)):
         got, _, walked = play_siblings(verifier, with_replacement, p, q, k)
@@ -478,9 +491,11 @@ def kseq_reaches_share(verifier: TreeVerifier, largest: int = 5, most: int = 3) 
 def draw_order(
     draft: DraftSiblings, verifier: TreeVerifier, largest: int = 5, most: int = 3
 ) -> Evidence:
-    """Each sibling declares the law it was drawn from given the *earlier* ones, so sorting the
-    siblings afterwards, with the laws left in place or taken along, changes what the walk emits. In
-    draw order it emits p."""
+    """Check that siblings in draw order emit p.
+
+    Each sibling declares the distribution it was drawn from given the *earlier* ones, so sorting
+    them afterwards, with these left in place or taken along, changes what is emitted.
+    """
     began, cases, branches = perf_counter(), 0, 0
     for (p, q), k in product(distribution_pairs(largest=largest), range(2, most + 1)):
         _, law, walked = play_siblings(verifier, draft, p, q, k)

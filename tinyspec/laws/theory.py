@@ -39,7 +39,7 @@ GPT2 = replace(
 
 
 def all_theorems() -> dict[str, Callable[[], Evidence]]:
-    """Every theorem by name; called, it says what it looked at or raises `LawViolated`."""
+    """Return every theorem by name; calling one returns its Evidence or raises `LawViolated`."""
     laws: dict[str, Callable[[], Evidence]] = {
         "acceptance": lambda: theorems.acceptance_theorem(verify_tree),
         "tokens of a round": lambda: theorems.tokens_of_a_round(verify_tree),

@@ -1,9 +1,9 @@
 """A compiled kernel and its plain twin agree to the bit on the same arguments and uniforms.
 
-An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions, and
-here the compiled functions are compared with it: on all small cases, in order of size, then on cases
-that Hypothesis draws and shrinks, then on a real vocabulary. Where the twin raises TinyspecError the
-kernel must raise it too; any other exception is a crash and no verdict.
+An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions,
+and here the compiled functions are compared with it: on all small cases, in order of size, then on
+cases that Hypothesis draws and shrinks, then on a real vocabulary. Where the twin raises
+TinyspecError the kernel must raise it too; any other exception is a crash and no verdict.
 """
 
 import time
@@ -39,9 +39,7 @@ def _float_row(row: Any) -> FloatRow:
 
 
 def float_pairs(largest: int) -> list[tuple[FloatRow, FloatRow]]:
-    """Every p and q of two and three tokens whose denominators add up to at most `largest`; few
-    tokens first.
-    """
+    """Return every p and q of two and three tokens with small denominators, few tokens first."""
     return [(_float_row(p), _float_row(q)) for p, q in rational.distribution_pairs((2, 3), largest)]
 
 
@@ -54,7 +52,7 @@ SMALL_ROWS = [
 
 
 def deciding_uniforms(*rows: FloatRow) -> list[float]:
-    """0, the largest uniform, and where these rows change their mind."""
+    """Return 0, the largest uniform, and where these rows change their token."""
     found = {x for row in rows for x in cdf_edges(row) if 0 < x < 1}
     return [0.0, *sorted(found), LARGEST_UNIFORM]
 
@@ -129,8 +127,9 @@ def small_withouts() -> Iterator[KernelCase]:
 
 
 def small_walks() -> Iterator[KernelCase]:
-    """One guess, drawn from q or a point mass; then two, side by side and in a chain. Rows are the
-    same everywhere.
+    """Yield one draft token, drawn or a point mass; then two, side by side and in a chain.
+
+    Rows are the same everywhere.
     """
     for parents, largest, size in (
         ([ROOT], 5, 2),
@@ -180,7 +179,7 @@ def small_texts() -> Iterator[KernelCase]:
 
 
 def small_retrievals() -> Iterator[KernelCase]:
-    """Short texts and ends of texts; then what is refused."""
+    """Yield short texts and ends of texts; then arguments that are errors."""
     knobs = {"shortest": 1, "longest": 3, "length": 2, "matches": 9, "most": 9}
     for case in small_texts():
         if len(case["tokens"]) < 5:
@@ -224,9 +223,7 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Twin:
-    """A kernel's definition: the twin, and what it is compared on where the vocabulary has a given
-    size.
-    """
+    """A kernel's definition: the plain twin, and the cases for a vocabulary of a given size."""
 
     define: Kernel
     cases: Callable[[int], st.SearchStrategy[KernelCase]]
@@ -234,7 +231,7 @@ class Twin:
 
 
 def outcome_or_refusal(function: Kernel, case: Mapping[str, Any]) -> Any:
-    """What a function gives, or the word "refuses"."""
+    """Return what a function returns, or the word "refuses"."""
     try:
         return function(*case.values())
     except TinyspecError:
@@ -242,7 +239,7 @@ def outcome_or_refusal(function: Kernel, case: Mapping[str, Any]) -> Any:
 
 
 def bit_pattern(value: Any) -> Any:
-    """A value in a form that is equal only if every bit is."""
+    """Return a value in a form that is equal only if every bit is."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, (list, tuple)):
@@ -251,7 +248,7 @@ def bit_pattern(value: Any) -> Any:
 
 
 def abbreviate(value: Any) -> Any:
-    """A long row for the eyes: its length and how it begins."""
+    """Return a long row in short: its length and its beginning."""
     if isinstance(value, np.ndarray) and value.size > 16:
         return f"{value.size} numbers, {value[:6].tolist()} ..."
     if isinstance(value, dict):
@@ -260,7 +257,7 @@ def abbreviate(value: Any) -> Any:
 
 
 def show_difference(expected: Any, got: Any) -> tuple[Any, Any]:
-    """Both for the eyes; long rows that begin alike, from the first number that differs."""
+    """Return both values for display; long rows from the first number that differs."""
     long = all(isinstance(value, np.ndarray) and value.size > 16 for value in (expected, got))
     if long and expected.shape == got.shape and expected.dtype == got.dtype:
         at = next(
@@ -276,7 +273,7 @@ def show_difference(expected: Any, got: Any) -> tuple[Any, Any]:
 
 
 def expect_same_bits(name: str, kernel: Kernel, define: Kernel, case: KernelCase) -> None:
-    """Accuse the kernel if it does not give what its twin gives."""
+    """Raise LawViolated if the kernel does not return what its twin returns."""
     expected, got = outcome_or_refusal(define, case), outcome_or_refusal(kernel, case)
     if bit_pattern(expected) != bit_pattern(got):
         accuse(
@@ -288,8 +285,10 @@ def expect_same_bits(name: str, kernel: Kernel, define: Kernel, case: KernelCase
 
 
 def equals_twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) -> Evidence:
-    """Law: this kernel equals its twin, bit for bit: on every small case, on `examples` drawn ones,
-    and on `large` with a real vocabulary.
+    """Check that this kernel equals its twin, bit for bit.
+
+    It is tried on every small case, on `examples` drawn ones, and on `large` with a real
+    vocabulary.
 
     >>> from tinyspec import _core
     >>> equals_twin("pick", _core.pick, examples=20, large=1).cases > 60
@@ -303,7 +302,7 @@ def equals_twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) 
 def judge_kernel(
     name: str, judge: Callable[[KernelCase], None], law: str, examples: int, large: int
 ) -> Evidence:
-    """Judge a kernel on what its twin is tried on, smallest first."""
+    """Judge a kernel on its twin's cases, smallest first."""
     known, began = TWINS[name], time.perf_counter()
     grid = 0
     for case in GRIDS[name]():
@@ -380,8 +379,9 @@ def without_cases(draw: st.DrawFn, size: int) -> KernelCase:
 
 @st.composite
 def walk_cases(draw: st.DrawFn, size: int) -> KernelCase:
-    """Mostly trees that keep the drafter's contract; now and then an impossible token, or too few
-    uniforms.
+    """Draw trees that mostly keep the drafter's contract.
+
+    Now and then a token is impossible, or uniforms are missing.
     """
     case = draw(strategies.tree_walks(size))
     broken = draw(st.integers(0, 29))
@@ -412,7 +412,8 @@ def spelling_cases(draw: st.DrawFn, size: int) -> KernelCase:
 
 @st.composite
 def text_cases(draw: st.DrawFn, size: int) -> KernelCase:
-    """Texts that repeat themselves; -1 between documents; ids at both ends of what 32 bits hold."""
+    """Draw texts that repeat themselves, with -1 between documents and ids at the ends of 32
+    bits."""
     ids = st.sampled_from([0, 1, size - 1, -1, 70_000, 2**31 - 1])
     tokens = draw(st.lists(ids, max_size=12)) * draw(st.sampled_from([1, 2, 9]))
     return {"tokens": np.array(tokens, np.int32)}

@@ -1,10 +1,10 @@
 """Laws of verifiers beyond the plain walk: block verification, K-SEQ, and coupling on shared noise.
 
-Block verification (Sun et al., ICLR 2025, arXiv 2403.10444) judges a chain as a whole; K-SEQ (SpecTr,
-NeurIPS 2023, arXiv 2310.15141) selects among independent drafts. Rows depend on the text, so that a
-verifier which reads the wrong row is seen; every draft and outcome is walked. A coupling (Daliri et
-al. 2024, arXiv 2408.07978) has continuous noise, so nothing is enumerated there: tokens are compared
-seed by seed, and the probability of agreement with an area that is measured.
+Block verification (Sun et al., ICLR 2025, arXiv 2403.10444) judges a chain as a whole; K-SEQ
+(SpecTr, NeurIPS 2023, arXiv 2310.15141) selects among independent drafts. Rows depend on the text,
+so that a verifier which reads the wrong row is seen; every draft and outcome is walked. A coupling
+(Daliri et al. 2024, arXiv 2408.07978) has continuous noise, so nothing is enumerated there: tokens
+are compared seed by seed, and the probability of agreement with an area that is measured.
 """
 
 import math
@@ -37,7 +37,7 @@ Tokens = tuple[int, ...]
 
 
 class TokensKept(NamedTuple):
-    """Tokens kept of a draft, on average.
+    """How many tokens of a draft are kept on average.
 
     by_token  by token verification: sum_i E_q[product of min(1, p / q)]
     block     by block verification: sum_i E_q[w_i], w_i = min(1, w_(i-1) p / q)
@@ -50,9 +50,7 @@ class TokensKept(NamedTuple):
 
 
 class BlockCase(NamedTuple):
-    """p and q at the beginning of the text, whether they change along it, the length of a draft,
-    and how many there are.
-    """
+    """p and q at the beginning of the text, whether they change along it, gamma, and k drafts."""
 
     p: Exact
     q: Exact
@@ -61,15 +59,15 @@ class BlockCase(NamedTuple):
     k: int = 1
 
     def target(self, text: Tokens) -> Exact:
-        """p behind a text: turned by one place a token 0, where it is bent."""
+        """Return p after a text: turned by one place for each 0, where it is bent."""
         return _turned_row(self.p, text.count(0) if self.bent else 0)
 
     def draft(self, text: Tokens) -> Exact:
-        """q behind a text: turned by one place a token, where it is bent."""
+        """Return q after a text: turned by one place for each token, where it is bent."""
         return _turned_row(self.q, len(text) if self.bent else 0)
 
     def kept(self) -> "TokensKept":
-        """What a verifier keeps of a draft on average, as the paper says it."""
+        """Return what a verifier keeps of a draft on average, by the paper."""
         totals = [Fraction(0)] * 3
 
         def along(
@@ -92,7 +90,7 @@ class BlockCase(NamedTuple):
         return TokensKept(*totals)
 
     def words(self) -> dict[str, Any]:
-        """For a counterexample."""
+        """Return the case for a counterexample."""
         turned = (
             {"rows": "p one place on behind each 0, q one place on behind each token"}
             if self.bent
@@ -108,7 +106,7 @@ class BlockCase(NamedTuple):
 
 
 def block_cases(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[BlockCase]:
-    """The smallest first; three tokens with drafts of two at most."""
+    """Yield the cases, smallest first; three tokens with drafts of two at most."""
     for p, q in distribution_pairs(vocabularies, largest):
         for bent, length in product((False, True), range(1, gamma + 1)):
             if length < 3 or len(p) == 2:
@@ -122,9 +120,11 @@ def block_keeps_its_promise(
     gamma: int = 3,
     laws: Sequence[str] = (BLOCK_EMITTED, BLOCK_TOKENS),
 ) -> Evidence:
-    """Whatever text was emitted so far in a round, the next token has the law p; and the tokens
-    kept are as many as the clipped ratio says: never fewer than token verification keeps, never
-    more than any verifier can."""
+    """Check block verification: the output has distribution p, and as many tokens as promised.
+
+    The kept tokens are as many as the clipped ratio says: never fewer than token verification
+    keeps, never more than any verifier can.
+    """
     began, cases, branches = perf_counter(), 0, 0
     for case in block_cases(vocabularies, largest, gamma):
         round = play_rounds(verifier, case)
@@ -139,8 +139,9 @@ def block_keeps_its_promise(
 
 
 class PlayedRounds(NamedTuple):
-    """Every outcome of a round: tokens kept on average, and the probability that each text is
-    emitted, and more behind it.
+    """Every outcome of a round: tokens kept on average, and the probabilities of its texts.
+
+    `emitted` is the probability that each text is emitted, `beyond` that more follows it.
     """
 
     kept: Fraction
@@ -150,7 +151,7 @@ class PlayedRounds(NamedTuple):
 
 
 def play_rounds(verifier: TreeVerifier, case: BlockCase) -> PlayedRounds:
-    """Drafts drawn, judged, and counted."""
+    """Draw drafts, judge them, and count."""
     kept, branches = Fraction(0), 0
     emitted, beyond = (
         defaultdict[Tokens, Fraction](Fraction),
@@ -168,7 +169,7 @@ def play_rounds(verifier: TreeVerifier, case: BlockCase) -> PlayedRounds:
 
 
 def _play_round(verifier: TreeVerifier, case: BlockCase, rng: Any) -> tuple[int, Tokens]:
-    """k drafts side by side, depth by depth: how many tokens were kept, and what was emitted."""
+    """Draw k drafts side by side, depth by depth; return tokens kept, and the output."""
     rows, stream = {ROOT: case.target(())}, rng.split("draft", 0)
     texts: list[Tokens] = []
     parents, laws = list[int](), list[Any]()
@@ -185,8 +186,9 @@ def _play_round(verifier: TreeVerifier, case: BlockCase, rng: Any) -> tuple[int,
 
 
 def expect_target_law(name: str, case: BlockCase, round: PlayedRounds) -> None:
-    """A round that goes beyond a text goes on with p: necessary and enough, since later rounds
-    start afresh.
+    """Raise LawViolated unless a round that goes beyond a text continues with p.
+
+    That is necessary and enough, since later rounds start afresh.
     """
     for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
         if mass:
@@ -208,7 +210,7 @@ FACTOR_TOLERANCE = 1e-8
 
 
 def selection_cases(largest: int) -> Iterator[BlockCase]:
-    """One position first, then two: two drafts of two tokens, and three of one."""
+    """Yield one position first, then two: two drafts of two tokens, and three of one."""
     for p, q in distribution_pairs(largest=largest):
         yield BlockCase(p, q, False, 1, 2)
     for p, q in distribution_pairs((2,), largest):
@@ -221,9 +223,8 @@ def selection_cases(largest: int) -> Iterator[BlockCase]:
 
 
 def selection_keeps_law(verifier: TreeVerifier, largest: int = 5) -> Evidence:
-    """Behind any text that a round has emitted so far, the next token has the law p. In fractions,
-    every outcome walked.
-    """
+    """Check that after any text that a round has emitted so far, the next token has distribution
+    p."""
     began, cases, branches = perf_counter(), 0, 0
     for case in selection_cases(largest):
         round = play_rounds(verifier, case)
@@ -235,7 +236,7 @@ def selection_keeps_law(verifier: TreeVerifier, largest: int = 5) -> Evidence:
 def least_factor(
     verifier: TreeVerifier, largest: int = 5, ks: Sequence[int] = (1, 2, 3)
 ) -> Evidence:
-    """On float rows: one of k drafts of q is taken as often as theory says, with the least rho."""
+    """Check that one of k drafts is accepted as often as theory says, with the least rho."""
     began, cases, branches = perf_counter(), 0, 0
     for p, q in distribution_pairs(largest=largest):
         for k in ks:
@@ -278,9 +279,7 @@ COUPLING_DRAFTS: Sequence[Table | None] = (
 
 
 def same_text_whoever_drafts(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
-    """The tokens are those that win the races of the target's rows, with each draft model and with
-    none.
-    """
+    """Check that the tokens win the races of the target's rows, with each draft model and none."""
     begun, seen = perf_counter(), 0
     for seed, gamma, q in product(range(seeds), (1, 3), COUPLING_DRAFTS):
         drafts = [] if q is None else [table_model(q).session()]
@@ -318,8 +317,9 @@ def same_text_whoever_drafts(build: Build, seeds: int = 12, tokens: int = 8) -> 
 
 
 def draft_kept_where_winners_agree(build: Build, grid: int = 12) -> Evidence:
-    """One guess over two tokens, for a grid of uniforms that make the noise of its position: E =
-    -log(1 - u).
+    """Check one draft token over two, for a grid of uniforms that make its noise.
+
+    The noise of a uniform u is E = -log(1 - u).
     """
     begun, seen = perf_counter(), 0
     for p, q in (((1, 1), (1, 3)), ((1, 4), (3, 2)), ((0, 1), (1, 1))):
@@ -348,8 +348,7 @@ def draft_kept_where_winners_agree(build: Build, grid: int = 12) -> Evidence:
 
 
 def agreement_formula(agreement: Callable[[Any, Any], Any], largest: int = 5) -> Evidence:
-    """P(same) as a number, against the share of noise on which both races have one winner, and
-    between its bounds.
+    """Check P(same) against the share of noise on which both races have one winner.
 
     Over two tokens the noise matters by its ratio alone: the races differ between two thresholds, a
     set of probability TV. Over three, exponentials divided by their sum are uniform on the
@@ -368,9 +367,7 @@ def agreement_formula(agreement: Callable[[Any, Any], Any], largest: int = 5) ->
 
 
 def _agreement_area(p: Exact, q: Exact, grid: int = 90) -> float:
-    """The share of the triangle where argmin E / p is argmin E / q, by the middles of a grid's
-    cells.
-    """
+    """Return the share of the triangle where argmin E / p is argmin E / q, on a grid."""
     at = (np.arange(grid) + 0.5) / grid
     x, y = (side.ravel() for side in np.meshgrid(at, at))
     x, y = (

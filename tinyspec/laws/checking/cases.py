@@ -12,7 +12,7 @@ from tinyspec.laws.exact.rational import Exact, distributions
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A law for every context, from a short list of laws, [V] each.
+    """A target or draft that takes its next-token distribution, [V], from a short list.
 
     by  "length": the context's length says which (longer ones take the last);  "text": every text
         up to some length has its own
@@ -22,7 +22,7 @@ class SmallModel:
     by: str = "length"
 
     def law(self, context: Sequence[int]) -> Exact:
-        """The law of the next token."""
+        """Return the distribution of the next token."""
         if self.by == "length":
             return self.laws[min(len(context), len(self.laws) - 1)]
         place = 0
@@ -33,7 +33,7 @@ class SmallModel:
     def joint(
         self, tokens: int, start: tuple[int, ...] = (), mass: Any = Fraction(1)
     ) -> dict[tuple[int, ...], Any]:
-        """The law of the text of so many tokens that begins with `start`, times `mass`."""
+        """Return the distribution of texts of `tokens` tokens after `start`, times `mass`."""
         texts = {start: mass}
         for _ in range(tokens - len(start)):
             texts = {
@@ -45,7 +45,7 @@ class SmallModel:
         return texts
 
     def shown(self, depth: int) -> Any:
-        """The laws after contexts of up to `depth` tokens, as a reader would write them down."""
+        """Return the distributions after contexts of up to `depth` tokens, for display."""
         if self.by == "length":
             return [list(self.laws[min(length, len(self.laws) - 1)]) for length in range(depth + 1)]
         texts = [
@@ -58,7 +58,7 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class CheckCase:
-    """A target p, a draft q, gamma drafted tokens, and how many tokens of output are compared."""
+    """A target p, a draft q, gamma draft tokens, and how many output tokens are compared."""
 
     p: SmallModel
     q: SmallModel
@@ -71,12 +71,12 @@ class CheckCase:
 
     @property
     def size(self) -> int:
-        """Sum of all denominators: what has to be read."""
+        """Return the sum of all denominators: how much there is to read."""
         return sum(max(x.denominator for x in law) for law in (*self.p.laws, *self.q.laws))
 
 
 def distributions_up_to(vocabulary: int, whole: int) -> list[Exact]:
-    """Every law with a common denominator of at most `whole`."""
+    """Return every distribution with a common denominator of at most `whole`."""
     return [
         row for denominator in range(1, whole + 1) for row in distributions(vocabulary, denominator)
     ]
@@ -92,8 +92,9 @@ def cases_of_kind(
     count: int,
     seed: int,
 ) -> list[CheckCase]:
-    """Cases of one kind by size: all there are, or `count` of them. `lengths` counts the laws of p
-    and of q.
+    """Return cases of one kind by size: all there are, or `count` of them.
+
+    `lengths` counts the distributions of p and of q.
     """
     laws = distributions_up_to(vocabulary, whole)
     n = sum(lengths)
@@ -110,8 +111,9 @@ def cases_of_kind(
 
 
 def round_cases(seed: int) -> Iterator[CheckCase]:
-    """For a verifier: one round, gamma + 1 tokens. A law for each place, then a law for each
-    text.
+    """Yield cases of one round for a verifier, gamma + 1 tokens each.
+
+    First a distribution for each position, then one for each text.
     """
     for vocabulary, gamma, whole, places, texts in (
         (2, 1, 3, 125, 20),
@@ -132,8 +134,9 @@ def round_cases(seed: int) -> Iterator[CheckCase]:
 
 
 def generation_cases(seed: int) -> Iterator[CheckCase]:
-    """For a whole decoding function: several rounds; p and q the same in every context, then
-    not.
+    """Yield cases of several rounds for a decoding function.
+
+    First p and q are the same in every context, then they are not.
     """
     for vocabulary, gamma, tokens, whole, lengths, by, count in (
         (2, 1, 2, 3, (1, 1), "length", 25),
@@ -150,7 +153,7 @@ def generation_cases(seed: int) -> Iterator[CheckCase]:
 
 
 def draft_cases(seed: int) -> Iterator[CheckCase]:
-    """For a drafter: only q matters."""
+    """Yield cases for a drafter: only q matters."""
     for vocabulary, gamma, whole, count in (
         (2, 1, 4, 9),
         (2, 2, 3, 25),
@@ -164,12 +167,13 @@ def draft_cases(seed: int) -> Iterator[CheckCase]:
 
 
 def _count_texts(vocabulary: int, length: int) -> int:
-    """How many texts there are of up to `length` tokens."""
+    """Return how many texts of up to `length` tokens there are."""
     return sum(vocabulary**n for n in range(length + 1))
 
 
 def shrink_case(case: CheckCase, broken: Callable[[CheckCase], bool]) -> CheckCase:
-    """Replace laws by ones of smaller denominators as long as the smaller case is broken too."""
+    """Replace distributions by ones of smaller denominators while the smaller case is broken
+    too."""
     simpler = True
     while simpler:
         simpler = False

@@ -1,9 +1,9 @@
 """`tinyspec.laws.check`: prove or refute a reader's own verifier, drafter or decoding function.
 
 The function is run on every outcome of its random choices, on targets and drafts of two to four
-tokens, the smallest first. A proof is exact on these cases: in Fractions where the function computes
-with them, else in float64 up to a tolerance. A refutation is the smallest case found, in the words of
-the task.
+tokens, the smallest first. A proof is exact on these cases: in Fractions where the function
+computes with them, else in float64 up to a tolerance. A refutation is the smallest case found, in
+the words of the task.
 """
 
 import time
@@ -79,9 +79,9 @@ def check(
     tolerance   in float64; the largest deviation that passed is noted
 
     Rows are lists of Fractions, float64 arrays or tensors: the first that the function can compute
-    with. rng stands for a numpy.random.Generator, for a function without arguments, or for a list of
-    gamma + 1 uniforms; a function without rng draws from numpy.random, random or torch. Cases have
-    vocabularies of two to four tokens and up to three draft tokens: the verdict says which.
+    with. rng stands for a numpy.random.Generator, for a function without arguments, or for a list
+    of gamma + 1 uniforms; a function without rng draws from numpy.random, random or torch. Cases
+    have vocabularies of two to four tokens and up to three draft tokens: the verdict says which.
 
     Raises TinyspecError where no verdict is possible: the function is called in another way, fails
     on every small case, or draws in a way that cannot be enumerated.
@@ -165,7 +165,7 @@ class _OutOfTime(BaseException):
 
 
 class _Search:
-    """One function on its cases, smallest first."""
+    """The search for a counterexample to one function, smallest cases first."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Search:
         self.until = 0.0
 
     def run(self, seed: int, corners: bool) -> Evidence:
-        """Evidence, or LawViolated."""
+        """Return the evidence, or raise LawViolated."""
         began = time.perf_counter()
         self.until = time.process_time() + self.seconds
         cases, notes = 0, list[str]()
@@ -229,8 +229,9 @@ class _Search:
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
     def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
-        """Say where the function failed, and how: with the numbers that it otherwise computes with,
-        else with each.
+        """Raise TinyspecError with the case at which the function failed, and how it failed.
+
+        That is said for the numbers that the function otherwise computes with, else for each kind.
         """
         if self.worked in errors:
             errors = {self.worked: errors[self.worked]}
@@ -248,9 +249,7 @@ class _Search:
         )[-1]
 
     def law(self, case: Any, zero: int | None = None) -> OutcomeProbs | None:
-        """The probability of every outcome, in Fractions if it can be; None where the function
-        raises.
-        """
+        """Return the probability of every outcome; None if the function raises."""
         errors = dict[str, Exception]()
         for place, numbers in enumerate(self.numbers):
             try:
@@ -267,7 +266,7 @@ class _Search:
         return None
 
     def enumerate(self, case: Any, numbers: str, zero: int | None) -> OutcomeProbs:
-        """Run the function once for each way its chance can go."""
+        """Run the function once for each way its random choices can go."""
 
         def play(rng: Exhaustive) -> Any:
             if time.process_time() > self.until:
@@ -296,7 +295,7 @@ class _Search:
         return {outcome: float(mass) for outcome, mass in law.items()} if self.form.lost else law
 
     def accuse(self, case: Any) -> None:
-        """Raise the accusation of the smallest case that this one leads to."""
+        """Raise LawViolated with the smallest case that this one leads to."""
 
         def broken(other: Any) -> bool:
             law = self.law(other)

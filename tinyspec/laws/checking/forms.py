@@ -1,4 +1,4 @@
-"""The signatures that a reader's function may have, how each is called, and how its outcomes are judged.
+"""The signatures that a reader's function may have, and how each is called and judged.
 
     verify(p_rows, q_rows, draft, rng) -> tokens     one round on plain rows
     verify(tree, p, rng) -> Verdict                  one round, as the library's verifiers do it
@@ -57,13 +57,12 @@ GENERATORS = (
 
 
 class Misfit(TinyspecError):
-    """The function has another form than the one it was announced as."""
+    """The function has another form than the one it was given as."""
 
 
 class RunOutcome(NamedTuple):
-    """One way a run can go: what was drafted, what came out, the laws a drafter declared, and what
-    is wrong in itself.
-    """
+    """One way a run can go: the draft, the output, the declared distributions, and what is
+    wrong."""
 
     draft: Tokens
     tokens: Tokens
@@ -80,7 +79,7 @@ NUMBERS: tuple[str, ...] = ("fractions", "numpy", "torch")
 
 
 def convert_rows(row: Any, numbers: str) -> Any:
-    """A row, or a list of rows, as the reader's function gets it, its own copy."""
+    """Return a copy of a row, or a list of rows, in the numbers that the function is given."""
     if numbers == "fractions":
         return [list(x) if isinstance(x, (list, tuple)) else x for x in row]
     array = np.array(row, np.float64)
@@ -88,7 +87,7 @@ def convert_rows(row: Any, numbers: str) -> Any:
 
 
 def read_token_ids(result: Any, what: str) -> Tokens:
-    """The token ids that a function returned."""
+    """Return the token ids that a function returned; raises Misfit for anything else."""
     try:
         tokens = result.tolist() if hasattr(result, "tolist") else list(result)
         if len(tokens) == 1 and isinstance(tokens[0], (list, tuple)):
@@ -101,7 +100,7 @@ def read_token_ids(result: Any, what: str) -> Tokens:
 
 
 def to_small_fraction(x: Any) -> Any:
-    """A float that is a small fraction up to rounding, as that fraction."""
+    """Return a float that is a small fraction up to rounding as that fraction."""
     if not isinstance(x, float):
         return x
     near = Fraction(x).limit_denominator(5000)
@@ -110,7 +109,7 @@ def to_small_fraction(x: Any) -> Any:
 
 @lru_cache(64)
 def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a function by name; none where they cannot be seen."""
+    """Return the parameters of a function by name; none where they cannot be seen."""
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -118,13 +117,12 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
 
 
 def last_parameter(function: Callable[..., Any]) -> str:
-    """The name of a function's last argument."""
+    """Return the name of a function's last parameter."""
     return next(reversed(list(parameters_of(function))), "")
 
 
 def takes_random_source(function: Callable[..., Any]) -> bool:
-    """Return whether a function is written for the library's `RandomSource`, not for a generator of
-    numbers.
+    """Return whether a function expects the library's `RandomSource` as its generator.
 
     Its first argument is called `tree` (a verifier of the library's form), or its last one `source`
     or `rng`.
@@ -134,7 +132,7 @@ def takes_random_source(function: Callable[..., Any]) -> bool:
 
 
 def count_required(function: Callable[..., Any]) -> int:
-    """How many arguments a function must be given; a large number where that cannot be seen."""
+    """Return how many arguments a function requires; a large number where that cannot be seen."""
     parameters = parameters_of(function).values()
     if not parameters or any(x.kind is x.VAR_POSITIONAL for x in parameters):
         return 99
@@ -145,8 +143,9 @@ def count_required(function: Callable[..., Any]) -> int:
 
 
 def find_generator(function: Callable[..., Any], given: int) -> str | None:
-    """How a function takes its generator beside `given` arguments: "" last in line, a name, or
-    None: not at all.
+    """Return how a function takes its generator beside `given` arguments.
+
+    "" means last in line; a name means by keyword; None means not at all.
     """
     if count_required(function) > given:
         return ""
@@ -156,7 +155,8 @@ def find_generator(function: Callable[..., Any], given: int) -> str | None:
 def check_signature(function: Any, what: str, signature: str, given: int) -> None:
     """Raise TinyspecError, in one line, unless a function can be called with `given` arguments.
 
-    The generator is not counted: it is given last, by name, or not at all, as `find_generator` says.
+    The generator is not counted: it is given last, by name, or not at all, as `find_generator`
+    says.
     """
     if not callable(function):
         raise TinyspecError(f"a {what} is a function, called as {signature}; this is {function!r}")
@@ -177,7 +177,7 @@ def check_signature(function: Any, what: str, signature: str, given: int) -> Non
 
 @dataclass
 class Form:
-    """One reader's function: subclasses say how to play a case and how to judge what came out."""
+    """One reader's function; subclasses say how to play a case and how to judge the outcomes."""
 
     function: Callable[..., Any]
     tolerance: float = 1e-6
@@ -204,7 +204,7 @@ class Form:
         return {"p": case.p.shown(case.gamma), "q": case.q.shown(case.gamma - 1)}
 
     def call(self, dice: EnumeratedGenerator, *given: Any) -> Any:
-        """The function on these arguments, the generator last, by name, or not at all."""
+        """Call the function on these arguments, the generator last, by name, or not at all."""
         keyword = find_generator(self.function, len(given))
         generator: Any = dice.rng if takes_random_source(self.function) else dice
         with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
@@ -217,7 +217,10 @@ class Form:
             )
 
     def same(self, expected: Any, got: Any) -> bool:
-        """Equal: as fractions, or as floats up to the tolerance and what was not followed."""
+        """Return whether two numbers agree: as Fractions, or as floats up to the tolerance.
+
+        Probability that was not followed to its end widens the tolerance.
+        """
         if not isinstance(expected - got, float):
             return bool(expected == got)
         apart = abs(float(expected - got))
@@ -227,8 +230,9 @@ class Form:
         return True
 
     def too_rare(self, outcome: RunOutcome, mass: Any) -> bool:
-        """Whether a wrong outcome is below the tolerance (float32 sums miss 1 by 1e-7): then it is
-        only noted.
+        """Return whether a wrong outcome is below the tolerance, where it is only noted.
+
+        Sums in float32 miss 1 by 1e-7, so such outcomes occur in correct functions.
         """
         if mass > self.tolerance:
             return False
@@ -236,7 +240,7 @@ class Form:
         return True
 
     def corner(self, case: Any, law: OutcomeProbs, number: int) -> Counterexample | None:
-        """What must not happen even where a uniform is exactly 0: a token that p forbids."""
+        """Find a token that p forbids but that comes out where a uniform is exactly 0."""
         for draft, tokens, _, _ in law:
             for place, token in enumerate(tokens[: case.tokens]):
                 if not (0 <= token < case.vocabulary) or case.p.law(tokens[:place])[token] > 0:
@@ -254,8 +258,9 @@ class Form:
         return None
 
     def compare(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
-        """The law of the first token, of the first two, ...: each must be the target's. Short
-        outputs go on with p.
+        """Compare the distribution of the first token, of the first two, ... with the target's.
+
+        Outputs that are shorter are continued with p.
         """
         for count in range(1, case.tokens + 1):
             expected, got = case.p.joint(count), dict[Tokens, Any]()
@@ -281,9 +286,8 @@ class Form:
         expected: dict[Tokens, Any],
         got: dict[Tokens, Any],
     ) -> tuple[dict[str, Any], Any, Any]:
-        """The case, the expected law and the law that came out, as the reader would write them
-        down.
-        """
+        """Return the case, the expected and the found distribution, as the reader would write
+        them."""
         drafts: dict[Tokens, Any] = {}
         outputs: dict[Tokens, dict[Tokens, Any]] = {}
         for outcome, mass in law.items():
@@ -329,7 +333,7 @@ class Form:
 
 
 class VerifierForm(Form):
-    """verify(p_rows, q_rows, draft, rng) -> tokens."""
+    """A verifier of a chain: verify(p_rows, q_rows, draft, rng) -> tokens."""
 
     what = "verifier"
 
@@ -363,7 +367,8 @@ class VerifierForm(Form):
 
 
 class HouseVerifierForm(VerifierForm):
-    """verify(tree, p, rng) -> Verdict, on one kind of tree."""
+    """A verifier in the library's own form: verify(tree, p, rng) -> Verdict, on one kind of
+    tree."""
 
     kind = "chain"
 
@@ -401,7 +406,8 @@ class HouseVerifierForm(VerifierForm):
         )
 
     def tree(self, case: CheckCase, numbers: str, rng: Exhaustive) -> TokenTree:
-        """A draft of this kind; two siblings at the root, each with a child where gamma is 2."""
+        """Draw a draft of this kind; two siblings at the root, each with a child where gamma is
+        2."""
         if self.kind in ("chain", "point masses"):
             chain: Tokens = ()
             for _ in range(case.gamma):
@@ -436,7 +442,7 @@ TREE_KINDS = {
 
 
 class HouseTargetProbs:
-    """The target's rows as a house verifier reads them: p[ROOT], p[node]."""
+    """The target's rows as such a verifier reads them: p[ROOT], p[node]."""
 
     def __init__(self, tree: TokenTree, case: CheckCase, numbers: str):
         self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
@@ -451,7 +457,7 @@ class HouseTargetProbs:
 
 
 class GenerationForm(Form):
-    """generate(p, q, gamma, n, rng) -> tokens."""
+    """A decoding function: generate(p, q, gamma, n, rng) -> tokens."""
 
     what = "decoding function"
 
@@ -501,7 +507,7 @@ class GenerationForm(Form):
 
 
 class DrafterForm(Form):
-    """draft(q, context, gamma, rng) -> (tokens, laws)."""
+    """A drafter: draft(q, context, gamma, rng) -> (tokens, distributions)."""
 
     what, law = "drafter", "truthful drafter"
 
@@ -520,7 +526,7 @@ class DrafterForm(Form):
         return self.outcome(self.call(dice, q, [], case.gamma))
 
     def outcome(self, result: Any) -> RunOutcome:
-        """What a drafter returned."""
+        """Return what a drafter returned as an outcome; raises Misfit if it is of another form."""
         try:
             tokens, laws = result
         except (TypeError, ValueError):
@@ -538,8 +544,9 @@ class DrafterForm(Form):
         return RunOutcome((), read_token_ids(tokens, self.what), kept)
 
     def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
-        """Each token, given those before it and its declared law, is distributed as that law says,
-        wherever it is kept.
+        """Check that each token has its declared distribution, given the tokens before it.
+
+        The condition holds wherever the token is kept.
         """
         for place in range(max(len(outcome.tokens) for outcome in law)):
             reached: dict[Tokens, Any] = {}
@@ -585,7 +592,7 @@ class DrafterForm(Form):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter with a model of its own is asked."""
+    """The context that a drafter with a model of its own is asked to continue."""
 
     text: Tokens
     gamma: int = 8  # uniforms it may index
@@ -595,7 +602,7 @@ class DraftContext:
 
 
 class OwnDrafterForm(DrafterForm):
-    """draft(context, rng) -> (tokens, laws)."""
+    """A drafter with a model of its own: draft(context, rng) -> (tokens, distributions)."""
 
     def cases(self, seed: int) -> Iterator[DraftContext]:  # type: ignore[override]
         return (DraftContext(text) for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))

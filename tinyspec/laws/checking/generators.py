@@ -1,10 +1,10 @@
 """A stand-in for a random generator that enumerates every outcome of the code that draws from it.
 
 A reader's sampler is judged as it was written. Whatever it draws with (`rng.random()`,
-`rng.choice(V, p=row)`, `np.random.rand(n)`, `random.choices(...)`, `torch.multinomial`) is answered by
-uniforms whose comparisons branch (uniforms.py). `seed` starts a stream from its beginning, as in
-numpy: code that reseeds in its loop meets the same noise again. A tensor cannot hold such uniforms, so
-`torch.rand` returns an array of them that compares with tensors element by element.
+`rng.choice(V, p=row)`, `np.random.rand(n)`, `random.choices(...)`, `torch.multinomial`) is answered
+by uniforms whose comparisons branch (uniforms.py). `seed` starts a stream from its beginning, as in
+numpy: code that reseeds in its loop meets the same noise again. A tensor cannot hold such uniforms,
+so `torch.rand` returns an array of them that compares with tensors element by element.
 """
 
 import math
@@ -28,13 +28,14 @@ MOST_NUMBERS = 1000  # numbers that a run on two or three tokens may draw
 
 
 class Negligible(BaseException):
-    """This run is too improbable to matter. Not an Exception, so that the code that is run does not
-    catch it.
+    """This run is too improbable to matter.
+
+    It is not an Exception, so that the code that is run does not catch it.
     """
 
 
 class _SharedStreams:
-    """What all generators of one run have in common."""
+    """The state that all generators of one run share."""
 
     def __init__(self, rng: Exhaustive, zero: int | None) -> None:
         self.rng, self.zero = rng, zero
@@ -43,7 +44,7 @@ class _SharedStreams:
 
 
 class EnumeratedGenerator:
-    """Looks like numpy.random.Generator; iterating over it or indexing it gives uniforms.
+    """A stand-in for numpy.random.Generator; indexing it or iterating over it gives uniforms.
 
     zero    the number of the uniform that is exactly 0.0, or None
     length  how many uniforms it has where it is indexed or has its length taken
@@ -61,12 +62,12 @@ class EnumeratedGenerator:
 
     @property
     def rng(self) -> Exhaustive:
-        """What decides: the library's own form of chance."""
+        """Return the library's source of enumerated decisions."""
         return self._shared.rng
 
     @property
     def made(self) -> int:
-        """Uniforms used so far, by every generator of this run."""
+        """Return how many uniforms every generator of this run has used so far."""
         return self._shared.made
 
     def _next(self) -> LazyUniform:
@@ -88,7 +89,7 @@ class EnumeratedGenerator:
         self._start(object() if seed is None else ("seed", str(seed)))
 
     def generator(self, seed: Any = None) -> "EnumeratedGenerator":
-        """numpy.random.default_rng."""
+        """Stand in for numpy.random.default_rng."""
         if isinstance(seed, EnumeratedGenerator):
             return seed
         child = EnumeratedGenerator.__new__(EnumeratedGenerator)
@@ -99,24 +100,25 @@ class EnumeratedGenerator:
     # ------------------------------------------------------------------ numpy
 
     def random(self, size: ArrayShape = None, **kwargs: Any) -> Any:
-        """Uniforms in [0, 1)."""
+        """Return uniforms in [0, 1)."""
         return _shaped(self._next, size)
 
     random_sample = sample = ranf = random
 
     def rand(self, *shape: int) -> Any:
-        """Uniforms in [0, 1), by dimensions."""
+        """Return uniforms in [0, 1), by dimensions."""
         return self.random(shape or None)
 
     def uniform(self, low: Any = 0, high: Any = 1, size: ArrayShape = None) -> Any:
-        """Uniforms in [low, high)."""
+        """Return uniforms in [low, high)."""
         return _shaped(lambda: low + (high - low) * self._next(), size)
 
     def choice(
         self, a: Any, size: ArrayShape = None, replace: bool = True, p: Any = None, **kwargs: Any
     ) -> Any:
-        """One of range(a) or of a sequence, with the probabilities p; raises ValueError for those
-        that numpy refuses.
+        """Draw from range(a) or from a sequence, with the probabilities p.
+
+        Raises ValueError for probabilities that numpy rejects.
         """
         n = a if isinstance(a, (int, np.integer)) else len(a)
         row = [Fraction(1, int(n))] * int(n) if p is None else _checked_probabilities(p, int(n))
@@ -130,7 +132,7 @@ class EnumeratedGenerator:
         return _shaped(one, size)
 
     def multinomial(self, n: int, pvals: Any, size: ArrayShape = None) -> Any:
-        """How often each token came in n draws."""
+        """Return how often each token was drawn in n draws."""
         row = _checked_probabilities(pvals, len(pvals))
 
         def counts() -> Any:
@@ -148,14 +150,14 @@ class EnumeratedGenerator:
     def integers(
         self, low: int, high: int | None = None, size: ArrayShape = None, **kwargs: Any
     ) -> Any:
-        """Integers in [low, high), or in [0, low)."""
+        """Return integers in [low, high), or in [0, low)."""
         start, stop = (0, low) if high is None else (low, high)
         return _shaped(
             lambda: start + self._pick([Fraction(1, stop - start)] * (stop - start)), size
         )
 
     def binomial(self, n: int, p: Any, size: ArrayShape = None) -> Any:
-        """How many of n uniforms lie below p."""
+        """Return how many of n uniforms lie below p."""
         return _shaped(lambda: sum(bool(self._next() < p) for _ in range(n)), size)
 
     # ------------------------------------------------------------------ the module random
@@ -163,7 +165,7 @@ class EnumeratedGenerator:
     def choices(
         self, population: Sequence[Any], weights: Any = None, *, cum_weights: Any = None, k: int = 1
     ) -> list[Any]:
-        """k of the population, with replacement."""
+        """Draw k of the population, with replacement."""
         if cum_weights is not None:
             weights = [b - a for a, b in zip([0, *cum_weights], cum_weights, strict=False)]
         row = [Fraction(1)] * len(population) if weights is None else list(weights)
@@ -201,9 +203,7 @@ class EnumeratedGenerator:
         )
 
     def _pick(self, row: Sequence[Any]) -> int:
-        """Inverse CDF with one uniform, as numpy's choice does it: u lies below the cumulative sum
-        for the first time.
-        """
+        """Draw by inverse CDF with one uniform, as numpy's choice does."""
         mass = sum(row)
         least = TINY_SPLIT * mass if isinstance(mass, float) else 0
         support = [token for token, x in enumerate(row) if x > least]
@@ -216,7 +216,7 @@ class EnumeratedGenerator:
 
 
 def _checked_probabilities(p: Any, n: int) -> list[Any]:
-    """The probabilities, refused with ValueError where numpy refuses them."""
+    """Return the probabilities; raises ValueError where numpy does."""
     row = [x.item() if hasattr(x, "item") else x for x in p]
     if len(row) != n:
         raise ValueError("'a' and 'p' must have same size")
@@ -265,9 +265,7 @@ _PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
 
 @contextmanager
 def replace_generators(dice: EnumeratedGenerator) -> Iterator[None]:
-    """While it lasts, the global generators of numpy and of the module random are these dice; no
-    global state moves.
-    """
+    """Replace the global generators of numpy and of `random` inside the block; no state moves."""
     numpys, pythons = (
         {n: getattr(np.random, n) for n in _NUMPY},
         {n: getattr(random, n) for n in _PYTHON},
@@ -310,8 +308,9 @@ ARITHMETIC = {
 
 
 class TorchUniforms:
-    """What torch.rand gives: uniforms in a shape. Methods that only move or convert a tensor give
-    it back as it is.
+    """The uniforms that `torch.rand` returns, in a shape.
+
+    Methods that only move or convert a tensor return the same object.
     """
 
     def __init__(self, array: Any) -> None:
@@ -322,11 +321,11 @@ class TorchUniforms:
         return torch.Size(self.array.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """The shape, or one of its lengths."""
+        """Return the shape, or one of its lengths."""
         return self.shape if dim is None else self.shape[dim]
 
     def item(self) -> Any:
-        """The only uniform."""
+        """Return the only uniform."""
         return self.array.item()
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> "TorchUniforms":
@@ -335,21 +334,21 @@ class TorchUniforms:
     to = cpu = cuda = float = double = detach = clone = contiguous = _as_it_is
 
     def view(self, *shape: Any) -> "TorchUniforms":
-        """In another shape."""
+        """Return the uniforms in another shape."""
         return TorchUniforms(self.array.reshape(*shape))
 
     reshape = view
 
     def squeeze(self, dim: int | None = None) -> "TorchUniforms":
-        """Without dimensions of length one."""
+        """Drop dimensions of length one."""
         return TorchUniforms(np.squeeze(self.array, dim))
 
     def unsqueeze(self, dim: int) -> "TorchUniforms":
-        """With one more dimension."""
+        """Add a dimension of length one."""
         return TorchUniforms(np.expand_dims(self.array, dim))
 
     def log(self) -> "TorchUniforms":
-        """Element by element."""
+        """Take the logarithm of each."""
         return TorchUniforms(np.log(self.array))
 
     def __len__(self) -> int:
@@ -412,9 +411,7 @@ class TorchUniforms:
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """torch asks here when a tensor meets uniforms: `ratio > torch.rand(1)`,
-        torch.searchsorted(cdf, u).
-        """
+        """Answer torch where a tensor meets uniforms, as in `ratio > torch.rand(1)`."""
         name = function.__name__.strip("_")
         if name == "searchsorted" and isinstance(args[1], cls):
             right = (kwargs or {}).get("right") or (kwargs or {}).get("side") == "right"
@@ -450,7 +447,7 @@ def _host(x: Any) -> Any:
 
 @contextmanager
 def replace_torch_generators(dice: EnumeratedGenerator) -> Iterator[None]:
-    """While it lasts, torch draws from these dice; no state of torch's generators moves."""
+    """Replace torch's random functions inside the block; no state of torch's generators moves."""
 
     def rand(*size: Any, **kwargs: Any) -> TorchUniforms:
         shape = kwargs.get(

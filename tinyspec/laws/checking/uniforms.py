@@ -1,14 +1,15 @@
-"""Uniform random numbers that are known only as intervals; each comparison splits the interval in two.
+"""Uniform random numbers that are known only as intervals; each comparison splits the interval in
+two.
 
 Code that was written for a random generator compares its uniforms with numbers: `u < p / q`,
 `cdf.searchsorted(u)`. Each such question has two answers, with probabilities that follow from the
-interval in which u is known to lie. Walking both answers of every question walks every outcome of the
-code, as it stands, with its exact probability.
+interval in which u is known to lie. Walking both answers of every question walks every outcome of
+the code, as it stands, with its exact probability.
 
-`Exhaustive` branches on every decision as if each had noise of its own. That proves a technique whose
-noise is fresh, but it cannot see noise that is used twice (Sequoia's code draws once for all rounds).
-`Noise` can: its uniforms have names, and a second question to the same uniform is answered from the
-interval that the first one left.
+`Exhaustive` branches on every decision as if each had noise of its own. That proves a technique
+whose noise is fresh, but it cannot see noise that is used twice (Sequoia's code draws once for all
+rounds). `Noise` can: its uniforms have names, and a second question to the same uniform is answered
+from the interval that the first one left.
 """
 
 import math
@@ -32,9 +33,7 @@ class NotEnumerable(TinyspecError):
 
 
 class UniformSpan:
-    """The interval [low, high) that holds one uniform; a pinned one is exactly 0, which a generator
-    may return.
-    """
+    """The interval [low, high) that holds one uniform; a pinned one is exactly 0."""
 
     __slots__ = ("high", "low", "pinned", "rng")
 
@@ -44,8 +43,9 @@ class UniformSpan:
         self.high: Any = Fraction(0 if pinned else 1)
 
     def below(self, cut: Any) -> bool:
-        """Whether u < cut, both ways where both are possible. That u == cut has probability zero
-        and is not walked.
+        """Return whether u < cut, both ways where both are possible.
+
+        That u == cut has probability zero and is not walked.
         """
         if cut <= self.low or cut >= self.high:
             return bool(cut >= self.high)
@@ -65,8 +65,7 @@ def _identity(x: Any) -> Any:
 
 
 class LazyUniform:
-    """A monotone function of a uniform: it can be compared with numbers, scaled, shifted, and its
-    logarithm taken.
+    """A monotone function of a uniform that can be compared, scaled, shifted and its log taken.
 
     >>> half = Fraction(1, 2)
     >>> def twice(chance):
@@ -92,9 +91,7 @@ class LazyUniform:
     # ------------------------------------------------------------------ questions
 
     def _less(self, other: Any, equal: bool) -> Any:
-        """Whether this is < other (<= with `equal`); NotImplemented for an array, which asks
-        element by element.
-        """
+        """Return whether this is < other (<= with `equal`); NotImplemented for an array."""
         x = _as_number(other)
         if x is NotImplemented:
             return x
@@ -135,7 +132,7 @@ class LazyUniform:
     __hash__ = object.__hash__
 
     def __floor__(self) -> int:
-        """int(u * n): which of the unit intervals it lies in."""
+        """Return int(u * n): which of the unit intervals the uniform lies in."""
         ends = [self._forward(self._span.low), self._forward(self._span.high)]
         floor, top = math.floor(min(ends)), max(ends)
         assert isinstance(floor, int)
@@ -154,7 +151,7 @@ class LazyUniform:
     __index__ = __round__ = __bool__ = __float__
 
     def item(self) -> "LazyUniform":
-        """What numpy's scalars have."""
+        """Return the uniform itself, as numpy's scalars do."""
         return self
 
     # ------------------------------------------------------------------ functions of it
@@ -201,7 +198,7 @@ class LazyUniform:
         return x if x is NotImplemented else self._affine(1 / x, Fraction(0))
 
     def log(self) -> "LazyUniform":
-        """What numpy.log asks of an object."""
+        """Take the logarithm, as numpy.log asks of an object."""
         forward, inverse = self._forward, self._inverse
 
         def logarithm(u: Any) -> float:
@@ -223,9 +220,7 @@ def _is_nan(x: Any) -> bool:
 
 
 def _as_number(x: Any) -> Any:
-    """A plain number: ints as fractions, scalars of numpy and torch as floats; NotImplemented for
-    an array.
-    """
+    """Return a plain number: ints as Fractions, scalars as floats; NotImplemented for an array."""
     if isinstance(x, (float, Fraction, LazyUniform)) and not isinstance(x, np.generic):
         return x
     if isinstance(x, int):
@@ -242,8 +237,7 @@ Name = tuple[Any, ...]
 
 
 class Noise:
-    """Uniforms in [0, 1) as intervals. Unlike other chances it lets one stream be asked for twice:
-    laws shall see it.
+    """Uniforms in [0, 1) as intervals, whose streams may be asked for twice so that laws see it.
 
     reads  the name of every uniform, in the order of use
 
@@ -273,15 +267,15 @@ class Noise:
         return name
 
     def _below(self, name: Name, cut: Any) -> bool:
-        """Whether this uniform lies below the cut. Narrows its interval."""
+        """Return whether this uniform lies below the cut; narrows its interval."""
         return self._spans.setdefault(name, UniformSpan(self._branches)).below(cut)
 
     def accept(self, ratio: Any) -> bool:
-        """u < ratio."""
+        """Return whether u < ratio."""
         return self._below(self._next(), ratio)
 
     def draw(self, row: Probs) -> int:
-        """Inverse CDF: the token whose interval of the cumulative sum holds u."""
+        """Draw by inverse CDF: the token whose interval of the cumulative sum holds u."""
         name, mass, reached = self._next(), sum(row), 0
         support = [token for token, x in enumerate(row) if x > 0]
         if not mass > 0:
@@ -293,7 +287,7 @@ class Noise:
         return support[-1]
 
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
-        """Without replacement, one uniform a token."""
+        """Draw k tokens without replacement, one uniform for each."""
         left, drawn = list(row), list[int]()
         while len(drawn) < k and any(x > 0 for x in left):
             drawn.append(self.draw(left))
@@ -306,7 +300,7 @@ class Noise:
         )
 
     def uniforms(self, n: int) -> None:
-        """None: decisions must be asked for one by one."""
+        """Return None: decisions must be asked for one by one."""
         return None
 
     def push_back(self, count: int) -> None:

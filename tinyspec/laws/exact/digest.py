@@ -38,7 +38,7 @@ ATOMS = (type(None), bool, int, str, bytes, complex, type(Ellipsis), type(NotImp
 
 
 class ReachedPlace(NamedTuple):
-    """Somewhere a value can be found again.
+    """A place where a value can be found again: a name in a namespace, or a cell.
 
     of      a namespace (anything with `get`), or a cell
     name    the name in it
@@ -52,7 +52,7 @@ class ReachedPlace(NamedTuple):
     still: bool
 
     def value(self) -> Any:
-        """What it holds now."""
+        """Return the value that it holds now."""
         if type(self.of) is types.CellType:
             return _content(self.of)
         if type(self.of) is types.FunctionType:
@@ -64,8 +64,9 @@ Names = list[tuple[Any, str, Any]]
 
 
 def find_reachable(owner: Any) -> tuple[Names, list[ReachedPlace]]:
-    """The data that a class or function reaches by name; not a function's own defaults and cells,
-    which are its own.
+    """Return the data that a class or function reaches by name.
+
+    A function's own defaults and cells are its own and do not count.
 
     First what stays the same as long as the name means the same object, as (get, name, object);
     then the places whose value must be looked at.
@@ -87,7 +88,9 @@ def find_reachable(owner: Any) -> tuple[Names, list[ReachedPlace]]:
 
 
 def _settled(place: ReachedPlace) -> bool:
-    """Nobody rebinds the defaults of a function that no instance holds, or the class that a
+    """Return whether nobody rebinds this place.
+
+    That holds for the defaults of a function that no instance holds, and for the class that a
     generated method encloses.
     """
     return place.name in ("__defaults__", "__kwdefaults__") or isinstance(place.before, type)
@@ -126,15 +129,14 @@ def _find_places(owner: Any) -> Iterator[ReachedPlace]:
 
 
 def is_trusted(owner: Any) -> bool:
-    """Whether a class or function is of the standard library or of a library that keeps no state of
-    a decoder.
-    """
+    """Return whether code belongs to the standard library, or to one that keeps no decoder
+    state."""
     where = str(getattr(owner, "__module__", None))
     return where.partition(".")[0] in TRUSTED or where in OURSELVES
 
 
 def _names_of(owner: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Where a class or function looks, for which names, and what is there."""
+    """Yield where a class or function looks, for which names, and what is there."""
     if is_trusted(owner):
         return
     if isinstance(owner, types.FunctionType):
@@ -163,7 +165,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _names_in_code(code: types.CodeType) -> Iterator[str]:
-    """Names that a piece of code, and the code inside it, look up."""
+    """Yield the names that a piece of code, and the code inside it, look up."""
     yield from code.co_names
     for part in code.co_consts:
         if isinstance(part, types.CodeType):
@@ -171,7 +173,7 @@ def _names_in_code(code: types.CodeType) -> Iterator[str]:
 
 
 def _still(value: Any) -> bool:
-    """Whether a value is the same for ever."""
+    """Return whether a value can never change."""
     if isinstance(value, (tuple, frozenset)):
         return type(value) in (tuple, frozenset) and all(_still(item) for item in value)
     if type(value).__name__ == "cython_function_or_method":
@@ -192,13 +194,16 @@ PYTHONS = {object, *CONTAINERS, int, str, float, bytes, BaseException, Exception
 
 
 def compute_digest(thing: object, outside: Iterable[object] = ()) -> bytes:
-    """The digest of an object and of all that can be reached from it. Raises TinyspecError for what
-    it cannot see through.
+    """Return the digest of an object and of all that can be reached from it.
+
+    Raises TinyspecError for what it cannot see through.
 
     outside  objects that are not looked into (compared by identity)
 
-    >>> compute_digest([1, (2, 0.5)]) == compute_digest([1, (2, 0.5 + 1e-15)]), compute_digest([1]) == compute_digest([True])
-    (True, False)
+    >>> compute_digest([1, (2, 0.5)]) == compute_digest([1, (2, 0.5 + 1e-15)])
+    True
+    >>> compute_digest([1]) == compute_digest([True])
+    False
     """
     walk = _GraphWalk(outside)
     walk.see(thing)
@@ -216,8 +221,7 @@ class _GraphWalk:
 
     def see(self, thing: Any) -> None:
         """Write an object down: values as they are, things with an identity once, then by
-        number.
-        """
+        number."""
         kind = type(thing)
         if kind in _VALUES:
             self.said.append(_VALUES[kind](thing))
@@ -251,14 +255,14 @@ class _GraphWalk:
             self.see(item)
 
     def dict(self, thing: Any) -> None:
-        """In order: what iterates over it sees the order."""
+        """Write a dict down in order, because what iterates over it sees the order."""
         self.said.append(f"dict {len(thing)}")
         for key, value in thing.items():
             self.see(key)
             self.see(value)
 
     def set(self, thing: Any) -> None:
-        """By the digests of its members: their order is chance."""
+        """Write a set down by the digests of its members, because their order is random."""
         members = list(thing)
         self.said.append(f"set {len(members)}")
         for _, i in sorted((compute_digest(member), i) for i, member in enumerate(members)):
@@ -282,7 +286,7 @@ class _GraphWalk:
         self.said.append(_rounded_bytes(exact.numpy()))
 
     def table(self, thing: TableModel) -> None:
-        """What it remembers is a function of what it is."""
+        """Write a table model down by its settings: what it remembers follows from them."""
         self.said.append(
             f"table {thing.seed} {thing.vocabulary} {thing.zeros} {thing.floats} {thing.config}"
         )
@@ -291,7 +295,7 @@ class _GraphWalk:
     # ------------------------------------------------------------------ code
 
     def function(self, thing: types.FunctionType) -> None:
-        """The code, what it was given, what it encloses, and the data that it finds by name."""
+        """Write down the code, its defaults, its closure, and the data it finds by name."""
         self.said.append(
             f"code {thing.__module__} {thing.__qualname__} {thing.__code__.co_firstlineno}"
         )
@@ -302,9 +306,8 @@ class _GraphWalk:
         self.data(thing)
 
     def data(self, owner: Any) -> None:
-        """What a class or function reaches through names: what can change is seen anew each
-        time.
-        """
+        """Write down what a class or function reaches by name; what can change is read each
+        time."""
         names, places = find_reachable(owner)
         for get, name, before in names:  # many, and nearly always as they were
             if get(name) is not before:
@@ -341,16 +344,15 @@ class _GraphWalk:
         self.said.append(f"module {thing.__name__}")
 
     def type(self, thing: type) -> None:
-        """A class: its name, and the data that it and its methods reach."""
+        """Write down a class: its name, and the data that it and its methods reach."""
         self.said.append(f"class {thing.__module__}.{thing.__qualname__}")
         self.data(thing)
 
     # ------------------------------------------------------------------ everything else
 
     def object(self, thing: Any) -> None:
-        """Attributes and slots; contents, where a class extends a container; else what it says to
-        pickle of itself.
-        """
+        """Write down attributes, slots and contents, else what the object tells pickle of
+        itself."""
         kind = type(thing)
         self.see(kind)
         form = _FORMS.get(kind)
@@ -377,7 +379,7 @@ class _GraphWalk:
             self.see(value)
 
     def reduced(self, thing: Any) -> None:
-        """Compiled objects: what pickle would keep of them, which is all there is."""
+        """Write down a compiled object: what pickle would keep of it."""
         kind = type(thing)
         try:
             with warnings.catch_warnings():
@@ -400,7 +402,7 @@ class _GraphWalk:
                 )  # there pickle iterates over items
 
     def cache(self, thing: Any) -> None:
-        """What a cache holds cannot be seen; that it was used can."""
+        """Write down that a cache was used; what it holds cannot be seen."""
         self.said.append(f"cache {thing.cache_info()}")
         self.see(thing.__wrapped__)
 
@@ -431,9 +433,7 @@ def _rounded_bytes(array: Any) -> str:
 
 
 def _is_compiled(kind: type) -> bool:
-    """Whether instances hold more than attributes, slots and contents: memory that only compiled
-    code can see.
-    """
+    """Return whether instances hold memory that only compiled code can see."""
     word = object.__basicsize__ // 2
     while kind not in PYTHONS:
         own = vars(kind)

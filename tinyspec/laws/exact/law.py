@@ -1,10 +1,10 @@
 """The exact joint distribution of a decoder's first tokens over several rounds.
 
-`exact_law` runs a whole decoder under `Exhaustive` random choices and walks every outcome. After each
-round, branches that reached the same state are merged; sameness is the digest of everything the
-decoder holds. `Reference` is what that distribution must equal: plain decoding, written here once more
-over the target's rows and over sampling settings of its own, so that it shares no line with what it
-judges.
+`exact_law` runs a whole decoder under `Exhaustive` random choices and walks every outcome. After
+each round, branches that reached the same state are merged; sameness is the digest of everything
+the decoder holds. `Reference` is what that distribution must equal: plain decoding, written here
+once more over the target's rows and over sampling settings of its own, so that it shares no line
+with what it judges.
 """
 
 import math
@@ -37,7 +37,7 @@ REPEATS = "the same choices make the same run"
 
 
 class JointLaw(dict[Tokens, Any]):
-    """Texts of new tokens and their probabilities (Fractions, or floats).
+    """The probabilities of texts of new tokens, as Fractions or floats.
 
     branches  outcomes of rounds that were walked
     states    decoder states, after merging
@@ -55,8 +55,9 @@ def exact_law(
     outside: Callable[[Decoder], Iterable[object]] = lambda decoder: (),
     rounds: int | None = None,
 ) -> JointLaw:
-    """The exact joint law of the first `tokens` new tokens; shorter texts where the decoder
-    stopped.
+    """Return the exact joint distribution of the first `tokens` new tokens.
+
+    Texts are shorter where the decoder stopped.
 
     factory  makes the decoder anew for every branch; where its text is empty, the prompt is given
              to it
@@ -120,7 +121,7 @@ def exact_law(
 def _replay(
     factory: Callable[[], Decoder], prompt: Sequence[int], done: int, rng: Exhaustive
 ) -> tuple[Decoder, Any]:
-    """A decoder after its prompt, `done` rounds and one more; and how probable the former were."""
+    """Return a decoder after `done` + 1 rounds, and the probability of the first `done`."""
     decoder = factory()
     if not decoder.context:
         decoder.extend(prompt)
@@ -133,7 +134,7 @@ def _replay(
 
 
 class _Path(_Script):
-    """Choices to follow, and how many there were to choose from when this way was first gone."""
+    """Choices to follow, and how many options each had when this way was first taken."""
 
     def __init__(self, fixed: Sequence[BranchChoice], choices: Sequence[int]):
         super().__init__(choices)
@@ -156,7 +157,7 @@ class _Path(_Script):
 def _walk_below(
     function: Callable[[Exhaustive], Any], fixed: list[BranchChoice]
 ) -> Iterator[tuple[Any, Any, list[BranchChoice]]]:
-    """`Exhaustive.walk` below a fixed beginning; also tells the choices of each outcome."""
+    """Walk every outcome below a fixed beginning; also yield the choices of each outcome."""
     choices = [choice for choice, _ in fixed]
     while True:
         script = _Path(fixed, choices)
@@ -200,13 +201,13 @@ class Reference:
     _rows: dict[Tokens, Any] = field(default_factory=dict)
 
     def next(self, context: Tokens) -> list[Any]:
-        """The warped row after a context: Fractions or floats."""
+        """Return the warped row after a context, in Fractions or floats."""
         if context not in self._rows:
             self._rows[context] = apply_warpers(self.row(context), context, self.sampling)
         return self._rows[context]  # type: ignore[no-any-return]
 
     def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> JointLaw:
-        """The joint law of the first `tokens` new tokens."""
+        """Return the joint distribution of the first `tokens` new tokens."""
         joint, prompt = JointLaw(), tuple(prompt)
         wanted = (
             tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
@@ -228,9 +229,7 @@ class Reference:
 
 
 def apply_warpers(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
-    """The law after the warpers, as design and manual define them: weights of Fractions exactly,
-    logits in floats.
-    """
+    """Return the distribution after the warpers: weights in Fractions exactly, logits in floats."""
     if isinstance(row, (list, tuple)):
         power = (
             1
@@ -276,8 +275,7 @@ def compare_laws(
     law: str = JOINT,
     **case: Any,
 ) -> None:
-    """Raise LawViolated unless two distributions agree: exactly, or each probability `within` so
-    much.
+    """Raise LawViolated unless two distributions agree: exactly, or within a tolerance.
 
     The error names the first text that differs.
     """

@@ -1,10 +1,10 @@
 """Small models that laws run on, and the plain forward pass that judges them.
 
-`small_network` is a random float64 transformer, so small that all outcomes of a decoder on it can be
-walked. `run_dense` is the transformer once more, as plainly as it can be written: a whole text in
-numpy float64, without cache, tree or rows. It shares with the code under test only the weights, the
-frequencies of the rotations and the names of things. `needle_model` answers from one distant position,
-and `Reciter` recites a given text.
+`small_network` is a random float64 transformer, so small that all outcomes of a decoder on it can
+be walked. `run_dense` is the transformer once more, as plainly as it can be written: a whole text
+in numpy float64, without cache, tree or rows. It shares with the code under test only the weights,
+the frequencies of the rotations and the names of things. `needle_model` answers from one distant
+position, and `Reciter` recites a given text.
 """
 
 import math
@@ -34,8 +34,9 @@ NETWORK_TOLERANCE = 1e-10
 
 @lru_cache(maxsize=64)
 def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
-    """A transformer of width 8; its gains are random and its weights large, so that every layer and
-    position tells.
+    """Return a random transformer of width 8 in which every layer and position matters.
+
+    Its gains are random and its weights large.
     """
     config = Config(
         vocab_size=vocabulary, d_model=8, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_positions=64
@@ -50,7 +51,7 @@ def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
 
 
 def likeliest_token(row: Sequence[Any]) -> int:
-    """The likeliest token, the lowest id of equals."""
+    """Return the likeliest token; among equals the lowest id."""
     return max(range(len(row)), key=lambda token: (row[token], -token))
 
 
@@ -58,8 +59,10 @@ Array = NDArray[np.float64]
 
 
 class DensePass(NamedTuple):
-    """What one pass over n tokens leaves: logits [n, V]; by layer, keys and values [n, KV, hd]
-    (rotated, where that is done), None where the plan does not run the layer's attention."""
+    """The results of one pass over n tokens: logits [n, V], keys and values [n, KV, hd] by layer.
+
+    Keys are rotated where the model rotates them, and None where the plan skips the attention.
+    """
 
     logits: Array
     keys: list[Array | None]
@@ -75,8 +78,9 @@ tokens leave here.
 def run_dense(
     model: Transformer, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
 ) -> DensePass:
-    """One causal pass of the model over a text. `plan` may stop early or skip sublayers; what is
-    visible is everything.
+    """Run one causal pass of the model over a text.
+
+    `plan` may stop early or skip sublayers; every earlier position is visible.
 
     A token that leaves keeps its state from there on: keys and values of the layers above are made
     from it.
@@ -118,7 +122,7 @@ def run_dense(
 
 
 def logits_of_states(model: Transformer, x: Array) -> Array:
-    """The logits [n, V] of states [n, d]."""
+    """Return the logits [n, V] of states [n, d]."""
     w = _dense_weights(model)
     return _dense_norm(model, w, "norm", x) @ w["embed" if model.config.tied else "head"].T
 
@@ -127,7 +131,7 @@ _weight_cache: WeakKeyDictionary[Transformer, dict[str, Array]] = WeakKeyDiction
 
 
 def _dense_weights(model: Transformer) -> dict[str, Array]:
-    """The weights in float64, converted once for as long as the model lives."""
+    """Return the weights in float64, converted once for as long as the model lives."""
     if model not in _weight_cache:
         _weight_cache[model] = {
             name: weight.detach().double().cpu().numpy() for name, weight in model.weights.items()
@@ -153,8 +157,9 @@ def _dense_norm(model: Transformer, w: dict[str, Array], name: str, x: Array) ->
 
 
 def _rotate(model: Transformer, x: Array) -> Array:
-    """x [n, heads, hd], row m turned by m times the frequencies: the pair (i, i + hd/2) as one
-    complex number.
+    """Rotate row m of x [n, heads, hd] by m times the frequencies.
+
+    The pair (i, i + hd/2) is one complex number.
     """
     half = x.shape[2] // 2
     angles = np.arange(len(x))[:, None, None] * frequencies(model.config).double().numpy()
@@ -163,7 +168,7 @@ def _rotate(model: Transformer, x: Array) -> Array:
 
 
 def _dense_attention(q: Array, k: Array, v: Array) -> Array:
-    """Causal attention of every head: [n, H hd]."""
+    """Return the causal attention of every head: [n, H hd]."""
     n, heads, width = q.shape
     group = heads // k.shape[1]
     mixed = []
@@ -192,7 +197,12 @@ WHICH, ATTENDED = 4, 8  # first of the four coordinates: which needle it was, wh
 
 
 def needle_model(name: str = "needle") -> Model:
-    """V = 10, d = 16, positions do not matter; float64."""
+    """Return a model by hand whose answer depends on one distant token.
+
+    One layer, one head, V = 10, d = 16, float64; positions do not matter. A needle names one of
+    four answers; a question attends to the needle, wherever it stands, and answers; after an answer
+    the question comes again. A decoder that does not see the needle does not know the answer.
+    """
     config = Config(
         vocab_size=10, d_model=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=2, max_positions=256,
         positions="learned", tied=False,
@@ -218,7 +228,8 @@ def needle_model(name: str = "needle") -> Model:
 
 
 def make_haystack(which: int, length: int, at: int) -> list[int]:
-    """A prompt of so many tokens with a needle at a place, and the question at its end."""
+    """Return a prompt of `length` tokens with a needle at one position and the question at its
+    end."""
     text = [FILLER] * (length - 1) + [QUESTION]
     text[at] = NEEDLES[which]
     return text
@@ -243,7 +254,7 @@ def recite_until(
     references: Sequence[Any],
     **knobs: Any,
 ) -> Decoder:
-    """The decoder after it has made `wanted` tokens of a text whose first two are the prompt."""
+    """Run a decoder until it has made `wanted` tokens of a text that begins with the prompt."""
     stop, sampling = StoppingCriteria(max_new_tokens=wanted), SamplingParams(temperature=0.0)
     decoder = build(
         Request(Reciter(poem).session(), (), sampling, stop, references=references), **knobs

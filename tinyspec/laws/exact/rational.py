@@ -13,7 +13,7 @@ Exact: TypeAlias = tuple[Fraction, ...]
 
 
 def distributions(vocabulary: int, whole: int) -> Iterator[Exact]:
-    """Every law over so many tokens whose smallest common denominator is `whole`.
+    """Yield every distribution over `vocabulary` tokens whose least common denominator is `whole`.
 
     >>> [[str(x) for x in row] for row in distributions(2, 3)]
     [['1/3', '2/3'], ['2/3', '1/3']]
@@ -35,8 +35,9 @@ def _whole_weights(vocabulary: int, whole: int) -> Iterator[tuple[int, ...]]:
 def distribution_pairs(
     vocabularies: Sequence[int] = (2, 3), largest: int = 6
 ) -> Iterator[tuple[Exact, Exact]]:
-    """Every pair (p, q) whose denominators add up to at most `largest`: few tokens first, then
-    small denominators.
+    """Yield every pair (p, q) whose denominators add up to at most `largest`.
+
+    Few tokens come first, then small denominators.
     """
     for vocabulary in vocabularies:
         for whole in range(2, largest + 1):
@@ -47,18 +48,18 @@ def distribution_pairs(
 
 
 def overlap_mass(p: Sequence[Fraction], q: Sequence[Fraction]) -> Fraction:
-    """sum_x min(p, q) = 1 - TV(p, q): the most that two draws can be made to agree."""
+    """Return sum_x min(p, q) = 1 - TV(p, q), the greatest probability that two draws agree."""
     return sum((min(a, b) for a, b in zip(p, q, strict=True)), Fraction(0))
 
 
 def positive_part(p: Sequence[Fraction], q: Sequence[Fraction]) -> Exact | None:
-    """max(0, p - q), normalised; None where p == q and nothing is left."""
+    """Return max(0, p - q), normalised; None where p == q and nothing is left."""
     left = [max(a - b, Fraction(0)) for a, b in zip(p, q, strict=True)]
     mass = sum(left, Fraction(0))
     return tuple(x / mass for x in left) if mass else None
 
 
 def without_token(q: Sequence[Fraction], token: int) -> Exact | None:
-    """q given that the draw is not `token`; None where q can give nothing else."""
+    """Return q given that the draw is not `token`; None where q can give nothing else."""
     mass = 1 - q[token]
     return tuple(Fraction(0) if i == token else x / mass for i, x in enumerate(q)) if mass else None

@@ -1,11 +1,11 @@
 """Table models: models over a few tokens whose probabilities are exact Fractions.
 
-A table stands where a transformer stands: it has layers, keys and values, views and exits. Its states
-are hashes. The state of a token above a sublayer is a hash of its state below, of its position, and
-of the keys and values that it may attend to, *as they were written when those tokens were run*; the
-head turns the last state into small integer weights. So a missing ancestor, a visible sibling, a
-wrong position, stale keys, and a skipped or repeated layer all change the next distribution, and an
-exact law sees them.
+A table stands where a transformer stands: it has layers, keys and values, views and exits. Its
+states are hashes. The state of a token above a sublayer is a hash of its state below, of its
+position, and of the keys and values that it may attend to, *as they were written when those tokens
+were run*; the head turns the last state into small integer weights. So a missing ancestor, a
+visible sibling, a wrong position, stale keys, and a skipped or repeated layer all change the next
+distribution, and an exact law sees them.
 
 Sessions and views are written apart from `lm.session`, whose meaning they share, and are compared
 with it in tests/laws/test_tables.py.
@@ -27,31 +27,29 @@ HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 
 
 class HashNetwork:
-    """The network whose states are hashes. `hash` of a tuple of integers is the same in every run
-    and process.
-    """
+    """A network whose states are hashes, the same in every run and process."""
 
     def __init__(self, seed: int, vocabulary: int, zeros: bool):
         self.seed, self.vocabulary, self.zeros = seed, vocabulary, zeros
 
     def embed(self, token: int) -> Any:
-        """The state that enters the first layer."""
+        """Return the state that enters the first layer."""
         return hash((self.seed, 11, token))
 
     def keys(self, layer: int, state: Any, position: int) -> Any:
-        """What later tokens see of this one in this layer."""
+        """Return what later tokens see of this one in this layer."""
         return hash((state, layer, position))
 
     def attend(self, layer: int, state: Any, seen: Sequence[Any]) -> Any:
-        """The state after attention; `seen` are keys by position, the token's own last."""
+        """Return the state after attention; `seen` are keys by position, the token's own last."""
         return hash((state, layer, *seen))
 
     def feed_forward(self, layer: int, state: Any) -> Any:
-        """The state after the other half of a layer."""
+        """Return the state after the second half of a layer."""
         return hash((state, layer))
 
     def weights(self, state: Any) -> Sequence[Any]:
-        """Weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
+        """Return the weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
         low = 0 if self.zeros else 1
         row = [
             low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low)
@@ -61,7 +59,7 @@ class HashNetwork:
 
 
 class RowsByHand:
-    """The network whose states are the tokens it saw: for conditionals written by hand."""
+    """A network whose states are the tokens it saw, for conditionals written by hand."""
 
     def __init__(self, rows: Callable[[tuple[int, ...]], Sequence[Any]]):
         self.rows = rows
@@ -83,8 +81,9 @@ class RowsByHand:
 
 
 def is_visible(plan: Plan, layer: int, row: int, at: int) -> bool:
-    """Whether the row at a position may look at another position under a plan (its first head
-    speaks for all).
+    """Return whether a position may attend to another one under a plan.
+
+    The first head stands for all.
     """
     heads = None if plan.visible is None else plan.visible.layers[layer]
     if plan.visible is None or heads is None or at == row or at >= plan.visible.since:
@@ -96,7 +95,7 @@ FULL_PLAN = Plan()
 
 
 class TableNode:
-    """A token: where it stands, how far it was run and under which plan.
+    """A token: its position, how far it was run and under which plan.
 
     states  before sublayer 0, 1, ..., as far as it came: [reach + 1]
     keys    by layer; None where it has none
@@ -117,7 +116,7 @@ class TableNode:
         self.forget(n_layers)
 
     def forget(self, n_layers: int) -> None:
-        """Back to not run at all."""
+        """Reset the node to not having been run at all."""
         self.plan, self.row_at = FULL_PLAN, -1
         self.states: list[Any] = []
         self.keys: list[Any] = [None] * n_layers
@@ -125,25 +124,25 @@ class TableNode:
 
     @property
     def sublayers_done(self) -> int:
-        """Sublayers done."""
+        """Return how many sublayers have been run."""
         return max(len(self.states) - 1, 0)
 
     def invalidate_beyond(self, plan: Plan, n_layers: int) -> None:
-        """Keep only what also holds under this plan."""
+        """Keep only what is also valid under this plan."""
         agreed = self.sublayers_done if self.plan == plan else self.plan.differs(plan, n_layers)
         if agreed < self.sublayers_done:
             self.plan = plan
             self.cut(agreed)
 
     def cut(self, reach: int) -> None:
-        """Take back what was run beyond `reach` sublayers."""
+        """Discard what was run beyond `reach` sublayers."""
         del self.states[reach + 1 :]
         first = (self.sublayers_done + 1) // 2  # an odd reach keeps the attention half of its layer
         self.keys[first:] = [None] * (len(self.keys) - first)
         self.row_at, self.filled = -1, False
 
     def descendants(self) -> "list[TableNode]":
-        """All below, parents before children."""
+        """Return all nodes below, parents before children."""
         below = list(self.children.values())
         for node in below:
             below.extend(node.children.values())
@@ -151,7 +150,7 @@ class TableNode:
 
 
 class TableText:
-    """Committed tokens and guesses of one table model."""
+    """The committed tokens and uncommitted nodes of one table model."""
 
     def __init__(self, model: "TableModel", plan: Plan):
         self.model, self.plan = model, plan
@@ -161,7 +160,7 @@ class TableText:
 
     @property
     def text(self) -> list[int]:
-        """Committed token ids."""
+        """Return the committed token ids."""
         return [node.token for node in self.committed]
 
     def __len__(self) -> int:
@@ -192,7 +191,7 @@ class TableText:
         self._adopt_path(nodes)
 
     def rewind(self, length: int) -> None:
-        """Take back committed text to `length` tokens. The new newest token will be run again."""
+        """Rewind the committed text to `length` tokens; its newest token will be run again."""
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         if length == len(self):
@@ -226,7 +225,7 @@ class TableText:
             )
 
     def _adopt_path(self, nodes: list[TableNode]) -> None:
-        """Make nodes committed. Other guesses go, and so does what a view computed above them."""
+        """Commit nodes; other nodes go, and so does what a view computed above them."""
         self.scored = []
         for node in nodes:
             if self.committed:
@@ -236,7 +235,7 @@ class TableText:
             node.invalidate_beyond(self.plan, self._layers)
 
     def _attach(self, root: TableNode, tree: TokenTree) -> list[TableNode]:
-        """The node of every tree entry: found, or made; probes are always made anew."""
+        """Return the node of every tree entry, found or made; probes are always made anew."""
         planted: list[TableNode] = []
         for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
             parent = root if up == ROOT else planted[up]
@@ -260,7 +259,12 @@ PassWork: TypeAlias = tuple[Sequence[TableNode], int, Plan]
 
 
 class TableSession(TableText):
-    """One text on a table model, under one plan. The same promises as `lm.session.Session`."""
+    """One text on a table model, under one plan; keeps the promises of `lm.session.Session`.
+
+    A token remembers its state before every sublayer and its keys in every layer, so that it can be
+    continued, exited, copied up, or run again under another plan. It attends to keys as they are,
+    stale or not.
+    """
 
     def __init__(
         self,
@@ -277,9 +281,7 @@ class TableSession(TableText):
 
     @property
     def cache_exact(self) -> bool:
-        """Whether the keys are what teacher-forcing the text would give, as far as the text has
-        been run.
-        """
+        """Return whether the keys equal those of a fresh pass, as far as the text has been run."""
         for node in self.committed[:-1]:
             if node.filled or not node.exact:
                 return False
@@ -288,9 +290,7 @@ class TableSession(TableText):
         return True
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens and run all but the last; shows the states from the one that was
-        newest before.
-        """
+        """Commit forced tokens, run all but the last, and return the new states."""
         self._check_taps(hidden_layers, self._end)
         first = max(len(self) - 1, 0)
         self.append(tokens)
@@ -302,11 +302,11 @@ class TableSession(TableText):
         return Scores(no_logits, hidden, [self._end // 2] * len(shown))
 
     def end(self) -> None:
-        """Close the request: forget the text."""
+        """End the request: forget the text."""
         self.rewind(0)
 
     def fork(self) -> "TableSession":
-        """Another text with the same prefix; what is uncommitted stays here."""
+        """Return another text with the same prefix; what is uncommitted stays here."""
         twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
         last: TableNode | None = None
         for node in self.committed:
@@ -328,16 +328,14 @@ class TableSession(TableText):
     # ------------------------------------------------------------------ computing
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Rows of the newest token and of every node; runs what is missing."""
+        """Return the rows of the newest token and of every node; runs what is missing."""
         scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
         return scores
 
     def advance(
         self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
-        """Run a tree up to the end of `layer` layers; with `head`, the rows an exit there would
-        give.
-        """
+        """Run a tree up to the end of `layer` layers; with `head`, return rows of an exit there."""
         if not 0 <= layer <= self._layers:
             raise TinyspecError(
                 f"layer {layer} is out of range: {self.model.name} has {self._layers}"
@@ -348,8 +346,9 @@ class TableSession(TableText):
         return scores
 
     def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
-        """Give committed tokens that left early the keys they lack: from the state at their exit,
-        or by running on.
+        """Give committed tokens that left early the keys they lack.
+
+        They are made from the state at the exit, or by running on.
         """
         chosen = [
             self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
@@ -377,7 +376,7 @@ class TableSession(TableText):
             self.forward_log.append(ForwardRecord(self.model.name, len(todo), 0.0, 0, fills))
 
     def set_probe_embeddings(self, rows: Any, prefix: Any = None) -> None:
-        """Probe ids V, V + 1, ...; and a prefix that probes alone see."""
+        """Add the probe ids V, V + 1, ..., and a prefix that probes alone see."""
         self.adopted = 0 if rows is None else len(rows)
         self.prefixed = None if prefix is None else 17
 
@@ -386,7 +385,7 @@ class TableSession(TableText):
         self.plan = plan
 
     def view(self, plan: Plan) -> "TableView":
-        """The same text and nodes under another plan."""
+        """Return the same text and nodes under another plan."""
         from tinyspec.laws.exact.tables import TableView
 
         return TableView(self, plan)
@@ -400,9 +399,7 @@ class TableSession(TableText):
         head: bool = True,
         trunk: Sequence[TableNode] = (),
     ) -> tuple[Scores, list[TableNode]]:
-        """Hang the tree below the newest token (or a view's trunk), run what is missing, and read
-        it off.
-        """
+        """Attach the tree below the newest token (or a view's trunk) and return its scores."""
         end = plan.sublayers(self._layers)
         stop = end if stop is None else min(stop, end)
         self._check_taps(hidden_layers, stop)
@@ -445,8 +442,9 @@ class TableSession(TableText):
         return node.plan != plan or node.sublayers_done < stop or not node.states
 
     def _unfinished_tokens(self, stop: int) -> list[TableNode]:
-        """Committed tokens before the newest that are not at `stop` yet: appended, or left early
-        and not filled.
+        """Return committed tokens before the newest that are not at `stop` yet.
+
+        They were appended, or left early and were not filled.
         """
         return [
             node
@@ -457,8 +455,9 @@ class TableSession(TableText):
     def _pass(
         self, work: Sequence[PassWork], heads: Iterable[TableNode] = (), prefill: bool = False
     ) -> None:
-        """One forward over those of these nodes (parents before children) that lack something, and
-        its forward log entry.
+        """Run one forward pass over those of these nodes that lack something, and log it.
+
+        Parents stand before children.
         """
         read = {
             node
@@ -478,7 +477,7 @@ class TableSession(TableText):
             )
 
     def _run_one(self, node: TableNode, plan: Plan, stop: int) -> int:
-        """Run a token from where it is to `stop` under `plan`; returns the sublayers it took."""
+        """Run a token from where it is to `stop` under `plan`; return the sublayers it took."""
         network = self.model.network
         node.invalidate_beyond(plan, self._layers)
         if node.filled:  # it is run after all
@@ -518,9 +517,8 @@ class TableSession(TableText):
         return [self.prefixed] if node.probe else []
 
     def _looked_at(self, node: TableNode) -> list[TableNode]:
-        """What stands above a token, itself last: the committed text, then its guessed
-        ancestors.
-        """
+        """Return what a token attends to: committed text, then uncommitted ancestors, then
+        itself."""
         guesses: list[TableNode] = []
         at: TableNode | None = node
         while at is not None and not (
@@ -532,9 +530,7 @@ class TableSession(TableText):
 
 
 class TableView:
-    """A target on somebody else's text: the session's committed tokens, then a trunk of its
-    uncommitted nodes.
-    """
+    """A target on a session's text under another plan, with a trunk of its uncommitted nodes."""
 
     cache_exact = False
 
@@ -546,12 +542,12 @@ class TableView:
 
     @property
     def model(self) -> object:
-        """The session's."""
+        """Return the session's model."""
         return self.session.model
 
     @property
     def text(self) -> list[int]:
-        """The session's text, then the trunk."""
+        """Return the session's text, then the trunk."""
         self._follow()
         return [*self.session.text, *(node.token for node in self._trunk)][: self._at]
 
@@ -559,9 +555,7 @@ class TableView:
         return len(self.text)
 
     def _follow(self) -> None:
-        """The session has gone on: what is committed leaves the trunk; if it went another way, all
-        of it.
-        """
+        """Follow the session: committed tokens leave the trunk; if it went another way, all do."""
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
         if not (kept and committed and committed[-1].children.get(kept[0].token) is kept[0]):
@@ -571,7 +565,7 @@ class TableView:
             self._at = None
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Go on with these tokens; inside the session's own text they must agree with it."""
+        """Continue with these tokens; inside the session's own text they must agree with it."""
         self._follow()
         self._nodes = []
         session = self.session
@@ -598,7 +592,7 @@ class TableView:
         return self.session.extend((), hidden_layers)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Rows of the newest token and the tree under the view's plan."""
+        """Return the rows of the newest token and the tree under the view's plan."""
         self._follow()
         if self._at is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
@@ -608,7 +602,7 @@ class TableView:
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Grow the trunk by a path of the last tree, then `next`."""
+        """Extend the trunk by a path of the last tree, then `next`."""
         self._follow()
         tip, nodes = self._tip(), [self._nodes[i] for i in path]
         for node in nodes:
@@ -619,7 +613,7 @@ class TableView:
         self.append(() if next is None else (next,))
 
     def rewind(self, length: int) -> None:
-        """Take back the trunk; inside the session's text only the reading position moves."""
+        """Shorten the trunk; inside the session's text only the reading position moves."""
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         self._nodes = []
@@ -627,7 +621,7 @@ class TableView:
         self._at = length if length < len(self.session) else None
 
     def end(self) -> None:
-        """Back to the session's own text."""
+        """Return to the session's own text."""
         self._trunk, self._nodes, self._at = [], [], None
 
 
@@ -681,11 +675,11 @@ class TableModel:
     def session(
         self, forward_log: list[ForwardRecord] | None = None, gate: Any = None
     ) -> TableSession:
-        """A new text. There is nothing to batch, so a gate is let stand."""
+        """Return a new text. There is nothing to batch, so a gate is not used."""
         return TableSession(self, forward_log=forward_log)
 
     def head(self, state: Any) -> Any:
-        """The row of a state: [V] Fractions that sum to one, or float64 logits."""
+        """Return the row of a state: [V] Fractions that sum to one, or float64 logits."""
         if state not in self._heads:
             weights = self.network.weights(state)
             if self.floats:
@@ -697,15 +691,11 @@ class TableModel:
         return self._heads[state]
 
     def row(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> Any:
-        """The row after `context` by one fresh pass, every token under `plan`: the judge of
-        sessions.
-        """
+        """Return the row after `context` by one fresh pass under `plan`: the judge of sessions."""
         return self.head(self.run(context, plan)[-1])
 
     def run(self, context: Sequence[int], plan: Plan = FULL_PLAN) -> list[Any]:
-        """The last state of every token of `context`, by one fresh pass: layer by layer, as a
-        transformer does it.
-        """
+        """Return the last state of every token of `context`, by one fresh pass, layer by layer."""
         network, n_layers = self.network, self.config.n_layers
         states = [network.embed(token) for token in context]
         for sublayer in range(plan.sublayers(n_layers)):
