@@ -879,7 +879,7 @@ def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
         (evenly, "residual"),
         (nothing_left, "residual"),
     ):
-        verdicts = grading.judge(TASKS[name], function).verdicts
+        verdicts = grading.judge_task(TASKS[name], function).verdicts
         numbers = {
             status: ", ".join(
                 str(at) for at, verdict in enumerate(verdicts, 1) if verdict.status == status
@@ -904,7 +904,7 @@ def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
     names: dict[str, Any] = {"__name__": "submission"}
     exec(compile(text, "submission.py", "exec"), names)
     for task in ASSIGNMENT.tasks:
-        result = grading.judge(task, names[task.name])
+        result = grading.judge_task(task, names[task.name])
         assert (
             result.score == 0
             and f"{task.title.split()[0]} {task.name}: write me" in result.sentence
@@ -916,7 +916,7 @@ def test_the_starter_fails_every_task_and_leaks_nothing(folder: Path) -> None:
 
 def test_the_reference_through_the_child_process(folder: Path) -> None:
     shutil.copy(FOLDER / "reference.py", folder / "submission.py")
-    graded = grading.grade(ASSIGNMENT, folder)
+    graded = grading.grade_folder(ASSIGNMENT, folder)
     assert graded.score == graded.max_score == 100, graded.problem
 
 
@@ -932,11 +932,11 @@ def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> Non
     (folder / "submission.py").write_text(wrong, encoding="utf-8")
     handout = (folder / "handout.md").read_text(encoding="utf-8")
     results = {
-        task: grading.grade(ASSIGNMENT.select([task]), folder).results[0]
+        task: grading.grade_folder(ASSIGNMENT.select([task]), folder).results[0]
         for task in ("acceptance", "residual", "generate")
     }
     assert [result.score for result in results.values()] == [10, 4, 0]
-    assert "\n".join(report.details(results["residual"])) in handout
+    assert "\n".join(report.describe_counterexample(results["residual"])) in handout
     assert "not written yet" in results["generate"].sentence
 
 

@@ -161,7 +161,7 @@ def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
     (tmp_path / "submission.py").write_text(
         (FOLDER / "reference.py").read_text(encoding="utf-8"), encoding="utf-8"
     )
-    graded = grading.grade(ASSIGNMENT, tmp_path)
+    graded = grading.grade_folder(ASSIGNMENT, tmp_path)
     assert graded.score == graded.max_score == 100, graded.problem
 
 
@@ -178,7 +178,7 @@ def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
     assert wrong.count("write me") == 1 and "scaled([x * (i" not in wrong
     (tmp_path / "submission.py").write_text(wrong, encoding="utf-8")
     results = {
-        name: grading.grade(ASSIGNMENT.select([name]), tmp_path).results[0]
+        name: grading.grade_folder(ASSIGNMENT.select([name]), tmp_path).results[0]
         for name in TASKS
         if name != "answers"
     }
@@ -189,7 +189,7 @@ def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
         "siblings": 12,
         "walk": 20,
     }
-    assert "\n".join(report.details(results["siblings"])) in HANDOUT
+    assert "\n".join(report.describe_counterexample(results["siblings"])) in HANDOUT
     assert "not written yet" in results["mask"].sentence
     assert results["score"].helpers == ["positions", "mask"] and results["walk"].helpers == [
         "siblings"
@@ -436,7 +436,7 @@ def test_the_session_refuses_what_does_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match=sentence):
             session.score(*given)
-    for _ in range(props_a2.MOST_CALLS):
+    for _ in range(props_a2.MAX_CALLS):
         session.score([1], [2], [[1, 1, 1]])
     with pytest.raises(ValueError, match="not going to stop"):
         session.score([1], [2], [[1, 1, 1]])

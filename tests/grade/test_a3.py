@@ -14,7 +14,7 @@ import pytest
 
 from tinyspec.grade import a3_calibration, a3_confidence, a3_exits, a3_jacobi
 from tinyspec.grade.assignments import A3 as ASSIGNMENT
-from tinyspec.grade.grading import grade
+from tinyspec.grade.grading import grade_folder
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
 from tinyspec.grade.starter import make_starter
 from tinyspec.grade.task import Cases
@@ -980,7 +980,7 @@ def test_models_are_made_again_of_what_they_tell() -> None:
 def handed_in(folder: Path, text: str) -> dict[str, Any]:
     """The results of a submission by task."""
     (folder / "submission.py").write_text(text, encoding="utf-8")
-    report = grade(ASSIGNMENT, folder)
+    report = grade_folder(ASSIGNMENT, folder)
     assert not report.problem
     return {result.task.name: result for result in report.results}
 

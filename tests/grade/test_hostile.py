@@ -8,9 +8,9 @@ import pytest
 
 from tests.grade.props_counter import Counter
 from tests.grade.tiny import FAST, RIGHT, TINY, graded, submit
-from tinyspec.grade.grading import Report, grade
+from tinyspec.grade.grading import GradeReport, grade_folder
 from tinyspec.grade.process import Limits, load_submission
-from tinyspec.grade.task import Failed
+from tinyspec.grade.task import NoResult
 
 PRELUDE = "import os, sys, time\nfrom fractions import Fraction\n"
 NOT_ALLOWED = "which the grader does not allow"
@@ -95,7 +95,7 @@ class Third(Fraction): pass
 """
 
 
-def said(report: Report, name: str = "accept") -> str:
+def said(report: GradeReport, name: str = "accept") -> str:
     """The sentence about a task that had no result."""
     return next(result.sentence for result in report.results if result.task.name == name)
 
@@ -134,7 +134,7 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
     for change in ("clear()", "pop()", "__setitem__(0, (7,))"):
         source = f"def count(counter):\n    counter.add(1)\n    counter.trace.{change}\n"
         loaded = load_submission(str(submit(tmp_path, source)), FAST)
-        with loaded.child, pytest.raises(Failed, match="changes what was noted of it") as failed:
+        with loaded.child, pytest.raises(NoResult, match="changes what was noted of it") as failed:
             loaded.function("count")(Counter(1))
         assert "counter = Counter" in str(failed.value)
 
@@ -210,11 +210,11 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
         (tmp_path / ("x" * 300), "cannot be read: File name too long"),
     ):
         (tmp_path / "file").write_text("")
-        report = grade(TINY, folder, limits=FAST)
+        report = grade_folder(TINY, folder, limits=FAST)
         assert (report.score, report.max_score) == (0, 100)
         assert words in report.problem
     (tmp_path / "submission.py").mkdir()
-    assert "holds no submission.py" in grade(TINY, tmp_path, limits=FAST).problem
+    assert "holds no submission.py" in grade_folder(TINY, tmp_path, limits=FAST).problem
 
 
 def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
@@ -274,5 +274,5 @@ def test_nobody_dies_with_it(tmp_path: Path) -> None:
     """A hundred megabytes of answers, and no answer at all, leave no process behind."""
     submit(tmp_path, RIGHT)
     for _ in range(3):
-        assert grade(TINY, tmp_path, limits=FAST).score == 100
+        assert grade_folder(TINY, tmp_path, limits=FAST).score == 100
     assert len(os.listdir("/proc/self/fd")) < 100

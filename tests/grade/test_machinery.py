@@ -21,7 +21,12 @@ from tinyspec.grade import grading
 from tinyspec.grade.assignments import ASSIGNMENTS, find_assignment
 from tinyspec.grade.child import NotPlain, from_json, to_json, to_line
 from tinyspec.grade.process import RemoteFunction, load_submission
-from tinyspec.grade.report import as_dict, details, gradescope, note, summary
+from tinyspec.grade.report import (
+    describe_counterexample,
+    describe_run,
+    report_to_gradescope,
+    report_to_json,
+)
 from tinyspec.grade.starter import (
     assignment_folder,
     find_leaks,
@@ -30,7 +35,7 @@ from tinyspec.grade.starter import (
     solution_lines,
     write_folder,
 )
-from tinyspec.grade.task import Cases, Failed, shorten
+from tinyspec.grade.task import Cases, NoResult, shorten
 from tinyspec.laws.checking.check import prove_form
 from tinyspec.laws.checking.forms import VerifierForm
 from tinyspec.laws.evidence import LawViolated
@@ -191,12 +196,12 @@ def verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
 
     try:
         found = prove_form(
-            VerifierForm(verify), seed, most=40, numbers=("fractions",), through=(Failed,)
+            VerifierForm(verify), seed, most=40, numbers=("fractions",), through=(NoResult,)
         )
         return found.law, found.cases, found.branches, found.notes
     except LawViolated as accused:
         return accused.counterexample
-    except (Failed, TinyspecError):
+    except (NoResult, TinyspecError):
         return "failed"
 
 
@@ -218,10 +223,10 @@ def test_a_law_gives_the_same_verdict_and_counterexample_through_the_child(there
 
 def test_prove_lets_an_exception_through_where_it_is_told_to() -> None:
     def verify(p: Any, q: Any, draft: Any, chance: Any) -> Any:
-        raise Failed("no")
+        raise NoResult("no")
 
-    with pytest.raises(Failed, match=r"^no$"):
-        prove_form(VerifierForm(verify), through=(Failed,))
+    with pytest.raises(NoResult, match=r"^no$"):
+        prove_form(VerifierForm(verify), through=(NoResult,))
     with pytest.raises(TinyspecError, match="no verdict"):
         prove_form(VerifierForm(verify))
 
@@ -242,7 +247,7 @@ def test_arguments_by_name_and_a_chance_among_them(there: Any) -> None:
     )
     assert remote(5, b=2) == [5, 2, None]
     assert remote(5, b=2, chance=Seeded(0)) == [5, 2, 1]
-    with pytest.raises(Failed, match=r"f raises TypeError.*, given a = 5, c = 1/2"):
+    with pytest.raises(NoResult, match=r"f raises TypeError.*, given a = 5, c = 1/2"):
         remote(5, c=Fraction(1, 2))
 
 
@@ -260,7 +265,7 @@ def count(counter, steps, chance):
             ends.add((outcome, mass))
         assert ends == {((5 + a + b, ((a,), (b,))), Fraction(1, 4)) for a in (0, 1) for b in (0, 1)}
     counter = Counter(5)
-    with pytest.raises(Failed, match="count raises ValueError: no more than 3 steps"):
+    with pytest.raises(NoResult, match="count raises ValueError: no more than 3 steps"):
         remote(counter, 9, Seeded(1))
     assert len(counter.trace) == 3
     assert "tests.grade" not in str(props_counter.Counter.make(1).plain())
@@ -277,23 +282,23 @@ def _counted(function: Callable[..., Any], chance: Any) -> Any:
 def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> None:
     first, second = (graded(tmp_path, RIGHT) for _ in range(2))
     assert (first.score, first.max_score) == (100, 100)
-    assert as_dict(first) == as_dict(second)
-    assert [summary(result) for result in first.results] == [
+    assert report_to_json(first) == report_to_json(second)
+    assert [result.summary for result in first.results] == [
         "1 law held in 30 cases",
         "1 law held in 17 cases",
     ]
-    assert "public cases (seed 0)" in note(first)
-    assert "other cases, and draws ten times as many" in note(first)
-    final = graded(tmp_path, RIGHT, cases=grading.cases_of(True, 7))
-    assert note(final).startswith(
+    assert "public cases (seed 0)" in describe_run(first)
+    assert "other cases, and draws ten times as many" in describe_run(first)
+    final = graded(tmp_path, RIGHT, cases=grading.choose_cases(True, 7))
+    assert describe_run(final).startswith(
         "Final run: seed 7, 10 times as many cases drawn as in the public run."
     )
-    assert "no security boundary" in note(final)
+    assert "no security boundary" in describe_run(final)
     for report in (first, final):
-        assert "all passed" not in str(as_dict(report)).lower()
+        assert "all passed" not in str(report_to_json(report)).lower()
         assert (
-            sum(test["score"] for test in gradescope(report)["tests"])
-            == gradescope(report)["score"]
+            sum(test["score"] for test in report_to_gradescope(report)["tests"])
+            == report_to_gradescope(report)["score"]
             == 100
         )
 
@@ -302,17 +307,17 @@ def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
     report = graded(tmp_path, RIGHT.replace("max(0, x - y)", "abs(x - y)"))
     good, bad = report.results
     assert (good.score, bad.score) == (40, 0)
-    assert details(bad) == [
+    assert describe_counterexample(bad) == [
         f"broken: {REST}",
         "  p         [0, 1]",
         "  q         [1, 0]",
         "  yours     [1/2, 1/2]",
         "  expected  [0, 1]",
     ]
-    told = as_dict(report)["tasks"][1]
+    told = report_to_json(report)["tasks"][1]
     assert told["law"] == REST
     assert told["counterexample"]["got"] == ["1/2", "1/2"]
-    assert gradescope(report)["tests"][1]["status"] == "failed"
+    assert report_to_gradescope(report)["tests"][1]["status"] == "failed"
 
 
 def test_what_a_law_did_not_foresee_is_no_crash(tmp_path: Path) -> None:
@@ -323,7 +328,9 @@ def test_what_a_law_did_not_foresee_is_no_crash(tmp_path: Path) -> None:
 
 def test_letters_that_steer_a_terminal_are_not_shown(tmp_path: Path) -> None:
     report = graded(tmp_path, "def residual(p, q):\n    raise ValueError('\\x1b[2J')\n")
-    assert "\x1b" not in "".join([*details(report.results[1]), summary(report.results[1])])
+    assert "\x1b" not in "".join(
+        [*describe_counterexample(report.results[1]), report.results[1].summary]
+    )
 
 
 def test_one_task_alone(tmp_path: Path) -> None:
@@ -340,7 +347,7 @@ def test_one_task_alone(tmp_path: Path) -> None:
 
 
 def test_local_functions_are_judged_by_the_same_words() -> None:
-    result = grading.judge(
+    result = grading.judge_task(
         TINY.tasks[0], lambda p, q, token, chance: chance.accept(p[token]), Cases()
     )
     assert result.counterexample is not None and result.counterexample.law == RATIO
@@ -436,7 +443,7 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
     assert {"submission.py", "README.md"} <= {path.name for path in written}
     with pytest.raises(TinyspecError, match="is there already"):
         write_folder(assignment, tmp_path / "mine")
-    report = grading.grade(assignment, tmp_path / "mine", limits=FAST)
+    report = grading.grade_folder(assignment, tmp_path / "mine", limits=FAST)
     assert report.score == 0
     assert all("is not written yet" in result.sentence for result in report.results), report.results
 

@@ -14,7 +14,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.grade import bundle, grading
 from tinyspec.grade.assignments import A1, ASSIGNMENTS, find_assignment
 from tinyspec.grade.process import Limits
-from tinyspec.grade.report import as_dict, explain, gradescope, table_entry
+from tinyspec.grade.report import explain_result, report_to_gradescope, report_to_json
 from tinyspec.grade.starter import (
     assignment_folder,
     extract_helpers,
@@ -42,7 +42,9 @@ def score_a1(folder: Path, source: str, *only: str) -> dict[str, int]:
     """The points of a submission to A1, by task."""
     submit(folder, source)
     names = only or [task.name for task in A1.tasks]
-    return {name: grading.grade(A1.select([name]), folder, limits=SLOW).score for name in names}
+    return {
+        name: grading.grade_folder(A1.select([name]), folder, limits=SLOW).score for name in names
+    }
 
 
 def task_of(*laws: GradedLaw) -> Task:
@@ -67,7 +69,7 @@ def test_a_law_that_holds_earns_its_points_whatever_becomes_of_the_others() -> N
     task = task_of(
         law_of(1, "a"), law_of(2, "b", breaks="b"), law_of(4, "c"), law_of(8, "d", breaks="a")
     )
-    result = grading.judge(task, lambda: 0)
+    result = grading.judge_task(task, lambda: 0)
     assert (result.score, result.task.points) == (5, 15)
     assert [verdict.status for verdict in result.verdicts] == [
         "holds",
@@ -82,7 +84,7 @@ def test_a_law_earns_nothing_where_it_looked_at_nothing_or_lacks_what_it_needs()
     task = task_of(
         law_of(1, "a", cases=0), law_of(2, "b", "a"), law_of(4, "c", "d"), law_of(8, "d")
     )
-    result = grading.judge(task, lambda: 0)
+    result = grading.judge_task(task, lambda: 0)
     assert result.score == 12
     assert [verdict.status for verdict in result.verdicts] == [
         "not judged",
@@ -103,7 +105,7 @@ def test_what_the_grader_does_not_allow_costs_the_whole_task(tmp_path: Path) -> 
     source = f"{RIGHT}\ndef accept(p, q, token, chance):\n    if chance is None:\n        "
     source += "{}\n        return residual(p, q)\n    return chance.accept(p[token] / q[token])\n"
     for line, score in (("pass", 100), ("p = q", 40), ("open('written', 'w')", 0)):
-        report = grading.grade(both, submit(tmp_path, source.format(line)), limits=FAST)
+        report = grading.grade_folder(both, submit(tmp_path, source.format(line)), limits=FAST)
         assert report.score == score, line
 
 
@@ -298,13 +300,16 @@ def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> N
 
 
 def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
-    report = grading.grade(A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW)
-    assert as_dict(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
-    assert "  judged with the reference's acceptance and residual in the place of yours" in explain(
-        report.results[0]
+    report = grading.grade_folder(
+        A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW
+    )
+    assert report_to_json(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
+    assert (
+        "  judged with the reference's acceptance and residual in the place of yours"
+        in explain_result(report.results[0])
     )
     inlined = "from fractions import Fraction\ndef verify(p_rows, q_rows, draft, chance):\n    return []\n"
-    report = grading.grade(A1.select(["verify"]), submit(tmp_path, inlined), limits=SLOW)
+    report = grading.grade_folder(A1.select(["verify"]), submit(tmp_path, inlined), limits=SLOW)
     assert report.results[0].helpers == []
 
 
@@ -342,7 +347,7 @@ def verify(p_rows, q_rows, draft, chance):
 
 
 def test_no_submission_finds_the_reference_of_the_task_itself(tmp_path: Path) -> None:
-    report = grading.grade(A1.select(["verify"]), submit(tmp_path, HUNT), limits=SLOW)
+    report = grading.grade_folder(A1.select(["verify"]), submit(tmp_path, HUNT), limits=SLOW)
     assert report.score == 0
     assert "raises LookupError: no other verify" in report.results[0].sentence
 
@@ -401,7 +406,7 @@ def test_a_homework_is_judged_with_the_reference_in_place_of_earlier_ones(tmp_pa
     source = f"{make_starter(SECOND)}\n\n{extract_helpers(REFERENCE, ['generate'])}"
     names = ("warp", "acceptance", "residual", "verify")
     source += "".join(f"\ndef {name}(*given):\n    raise NotImplementedError\n" for name in names)
-    report = grading.grade(SECOND, submit(tmp_path, source), limits=SLOW)
+    report = grading.grade_folder(SECOND, submit(tmp_path, source), limits=SLOW)
     assert (report.score, report.max_score) == (30, 30)
 
 
@@ -439,7 +444,7 @@ def test_the_table_says_in_a_few_words_what_happened(body: str, tmp_path: Path) 
     (tmp_path / "helper.py").write_text("def fail():\n    raise KeyError(3)\n", encoding="utf-8")
     source = f"from fractions import Fraction\n{RIGHT}\ndef residual(p, q):\n    {body}\n"
     result = graded(tmp_path, source, only=["residual"]).results[0]
-    assert table_entry(result) == TABLE[body].format(line=source.count("\n"))
+    assert result.summary == TABLE[body].format(line=source.count("\n"))
 
 
 def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None:
@@ -447,23 +452,25 @@ def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None
         ("x = (\n", "raised SyntaxError at line 1"),
         ("\nx = 1 / 0\n", "raised ZeroDivisionError at line 2"),
     ):
-        entries = [table_entry(result) for result in graded(tmp_path, source).results]
+        entries = [result.summary for result in graded(tmp_path, source).results]
         assert entries == [words] * 2
-    nowhere = grading.grade(TINY, tmp_path / "nowhere", limits=FAST)
-    assert [table_entry(result) for result in nowhere.results] == ["there is no submission.py"] * 2
+    nowhere = grading.grade_folder(TINY, tmp_path / "nowhere", limits=FAST)
+    assert [result.summary for result in nowhere.results] == ["there is no submission.py"] * 2
 
 
 def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
-    report = grading.grade(A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW)
-    assert table_entry(report.results[0]).startswith("3 of 4 laws hold; broken: joint distribution")
+    report = grading.grade_folder(
+        A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW
+    )
+    assert report.results[0].summary.startswith("3 of 4 laws hold; broken: joint distribution")
 
 
 # ---------------------------------------------------------------------- reports for machines
 
 
 def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> None:
-    report = grading.grade(A1, submit(tmp_path, edited(NOT_CAPPED, FROM_P)), limits=SLOW)
-    told, scope = as_dict(report), gradescope(report)
+    report = grading.grade_folder(A1, submit(tmp_path, edited(NOT_CAPPED, FROM_P)), limits=SLOW)
+    told, scope = report_to_json(report), report_to_gradescope(report)
     assert told["score"] == scope["score"] == sum(test["score"] for test in scope["tests"]) == 85
     for task, test in zip(told["tasks"], scope["tests"], strict=True):
         assert task["score"] == sum(law["score"] for law in task["laws"]) == test["score"]
@@ -485,19 +492,19 @@ def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> Non
 
 
 def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path) -> None:
-    first, second = (grading.cases_of(True, None) for _ in range(2))
-    assert first.seed != second.seed and first.times == second.times == grading.MORE
-    assert grading.cases_of(False, None) == Cases(0, 1)
+    first, second = (grading.choose_cases(True, None) for _ in range(2))
+    assert first.seed != second.seed and first.times == second.times == grading.FINAL_TIMES
+    assert grading.choose_cases(False, None) == Cases(0, 1)
     report = graded(tmp_path, RIGHT, cases=Cases(987_654_321, 10))
-    told = gradescope(report)
+    told = report_to_gradescope(report)
     assert told["extra_data"] == {"seed": 987_654_321, "times": 10}
     assert "987654321" not in str({name: told[name] for name in told if name != "extra_data"})
-    assert "--final --seed 987654321" in as_dict(report)["note"]
+    assert "--final --seed 987654321" in report_to_json(report)["note"]
 
 
 def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
     wrong = RIGHT.replace("max(0, x - y)", "abs(x - y)")
-    cases = grading.cases_of(True, None)
-    first, second = (as_dict(graded(tmp_path, wrong, cases=cases)) for _ in range(2))
+    cases = grading.choose_cases(True, None)
+    first, second = (report_to_json(graded(tmp_path, wrong, cases=cases)) for _ in range(2))
     assert first == second
     assert Fraction(first["score"]) == 40

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.grade.grading import Report, grade
+from tinyspec.grade.grading import GradeReport, grade_folder
 from tinyspec.grade.process import Limits
 from tinyspec.grade.task import Assignment, Cases, GradedLaw, Task
 from tinyspec.laws.evidence import Evidence, accuse
@@ -72,7 +72,9 @@ def submit(folder: Path, source: str | bytes) -> Path:
     return folder
 
 
-def graded(folder: Path, source: str | bytes, **named: Any) -> Report:
+def graded(folder: Path, source: str | bytes, **named: Any) -> GradeReport:
     """The report on a submission to the tiny assignment, or to the tasks `only` of it."""
     assignment = TINY.select(named.pop("only", ()))
-    return grade(assignment, submit(folder, source), limits=named.pop("limits", FAST), **named)
+    return grade_folder(
+        assignment, submit(folder, source), limits=named.pop("limits", FAST), **named
+    )

@@ -75,7 +75,7 @@ def grade(
         raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
     found = assignments.find_assignment(name).select(tasks)
     folder = submission_folder(folder, found.name)
-    cases = grading.cases_of(final, seed)
+    cases = grading.choose_cases(final, seed)
     count = len(found.tasks)
     with base.show_progress(quiet) as advance:
 
@@ -83,14 +83,14 @@ def grade(
             advance(f"{task.title:40}", done, count)
 
         limits = None if seconds is None else Limits(task=seconds)
-        judged = grading.grade(found, folder, cases, limits, watch)
-    for path, form in ((as_json, report.as_dict), (gradescope, report.gradescope)):
+        judged = grading.grade_folder(found, folder, cases, limits, watch)
+    for path, form in ((as_json, report.report_to_json), (gradescope, report.report_to_gradescope)):
         if path == STDOUT:
             click.echo(json.dumps(form(judged)))
         elif path is not None:
             path.write_text(json.dumps(form(judged), indent=1) + "\n", encoding="utf-8")
     if STDOUT not in (as_json, gradescope):
-        report.show(judged, base.console())
+        report.print_report(judged, base.console())
     if judged.score < judged.max_score:
         raise click.exceptions.Exit(1)
 

@@ -11,8 +11,8 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.task import (
     Cases,
-    Failed,
     Function,
+    NoResult,
     describe_result,
     is_close,
     is_token,
@@ -117,7 +117,7 @@ def run_siblings(
     case = {"p": p, "q": q, "candidates": candidates}
     try:
         got = siblings(list(p), None if q is None else list(q), list(candidates), rng)
-    except Failed:
+    except NoResult:
         raise
     except TinyspecError as error:  # of the random numbers, which were asked for the impossible
         accuse(law, NEEDS_MASS, str(error), **case)

@@ -14,8 +14,8 @@ from tinyspec.grade.task import (
     ROUNDING,
     CaseLaw,
     Cases,
-    Failed,
     Function,
+    NoResult,
     describe_result,
     is_token,
     law,
@@ -132,7 +132,7 @@ class WalkForm(Form):
         tokens, parents = list(tree.tokens), list(tree.parents)
         try:
             got = self.function(list(tokens), list(parents), target_rows(case, tree), q_rows, rng)
-        except Failed:
+        except NoResult:
             raise
         except TinyspecError as error:  # of the random numbers, asked for the impossible
             return RunOutcome(tuple(tokens), (), (str(error),), NEEDS_MASS)

@@ -104,8 +104,8 @@ class NotPlain(ValueError):
 def to_json(value: Any, encode_other: Callable[[Any], Any] | None = None) -> Any:
     """Return what JSON can hold of plain data: None, numbers, texts, lists, tuples, dictionaries.
 
-    Subclasses are refused, because an object that only looks like a number may compare as it
-    likes. So is what is too large or too deep. `encode_other` makes plain data of a Prop.
+    Subclasses are not taken, because an object that only looks like a number may compare as it
+    likes. Neither is what is too large or too deep. `encode_other` makes plain data of a Prop.
 
     >>> to_json([(1, Fraction(1, 3)), {"a": None}])
     [{'t': [1, {'q': '1/3'}]}, {'d': [['a', None]]}]

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade.child import NotPlain, Prop, describe_kind, from_json, to_json, to_line
-from tinyspec.grade.task import Failed
+from tinyspec.grade.task import NoResult
 from tinyspec.laws.evidence import format_value
 
 CHILD_FILE = Path(__file__).with_name("child.py")
@@ -255,7 +255,7 @@ class DecisionTree:
         self.ends = 0
 
     def add(self, run: dict[str, Any]) -> None:
-        """Enter one run. Raises Failed if an earlier run did something else at the same point."""
+        """Enter one run. Raises NoResult if an earlier run did something else at the same point."""
         answers: Answers = ()
         script = run["script"]
         for place, (kind, data) in enumerate(run["asked"]):
@@ -267,15 +267,17 @@ class DecisionTree:
         result = {name: run.get(name) for name in ("value", "problem", "summary", "traces")}
         self._enter(answers, End(**result, line=to_line(result)))
         if len(answers) < len(script):
-            raise Failed("decides differently when it is run again")
+            raise NoResult("decides differently when it is run again")
         self.ends += 1
         if self.ends > MAX_ENDS:
-            raise Failed(f"has more than {MAX_ENDS} ways to go on one case")
+            raise NoResult(f"has more than {MAX_ENDS} ways to go on one case")
 
     def _enter(self, answers: Answers, node: Decision | End) -> None:
         known = self.nodes.setdefault(answers, node)
         if type(known) is not type(node) or known.line != node.line:
-            raise Failed("decides differently when it is run again with the same answers of chance")
+            raise NoResult(
+                "decides differently when it is run again with the same answers of chance"
+            )
 
 
 # ---------------------------------------------------------------------- functions
@@ -286,7 +288,7 @@ def _signature(*given: Any, chance: Any) -> None:
 
 
 class RemoteFunction:
-    """A submitted function. A call raises Failed if the function gives no result.
+    """A submitted function. A call raises NoResult if the function gives no result.
 
     A law may hand over positional and named arguments, plain data and props, and last a chance.
 
@@ -329,31 +331,31 @@ class RemoteFunction:
             self._trees[key] = DecisionTree()
         try:
             if time.process_time() - self.began > self.child.limits.task:
-                raise Failed("has so many ways to go that judging them all takes too long")
+                raise NoResult("has so many ways to go that judging them all takes too long")
             end = self._play(self._trees[key], message, chance)
             for prop, trace in zip(props, from_json(end.traces) or [], strict=False):
                 prop.trace = trace
             if end.problem is not None:
-                raise Failed(str(end.problem), summary=str(end.summary or ""))
+                raise NoResult(str(end.problem), summary=str(end.summary or ""))
             return from_json(end.value)
-        except (Failed, ChildGone, NotPlain) as error:
+        except (NoResult, ChildGone, NotPlain) as error:
             raise self._fail(error, given, named) from None
 
-    def _fail(self, error: Exception, given: Any, named: dict[str, Any]) -> Failed:
+    def _fail(self, error: Exception, given: Any, named: dict[str, Any]) -> NoResult:
         """Return what is said of a call that gave no result."""
-        said = error.said if isinstance(error, Failed) else str(error)
-        summary = error.summary if isinstance(error, Failed) else said
+        clause = error.clause if isinstance(error, NoResult) else str(error)
+        summary = error.summary if isinstance(error, NoResult) else clause
         if isinstance(error, ChildGone):
-            said = self.gone = self.gone or said
+            clause = self.gone = self.gone or clause
             self.is_hung = self.is_hung or isinstance(error, ChildHung)
             seconds = self.seconds or self.child.limits.call
-            summary = f"took longer than {seconds:g} s" if self.is_hung else said
+            summary = f"took longer than {seconds:g} s" if self.is_hung else clause
         case: dict[str, Any] = {}
-        if not said.startswith(("is not written", "is missing")):
+        if not clause.startswith(("is not written", "is missing")):
             extra = [f"argument {place + 1}" for place in range(len(self.names), len(given))]
             values = [*zip([*self.names, *extra], given, strict=False), *named.items()]
             case = {name: _show_prop(value) for name, value in values}
-        return Failed(f"{self.__name__} {said}", case, summary)
+        return NoResult(f"{self.__name__} {clause}", case, summary)
 
     def _play(self, tree: DecisionTree, message: dict[str, Any], chance: Any) -> End:
         """Follow the tree wherever chance leads."""
@@ -380,7 +382,7 @@ class RemoteFunction:
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration):
             raise ChildGone("writes into the grader's pipe") from None
         if wanted not in tree.nodes:
-            raise Failed("decides differently when it is run again")
+            raise NoResult("decides differently when it is run again")
 
 
 def _is_chance(value: Any) -> bool:
@@ -421,7 +423,7 @@ class LoadedSubmission(NamedTuple):
     replaced: list[str]
 
     def function(self, name: str, seconds: float | None = None) -> RemoteFunction:
-        """Return a function of the submission; a call of one that is missing raises Failed."""
+        """Return a function of the submission; a call of one that is missing raises NoResult."""
         return RemoteFunction(self.child, name, self.functions.get(name, []), seconds)
 
 
@@ -430,7 +432,7 @@ def load_submission(
 ) -> LoadedSubmission:
     """Start a child that imports a submission, and put helpers of the reference in their places.
 
-    Raises Failed, which says why the submission could not be imported.
+    Raises NoResult, which says why the submission could not be imported.
     """
     child = ChildProcess(limits)
     try:
@@ -439,10 +441,10 @@ def load_submission(
         functions, replaced = answer.get("ok"), answer.get("replaced")
         if not isinstance(functions, dict) or not isinstance(replaced, list):
             problem = str(answer.get("problem", "writes into the grader's pipe"))
-            raise Failed(problem, summary=str(answer.get("summary") or problem))
+            raise NoResult(problem, summary=str(answer.get("summary") or problem))
     except ChildGone as gone:
         child.close()
-        raise Failed(str(gone), summary=f"submission.py {gone}") from None
+        raise NoResult(str(gone), summary=f"submission.py {gone}") from None
     except BaseException:
         child.close()
         raise

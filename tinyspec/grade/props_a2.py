@@ -1,9 +1,9 @@
-"""What a submission to A2 is given: a model of one attention layer, which is told what stands where
-and what sees what.
+"""The model that a submission to A2 is given: one attention layer with a mask and positions.
 
-It believes what it is told. A row attends to whatever its mask shows, at whatever positions are
-said: a wrong mask or a wrong position is no error but a wrong row, as in a real model. Standard
-library only: a child process loads this.
+It believes what it is given. A row attends to whatever its mask shows, at whatever positions are
+given: a wrong mask or a wrong position is no error but a wrong row, as in a real model.
+
+A child process loads this file: it imports the standard library and `child` alone.
 """
 
 from collections.abc import Sequence
@@ -12,21 +12,20 @@ from typing import Any, Self
 
 from tinyspec.grade.child import Prop
 
-MOST_CALLS = 100  # of one run: whoever asks more often is not going to stop
-FARTHEST = 10_000  # position
+MAX_CALLS = 100  # of one run: a function that needs more is not going to stop
+MAX_POSITION = 10_000
 
 
 class TreeSession(Prop):
-    """A model that has read a text but for its newest token. `text` is all of it; what is scored is
-    not kept.
+    """A model that has read all of `text` but its newest token. What is scored is not kept.
 
     Tokens 0 to V - 1. A row attends to what it sees. A token t_j at position s_j, seen from token
     t_i at position s_i, weighs
 
         (1 + (2 t_i + 3 t_j + seed) mod 5) / (1 + |s_i - s_j|)
 
-    and says 1 + ((v + 1) (t_j + 2) + 3 s_j + seed) mod 7 for the word v as the next one. The
-    weighted sum of what all say, divided by its total, is the row.
+    and has the value 1 + ((v + 1) (t_j + 2) + 3 s_j + seed) mod 7 for the word v as the next one.
+    The weighted sum of the values, divided by its total, is the row.
 
     The trace has an entry for every call: [tokens, positions].
 
@@ -53,18 +52,18 @@ class TreeSession(Prop):
     def score(
         self, tokens: Sequence[int], positions: Sequence[int], mask: Sequence[Sequence[Any]]
     ) -> list[list[Fraction]]:
-        """One call of the model: k tokens at k positions, k rows of V probabilities.
+        """Run one forward pass: k tokens at k positions give k rows of V probabilities.
 
         mask   [k][c + k]: which of the c = len(text) - 1 tokens that were read, and of the k that
                are fed, each row sees
 
-        ValueError where the three do not fit together, a token is none of the model's, or a row
-        sees nothing.
+        Raises ValueError if the three do not fit together, a token is not in the vocabulary, or a
+        row sees nothing.
         """
         read = len(self.text) - 1
-        if len(self.trace) >= MOST_CALLS:
+        if len(self.trace) >= MAX_CALLS:
             raise ValueError(
-                f"the model ran {MOST_CALLS} forward passes: the function is not going to stop"
+                f"the model ran {MAX_CALLS} forward passes: the function is not going to stop"
             )
         for name, given in (("tokens", tokens), ("positions", positions), ("the mask", mask)):
             if not isinstance(given, (list, tuple)):
@@ -77,11 +76,11 @@ class TreeSession(Prop):
                 f"a forward pass needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
             )
         for token in tokens:
-            _whole(token, "a token", self.vocabulary - 1)
+            _check_whole(token, "a token", self.vocabulary - 1)
         for position in positions:
-            _whole(position, "a position", FARTHEST)
+            _check_whole(position, "a position", MAX_POSITION)
         for place, row in enumerate(mask):
-            self._fits(place, row, read, len(tokens))
+            _check_mask_row(place, row, read, len(tokens))
         self.trace.append([list(tokens), list(positions)])
         words = [*self.text[:read], *tokens]
         places = [*range(read), *positions]
@@ -94,39 +93,35 @@ class TreeSession(Prop):
             for i in range(len(tokens))
         ]
 
-    def _fits(self, place: int, row: Any, read: int, fed: int) -> None:
-        """Raise ValueError unless this is a row of a mask over so many columns."""
-        if not isinstance(row, (list, tuple)):
-            raise ValueError(f"row {place} of the mask must be a list: got {row!r}")
-        if len(row) != read + fed:
-            raise ValueError(
-                f"row {place} of the mask has {len(row)} entries: it needs {read + fed}, for {read} "
-                f"token{'' if read == 1 else 's'} that {'was' if read == 1 else 'were'} read and {fed} that "
-                f"{'is' if fed == 1 else 'are'} fed"
-            )
-        if any(type(seen) not in (bool, int) or seen not in (0, 1) for seen in row):
-            raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
-        if not any(row):
-            raise ValueError(
-                f"row {place} of the mask shows nothing: a row attends at least to itself"
-            )
-
     def _row(self, token: int, position: int, seen: Sequence[tuple[int, int]]) -> list[Fraction]:
-        """What a token at a position says of the next one, of the (token, position) pairs that it
-        sees.
-        """
-        said = [Fraction(0)] * self.vocabulary
+        """Return the row of a token at a position that sees these (token, position) pairs."""
+        sums = [Fraction(0)] * self.vocabulary
         for other, place in seen:
             weight = Fraction(
                 1 + (2 * token + 3 * other + self.seed) % 5, 1 + abs(position - place)
             )
             for word in range(self.vocabulary):
-                said[word] += weight * (1 + ((word + 1) * (other + 2) + 3 * place + self.seed) % 7)
-        whole = sum(said)
-        return [x / whole for x in said]
+                sums[word] += weight * (1 + ((word + 1) * (other + 2) + 3 * place + self.seed) % 7)
+        return [x / sum(sums) for x in sums]
 
 
-def _whole(value: Any, what: str, high: int) -> None:
+def _check_mask_row(place: int, row: Any, read: int, fed: int) -> None:
+    """Raise ValueError unless this is a row of a mask over so many columns."""
+    if not isinstance(row, (list, tuple)):
+        raise ValueError(f"row {place} of the mask must be a list: got {row!r}")
+    if len(row) != read + fed:
+        raise ValueError(
+            f"row {place} of the mask has {len(row)} entries: it needs {read + fed}, for {read} "
+            f"token{'' if read == 1 else 's'} that {'was' if read == 1 else 'were'} read and {fed} that "
+            f"{'is' if fed == 1 else 'are'} fed"
+        )
+    if any(type(seen) not in (bool, int) or seen not in (0, 1) for seen in row):
+        raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
+    if not any(row):
+        raise ValueError(f"row {place} of the mask shows nothing: a row attends at least to itself")
+
+
+def _check_whole(value: Any, what: str, high: int) -> None:
     """Raise ValueError unless the value is a whole number from 0 to high."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
         raise ValueError(f"{what} is {value!r}: it must be a whole number from 0 to {high}")

@@ -1,9 +1,9 @@
-"""What a submission to A3 is given: a model of a few layers whose cache can have holes, and a model
-that counts its calls.
+"""The models that a submission to A3 is given: one whose cache can have holes, one that counts.
 
-Both calculate with small whole numbers, so that every judgement is exact and every step can be done
-by hand; both write down what was asked of them (`trace`), and refuse misuse in a sentence. Standard
-library only: a child process loads this.
+Both calculate with small whole numbers, so that every verdict is exact and every step can be done
+by hand. Both record what was asked of them (`trace`), and answer misuse with a sentence.
+
+A child process loads this file: it imports the standard library and `child` alone.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from typing import Any, Self
 from tinyspec.grade.child import Prop
 
 MODULUS = 97  # a state is a whole number below this
-MOST_CALLS = 1000  # of one run: whoever asks more often is not going to stop
+MAX_CALLS = 1000  # of one run: a function that needs more is not going to stop
 
 
-def whole(value: Any, what: str, low: int, high: int) -> int:
-    """The value, if it is a whole number from low to high; ValueError otherwise."""
+def require_whole(value: Any, what: str, low: int, high: int) -> int:
+    """Return the value if it is a whole number from low to high. Raises ValueError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ValueError(f"{what} is {value!r}: it must be a whole number from {low} to {high}")
     return value
@@ -33,7 +33,7 @@ class LayeredModel(Prop):
 
     The trace has an entry for every write and every layer that was run:
     ("store", layer, position, pair), ("run", layer, position, state, the state that came out), and
-    ("hole", layer, position, the position that was not written) where a layer was refused.
+    ("hole", layer, position, the position that was not written) if a layer could not be run.
 
     >>> model = LayeredModel(seed=1, depth=2)
     >>> state = model.embed(2)
@@ -60,34 +60,28 @@ class LayeredModel(Prop):
         return cls(**plain)
 
     def embed(self, token: int) -> int:
-        """The state of a token below layer 1."""
-        return (
-            10 * whole(token, "the token", 0, self.vocabulary - 1) + 3 * self._seed + 1
-        ) % MODULUS
+        """Return the state of a token below layer 1."""
+        require_whole(token, "the token", 0, self.vocabulary - 1)
+        return (10 * token + 3 * self._seed + 1) % MODULUS
 
     def project(self, layer: int, position: int, state: int) -> int:
-        """The key and value, one number here, that a layer makes of the state that a token brings
-        to it.
-        """
-        whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
-        return (
-            (layer + 1) * state + whole(position, "the position", 0, MOST_CALLS) + self._seed
-        ) % MODULUS
+        """Return the key and value that a layer makes of a token's state: one number here."""
+        self._check(layer, position, state)
+        return ((layer + 1) * state + position + self._seed) % MODULUS
 
     def store(self, layer: int, position: int, pair: int) -> None:
         """Write a key and value into the cache of a layer; what stood there is overwritten."""
-        whole(layer, "the layer", 1, self.depth), whole(position, "the position", 0, MOST_CALLS)
-        self._cache[layer][position] = whole(pair, "the key and value", 0, MODULUS - 1)
+        self._check(layer, position)
+        self._cache[layer][position] = require_whole(pair, "the key and value", 0, MODULUS - 1)
         self.note("store", layer, position, pair)
 
     def run(self, layer: int, position: int, state: int) -> int:
-        """Run a layer for the token at a position: it reads the cache of that layer at positions 0
-        to `position`.
+        """Run a layer for the token at a position; it reads the layer's cache up to there.
 
-        ValueError where one of them was not stored: a hole.
+        Raises ValueError if one of the positions was not stored: a hole.
         """
-        whole(layer, "the layer", 1, self.depth), whole(state, "the state", 0, MODULUS - 1)
-        for at in range(whole(position, "the position", 0, MOST_CALLS) + 1):
+        self._check(layer, position, state)
+        for at in range(position + 1):
             if at not in self._cache[layer]:
                 self.note("hole", layer, position, at)
                 raise ValueError(
@@ -98,17 +92,21 @@ class LayeredModel(Prop):
         self.note("run", layer, position, state, out)
         return out
 
+    def _check(self, layer: int, position: int, state: int = 0) -> None:
+        """Raise ValueError unless the layer, the state and the position are possible."""
+        require_whole(layer, "the layer", 1, self.depth)
+        require_whole(state, "the state", 0, MODULUS - 1)
+        require_whole(position, "the position", 0, MAX_CALLS)
+
     def row(self, state: int) -> list[Fraction]:
-        """[V] The law of the next word, read from a state: by the one head that all layers
-        share.
-        """
-        whole(state, "the state", 0, MODULUS - 1)
+        """Return [V] the distribution of the next word, by the one head that all layers share."""
+        require_whole(state, "the state", 0, MODULUS - 1)
         weights = [1 + (state + 7 * token) ** 2 % MODULUS % 9 for token in range(self.vocabulary)]
         return [Fraction(weight, sum(weights)) for weight in weights]
 
     def note(self, *event: Any) -> None:
-        """Remember it, unless it is too much."""
-        if len(self.trace) >= 50 * MOST_CALLS:
+        """Add an event to the trace. Raises ValueError if there are too many."""
+        if len(self.trace) >= 50 * MAX_CALLS:
             raise ValueError(
                 "the model was asked for more than fifty thousand things: the function is not going to stop"
             )
@@ -116,26 +114,23 @@ class LayeredModel(Prop):
 
 
 def _mixed(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
-    """What a layer makes of a state and of the keys and values of positions 0 to `position`: near
-    ones weigh less.
-    """
-    heard = sum((position - at + 1) * pair for at, pair in enumerate(pairs))
-    return (state + heard * heard + layer) % MODULUS
+    """Return what a layer makes of a state and the keys and values up to it: near ones weigh less."""
+    attended = sum((position - at + 1) * pair for at, pair in enumerate(pairs))
+    return (state + attended * attended + layer) % MODULUS
 
 
 class CountedModel(Prop):
-    """A language model at temperature 0: it says the likeliest token, for all places of a block in
-    one call.
+    """A language model at temperature 0 that predicts all positions of a block in one forward pass.
 
-    rule        what it says after a text:
+    rule        the likeliest token after a text:
                 "mixing"    s % V, where s depends on every token: s = seed at first, and s = (5 s +
                             token^2 + token + 1) % 97 for each token after the other
-                "counting"  the number behind the last token, (last + 1) % V
-                "places"    the number of the place, len(text) % V, whatever the tokens are
+                "counting"  the number after the last token, (last + 1) % V
+                "places"    the number of the position, len(text) % V, whatever the tokens are
     vocabulary  V, its tokens are 0 to V - 1
     eos         the token that ends a text, or None
 
-    The trace has an entry for every call: (text, guesses, said).
+    The trace has an entry for every forward pass: (text, guesses, answers).
 
     >>> model = CountedModel("counting", vocabulary=5)
     >>> model.says([1], [0, 3, 3])
@@ -161,8 +156,9 @@ class CountedModel(Prop):
         return cls(**plain)
 
     def says(self, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
-        """One call of the model: for every i the likeliest token behind text + guesses[:i]. The
-        last guess is not read.
+        """Run one forward pass: for every i the likeliest token after text + guesses[:i].
+
+        The last guess is not read.
         """
         for name, tokens in (("the text", text), ("the guesses", guesses)):
             if not isinstance(tokens, (list, tuple)) or not tokens:
@@ -170,17 +166,17 @@ class CountedModel(Prop):
                     f"{name} must be a list of tokens that is not empty: got {tokens!r}"
                 )
             for token in tokens:
-                whole(token, f"a token of {name}", 0, self.vocabulary - 1)
-        if len(self.trace) >= MOST_CALLS:
+                require_whole(token, f"a token of {name}", 0, self.vocabulary - 1)
+        if len(self.trace) >= MAX_CALLS:
             raise ValueError(
-                f"the model ran {MOST_CALLS} forward passes: the function is not going to stop"
+                f"the model ran {MAX_CALLS} forward passes: the function is not going to stop"
             )
-        said = [self._behind([*text, *guesses[:at]]) for at in range(len(guesses))]
-        self.note(list(text), list(guesses), said)
-        return list(said)
+        answers = [self._next([*text, *guesses[:at]]) for at in range(len(guesses))]
+        self.note(list(text), list(guesses), answers)
+        return list(answers)
 
-    def _behind(self, text: Sequence[int]) -> int:
-        """The likeliest token behind a text."""
+    def _next(self, text: Sequence[int]) -> int:
+        """Return the likeliest token after a text."""
         if self._rule == "places":
             return len(text) % self.vocabulary
         if self._rule == "counting":

@@ -1,25 +1,26 @@
-"""What a graded submission is told: at a terminal, as JSON, and as Gradescope's results.json.
+"""Write what a graded submission is told: at a terminal, as JSON, and as Gradescope's results.json.
 
-A task is one row of the table, and one test of Gradescope. Where it lost points, its laws follow
-with the points of each, and the smallest case in which the first one is broken.
+The three say the same in the same words (`TaskResult.summary`, `explain_result`). A task is one row
+of the table, and one test of Gradescope. If it lost points, its laws follow with the points of
+each, and the smallest case in which the first one is broken.
 """
 
 from typing import TYPE_CHECKING, Any
 
-from tinyspec.grade.grading import Report, Result, Verdict
+from tinyspec.grade.grading import GradeReport, LawVerdict, TaskResult
 from tinyspec.grade.task import shorten
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDEST = 600  # letters of a value
+MAX_VALUE_LETTERS = 600
 CONTAINER = (
     "The grader is no security boundary: run submissions that you do not trust in a container."
 )
 
 
-def note(report: Report, tells_seed: bool = True) -> str:
-    """Return what the score rests on. Who is graded by a final run need not be told its seed."""
+def describe_run(report: GradeReport, tells_seed: bool = True) -> str:
+    """Return what the score rests on. A student graded by a final run need not be told its seed."""
     seed, times = report.cases
     if times == 1:
         return (
@@ -31,73 +32,53 @@ def note(report: Report, tells_seed: bool = True) -> str:
     return f"{run}, {times} times as many cases drawn as in the public run.{again} {CONTAINER}"
 
 
-def summary(result: Result) -> str:
-    """Return the verdict on a task, on one line."""
-    if result.counterexample is not None:
-        return clean(result.sentence or f"broken: {result.counterexample.law}")
-    cases = sum(evidence.cases for evidence in result.kept)
-    laws = len(result.kept)
-    return f"{laws} law{'s' if laws > 1 else ''} held in {cases} cases"
+def explain_result(result: TaskResult) -> list[str]:
+    """Return all that is shown of a task that lost points: its laws, and a counterexample."""
+    if result.first_broken is None:
+        return []
+    lines = list_laws(result) if len(result.verdicts) > 1 and not result.is_unjudged else []
+    if result.helpers:
+        names = " and ".join(result.helpers)
+        lines.append(f"  judged with the reference's {names} in the place of yours")
+    return [*lines, *describe_counterexample(result)]
 
 
-def table_entry(result: Result) -> str:
-    """Return the verdict on a task in a few words, for the table."""
-    broken = result.first_broken
-    if broken is None:
-        return summary(result)
-    count = (
-        f"{len(result.kept)} of {len(result.verdicts)} laws hold; "
-        if len(result.verdicts) > 1
-        else ""
-    )
-    return clean(count + summarize_verdict(broken))
-
-
-def summarize_verdict(verdict: Verdict) -> str:
-    """Return why a law does not hold in a few words: "raised ZeroDivisionError at line 154"."""
-    found = verdict.counterexample
-    if verdict.failed is not None:
-        return verdict.failed.summary
-    if found is None:
-        return "holds"
-    if found.got is None or str(found.got).startswith("None:"):
-        return "returned None"
-    return f"broken: {found.law}"
-
-
-def law_lines(result: Result) -> list[str]:
+def list_laws(result: TaskResult) -> list[str]:
     """Return a line for each law of a task: its points, and what it says."""
     lines = []
     for verdict in result.verdicts:
         points = f"{verdict.score} of {verdict.law.points}"
-        why = summarize_verdict(verdict).replace("broken: ", "needs: ")
+        why = verdict.reason.replace("broken: ", "needs: ")
         why = f" ({why})" if verdict.status == "not judged" else ""
-        lines.append(clean(f"  {points:8}  {verdict.status:10}  {verdict.law.sentence}{why}"))
+        lines.append(printable(f"  {points:8}  {verdict.status:10}  {verdict.law.sentence}{why}"))
     return lines
 
 
-def details(result: Result) -> list[str]:
-    """Return the first counterexample, a line each; nothing where there is none."""
+def describe_counterexample(result: TaskResult) -> list[str]:
+    """Return the first counterexample, a line each; nothing if every law holds."""
     found = result.counterexample
     if found is None:
         return []
     if result.sentence:
-        return [clean(result.sentence)]
+        return [printable(result.sentence)]
     pairs = [*found.case.items(), ("yours", found.got), ("expected", found.expected)]
     width = max(len(name) for name, _ in pairs)
     return [
-        f"broken: {clean(found.law)}",
-        *(f"  {clean(n):{width}}  {clean(shorten(v, WIDEST))}" for n, v in pairs),
+        f"broken: {printable(found.law)}",
+        *(
+            f"  {printable(n):{width}}  {printable(shorten(v, MAX_VALUE_LETTERS))}"
+            for n, v in pairs
+        ),
     ]
 
 
-def clean(text: str) -> str:
-    """Without letters that would steer a terminal."""
+def printable(text: str) -> str:
+    """Return a text without letters that would steer a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
-def as_dict(report: Report) -> dict[str, Any]:
-    """Plain data for JSON."""
+def report_to_json(report: GradeReport) -> dict[str, Any]:
+    """Return a report as plain data for JSON."""
     return {
         "assignment": report.assignment.name,
         "title": report.assignment.title,
@@ -106,7 +87,7 @@ def as_dict(report: Report) -> dict[str, Any]:
         "times": report.cases.times,
         "score": report.score,
         "max_score": report.max_score,
-        "note": note(report),
+        "note": describe_run(report),
         "tasks": [
             {
                 "name": result.task.name,
@@ -115,17 +96,16 @@ def as_dict(report: Report) -> dict[str, Any]:
                 "max_score": result.task.points,
                 "law": result.counterexample and result.counterexample.law,
                 "counterexample": result.counterexample and result.counterexample.as_dict(),
-                "message": summary(result),
+                "message": printable(result.summary),
                 "helpers": list(result.helpers),
-                "laws": [law_dict(verdict) for verdict in result.verdicts],
+                "laws": [_verdict_to_json(verdict) for verdict in result.verdicts],
             }
             for result in report.results
         ],
     }
 
 
-def law_dict(verdict: Verdict) -> dict[str, Any]:
-    """Return plain data for JSON: a law of a task, its points, and what it found."""
+def _verdict_to_json(verdict: LawVerdict) -> dict[str, Any]:
     return {
         "law": verdict.law.sentence,
         "score": verdict.score,
@@ -136,14 +116,14 @@ def law_dict(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def gradescope(report: Report) -> dict[str, Any]:
-    """Return what Gradescope reads from results.json: a test for each task, its laws in the output.
+def report_to_gradescope(report: GradeReport) -> dict[str, Any]:
+    """Return what Gradescope reads from results.json: a test for each task.
 
     The seed of the cases is in extra_data, which students are not shown.
     """
     return {
         "score": report.score,
-        "output": note(report, tells_seed=False),
+        "output": describe_run(report, tells_seed=False),
         "output_format": "text",
         "tests": [
             {
@@ -151,7 +131,7 @@ def gradescope(report: Report) -> dict[str, Any]:
                 "score": result.score,
                 "max_score": result.task.points,
                 "status": "failed" if result.counterexample else "passed",
-                "output": "\n".join(explain(result) or [summary(result)]),
+                "output": "\n".join(explain_result(result) or [result.summary]),
                 "output_format": "text",
             }
             for result in report.results
@@ -160,36 +140,13 @@ def gradescope(report: Report) -> dict[str, Any]:
     }
 
 
-def explain(result: Result) -> list[str]:
-    """Return all that is shown of a task that lost points: its laws, and the first
-    counterexample.
-    """
-    if result.first_broken is None:
-        return []
-    lines = law_lines(result) if len(result.verdicts) > 1 and not is_unjudged(result) else []
-    if result.helpers:
-        lines.append(
-            f"  judged with the reference's {' and '.join(result.helpers)} in the place of yours"
-        )
-    return [*lines, *details(result)]
-
-
-def is_unjudged(result: Result) -> bool:
-    """Return whether no law could be judged, all for the same reason: a list of them would only
-    repeat it.
-    """
-    said = {str(verdict.failed) for verdict in result.verdicts}
-    return (
-        len(said) == 1
-        and result.first_broken is not None
-        and result.first_broken.failed is not None
-    )
-
-
-def show(report: Report, console: "Console") -> None:
-    """The whole report: a line for each task, then what was found, then what the score rests on."""
+def print_report(report: GradeReport, console: "Console") -> None:
+    """Print a line for each task, then what was found, then what the score rests on."""
     from rich.table import Table
     from rich.text import Text
+
+    def print_plain(text: str, style: str = "") -> None:
+        console.print(text, style=style, highlight=False, markup=False)
 
     assignment = report.assignment
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -198,21 +155,18 @@ def show(report: Report, console: "Console") -> None:
     table.add_column("points", justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold")
     for result in report.results:
+        verdict = Text(printable(result.summary), style="red" if result.first_broken else "")
         points = f"{result.score} of {result.task.points}"
-        style = "" if result.first_broken is None else "red"
-        table.add_row(
-            result.task.title, result.task.name, points, Text(table_entry(result), style=style)
-        )
-    console.print(
-        f"{assignment.name} {assignment.title}: {report.score} of {report.max_score} points",
-        style="bold",
-    )
+        table.add_row(result.task.title, result.task.name, points, verdict)
+    title = f"{assignment.name} {assignment.title}: {report.score} of {report.max_score} points"
+    console.print(title, style="bold")
     console.print(table, highlight=False, markup=False)
     if report.problem:
-        console.print(f"\n{clean(report.problem)}", style="red", highlight=False, markup=False)
+        print_plain(f"\n{printable(report.problem)}", "red")
     for result in [] if report.problem else report.results:
-        if lines := explain(result):
-            title = f"\n{result.task.title}: {result.score} of {result.task.points} points"
-            console.print(title, style="bold", highlight=False, markup=False)
-            console.print("\n".join(lines), highlight=False, markup=False)
-    console.print(f"\n{note(report)}", highlight=False, markup=False)
+        if lines := explain_result(result):
+            print_plain(
+                f"\n{result.task.title}: {result.score} of {result.task.points} points", "bold"
+            )
+            print_plain("\n".join(lines))
+    print_plain(f"\n{describe_run(report)}")

@@ -77,24 +77,24 @@ def law(sentence: str) -> Callable[[Callable[[Function, Cases], Iterable[bool]]]
     return lambda look: CaseLaw(sentence, look)
 
 
-class Failed(TinyspecError):
+class NoResult(TinyspecError):
     """The submitted function gave no result that could be judged. Laws let it pass.
 
-    said     a sentence without its end: "residual raises ZeroDivisionError (submission.py, line
+    clause   a sentence without its end: "residual raises ZeroDivisionError (submission.py, line
              12)"
     case     what it was given, by the names of its arguments
     summary  the same in a few words, for a table: "raised ZeroDivisionError at line 12"
     """
 
-    def __init__(self, said: str, case: dict[str, Any] | None = None, summary: str = ""):
-        self.said, self.case, self.summary = said, case or {}, summary or said
+    def __init__(self, clause: str, case: dict[str, Any] | None = None, summary: str = ""):
+        self.clause, self.case, self.summary = clause, case or {}, summary or clause
         shown = ", ".join(f"{name} = {shorten(value)}" for name, value in self.case.items())
-        super().__init__(f"{said}, given {shown}" if shown else said)
+        super().__init__(f"{clause}, given {shown}" if shown else clause)
 
     @property
     def is_offence(self) -> bool:
         """Return whether the submission did what the grader does not allow."""
-        return self.said.endswith(NOT_ALLOWED)
+        return self.clause.endswith(NOT_ALLOWED)
 
 
 class Task(NamedTuple):
