@@ -377,8 +377,8 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
 @pytest.mark.parametrize(
     ("knobs", "said"),
     [
-        ({"block": 0}, "block is 0: it must be at least 1"),
-        ({"prefix": -1}, "prefix is -1: it must be at least 0"),
+        ({"block": 0}, "block is 0: it must be from 1 to 1024"),
+        ({"prefix": -1}, "prefix is -1: it must be from 0 to 1048576"),
         ({"form": "gauss"}, "form is 'gauss': it must be one of pgj, pj, hgj"),
         ({"init": "zero"}, "init is 'zero': it must be one of"),
         ({"form": "pj"}, "say how many"),

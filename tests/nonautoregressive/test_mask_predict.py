@@ -1,6 +1,7 @@
 """Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the paper says."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -22,8 +23,9 @@ from tinyspec.nonautoregressive.mask_predict import (
     count_masked,
     hide_tokens,
     length_logprobs,
-    likeliest_lengths,
+    mask_and_predict,
     masked_lm_loss,
+    select_lengths,
 )
 from tinyspec.technique import Guarantee, RefineRequest, Request, find_technique
 
@@ -41,6 +43,27 @@ def run(
         request.forward_log,
     )
     return running, list(running)
+
+
+@pytest.mark.parametrize(("iterations", "lengths"), [(1, 2), (3, 3), (4, 5), (9, 2)])
+def test_the_algorithm_as_printed_is_what_runs(iterations: int, lengths: int) -> None:
+    """Words and kept probabilities after every pass, of each length by itself."""
+    model = next(random_fillers())
+    mask, special = model.config.mask, (0, 1, 2, model.config.mask)
+    for source in ((4,), (6, 5), (4, 7, 5)):
+        memory = model.encode(torch.tensor([source]))
+
+        def predict(words: list[int], memory: Any = memory) -> tuple[list[int], list[float]]:
+            logits = model.logits(model.decode(model.embed(torch.tensor([words])), memory))[0]
+            logits[:, special] = -torch.inf
+            best = logits.log_softmax(dim=-1).max(dim=-1)
+            return best.indices.tolist(), best.values.tolist()
+
+        canvas = run(source, iterations, lengths)[1][-1].after
+        for row, slots in enumerate(canvas.mask):
+            words, scores = mask_and_predict(predict, int(slots.sum()), iterations, mask)
+            assert canvas.text(row) == words
+            assert canvas.scores[row][slots].tolist() == pytest.approx(scores, abs=1e-9)
 
 
 # ---------------------------------------------------------------------- the traps
@@ -213,9 +236,9 @@ def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
 
 
 def test_no_passes_are_refused() -> None:
-    with pytest.raises(TinyspecError, match="iterations is 0: it must be at least 1"):
+    with pytest.raises(TinyspecError, match="iterations is 0: it must be from 1 to 1024"):
         run(iterations=0)
-    with pytest.raises(TinyspecError, match="lengths is 0: it must be at least 1"):
+    with pytest.raises(TinyspecError, match="lengths is 0: it must be from 1 to 1024"):
         run(lengths=0)
 
 
@@ -256,18 +279,18 @@ def test_the_length_token_tells_no_empty_translation() -> None:
 
 def test_the_beam_holds_the_likeliest_first_and_the_shorter_of_equals() -> None:
     law = torch.tensor([[0.0, 0.3, 0.4, 0.3], [0.0, 0.25, 0.25, 0.5]]).log()
-    assert likeliest_lengths(law, 2) == [[2, 1], [3, 1]]
-    assert likeliest_lengths(law, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
+    assert select_lengths(law, 2) == [[2, 1], [3, 1]]
+    assert select_lengths(law, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
 
 
 def test_wider_beams_contain_the_narrower() -> None:
     law = torch.rand(5, 20, generator=torch.Generator().manual_seed(1)).log()
-    for narrow, wide in zip(likeliest_lengths(law, 3), likeliest_lengths(law, 8), strict=True):
+    for narrow, wide in zip(select_lengths(law, 3), select_lengths(law, 8), strict=True):
         assert wide[:3] == narrow
 
 
 def test_what_cannot_be_is_said() -> None:
     with pytest.raises(TinyspecError, match="at least one"):
-        likeliest_lengths(torch.zeros(1, 3), 0)
+        select_lengths(torch.zeros(1, 3), 0)
     with pytest.raises(TinyspecError, match="train it anew"):
-        likeliest_lengths(torch.full((1, 3), -torch.inf), 1)
+        select_lengths(torch.full((1, 3), -torch.inf), 1)

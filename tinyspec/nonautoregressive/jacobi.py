@@ -1,33 +1,37 @@
-"""Parallel decoding: greedy decoding as a system of equations, solved by Jacobi iteration.
+"""Parallel decoding: solve greedy decoding as a system of equations, by Jacobi iteration.
 
-Santilli et al., ACL 2023, arXiv 2305.10427. Greedy decoding of m tokens is the system y_i = argmax
-p(. | x, y_<i). It is triangular, so it has one solution, and Jacobi iteration reaches it: guess all
-m tokens, and in one causal pass replace each by what the model says in its place, given the guesses
-before it; again, until nothing changes. What makes it *this* technique: the model is an unchanged
-autoregressive one, no draft stands beside it, and the guesses of a sweep are the answers of the
-sweep before. PJ sweeps over all m tokens, PGJ over blocks of b from left to right (Gauss-Seidel
-between blocks, Jacobi inside; b = 1 is autoregression), HGJ over the blocks of a prefix, looking
-for the end of text behind each, and goes on autoregressively, so that no length need be known.
-Nothing is trained.
+Paper: Santilli et al., ACL 2023, arXiv 2305.10427. Nothing is trained.
 
-Theorem: after k sweeps the first k tokens are final, so m sweeps are enough, and greedy text is the
-only fixed point. Tested in tests/nonautoregressive/test_jacobi.py, with the laws of
-tinyspec/laws/sweeps.py: every start of small blocks, the only fixed point by trying all texts, and
-targets on which each sweep fixes one token and no more; on language models, and on the
-autoregressive translator (`Seq2Seq.given`), for which the paper made it.
+Idea. Greedy decoding of m tokens is a system of m equations. It is triangular, so it has exactly
+one solution, and Jacobi iteration reaches it: guess all m tokens, and in one causal forward pass
+replace each by the model's prediction given the guesses before it; repeat until nothing changes.
+The model is an unchanged autoregressive one, and there is no draft model.
 
-In the frame a sweep is a draft: what is left of the block hangs below the newest token as a chain.
-The walk accepts the tokens that came true and adds the next, so whatever has a final input is
-committed in the sweep that computed it, its keys and values are kept, and no pass confirms what is
-known. `solve` is the algorithm as published: it stops at y = y', which may take a pass more (m +
-1), and is the frame's oracle in the tests.
+    y_i        = argmax over v of p(v | x, y_1 .. y_(i-1))              i = 1 .. m
+    y_i(k + 1) = argmax over v of p(v | x, y_1(k) .. y_(i-1)(k))        sweep k + 1
 
-Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are judged as
-point masses. What to expect: the paper reports up to 38 % more speed on translation, nearly twice
-the speed on more cores; Kou et al. (arXiv 2403.00835) report 1.05x for large language models.
-`tinyspec bench sweeps` measures it here.
-Left out: the authors' dependency visualiser, of which `Sweep` is the data; their code keeps one key
-a sweep, here all final ones are kept.
+    pj    sweeps over all m tokens (Jacobi)
+    pgj   sweeps over blocks of b tokens from left to right (Gauss-Seidel between blocks); b = 1 is
+          plain decoding
+    hgj   blocks for a prefix, looking for the end of text after each, then plain decoding: the
+          length need not be known
+
+After k sweeps the first k tokens are final, so m sweeps are enough, and the greedy text is the only
+fixed point. In the frame a sweep is a draft: the rest of the block is a chain after the newest
+token. Verification accepts the tokens that came true and adds the next one. So whatever has a final
+input is committed in the sweep that computed it, and no pass confirms what is known. `solve_blocks`
+is the published algorithm: it stops at y(k + 1) = y(k), which may take one pass more.
+
+Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are verified as
+point masses.
+Pitfall: testing convergence against the known greedy text; leaving out the confirming pass from the
+count of passes; keeping keys and values that were computed from guesses that changed.
+Tests: tests/nonautoregressive/test_jacobi.py with laws/sweeps.py (`solve_blocks` against what runs;
+every start of small blocks; the only fixed point by trying all texts; targets on which each sweep
+fixes one token; the translator for which the paper made it).
+Left out: the authors' dependency visualiser, of which `Sweep` is the data. Their code keeps one
+key a sweep, here all final ones are kept. The paper reports up to 38 % more speed on translation;
+Kou et al. (arXiv 2403.00835) report 1.05x for large language models (`tinyspec bench sweeps`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,27 +51,32 @@ from tinyspec.tree import TokenTree
 # ---------------------------------------------------------------------- the algorithm as published (section 3)
 
 PredictBlock = Callable[[Sequence[int], Sequence[int]], list[int]]
-"""(text, block) -> what the model says in every place of the block, given the text and the block's
-tokens before it: a pass.
+"""(text, block) -> the greedy token at every position of the block, given the text and the block's
+tokens before it: one forward pass.
 """
 
 InitBlock = Callable[[int, Sequence[int]], list[int]]
 """(n, text) -> the first guess of the next n tokens."""
 
 
-def iterate_block(says: PredictBlock, text: Sequence[int], block: Sequence[int]) -> list[list[int]]:
-    """PJ: the block and every sweep's answer, until one is equal to its guess. At most m + 1 sweeps
-    for m tokens.
+def iterate_block(
+    predict: PredictBlock, text: Sequence[int], block: Sequence[int]
+) -> list[list[int]]:
+    """Return the block and the result of every sweep, until a sweep changes nothing (PJ).
+
+    A block of m tokens takes at most m + 1 sweeps.
     """
     states = [list(block)]
     while len(states) == 1 or states[-1] != states[-2]:
-        states.append(says(text, states[-1]))
+        states.append(predict(text, states[-1]))
     return states
 
 
 class JacobiSolution(NamedTuple):
-    """tokens: the text that was made. blocks: of each block its states, the first guess in
-    front.
+    """The solution and how it was reached.
+
+    tokens  the tokens that were generated
+    blocks  the states of each block; the first state is the first guess
     """
 
     tokens: list[int]
@@ -75,12 +84,12 @@ class JacobiSolution(NamedTuple):
 
     @property
     def passes(self) -> int:
-        """Passes of the model."""
+        """Return the number of forward passes."""
         return sum(len(states) - 1 for states in self.blocks)
 
 
 def solve_blocks(
-    says: PredictBlock,
+    predict: PredictBlock,
     prompt: Sequence[int],
     length: int,
     block: int,
@@ -88,22 +97,23 @@ def solve_blocks(
     ends: frozenset[int] = frozenset(),
     prefix: int | None = None,
 ) -> JacobiSolution:
-    """PGJ; with block >= length PJ, with a prefix HGJ.
+    """Return the greedy text, solved block by block (PGJ; PJ if block >= length; HGJ with a prefix).
 
-    length  the most tokens to make
-    prefix  tokens that are solved in blocks; what comes behind them is made one by one (None: all
-            are solved in blocks)
-    ends    ids that end a text: looked for behind each block
+    length  the most tokens to generate
+    block   tokens of a block (b)
+    start   makes the first guess of a block
+    ends    ids that end a text; looked for after each block
+    prefix  tokens that are solved in blocks; the rest is decoded one by one (None: all in blocks)
     """
     made, blocks = list[int](), list[list[list[int]]]()
     parallel = length if prefix is None else min(prefix, length)
     while len(made) < length:
         text, n = [*prompt, *made], min(block, parallel - len(made))
         if n > 0:
-            blocks.append(iterate_block(says, text, start(n, text)))
+            blocks.append(iterate_block(predict, text, start(n, text)))
         else:  # autoregressive: of one token no guess is read, and no pass need confirm it
             guess = start(1, text)
-            blocks.append([guess, says(text, guess)])
+            blocks.append([guess, predict(text, guess)])
         fresh = blocks[-1][-1]
         at = next((at for at, token in enumerate(fresh) if token in ends), None)
         made += fresh if at is None else fresh[: at + 1]
@@ -113,30 +123,31 @@ def solve_blocks(
 
 
 def predict_with_target(target: Target) -> PredictBlock:
-    """A target as the algorithm sees it, at temperature 0. Its session runs only what it has not
-    run below the same text.
+    """Return a target as the algorithm reads it, at temperature 0.
+
+    Its session runs only positions that it has not run after the same text.
     """
     held = list[int]()
 
-    def says(text: Sequence[int], block: Sequence[int]) -> list[int]:
+    def predict(text: Sequence[int], block: Sequence[int]) -> list[int]:
         target.append(text[len(held) :])
         held[:] = text
         scores = target.score(TokenTree.chain(block[:-1]))
         return [token for (token,) in top_k_rows(scores.logits, range(len(block)), 1)]
 
-    return says
+    return predict
 
 
 # ---------------------------------------------------------------------- the same through the common loop
 
 
 class Sweep(NamedTuple):
-    """A sweep over what is left of a block of which n + 1 tokens are not final.
+    """A sweep over the n + 1 tokens of a block that are not final.
 
-    guess  [n] what stood there: all but the block's last token, which nothing reads
-    said   [n + 1] what the model says in their places
-    fixed  how many of `said` are final now; in sampling the last of these is drawn, and may be
-           another token
+    block      [n] the guesses that were read: all but the last, which no position attends to
+    predicted  [n + 1] the model's greedy tokens
+    n_final    how many of `predicted` are final now; in sampling the last of these is drawn, and
+               may be another token
     """
 
     block: tuple[int, ...]
@@ -145,10 +156,11 @@ class Sweep(NamedTuple):
 
 
 class JacobiDrafter(BaseDrafter):
-    """Proposes what the last sweep said of the rest of the block.
+    """Propose the last sweep's predictions for the rest of the block.
 
     size      tokens of a block; None: all that are wanted (PJ)
-    parallel  tokens behind the prompt that are made in blocks; then plain decoding (HGJ); None: all
+    parallel  tokens after the prompt that are solved in blocks, before plain decoding (HGJ); None:
+              all of them
     """
 
     def __init__(
@@ -179,8 +191,8 @@ class JacobiDrafter(BaseDrafter):
         self.begun = None if self.begun is None else min(self.begun, length)
 
     def start(self, n: int, text: Sequence[int], rng: RandomSource) -> list[int]:
-        """The first guess of n tokens: the padding, random tokens, random tokens of the text, or
-        the newest one again.
+        """Return the first guess of n tokens: padding, random tokens, tokens of the text, or the
+        newest token again.
         """
         if self.init in ("random", "prompt"):
             choices = range(self.vocabulary) if self.init == "random" else text
@@ -212,8 +224,9 @@ class JacobiDrafter(BaseDrafter):
         return TokenTree.chain(self.block[:-1][:max_draft_depth])
 
     def predicted_tokens(self, round: Round) -> list[int]:
-        """What the model held for likeliest in every place of this round, [n + 1]: after the
-        penalty, which reorders.
+        """Return the greedy token at every position of this round, [n + 1].
+
+        A repetition penalty is applied first, because it changes the order of the tokens.
         """
         scores, tree = round.scores, round.tree
         if not len(scores.logits):  # tokens from outside
@@ -228,12 +241,12 @@ class JacobiDrafter(BaseDrafter):
         if len(round.tokens) >= len(self.block):  # it stands
             self.block = []
             return
-        said = self.predicted_tokens(round)
-        self.block = [*said, *self.block[len(said) :]][len(round.tokens) :]
+        predicted = self.predicted_tokens(round)
+        self.block = [*predicted, *self.block[len(predicted) :]][len(round.tokens) :]
 
 
 def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
-    """Decode to the end, and tell every sweep as plain data."""
+    """Decode to the end, and yield every sweep as plain data."""
     drafter: Any = decoder.drafter
     for round in decoder.run(rng):
         yield Sweep(
@@ -249,14 +262,14 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     guarantee=Guarantee.EXACT,
     knobs=(
         Knob("form", "pgj", "pj: all tokens at once; pgj: in blocks; hgj: a prefix in blocks", choices=("pgj", "pj", "hgj")),
-        Knob("block", 3, "b: tokens of a block (pgj, hgj)", low=1, small=(3, 1)),
-        Knob("prefix", 64, "tokens made in blocks before plain decoding (hgj)", low=0, small=(2,)),
+        Knob("block", 3, "b: tokens of a block (pgj, hgj)", low=1, high=1024, small=(3, 1)),
+        Knob("prefix", 64, "tokens solved in blocks before plain decoding (hgj)", low=0, high=1 << 20, small=(2,)),
         Knob("init", "pad", "first guess of a block: padding, random, from the text, the newest token",
              choices=("pad", "random", "prompt", "last")),
     ),
 )  # fmt: skip
 def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -> Decoder:
-    """Sweep over each block until it stands."""
+    """Sweep over each block until it does not change."""
     if form == "pj" and request.stop.max_new_tokens is None and request.positions is None:
         raise TinyspecError(
             "form pj solves for all tokens at once: say how many (max_new_tokens), or take form pgj"

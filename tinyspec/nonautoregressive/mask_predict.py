@@ -1,32 +1,34 @@
-"""Mask-Predict: write all words at once, then mask those you were least sure of and write them
-again, knowing the others.
+"""Mask-Predict: predict all words at once, then mask the least certain ones and predict them again.
 
-Ghazvininejad, Levy, Liu, Zettlemoyer, EMNLP 2019, arXiv 1904.09324. A conditional masked language
-model fills in *any* subset of the target's words, from the source and the other words. Decoding is
-T passes: the first fills in everything; before pass t = 1..T-1 the n = floor(N (T - t) / T) words
-with the lowest probabilities are masked, and predicted again together. So a translation that the
-first pass was torn about is settled word by word. What makes it Mask-Predict: training hides 1 to N
-words, each number equally often, so that an empty page is as familiar as a full one (15 %, as BERT
-hides, never shows one); a word that stays keeps the probability it was *given*, stale on purpose; a
-LENGTH token before the source tells the length, the l likeliest lengths are tried as one batch, and
-the one with the best mean log-probability wins.
+Paper: Ghazvininejad, Levy, Liu, Zettlemoyer, EMNLP 2019, arXiv 1904.09324.
 
-Trained: everything, by `loss`: cross-entropy of the hidden words alone, labels smoothed by 0.1, and
-that of the length, both summed and divided by the number of hidden words, as the released code
-does. That code never hides all N words (its random number ends at N - 1), where the paper says 1 to
-N: here it is the paper. As published: sentences translated by a teacher.
+Idea. A conditional masked language model fills in *any* subset of the target's words, from the
+source and the other words. Decoding takes T passes. The first fills in everything. Before each
+further pass the words with the lowest probabilities are masked, and predicted again together. A
+word that stays keeps the probability that it was *given*, stale on purpose. A LENGTH token before
+the source predicts the target's length; the l likeliest lengths are tried as one batch, and the
+translation with the best mean log-probability wins.
 
-Guarantee: APPROX. No setting gives the teacher's law; T = 1 is one parallel pass. Its own rule is
-proved in laws/nonautoregressive_laws.py by an oracle that decodes each length by itself, without padding;
-tests/nonautoregressive/test_mask_predict.py has the schedule, strictly falling for T <= N, and that
-words which stay do not change. Passes: T of the decoder, l rows wide, and one of the encoder, whose
-keys and values all rows and passes share; the decoder's own cannot be kept, as every word may
-change.
-Left out: nothing. Of equally sure words the leftmost is masked, and special tokens are never
-written: the paper leaves it open.
+    n(t) = max(1, floor(N (T - t) / T))        words masked before pass t = 1 .. T - 1, of N
+
+Training. `masked_lm_loss`: cross-entropy of the hidden words alone, labels smoothed by 0.1, plus
+that of the length, both summed and divided by the number of hidden words, as in the released code.
+1 to N words are hidden, each number equally often, so that an empty page is as familiar as a full
+one. (The released code never hides all N; this follows the paper.) As published, the targets are
+sentences translated by a teacher.
+
+Guarantee: APPROX. No setting gives the teacher's distribution; T = 1 is one parallel pass. Its own
+rule is proved by an oracle in laws/nonautoregressive_laws.py.
+Pitfall: hiding 15 % of the words as BERT does, so that the first pass fails; computing all
+probabilities anew in each pass.
+Tests: tests/nonautoregressive/test_mask_predict.py (`mask_and_predict` against what runs, pass by
+pass; the schedule; words that stay do not change; the loss).
+Left out: nothing. Of equally certain words the leftmost is masked, and special tokens are never
+written: the paper leaves both open. One pass of the encoder and T of the decoder, l rows wide; the
+decoder's own keys and values cannot be kept, because every word may change.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,20 +41,46 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 
+
+def mask_and_predict(
+    predict: Callable[[list[int]], tuple[list[int], list[float]]],
+    n_words: int,
+    iterations: int,
+    mask: int,
+) -> tuple[list[int], list[float]]:
+    """Return a translation of n_words words and their log-probabilities (section 3).
+
+    predict     words, some of them masks -> the likeliest word of each position, and its
+                log-probability: one decoder pass
+    iterations  passes (T)
+    mask        id of the mask
+
+    `MaskPredictRefiner` does this for several lengths in one batch. A test compares the two.
+    """
+    words, scores = [mask] * n_words, [0.0] * n_words
+    for t in range(iterations):
+        n_masked = max(1, n_words * (iterations - t) // iterations)  # all of them in pass 0
+        least_certain = sorted(range(n_words), key=lambda i: scores[i])[:n_masked]
+        for i in least_certain:
+            words[i] = mask
+        predicted, logprobs = predict(words)
+        for i in least_certain:  # a word that stays keeps its old probability
+            words[i], scores[i] = predicted[i], logprobs[i]
+    return words, scores
+
+
 # ---------------------------------------------------------------------- training (section 2)
 
 
 class TranslationPairs(NamedTuple):
-    """What `loss` trains on: source [B, S] and target [B, T], padded at the end."""
+    """A batch to train on: source [B, S] and target [B, T], padded at the end."""
 
     source: Tensor
     target: Tensor
 
 
 def hide_tokens(slots: Tensor, generator: torch.Generator) -> Tensor:
-    """Which slots [B, T] are masked: 1 to N of each row, each number equally likely, and each
-    choice of so many.
-    """
+    """Return which slots [B, T] to hide: 1 to N of each row, each number equally likely."""
     lengths = slots.sum(dim=1)
     share = torch.rand(len(slots), generator=generator, device=slots.device)
     count = (share * lengths).long() + 1  # [B], share < 1
@@ -68,8 +96,9 @@ def masked_lm_loss(
     dropout: float = 0.0,
     smoothing: float = 0.1,
 ) -> Tensor:
-    """-sum over hidden t of log p(y_t | what is not hidden, x), and -log p(N | x), per hidden
-    token.
+    """Return the cross-entropy of the hidden words and of the length, per hidden word.
+
+    (- sum over hidden t of log p(y_t | visible words, x) - log p(N | x)) / number of hidden words
     """
     source, target = batch
     config, slots = model.config, target != model.config.pad
@@ -95,8 +124,7 @@ def masked_lm_loss(
 
 
 def count_masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
-    """How many of a row's words pass t of T predicts: all in pass 0, then floor(N (T - t) / T), at
-    least 1.
+    """Return n(t), how many words pass t of T predicts: all in pass 0.
 
     >>> [int(count_masked(torch.tensor(6), t, 4)) for t in range(4)]
     [6, 4, 3, 1]
@@ -105,19 +133,21 @@ def count_masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
 
 
 def select_lowest(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
-    """The count [C] slots of each row with the lowest scores [C, T], of equals the leftmost;
-    padding is never among them.
+    """Return the `count` [C] slots of each row with the lowest scores [C, T].
+
+    Of equal scores the leftmost slot is taken. Padding is never among them.
     """
     order = scores.masked_fill(~slots, torch.inf).argsort(dim=1, stable=True)
-    rank = order.argsort(dim=1)  # the place of each slot in that order
+    rank = order.argsort(dim=1)  # the position of each slot in that order
     return (rank < count[:, None]) & slots
 
 
 def predict_masked(
     model: Seq2Seq, tokens: Tensor, slots: Tensor, memory: EncoderOutput
 ) -> tuple[Tensor, Tensor]:
-    """One decoder pass over tokens [C, T], some of them masks: the likeliest words, and their
-    log-probabilities.
+    """Return the likeliest words and their log-probabilities, each [C, T]: one decoder pass.
+
+    tokens  [C, T] words, some of them masks
     """
     c = model.config
     logits = model.logits(model.decode(model.embed(tokens), memory, None, slots=slots))  # [C, T, V]
@@ -127,17 +157,18 @@ def predict_masked(
 
 
 class MaskPredictRefiner:
-    """T passes over the l likeliest lengths at once. `extra` of its canvas: the slots that the last
-    pass predicted.
+    """Rewrite a canvas T times, for the l likeliest lengths at once.
+
+    `extra` of its canvas is the slots that the last pass predicted.
     """
 
     def __init__(self, model: Seq2Seq, iterations: int, lengths: int):
         self.model, self.iterations, self.width = model, iterations, lengths
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """Masks, as many as each length says."""
+        """Return a canvas of masks, one candidate for each length."""
         longest = self.model.config.max_positions
-        likeliest = likeliest_lengths(
+        likeliest = select_lengths(
             length_logprobs(self.model, memory)[:, : longest + 1], self.width
         )[0]
         return blank(likeliest, self.model.config.mask, self.model.device)
@@ -145,9 +176,7 @@ class MaskPredictRefiner:
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        """Mask what is least sure, predict it; everything else keeps its word and the probability
-        it had.
-        """
+        """Mask the least certain words and predict them; other words keep their probability."""
         again = select_lowest(
             canvas.scores,
             canvas.mask,
@@ -166,7 +195,7 @@ class MaskPredictRefiner:
         return iteration == self.iterations
 
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        """The length with the best mean log-probability; of equals, the likelier length."""
+        """Return the candidate with the best mean log-probability; of equals, the likelier length."""
         return int(canvas.means().argmax())
 
 
@@ -177,13 +206,13 @@ class MaskPredictRefiner:
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     knobs=(
-        Knob("iterations", 10, "decoder passes T", low=1, small=(2, 1, 4)),
-        Knob("lengths", 5, "target lengths tried at once", low=1, small=(2, 1)),
+        Knob("iterations", 10, "decoder passes T", low=1, high=1024, small=(2, 1, 4)),
+        Knob("lengths", 5, "target lengths tried at once", low=1, high=1024, small=(2, 1)),
     ),
     kind="refine",
 )
 def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
-    """All words at once, then the least sure ones again."""
+    """Predict all words at once, then the least certain ones again."""
     if not request.model.config.lengths:
         raise TinyspecError(
             f"{request.model.name} has no LENGTH token, so nobody says how long its translations are: use a model that "
@@ -196,20 +225,23 @@ def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> Ma
 
 
 def length_logprobs(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
-    """The law that the LENGTH token tells: [B, lengths]."""
+    """Return the LENGTH token's log-probabilities of lengths: [B, lengths]."""
     return model.length_logits(memory).log_softmax(dim=-1)
 
 
-def likeliest_lengths(law: Tensor, width: int) -> list[list[int]]:
-    """The `width` likeliest lengths of each row, the likeliest first, of equals the shorter; fewer
-    where no more can be.
+def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
+    """Return the `width` likeliest lengths of each row, the likeliest first.
 
-    >>> likeliest_lengths(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
+    logprobs  [B, lengths]
+
+    Of equally likely lengths the shorter comes first. Impossible lengths are left out.
+
+    >>> select_lengths(torch.tensor([[0.0, 0.2, 0.5, 0.3]]).log(), 2)
     [[2, 3]]
     """
     if width < 1:
         raise TinyspecError(f"{width} lengths: a length beam holds at least one")
-    order = law.sort(dim=-1, descending=True, stable=True)
+    order = logprobs.sort(dim=-1, descending=True, stable=True)
     found = []
     for values, lengths in zip(
         order.values[:, :width].tolist(), order.indices[:, :width].tolist(), strict=True
@@ -223,10 +255,3 @@ def likeliest_lengths(law: Tensor, width: int) -> list[list[int]]:
             )
         found.append(chosen)
     return found
-
-
-def _possible(law: Tensor) -> Tensor:
-    """Without length 0, and normalised."""
-    return torch.cat((torch.full_like(law[:, :1], -torch.inf), law[:, 1:]), dim=1).log_softmax(
-        dim=-1
-    )

@@ -31,7 +31,7 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, likeliest_lengths
+from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
 from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training.dialects import Dialects, padded
@@ -221,7 +221,7 @@ class Copying:
         self.model, self.generator = model, generator
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        length = likeliest_lengths(length_logprobs(self.model, memory), 1)[0]
+        length = select_lengths(length_logprobs(self.model, memory), 1)[0]
         places, slots = copy_uniformly(torch.tensor([len(source)]), torch.tensor(length))
         return Canvas(
             torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)

@@ -58,7 +58,7 @@ _head = partial(Mutant, law=ONE_HEAD, function=Course.loss)
 
 # ------------------------------------------------------------------ Jacobi iteration
 
-MOVED = "self.block = [*said, *self.block[len(said) :]][len(round.tokens) :]"
+MOVED = "self.block = [*predicted, *self.block[len(predicted) :]][len(round.tokens) :]"
 STANDS = "while len(states) == 1 or states[-1] != states[-2]:"
 SWEPT = [
     _observe(
@@ -76,7 +76,7 @@ SWEPT = [
         "a sweep replaces one place",
         MOVED,
         """n = len(round.tokens)
-self.block = [*said[n : n + 1], *self.block[n + 1 :]]""",
+self.block = [*predicted[n : n + 1], *self.block[n + 1 :]]""",
     ),
     _propose(
         "a block reads a guess that answers for another block",
@@ -107,10 +107,10 @@ self.block = [*said[n : n + 1], *self.block[n + 1 :]]""",
         also=(
             Patch(
                 jacobi.iterate_block,
-                "states.append(says(text, states[-1]))",
+                "states.append(predict(text, states[-1]))",
                 """first, *others = states[-1]
-own = says([*text, first], [*others, states[-1][-1]])[0]
-states.append([own, *says(text, states[-1])[1:]])""",
+own = predict([*text, first], [*others, states[-1][-1]])[0]
+states.append([own, *predict(text, states[-1])[1:]])""",
             ),
         ),
     ),
