@@ -53,6 +53,45 @@ def memory_of(model: Seq2Seq, source: tuple[int, ...]) -> Any:
 # ------------------------------------------------------------------ decoding
 
 
+class SampleStreams:
+    """Draw as `NatRefiner` does: sample k of a source of `words` words has a stream of its own."""
+
+    def __init__(self, seed: int, words: int):
+        self.words, self.drawn, self.start = words, 0, Seeded(seed).split("start", 0)
+
+    def choice(self, n: int, p: list[float]) -> int:
+        if self.drawn % self.words == 0:
+            self.stream = self.start.split("fertilities", self.drawn // self.words)
+        self.drawn += 1
+        return self.stream.draw(p)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 6])
+def test_the_algorithm_as_printed_is_what_runs(samples: int) -> None:
+    silent = 0
+    for source, seed in product(SOURCES, SEEDS):
+        model, judge = random_student(seed), random_teacher(seed)
+        probs = fertility_law(model, source)
+        silent += sum(fixed_fertilities(probs, "argmax")) == 0
+        expected = nat.decode_noisy_parallel(
+            source,
+            probs,
+            lambda copies, m=model, x=source: nat_words(m, x, copies),
+            lambda text, m=judge, x=source: teacher_score(m, x, text),
+            samples,
+            SampleStreams(seed, len(source)),
+        )
+        assert run(model, judge, source, seed, samples=samples).tokens == expected
+    assert silent  # a source whose likeliest fertilities are all 0 is among them
+
+
+def nat_words(model: Seq2Seq, source: tuple[int, ...], copies: list[int]) -> list[int]:
+    read, slots = torch.tensor([copies]), torch.ones(1, len(copies), dtype=torch.bool)
+    states = nat.decode_parallel(model, read, slots, memory_of(model, source))
+    logits = nat.forbid_special_tokens(model, model.logits(states))
+    return logits[0].argmax(dim=-1).tolist()
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_the_length_is_the_sum_of_the_fertilities_and_words_with_none_vanish(
     source: tuple[int, ...],

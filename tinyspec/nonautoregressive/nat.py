@@ -1,37 +1,38 @@
-"""NAT: all target words in one pass, because every source word has said how many of them are its
-own.
+"""NAT: translate all words in one pass, after predicting each source word's fertility.
 
-Gu, Bradbury, Xiong, Li, Socher, ICLR 2018, arXiv 1711.02281. A model that writes all places at once
-cannot agree with itself: each place takes its likeliest word, whatever translation its neighbours
-have in mind. The paper moves the choice into a latent sequence that can be written at once: the
-*fertility* of each source word, how many target words it produces. The fertilities add up to the
-target's length, and the decoder reads each source word as often as it is fertile. Given them, much
-less is left to agree about. What makes it NAT: the fertilities (not a length and evenly spread
-copies), self-attention that sees all places but its own, a positional attention block in every
-decoder layer, and, in *noisy parallel decoding*, several fertility sequences at once, of whose
-translations the autoregressive teacher keeps the one it finds likeliest.
+Paper: Gu, Bradbury, Xiong, Li, Socher, ICLR 2018, arXiv 1711.02281.
 
-Trained: everything, on the sentences as the teacher translates them (sequence-level distillation,
-Kim, Rush 2016, arXiv 1606.07947: a student that sees one translation of each sentence has less to
-agree about; on people's translations NAT mixes several). An aligner supplies the fertilities, here
-`tinyspec/training/aligner.py`: `loss` is -log p_F(f|x) - sum_t log p(y_t|x, f). Then `finetune`:
-the word-level reverse KL to the teacher, for the fertilities by REINFORCE with the average
-fertilities as baseline.
+Idea. A model that writes all positions at once cannot agree with itself: each position takes its
+likeliest word, whatever translation its neighbours choose. NAT moves the choice into a latent
+sequence that can be predicted at once: the *fertility* of each source word, how many target words
+it produces. The decoder reads each source word as often as its fertility says. Its self-attention
+sees all positions but its own, and every layer has a positional attention block. In *noisy parallel
+decoding* several fertility sequences are decoded at once, and the autoregressive teacher keeps the
+translation that it finds likeliest.
 
-Guarantee: APPROX, with s, the number of samples: its own rule is proved by an exact oracle
-(laws/nonautoregressive_laws.py) that walks all fertility sequences. Tested in
-tests/nonautoregressive/test_nat.py: T is the sum of the fertilities, samples of a larger s contain
-those of a smaller, so that the teacher's score never falls; the gradient of fine-tuning is that of
-the exact expectation. Decoder passes: one, s rows wide; for s > 1 the teacher's encoder and decoder
-pass once more over all s. The weight 0.25 of fine-tuning is from memory of the paper; the authors'
-released code mixes by another constant.
+    T            = f_1 + .. + f_S                                target words
+    p(y | x, f)  = product over t of p(y_t | x copied by f)      one decoder pass
+    L            = - log p_F(f | x) - sum over t of log p(y_t | x, f)            `nat_loss`
+
+Training. Everything, on the sentences as the teacher translates them (sequence-level distillation,
+Kim and Rush 2016, arXiv 1606.07947). An aligner supplies the fertilities (training/aligner.py).
+Then `finetune_loss`: the word-level reverse KL to the teacher; the fertilities learn by REINFORCE
+with the average fertilities as baseline.
+
+Guarantee: APPROX, with the number of samples. Its own rule is proved by an exact oracle that walks
+all fertility sequences (laws/nonautoregressive_laws.py).
+Pitfall: a length head with evenly spread copies in place of fertilities; no positional attention;
+candidates scored by the student itself.
+Tests: tests/nonautoregressive/test_nat.py (`decode_noisy_parallel` against what runs; T is the sum
+of the fertilities; samples of a larger s contain those of a smaller; the gradient of fine-tuning is
+that of the exact expectation).
 Left out: nothing. The paper aligned by fast_align. Candidates are compared by the teacher's
-probability, without the length normalisation of the authors' code. Special tokens are never
-written.
+probability, without the length normalization of the authors' code. The weight 0.25 of fine-tuning
+is from memory of the paper. Special tokens are never written.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,12 +44,48 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
 
+
+def decode_noisy_parallel(
+    source: Sequence[int],
+    fertility_probs: Sequence[Sequence[float]],
+    predict: Callable[[list[int]], list[int]],
+    teacher_score: Callable[[list[int]], float],
+    samples: int,
+    rng: Any,
+) -> list[int]:
+    """Return the translation that the teacher finds likeliest (section 3.2).
+
+    fertility_probs  [S][L] p_F of each source word
+    predict          copies of source words -> as many target words, in one decoder pass
+    teacher_score    translation -> log-probability under the autoregressive teacher
+    samples          fertility sequences that are decoded
+    rng              a numpy.random.Generator
+
+    `NatRefiner` decodes all sequences in one batch. A test compares the two.
+    """
+    likeliest = [max(range(len(row)), key=row.__getitem__) for row in fertility_probs]
+    average = [int(sum(f * p for f, p in enumerate(row)) + 0.5) for row in fertility_probs]
+    candidates = [likeliest, average][:samples]
+    while len(candidates) < samples:
+        candidates.append([int(rng.choice(len(row), p=row)) for row in fertility_probs])
+    translations = list[list[int]]()
+    for fertilities in candidates:
+        if not any(fertilities):  # a translation has at least one word: the most fertile gives it
+            none = [row[0] for row in fertility_probs]
+            fertilities[none.index(min(none))] = 1
+        pairs = zip(source, fertilities, strict=True)
+        copies = [word for word, fertility in pairs for _ in range(fertility)]
+        translations.append(predict(copies))
+    return max(translations, key=teacher_score)
+
+
 # ---------------------------------------------------------------------- the model (section 3)
 
 
 def copy_source(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
-    """source [B, S] by fertilities [B, S] -> what the decoder reads [B, T], and which places are
-    slots [B, T].
+    """Return what the decoder reads [B, T], and which positions are slots [B, T].
+
+    source, fertilities  [B, S]
     """
     places, slots = copy_by_fertility(fertilities)
     return source.gather(1, places), slots
@@ -57,29 +94,34 @@ def copy_source(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
 def decode_parallel(
     model: Seq2Seq, read: Tensor, slots: Tensor, memory: EncoderOutput, dropout: float = 0.0
 ) -> Tensor:
-    """One pass over all places: states [B, T, d]. A place attends to all others: its own copy is in
-    its residual stream.
+    """Return the decoder's states [B, T, d] of one pass over all positions.
+
+    A position attends to all others; its own copy is in its residual stream.
     """
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
     return model.decode(model.embed(read), memory, others, dropout, slots)
 
 
 def forbid_special_tokens(model: Seq2Seq, logits: Tensor) -> Tensor:
-    """The logits [..., V] with special tokens impossible."""
+    """Return the logits [..., V] with special tokens impossible."""
     c = model.config
     return logits.index_fill(
         -1, torch.tensor([c.pad, c.bos, c.eos, c.mask], device=logits.device), -torch.inf
     )
 
 
-def average_fertilities(law: Tensor) -> Tensor:
-    """p_F [..., S, L] -> the expected fertilities, rounded to the nearest (halves up): [..., S]."""
-    return (law @ torch.arange(law.shape[-1], dtype=law.dtype, device=law.device) + 0.5).long()
+def average_fertilities(probs: Tensor) -> Tensor:
+    """Return the expected fertilities of p_F [..., S, L], rounded (halves up): [..., S]."""
+    counts = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)
+    return (probs @ counts + 0.5).long()
 
 
 def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Tensor:
-    """Fertilities [B, S] of sources [B, S] that can be decoded; law [B, S, L] is p_F. Sums beyond 2
-    |x| have gone astray.
+    """Return fertilities [B, S] of sources [B, S] that can be decoded.
+
+    law  [B, S, L] p_F
+
+    A translation of more than 2 |x| + 4 words is cut, as in the authors' code.
     """
     mask = source != model.config.pad
     room = 2 * mask.sum(dim=1, keepdim=True) + SPARE
@@ -93,9 +135,7 @@ def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: T
 
 
 class AlignedPairs(NamedTuple):
-    """What `loss` trains on: source [B, S] and target [B, T] padded at the end, fertilities [B, S],
-    0 at padding.
-    """
+    """A batch to train on: source [B, S] and target [B, T] padded at the end, fertilities [B, S]."""
 
     source: Tensor
     target: Tensor
@@ -109,8 +149,9 @@ def nat_loss(
     dropout: float = 0.0,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """-log p_F(f|x) - sum_t log p(y_t|x, f), per target token. `generator`: as every loss has;
-    nothing is drawn here.
+    """Return - log p_F(f|x) - sum over t of log p(y_t|x, f), per target token.
+
+    generator  as every loss has one; nothing is drawn here
     """
     given = AlignedPairs(*batch)
     return _supervised(model, given, model.encode(given.source, dropout), dropout, smoothing)
@@ -143,10 +184,13 @@ def reverse_kl(
     memory: EncoderOutput,
     heard: EncoderOutput,
 ) -> Tensor:
-    """L_RKL(f) = sum_t sum_v p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x)), y being what the
-    student writes given f: [B].
+    """Return the word-level reverse KL to the teacher, L_RKL(f): [B].
 
-    heard  the teacher's own memory of the sources
+        sum over t, v of p(v|x, f) log(p(v|x, f) / p_teacher(v|y_<t, x))
+
+    where y is what the student writes given f.
+
+    memory, heard  the student's and the teacher's encoding of the sources
     """
     read, slots = copy_source(source, fertilities)
     logits = model.logits(decode_parallel(model, read, slots, memory))
@@ -170,11 +214,14 @@ def reverse_kl(
 
 
 def reinforce_surrogate(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
-    """A scalar whose gradient is, in the mean over samples, that of the expected cost: the sum of
-    cost times log p_F(f|x).
+    """Return a scalar whose gradient is, in the mean over samples, that of the expected cost.
 
-    logits [B, S, L] of p_F, mask [B, S] of the source words, sampled [B, S] ~ p_F, cost [B] (a
-    constant)
+    logits   [B, S, L] of p_F
+    mask     [B, S] source words, not padding
+    sampled  [B, S] fertilities drawn from p_F
+    cost     [B] of the sampled fertilities; a constant
+
+    It is the sum of cost times log p_F(f|x) (REINFORCE).
     """
     chosen = logits.log_softmax(dim=-1).gather(-1, sampled[..., None])[..., 0]
     return (cost.detach() * chosen.masked_fill(~mask, 0).sum(dim=-1)).sum()
@@ -189,11 +236,12 @@ def finetune_loss(
     smoothing: float = 0.0,
     share: float = 0.25,
 ) -> Tensor:
-    """L_FT = share (E_f[L_RKL(f) - L_RKL(average f)] + L_RKL(aligner's f)) + (1 - share) loss, per
-    target token.
+    """Return the loss of fine-tuning, per target token (section 4.2).
 
-    The first term trains the fertilities alone, by one sample a sentence; the second trains the
-    rest by back-propagation.
+        share (E_f[L_RKL(f) - L_RKL(average f)] + L_RKL(aligner's f)) + (1 - share) nat_loss
+
+    The first term trains the fertilities alone, by one sample for each sentence. The second trains
+    the rest by back-propagation.
     """
     given = AlignedPairs(*batch)
     source = given.source
@@ -221,9 +269,7 @@ def finetune_loss(
 
 
 def translate_batch(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[list[int]]:
-    """Translations of padded sources [B, S], each from one fertility sequence, all in one pass: as
-    validation asks for them.
-    """
+    """Return translations of padded sources [B, S], each from one fertility sequence, in one pass."""
     with torch.inference_mode():
         memory = model.encode(source)
         law = model.fertility_logits(memory).softmax(dim=-1)
@@ -236,7 +282,7 @@ def translate_batch(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -
 
 
 class NatRefiner:
-    """One pass for s fertility sequences; the teacher chooses."""
+    """Decode s fertility sequences in one pass; the teacher chooses."""
 
     def __init__(
         self,
@@ -250,10 +296,11 @@ class NatRefiner:
         self.first, self.samples, self.temperature = fertility, samples, temperature
 
     def propose_fertilities(self, logits: Tensor, rng: RandomSource) -> Tensor:
-        """logits [S, L] -> fertility sequences [s, S]: the likeliest of each word and the average,
-        then independent samples.
+        """Return fertility sequences [s, S]: likeliest, average, then independent samples.
 
-        Sample k has a stream of its own, so that more samples contain the fewer.
+        logits  [S, L] of p_F
+
+        Sample k has a random stream of its own, so that more samples contain the fewer.
         """
         fixed = [logits.argmax(dim=-1), average_fertilities(logits.softmax(dim=-1))]
         if self.first == "average":
@@ -267,8 +314,9 @@ class NatRefiner:
         return torch.cat((torch.stack(fixed)[: self.samples], samples))
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """The source's words, copied by each fertility sequence. `extra` keeps the fertilities [s,
-        S].
+        """Return the source's words, copied by each fertility sequence.
+
+        `extra` of the canvas is the fertilities [s, S].
         """
         logits = self.model.fertility_logits(memory)[0]
         row = torch.tensor([list(source)], device=logits.device)
@@ -283,7 +331,7 @@ class NatRefiner:
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        """Every slot's likeliest word."""
+        """Write every slot's likeliest word."""
         logits = self.model.logits(decode_parallel(self.model, canvas.tokens, canvas.mask, memory))
         scores, tokens = forbid_special_tokens(self.model, logits).log_softmax(dim=-1).max(dim=-1)
         return Canvas(
@@ -314,19 +362,26 @@ class NatRefiner:
             10,
             "fertility sequences decoded at once, of which the teacher chooses; 1: no teacher",
             low=1,
+            high=1024,
             small=(3, 1),
         ),
         Knob(
             "fertility",
             "argmax",
-            "the first sequence: each word's likeliest, or its mean",
+            "the first sequence: each word's likeliest, or its average",
             choices=("argmax", "average"),
         ),
-        Knob("temperature", 1.0, "of the law that fertilities are sampled from", low=1e-3),
+        Knob(
+            "temperature",
+            1.0,
+            "of the distribution that fertilities are sampled from",
+            low=1e-3,
+            high=1e3,
+        ),
     ),
 )
 def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> NatRefiner:
-    """Noisy parallel decoding; with one sample, one translation from one fertility sequence."""
+    """Decode by noisy parallel decoding; with one sample, from one fertility sequence."""
     model, teacher = request.model, request.teacher
     if not (model.config.fertilities and model.config.positional):
         lacks = "positional attention" if model.config.fertilities else "fertility head"
@@ -354,10 +409,11 @@ SPARE = 4  # target tokens beyond two for each source token: a source of one tok
 
 
 def copy_uniformly(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Lengths [B] and [B] -> the source place that each target place copies [B, T], and which are
-    slots [B, T].
+    """Return the source position that each target position copies [B, T], and the slots [B, T].
 
-    Place i of T takes the source place nearest to i (S - 1) / (T - 1): first to first, last to
+    sources, targets  [B] lengths
+
+    Position i of T copies the position nearest to i (S - 1) / (T - 1): first to first, last to
     last.
 
     >>> copy_uniformly(torch.tensor([3]), torch.tensor([5]))[0].tolist()
@@ -371,11 +427,11 @@ def copy_uniformly(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def copy_by_fertility(fertilities: Tensor) -> tuple[Tensor, Tensor]:
-    """Fertilities [B, S] -> the source place that each target place copies [B, T], and which are
-    slots [B, T].
+    """Return the source position that each target position copies [B, T], and the slots [B, T].
 
-    Source words stand in order, each as often as its fertility says; a word with fertility 0
-    vanishes.
+    fertilities  [B, S]
+
+    Source words stand in order, each as often as its fertility says.
 
     >>> places, slots = copy_by_fertility(torch.tensor([[2, 0, 1], [0, 1, 0]]))
     >>> places.tolist(), slots.tolist()
@@ -391,12 +447,11 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
     """Return fertilities [B, S] that can be decoded: together at least 1 and at most
     `max_target_length`.
 
+    fertile            [B, S] each word's probability of giving any token, 0 at padding
     max_target_length  target tokens: one number for all, or [B, 1]
 
-
-    Words from where the running sum passes the room give nothing, as in the authors' code. Where no
-    word gives anything, the one that most probably does gives one token: `fertile` [B, S] is each
-    word's probability of giving any, 0 at padding.
+    Words from where the running sum passes the limit give nothing, as in the authors' code. If no
+    word gives anything, the most fertile one gives one token.
 
     >>> make_decodable(torch.tensor([[1, 3, 1], [0, 0, 0]]), torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3), 2).tolist()
     [[1, 0, 0], [0, 1, 0]]
