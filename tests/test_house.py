@@ -21,11 +21,10 @@ FLOORS = [
         "hub",
         "data",
         "models",
-        "translators",
     ),  # where models and texts come from
     (
         *("plugins", "knob", "technique", "training", "arguments", "notebook"),
-        *("generation", "pairing", "translating", "translation"),
+        *("generation", "pairing", "translation"),
     ),
     CHAPTERS,
     ("show",),
@@ -143,7 +142,7 @@ def test_the_public_face_imports_the_package_only_inside_functions() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2830,
+    "root + show": 2820,
     "_core": 850,
     "lm": 4100,
     "decoding": 1500,
@@ -153,7 +152,7 @@ CODE_LINES = {
     "training": 2710,
     "bench": 5920,
     "grade": 3950,
-    "cli": 2640,
+    "cli": 2630,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -15,8 +15,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
-from tinyspec.translating import Translation, TranslationStatistics
-from tinyspec.translation import start_translation
+from tinyspec.translation import Translation, TranslationStatistics, start_translation
 
 TEXT = "a dog runs"
 LINES = ["a dog runs in the snow and sleeps", "ein hund läuft durch den schnee und schläft"]

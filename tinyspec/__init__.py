@@ -185,9 +185,9 @@ def load_translator(name_or_path: str | Path, device: str = "cpu", dtype: Any = 
 
     dtype None is float32, in which these small models are quickest.
     """
-    from tinyspec import translators
+    from tinyspec import models
 
-    return translators.load_translator(name_or_path, device=device, dtype=dtype)
+    return models.load_translator(name_or_path, device=device, dtype=dtype)
 
 
 @_explain_call("tinyspec.translate('multi30k-nat', 'A dog runs.')")

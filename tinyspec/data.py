@@ -18,7 +18,7 @@ Split = Literal["train", "valid", "test"]
 
 
 def data_folder() -> Path:
-    """Where data is looked for: TINYSPEC_DATA, else the user's cache."""
+    """Return where data is looked for: TINYSPEC_DATA, else the user's cache."""
     if named := os.environ.get("TINYSPEC_DATA"):
         return Path(named).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -26,8 +26,9 @@ def data_folder() -> Path:
 
 
 def find_data_file(name: str, root: str | Path | None = None) -> Path:
-    """A data file by its path below the data folder. TinyspecError says how to get it when it is
-    not there.
+    """Return a data file, given its path below the data folder.
+
+    Raises TinyspecError, which says how to get it, where it is not there.
     """
     root = Path(root) if root is not None else data_folder()
     path = root / name
@@ -39,7 +40,7 @@ def find_data_file(name: str, root: str | Path | None = None) -> Path:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, plain, .gz or .xz, without their line feeds."""
+    """Yield the lines of a text file, plain, .gz or .xz, without their line feeds."""
     opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     try:
         with opener(path, "rt", encoding="utf-8", newline="\n") as file:
@@ -52,7 +53,7 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def read_records(path: Path, *fields: str) -> Iterator[dict[str, Any]]:
-    """The objects of a JSON lines file, each of which must have the named fields."""
+    """Yield the objects of a JSON lines file, each of which must have the named fields."""
     for number, line in enumerate(read_lines(path), 1):
         try:
             entry = json.loads(line)
@@ -75,7 +76,7 @@ class Book(NamedTuple):
 
 
 def read_books(split: Literal["train", "valid"], root: str | Path | None = None) -> list[Book]:
-    """The classics: 107 books to train on, or the three that are never trained on."""
+    """Return the classics: 107 books to train on, or the three that are never trained on."""
     path = find_data_file(f"text/classics.{split}.jsonl.xz", root)
     return [
         Book(e["author"], e["title"], e["text"])
@@ -92,7 +93,7 @@ class Question(NamedTuple):
 
 
 def read_spec_bench(root: str | Path | None = None) -> list[Question]:
-    """Spec-Bench (Xia et al. 2024): chat, translation, summaries, questions, maths, retrieval."""
+    """Return Spec-Bench (Xia et al. 2024): chat, translation, summaries, maths, retrieval, ..."""
     path = find_data_file("spec_bench/question.jsonl", root)
     entries = read_records(path, "question_id", "category", "turns")
     return [Question(e["question_id"], e["category"], tuple(e["turns"])) for e in entries]
@@ -108,7 +109,7 @@ class Problem(NamedTuple):
 
 
 def read_human_eval(root: str | Path | None = None) -> list[Problem]:
-    """HumanEval (Chen et al. 2021): 164 Python functions with tests."""
+    """Return HumanEval (Chen et al. 2021): 164 Python functions with tests."""
     path = find_data_file("code_math/HumanEval.jsonl.gz", root)
     entries = read_records(path, "task_id", "prompt", "canonical_solution", "test")
     return [Problem(e["task_id"], e["prompt"], e["canonical_solution"], e["test"]) for e in entries]
@@ -124,7 +125,7 @@ class Sum(NamedTuple):
 def read_gsm8k(
     split: Literal["train", "test"] = "test", root: str | Path | None = None
 ) -> list[Sum]:
-    """GSM8K (Cobbe et al. 2021)."""
+    """Return GSM8K (Cobbe et al. 2021)."""
     path = find_data_file(
         f"code_math/gsm8k.{split}.jsonl" + (".gz" if split == "train" else ""), root
     )
@@ -132,17 +133,17 @@ def read_gsm8k(
 
 
 def read_shakespeare(root: str | Path | None = None) -> str:
-    """All of Shakespeare's plays, as one text."""
+    """Return all of Shakespeare's plays, as one text."""
     return find_data_file("text/tinyshakespeare.txt", root).read_text(encoding="utf-8")
 
 
 def read_wikitext(split: Literal["valid", "test"] = "test", root: str | Path | None = None) -> str:
-    """WikiText-2, tokenised by words, with <unk>."""
+    """Return WikiText-2, tokenised by words, with <unk>."""
     return find_data_file(f"text/wikitext-2.{split}.txt", root).read_text(encoding="utf-8")
 
 
 def read_multi30k(split: Split = "test", root: str | Path | None = None) -> list[tuple[str, str]]:
-    """Multi30k task 1 (Elliott et al. 2016): image captions, (English, German) pairs."""
+    """Return Multi30k task 1 (Elliott et al. 2016): image captions, (English, German) pairs."""
     name = {"train": "train", "valid": "val", "test": "test_2016_flickr"}[split]
     english, german = (
         list(read_lines(find_data_file(f"multi30k/{name}.{language}.gz", root)))

@@ -7,15 +7,13 @@ from difflib import get_close_matches
 
 
 class TinyspecError(Exception):
-    """Something in the input (a file, a knob, a prompt) is wrong, and the message says what to do
-    about it.
-    """
+    """Report something wrong in the input; the message is one line that says what to do."""
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
-    """End an error message: the closest known name, and all of them.
+    """Return the end of an error message: the closest known name, and all of them.
 
-    >>> nearest("lmla", ["llma", "autoregressive"])
+    >>> suggest_nearest("lmla", ["llma", "autoregressive"])
     "did you mean 'llma'? known: autoregressive, llma"
     """
     names = sorted(known)

@@ -42,11 +42,13 @@ ModelName: TypeAlias = Model | str | Path
 
 @dataclass(repr=False)
 class Generation:
-    """What came of a prompt. `print` shows the text and a line of figures, a notebook colours too.
+    """The result for a prompt.
+
+    `print` shows the text and a line of figures, a notebook also the colours of its tokens.
 
     text           the new text, up to a stop string, without special tokens
     tokens         the new ids; an end-of-text id or the token that completed a stop is the last
-    logprobs       log p of each under the target's own law, before the warpers
+    logprobs       log p of each under the target's own distribution, before the sampling settings
     finish_reason  eos, stop, length, context or interrupted
     """
 
@@ -74,7 +76,7 @@ class Generation:
 
 
 class GenerationRun:
-    """One request under way: iterate it for its rounds, then ask for the result.
+    """A request that runs: iterate it for its rounds, then ask for the result.
 
     However it ends - by itself, by an exception, or because nobody asks for the rest - the target
     and the drafter are told, so that a drafter with a memory keeps of the request what it means to
@@ -116,15 +118,16 @@ class GenerationRun:
 
     @property
     def logprobs(self) -> list[float]:
-        """log p of every token so far."""
+        """Return log p of every token so far."""
         if self._far:
             self._logprobs += torch.cat(self._far).tolist()
             self._far = []
         return self._logprobs
 
     def close(self, reason: str | None = None) -> None:
-        """The request is over, with this reason where it was cut from outside. What was made can
-        still be asked for.
+        """End the request, with this reason where it is cut from outside.
+
+        Its result can still be asked for.
         """
         if reason and not self.decoder.finished:
             self.decoder.finished = reason
@@ -135,11 +138,11 @@ class GenerationRun:
 
     @property
     def text(self) -> str:
-        """The new text so far."""
+        """Return the new text so far."""
         return self.decoder.stop.trim(_decode(self.model, self.decoder.new))
 
     def result(self) -> Generation:
-        """The whole, or what there is of it."""
+        """Return the result, or what there is of it."""
         new = self.decoder.new
         reason = self.decoder.finished or "interrupted"
         tokenizer = self.model.tokenizer if self.model.has_tokenizer else None
@@ -167,7 +170,7 @@ def start_generation(
     gate: BatchBarrier | None = None,
     **knobs: Any,
 ) -> GenerationRun:
-    """Prepare a request: everything that can be wrong with its arguments is said here."""
+    """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
     card = find_technique(method)
     check_names(card, knobs, start_generation.__kwdefaults__ or (), temperature)
     card.settings(knobs)
@@ -251,8 +254,9 @@ def generate(
 
 @dataclass
 class TextStreamer:
-    """A request's text in pieces that may be shown: never half a character, nothing that may become
-    a stop string.
+    """The text of a request in pieces that may be shown.
+
+    A piece never ends in half a character, or inside what may become a stop string.
     """
 
     running: GenerationRun
@@ -269,7 +273,7 @@ class TextStreamer:
         yield self.rest()
 
     def rest(self) -> str:
-        """What was held back (when it was interrupted)."""
+        """Return the text that was held back."""
         return self._upto(len(self.text))
 
     def _upto(self, end: int) -> str:
@@ -278,15 +282,18 @@ class TextStreamer:
 
 
 def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:
-    """The new text as it grows, in pieces that never end in half a character or inside what may
-    become a stop string.
+    """Yield the new text as it grows.
+
+    A piece never ends in half a character, or inside what may become a stop string.
     """
     return (piece for piece in TextStreamer(start_generation(model, prompt, **options)) if piece)
 
 
 def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
-    """Token ids of a prompt: text (with BOS where the config says so), ids as they are, chat
-    messages by the template.
+    """Return the token ids of a prompt.
+
+    A text begins with BOS where the model's config says so; chat messages follow the template; ids
+    stay as they are.
     """
     if isinstance(prompt, str):
         if chat:
@@ -301,9 +308,7 @@ def prompt_ids(model: Model, prompt: Prompt, chat: bool = False) -> list[int]:
 def stopping_criteria(
     model: Model, stop: str | Sequence[str | Sequence[int]], max_new_tokens: int | None
 ) -> StoppingCriteria:
-    """The stop rules of a request: the model's end-of-text ids, stop strings, stop sequences of
-    ids, the budget.
-    """
+    """Return the stop rules of a request: the model's end-of-text ids, `stop`, and the budget."""
     stops = [stop] if isinstance(stop, str) else list(stop)
     strings = tuple(s for s in stops if isinstance(s, str))
     sequences = tuple(tuple(s) for s in stops if not isinstance(s, str))

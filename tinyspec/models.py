@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from tinyspec.lm.model import Model
+    from tinyspec.lm.seq2seq import Seq2Seq
 
 M = TypeVar("M")
 KEPT = 4  # models that `generate` and `translate` loaded by name and keep, the latest used ones
@@ -31,10 +32,17 @@ FETCHABLE = {
 IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 """Models of the repository's models/ that no wheel carries."""
 
+TEACHER = "teacher"  # what a translation model is trained for that writes from left to right
+NO_TRANSLATOR = (
+    "the wheel carries none: run in a clone of the repository, whose models/ folder has them, or train one with "
+    "`tinyspec train mt`"
+)
+
 
 class KnownModel(NamedTuple):
-    """A model by name: in the package, in the cache, or to be fetched. `path` is None until it is
-    on this machine.
+    """A model by name: in the package, in the cache, or to be fetched.
+
+    `path` is None until it is on this machine.
     """
 
     name: str
@@ -44,8 +52,9 @@ class KnownModel(NamedTuple):
 
 
 def models_folder() -> Path:
-    """The folder of fetched models: $TINYSPEC_CACHE/models, else the user's cache folder's
-    tinyspec/models.
+    """Return the folder of fetched models.
+
+    It is $TINYSPEC_CACHE/models, else tinyspec/models in the user's cache folder.
     """
     if root := os.environ.get("TINYSPEC_CACHE"):
         return Path(root).expanduser() / "models"
@@ -53,9 +62,7 @@ def models_folder() -> Path:
 
 
 def _zoos() -> list[Path]:
-    """Return the folders of shipped models: a wheel carries them in the package, a clone beside
-    it.
-    """
+    """Return the folders of shipped models: in the package (a wheel), and beside it (a clone)."""
     package = Path(__file__).parent
     return [package / "_models", package.parent / "models"]
 
@@ -65,8 +72,9 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def find_model(name: str | Path) -> Path | None:
-    """The path of a model on this machine, or None. A folder that only shares a known model's name
-    is passed over.
+    """Return the path of a model on this machine, or None.
+
+    A folder that only shares a known model's name is passed over.
     """
     path = Path(name).expanduser()
     if _is_checkpoint(path):
@@ -79,7 +87,7 @@ def find_model(name: str | Path) -> Path | None:
 
 
 def list_known() -> list[KnownModel]:
-    """Every model known by name: the zoo, then the cache, then what `fetch` can bring."""
+    """Return every model known by name: the zoo's, the cache's, and those that can be fetched."""
     known: dict[str, KnownModel] = {}
     states: list[tuple[Path, Literal["bundled", "cached"]]] = [(zoo, "bundled") for zoo in _zoos()]
     for root, state in [*states, (models_folder(), "cached")]:
@@ -96,20 +104,24 @@ def list_known() -> list[KnownModel]:
 
 
 def find_drafts_of(name: str) -> list[str]:
-    """Models on this machine, by name, whose config.json says that they are drafts of this one."""
-    found = list[str]()
-    for known in list_known():
-        try:
-            values = (
-                {}
-                if known.path is None
-                else json.loads((known.path / "config.json").read_text(encoding="utf-8"))
-            )
-        except (OSError, ValueError):
-            continue
-        if values.get("tinyspec", {}).get("draft_of") == name:
-            found.append(known.name)
-    return found
+    """Return models on this machine, by name, whose config.json says that they draft for this."""
+    return [known.name for known in list_known() if _extras(known.path).get("draft_of") == name]
+
+
+def _config(path: Path | None) -> dict[str, Any]:
+    """Return config.json as it stands, or nothing: the caller only wants to know the kind."""
+    try:
+        text = "{}" if path is None else (path / "config.json").read_text(encoding="utf-8")
+        values = json.loads(text)
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _extras(path: Path | None) -> dict[str, Any]:
+    """Return what config.json holds for tinyspec alone."""
+    extras = _config(path).get("tinyspec")
+    return extras if isinstance(extras, dict) else {}
 
 
 def _summary(folder: Path) -> str:
@@ -122,7 +134,7 @@ def _summary(folder: Path) -> str:
 
 
 def read_card(name: str) -> str:
-    """The model's README.md: data, training, licence, samples."""
+    """Return a model's README.md: data, training, licence, samples."""
     path = find_model(name)
     if path is not None and (path / "README.md").is_file():
         return (path / "README.md").read_text(encoding="utf-8")
@@ -134,7 +146,7 @@ def read_card(name: str) -> str:
 
 
 def fetch_known(name: str, progress: bool = True) -> Path:
-    """Bring a model into the cache, and give its folder; at once if it is there already.
+    """Bring a model into the cache, and return its folder; at once if it is there already.
 
     Atomic: an interrupted fetch leaves no half folder and can be run again; a downloaded file is
     not downloaded twice.
@@ -169,8 +181,10 @@ def load(
     device: "str | torch.device" = "cpu",
     dtype: "str | torch.dtype | None" = None,
 ) -> "Model":
-    """Load a model by name, path or hub id. `dtype` None: the dtype of the stored weights; on a CPU
-    float32 where the compiled kernels are missing or do not know it.
+    """Load a model by name, path or hub id.
+
+    dtype  None: that of the stored weights; on a CPU float32 where the compiled kernels are missing
+           or do not know it
 
     Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not
     there or too small.
@@ -220,10 +234,10 @@ def load(
 
 
 def load_once(name_or_path: str | Path, device: Any = "cpu", dtype: Any = None) -> "Model":
-    """Return the model of this name or path, loaded once and kept; read again when its files
-    change.
+    """Return the model of this name or path, loaded once and kept.
 
-    The four models that were used last are kept, each on its device in its dtype.
+    It is read again when its files change. The four models that were used last are kept, each on
+    its device in its dtype.
     """
     load_kept: Callable[..., Model] = keep_loaded(load)
     return load_kept(name_or_path, device, dtype)
@@ -250,6 +264,77 @@ def _stamp(name: str | Path) -> object:
     stats = [(file, file.stat()) for file in files if file.is_file()]
     changing = tuple((file.name, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     return path and path.resolve(), changing
+
+
+# ---------------------------------------------------------------------- translation models
+
+
+def list_translators() -> dict[str, str]:
+    """Return the translation models on this machine: name -> what each was trained for."""
+    return {
+        known.name: str(_extras(known.path).get("trained_for", TEACHER))
+        for known in list_known()
+        if is_translator(known.path)
+    }
+
+
+def name_for_method(method: str, rewrites: bool) -> str:
+    """Return the name of a model on this machine that was trained for this method.
+
+    rewrites  the method rewrites a canvas; one that extends a text takes a teacher
+    """
+    wanted = method if rewrites else TEACHER
+    for name, kind in list_translators().items():
+        if kind == wanted:
+            return name
+    raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
+
+
+def is_translator(path: Path | None) -> bool:
+    """Return whether an encoder-decoder lies here."""
+    from tinyspec.lm.families import SEQ2SEQ
+
+    return _config(path).get("model_type") == SEQ2SEQ
+
+
+def load_translator(
+    name_or_path: str | Path,
+    device: "str | torch.device" = "cpu",
+    dtype: "str | torch.dtype | None" = None,
+) -> "Seq2Seq":
+    """Load an encoder-decoder by name or folder.
+
+    dtype  None: float32, in which these small models are quickest
+
+    Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a model that extends
+    texts.
+    """
+    import torch
+
+    from tinyspec.lm.seq2seq import Seq2Seq
+    from tinyspec.lm.seq2seq_file import read
+
+    path = find_model(name_or_path)
+    if path is None:
+        known = list_translators()
+        hint = suggest_nearest(str(name_or_path), known) if known else NO_TRANSLATOR
+        raise TinyspecError(f"there is no translation model {str(name_or_path)!r}: {hint}")
+    if path.is_file():
+        raise TinyspecError(f"{path}: a file; a translation model is a folder with config.json")
+    where = _device(device)
+    config, weights, tokenizer, name = read(path, _dtype(dtype) or torch.float32)
+    return Seq2Seq(config, {key: w.to(where) for key, w in weights.items()}, tokenizer, name)
+
+
+def load_translator_once(
+    name_or_path: str | Path, device: Any = "cpu", dtype: Any = None
+) -> "Seq2Seq":
+    """Return the translation model of this name, loaded once and kept as by `load_once`."""
+    load_kept: Callable[..., Seq2Seq] = keep_loaded(load_translator)
+    return load_kept(name_or_path, device, dtype)
+
+
+# ---------------------------------------------------------------------- devices
 
 
 def _device(device: "str | torch.device") -> "torch.device":

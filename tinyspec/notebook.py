@@ -125,8 +125,9 @@ def _rounds(trace: Trace, tokenizer: Tokenizer) -> str:
 
 
 def _round(entry: TraceRound, tokenizer: Tokenizer) -> str:
-    """Return one round: its draft tokens (not accepted: struck through), and the token after
-    them.
+    """Return one round: its draft tokens, and the token after them.
+
+    A draft token that is not accepted is struck through.
     """
     words = []
     for node in range(min(len(entry.tokens), NODES_SHOWN)):

@@ -21,11 +21,11 @@ for.
 
 
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
-    """The draft models a method needs or can use: what was given, else what the model's own card
-    names.
+    """Return the draft models that a method needs or can use.
 
-    Of more than it can use, the first; of fewer, the last once more. A name that was given is
-    loaded once and kept, and read again when its files have changed.
+    These are the given ones, else those that the model's own card names. Of more than the method
+    can use, the first; of fewer, the last once more. A name that was given is loaded once and kept,
+    and read again when its files have changed.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
@@ -66,9 +66,7 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
 
 
 def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
-    """How many tokens a round the first draft's own card advises, for a method that asks for it and
-    was not told.
-    """
+    """Return the draft length that the first draft's card advises, for a method that has gamma."""
     length = drafts[0].config.extra.get("gamma") if drafts else None
     return {"gamma": length} if length and any(knob.name == "gamma" for knob in card.knobs) else {}
 
@@ -88,7 +86,7 @@ def check_pair(model: Model, small: Model) -> None:
 
 
 def list_draftless() -> str:
-    """The methods that need no draft model, for an error."""
+    """Return the names of the methods that need no draft model, for an error."""
     return ", ".join(
         name
         for name, card in load_techniques().items()

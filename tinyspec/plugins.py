@@ -28,9 +28,7 @@ NAMESPACE = "tinyspec_plugins"  # files are modules of this name: tinyspec_plugi
 
 
 def paths_in_environment() -> list[Path]:
-    """Return the files that TINYSPEC_PLUGINS names; `--plugin` writes there, for child
-    processes.
-    """
+    """Return the files that TINYSPEC_PLUGINS names, as `--plugin` does for child processes."""
     return [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
 
 

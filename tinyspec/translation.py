@@ -1,11 +1,12 @@
 """translate: from a source to its translation, by any technique.
 
 A technique that extends a text runs in the common loop, on a model that writes from left to right
-and has read the source (`Seq2Seq.given`); a technique that rewrites a canvas runs in `refine`.
+and has read the source (`Seq2Seq.given`). A technique that rewrites a canvas runs in `refine`.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -18,35 +19,228 @@ from tinyspec.arguments import (
     is_batch,
     wrong_argument,
 )
-from tinyspec.decoding.refine import check_teacher
+from tinyspec.decoding.decode import Round
+from tinyspec.decoding.refine import Pass, Refinement, Written, check_teacher
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import GenerationRun
+from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.models import load_translator, load_translator_once, name_for_method
+from tinyspec.notebook import render_passes
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
-from tinyspec.translating import ExtendingRun, RewritingRun, Translation
-from tinyspec.translators import load_translator, load_translator_once, name_for_method
-
-__all__ = [
-    "AUTOREGRESSIVE",
-    "ExtendingRun",
-    "RewritingRun",
-    "Source",
-    "Translation",
-    "load_for_method",
-    "start_translation",
-    "translate",
-]
 
 Source: TypeAlias = str | Sequence[int]
 
 AUTOREGRESSIVE = "autoregressive"
-_judges: WeakKeyDictionary[Seq2Seq, Seq2Seq] = (
-    WeakKeyDictionary()
-)  # a teacher that a card named is read once
+_teachers: WeakKeyDictionary[Seq2Seq, Seq2Seq] = WeakKeyDictionary()
+"""Teachers that a model's own card names: each is read once."""
+
+
+@dataclass
+class TranslationStatistics(Statistics):
+    """Statistics of a translation; target_calls and row_layers are its decoder's.
+
+    encoder_calls  passes of its encoder
+    teacher_calls  passes of a teacher's encoder and decoder, which judged candidates
+    candidates     canvases that were rewritten side by side
+    """
+
+    encoder_calls: int = 0
+    teacher_calls: int = 0
+    candidates: int = 1
+
+    def encoded(self, model: Seq2Seq, forward_log: Sequence[ForwardRecord]) -> None:
+        """Count the encoder's passes in the forward log."""
+        self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in forward_log)
+
+
+@dataclass(repr=False)
+class Translation(Generation):
+    """The result for a source: a Generation, and what every pass made of a canvas.
+
+    finish_reason  "length" where a canvas was rewritten: its length was decided before its tokens
+    passes         of a technique that rewrites, one entry a decoder pass
+    """
+
+    source: list[int] = field(default_factory=list)
+    passes: list[Written] = field(default_factory=list)
+
+    def figures(self) -> str:
+        """Return its passes and seconds on one line."""
+        stats = self.stats
+        assert isinstance(stats, TranslationStatistics)
+        beside = f", {stats.candidates} candidates side by side" if stats.candidates > 1 else ""
+        judged = f", {stats.teacher_calls} of a teacher" if stats.teacher_calls else ""
+        return (
+            f"{stats.emitted} tokens, {stats.encoder_calls} encoder pass, {stats.target_calls} decoder passes{judged}"
+            f"{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
+        )
+
+    def _repr_html_(self) -> str:
+        if not self.passes or self.tokenizer is None:
+            return super()._repr_html_()
+        best = self.passes[-1].tokens.index(self.tokens)
+        passes = [(written.tokens[best], written.changed[best]) for written in self.passes]
+        return render_passes(self.text, passes, self.tokenizer, self.figures())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it for --json."""
+        return {
+            "text": self.text,
+            "tokens": self.tokens,
+            "logprobs": self.logprobs,
+            "finish_reason": self.finish_reason,
+            "source": self.source,
+            "passes": [asdict(written) for written in self.passes],
+            "stats": self.stats.as_dict(),
+        }
+
+
+class ExtendingRun:
+    """A translation that grows from left to right: iterate it for its rounds."""
+
+    def __init__(
+        self,
+        model: Seq2Seq,
+        source: list[int],
+        make: Callable[[Model], GenerationRun],
+        forward_log: list[ForwardRecord],
+    ):
+        self.begun = time.perf_counter()
+        self.model, self.source, self.forward_log = model, source, forward_log
+        self.running = make(model.counting(forward_log).given(source))
+        self.running.started = self.begun
+        self.running.stats = self.stats = TranslationStatistics()
+
+    def __iter__(self) -> Iterator[Round]:
+        return iter(self.running)
+
+    def detail(self, wanted: bool) -> None:
+        """Set whether the trace keeps probabilities."""
+        self.running.trace.detailed = wanted
+
+    @property
+    def text(self) -> str:
+        """Return the text so far."""
+        return self.running.text
+
+    def shown(self) -> str:
+        """Return the text so far, to be looked at."""
+        return self.text
+
+    def interrupted(self) -> Translation:
+        """End it, and return what there is of it."""
+        self.running.close("interrupted")
+        return self.result()
+
+    def result(self) -> Translation:
+        """Return the result, or what there is of it."""
+        self.stats.encoded(self.model, self.forward_log)
+        done = self.running.result()
+        return Translation(
+            done.text,
+            done.tokens,
+            done.logprobs,
+            done.finish_reason,
+            self.stats,
+            done.trace,
+            self.source,
+            tokenizer=done.tokenizer,
+        )
+
+
+class RewritingRun:
+    """A translation whose canvas is rewritten: iterate it for its passes."""
+
+    def __init__(
+        self,
+        model: Seq2Seq,
+        source: list[int],
+        card: Card,
+        request: RefineRequest,
+        seed: int,
+        **knobs: Any,
+    ):
+        self.begun = time.perf_counter()
+        self.model, self.source, self.forward_log, self.teacher = (
+            model,
+            source,
+            request.forward_log,
+            request.teacher,
+        )
+        refiner = card.refiner(request, **knobs)
+        self.refinement = Refinement(request.model, source, refiner, Seeded(seed))
+        self.stats, self.passes, self.finished = TranslationStatistics(), list[Written](), False
+
+    def __iter__(self) -> Iterator[Pass]:
+        for step in self.refinement:
+            self.passes.append(step.written())
+            yield step
+        self.finished = True
+        self._close()
+
+    def _close(self) -> None:
+        stats, canvas = self.stats, self.refinement.canvas
+        stats.encoded(self.model, self.forward_log)
+        decoding = [call for call in self.forward_log if call.model == self.model.name]
+        stats.target_calls, stats.row_layers = (
+            len(decoding),
+            sum(call.row_layers for call in decoding),
+        )
+        if self.teacher is not None:
+            names = (self.teacher.name, f"{self.teacher.name}/encoder")
+            stats.teacher_calls = sum(call.model in names for call in self.forward_log)
+        stats.emitted, stats.candidates = (
+            len(self.refinement.tokens),
+            0 if canvas is None else len(canvas.tokens),
+        )
+        stats.seconds = time.perf_counter() - self.begun
+
+    def detail(self, wanted: bool) -> None:
+        """Do nothing: passes always keep what a replay shows."""
+
+    @property
+    def text(self) -> str:
+        """Return the best candidate as it stands."""
+        return (
+            self.model.tokenizer.decode(self.refinement.tokens) if self.model.has_tokenizer else ""
+        )
+
+    def shown(self) -> str:
+        """Return the best candidate, with its masks."""
+        mask, tokens = self.model.config.mask, self.refinement.tokens
+        if not self.model.has_tokenizer:
+            return " ".join("_" if token == mask else str(token) for token in tokens)
+        return "".join(
+            " _" if token == mask else self.model.tokenizer.token_text(token) for token in tokens
+        ).strip()
+
+    def interrupted(self) -> Translation:
+        """Return what there is of it."""
+        return self.result()
+
+    def result(self) -> Translation:
+        """Return the result, or what there is of it."""
+        if not self.finished:
+            self._close()
+        tokens, scores = self.refinement.tokens, self.refinement.scores
+        reason, trace = "length" if self.finished else "interrupted", Trace(list(self.source))
+        return Translation(
+            self.text,
+            tokens,
+            scores,
+            reason,
+            self.stats,
+            trace,
+            self.source,
+            self.passes,
+            tokenizer=self.model.tokenizer if self.model.has_tokenizer else None,
+        )
 
 
 def start_translation(
@@ -62,7 +256,7 @@ def start_translation(
     top_p: float | None = None,
     **knobs: Any,
 ) -> ExtendingRun | RewritingRun:
-    """Prepare a translation: everything that can be wrong with its arguments is said here."""
+    """Prepare a translation. Raise TinyspecError for whatever is wrong with its arguments."""
     model = load_encoder_decoder(model)
     card = find_technique(registry_name(model, method))
     check_names(card, knobs, start_translation.__kwdefaults__ or (), temperature)
@@ -113,9 +307,7 @@ def start_translation(
 def translate(
     model: Seq2Seq | str | Path, source: Source | Sequence[Source], **options: Any
 ) -> Translation | list[Translation]:
-    """Translate a source, or several one after another. See `tinyspec.translate` for the
-    options.
-    """
+    """Translate a source, or several one after another. `tinyspec.translate` tells the options."""
     if not is_batch(source):
         return _finish(start_translation(model, source, **options))  # type: ignore[arg-type]
     sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
@@ -141,8 +333,9 @@ def _finish(running: ExtendingRun | RewritingRun) -> Translation:
 
 
 def registry_name(model: Seq2Seq, method: str | None) -> str:
-    """The registry's name of a method: `plain` is autoregressive; None: what the model was trained
-    for.
+    """Return the registry's name of a method.
+
+    `plain` is autoregressive; None is what the model was trained for.
     """
     if method is None:
         method = str(model.config.extra.get("trained_for", "plain"))
@@ -150,7 +343,7 @@ def registry_name(model: Seq2Seq, method: str | None) -> str:
 
 
 def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:
-    """An encoder-decoder, loaded, by name or by folder."""
+    """Return an encoder-decoder, given itself, its name or its folder."""
     if isinstance(model, (str, Path)):
         return load_translator_once(model)
     if isinstance(model, Model):
@@ -166,15 +359,15 @@ def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Se
 
 
 def load_for_method(method: str, device: str = "cpu", dtype: str | None = None) -> Seq2Seq:
-    """The model on this machine that was trained for a method."""
+    """Return the model on this machine that was trained for a method."""
     card = find_technique(AUTOREGRESSIVE if method == "plain" else method)
     return load_translator(name_for_method(method, card.kind == "refine"), device, dtype)
 
 
 def default_max_tokens(source: int) -> int:
-    """Tokens of a translation that is written from left to right, at most, its end among them.
+    """Return the most tokens, end included, of a translation from left to right.
 
-    >>> most_tokens(10)
+    >>> default_max_tokens(10)
     26
     """
     return source + source // 2 + 11
@@ -225,16 +418,17 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
 def find_teacher(
     model: Seq2Seq, card: Card, teacher: Seq2Seq | str | Path | None
 ) -> Seq2Seq | None:
-    """The model that judges candidates: what was given, else the one that the model's own card
-    names, if it is here.
+    """Return the model that judges candidates.
+
+    It is the given one, else the one that the model's own card names, if it is here.
     """
     if teacher is None and card.teacher and (named := model.config.extra.get("teacher")):
-        if model not in _judges:
+        if model not in _teachers:
             try:
-                _judges[model] = load_translator(str(named), model.device, model.dtype)
+                _teachers[model] = load_translator(str(named), model.device, model.dtype)
             except TinyspecError:
                 return None  # not on this machine; a technique that cannot do without says so
-        teacher = _judges[model]
+        teacher = _teachers[model]
     judge = None if teacher is None else load_encoder_decoder(teacher, "teacher")
     if judge is not None:
         check_teacher(model, judge)

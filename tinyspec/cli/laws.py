@@ -262,7 +262,7 @@ def _table(told: Sequence[dict[str, Any]]) -> None:
 
 
 def _words(counterexample: dict[str, Any]) -> str:
-    """A counterexample, a line each."""
+    """Return a counterexample, a line for each of its values."""
     case = [f"  {name} = {value}" for name, value in counterexample["case"].items()]
     law, expected, got = (counterexample[key] for key in ("law", "expected", "got"))
     return "\n".join([f"broken: {law}", *case, f"expected {expected}", f"got      {got}"])

@@ -94,8 +94,9 @@ def read_cells(text: str) -> Iterator[Cell]:
 
 
 def strip_outputs(text: str) -> str:
-    """Return a page without its committed outputs. Blank lines stand in their place: line numbers
-    stay right.
+    """Return a page without its committed outputs.
+
+    Blank lines stand in their place: line numbers stay right.
     """
     lines = text.splitlines()
     for cell in read_cells(text):
@@ -105,9 +106,7 @@ def strip_outputs(text: str) -> str:
 
 @dataclass(frozen=True)
 class Output:
-    """What a cell did: the text that it printed, and its newest figure as SVG where the page shows
-    a picture.
-    """
+    """What a cell did: its printed text, and its newest figure where the page shows a picture."""
 
     printed: str
     picture: str
@@ -198,8 +197,9 @@ def make_table() -> str:
 
 
 def refresh_page(path: Path) -> list[Path]:
-    """Write into a page what its cells draw and print, where it shows that. Return the files that
-    changed.
+    """Write into a page what its cells draw and print, where it shows that.
+
+    Return the files that changed.
     """
     text = path.read_text(encoding="utf-8")
     lines, changed = text.splitlines(), []

@@ -65,8 +65,9 @@ def methods(name: str | None, as_json: bool, markdown: bool) -> None:
 
 
 def registry_table(cards: "Iterable[Card]") -> str:
-    """Return the registry as a Markdown table: families in the book's order, each name linked to
-    its file.
+    """Return the registry as a Markdown table.
+
+    Families stand in the book's order, each name linked to its file.
     """
     lines = ["|technique|what it does|paper|guarantee|", "|---|---|---|---|"]
     heading = ""
@@ -104,9 +105,7 @@ def link_papers(papers: str) -> str:
 
 
 def describe_card(card: "Card") -> str:
-    """A card in full: the technique file's docstring, then its knobs as they are set on the command
-    line.
-    """
+    """Return a card in full: its file's docstring, then its knobs as command line options."""
     lines = [card.doc.strip(), "", f"guarantee: {card.guarantee.value}" + _neutral(card)]
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")

@@ -43,8 +43,9 @@ subprocess.run(["git", "clone", "--quiet", "--depth", "1", "{address}", "tinyspe
 
 
 def find_address() -> str | None:
-    """Return the repository's address, if the environment tells it as continuous integration
-    does.
+    """Return the repository's address, if the environment tells it.
+
+    Continuous integration does.
     """
     repository = os.environ.get("GITHUB_REPOSITORY")
     return (
@@ -55,8 +56,9 @@ def find_address() -> str | None:
 
 
 def make_standalone(notebook: Any) -> Any:
-    """Return a notebook that runs anywhere, given one that runs in its clone: links and a first
-    cell.
+    """Return a notebook that runs anywhere, given one that runs in its clone.
+
+    Its links are changed, and a first cell is added.
     """
     import nbformat
 
@@ -119,8 +121,9 @@ def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda
 
 
 def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> int:
-    """Return the page's line at which a notebook failed. The notebook's first cell is not of the
-    page.
+    """Return the page's line at which a notebook failed.
+
+    The notebook's first cell is not of the page.
     """
     if not failed:
         return 1

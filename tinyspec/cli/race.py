@@ -231,8 +231,9 @@ def _is_default(ctx: click.Context, name: str) -> bool:
 def _race_often(
     model: "Model", starts: "Sequence[tuple[str, Start]]", repeat: int | None, out: Any
 ) -> "list[list[Lane]]":
-    """Run the races. On a terminal (`out`) say how far it is, between them: nothing is drawn while
-    a clock runs.
+    """Run the races. On a terminal (`out`) say between them how far it is.
+
+    Nothing is drawn while a clock runs.
     """
     from rich.live import Live
 

@@ -11,7 +11,7 @@ from tinyspec.cli import base
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
-    from tinyspec.translating import ExtendingRun, RewritingRun, Translation
+    from tinyspec.translation import ExtendingRun, RewritingRun, Translation
 
 
 @click.command("translate", cls=base.KnobCommand)
@@ -120,14 +120,15 @@ def translate(
 
 
 def _load(name: str, device: str, dtype: str | None) -> Any:
-    from tinyspec.translators import load_translator
+    from tinyspec.models import load_translator
 
     return load_translator(name, device, dtype)
 
 
 def _run(running: "ExtendingRun | RewritingRun", shows: bool, grows: bool) -> None:
-    """Run to the end. Shows every pass on standard error, or, at a terminal, the text as it grows
-    on one line.
+    """Run to the end.
+
+    Show every pass on standard error, or, at a terminal, the text as it grows on one line.
     """
     from tinyspec.show.display import escape_controls
 

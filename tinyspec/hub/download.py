@@ -118,7 +118,7 @@ def _transfer(url: str, part: Path, progress: ShowBytes | None, timeout: float) 
 
 
 def _starts_at(content_range: str, have: int) -> bool:
-    """Whether a Content-Range header begins at byte `have`.
+    """Return whether a Content-Range header begins at byte `have`.
 
     >>> _starts_at("bytes 100-199/200", 100), _starts_at("bytes 0-199/200", 100)
     (True, False)

@@ -42,10 +42,11 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
 def escape_controls(text: str) -> str:
-    """A model may write anything: control characters become pictures (XML refuses them too); line
-    feeds and tabs stay.
+    """Return a text whose control characters are pictures; line feeds and tabs stay.
 
-    >>> visible("a\\x1b[2J")
+    A model may write anything, and a terminal obeys control characters; XML refuses them.
+
+    >>> escape_controls("a\\x1b[2J")
     'a␛[2J'
     """
     return _CONTROL.sub(
@@ -54,8 +55,9 @@ def escape_controls(text: str) -> str:
 
 
 def colour_tokens(pieces: Sequence[str], origins: Sequence[str]) -> Text:
-    """A text, each token in the style of its origin. A line feed keeps no style: a reversed one
-    would paint a bar.
+    """Return a text, each token in the style of its origin.
+
+    A line feed keeps no style: a reversed one would paint a bar.
     """
     text = Text()
     for piece, origin in zip(pieces, origins, strict=False):
@@ -65,7 +67,7 @@ def colour_tokens(pieces: Sequence[str], origins: Sequence[str]) -> Text:
 
 
 def style_legend(kinds: Sequence[str]) -> Text:
-    """What the styles mean, for these kinds."""
+    """Return what the styles mean, for these kinds."""
     text = Text()
     for kind in (k for k in STYLES if k in kinds):
         text.append("  " if text else "")
@@ -111,8 +113,9 @@ def name_lane(method: str) -> str:
 
 
 def choose_speed(lanes: Sequence[Lane]) -> float:
-    """Return the speed of a playback: a short race is stretched to `PLAYBACK_SECONDS`, others are
-    played in real time.
+    """Return the speed of a playback.
+
+    A short race is stretched to `PLAYBACK_SECONDS`; others are played in real time.
     """
     longest = max(lane.seconds for lane in lanes)
     return longest / PLAYBACK_SECONDS if 0 < longest < REAL_TIME_SECONDS else 1.0
@@ -135,17 +138,16 @@ def pace_in_words(speed: float) -> str:
 
 
 class RaceStage:
-    """A race on the terminal. `play` shows one that is over; `draw` shows where its lanes stand at
-    one moment.
+    """A race on the terminal.
+
+    `play` shows a race that is over; `draw` shows where its lanes stand at one moment.
     """
 
     def __init__(self, console: Console, prompt: str, title: str = "", fps: float = 20.0):
         self.console, self.prompt, self.title, self.fps = console, prompt, title, fps
 
     def play(self, lanes: Sequence[Lane], speed: float) -> None:
-        """Play a race back, `speed` times as fast as it was run: all clocks are stretched by the
-        same factor.
-        """
+        """Play a race back, `speed` times as fast as it was run: all clocks stretch alike."""
         longest = max(lane.seconds for lane in lanes)
         note = f"measured before, played back {pace_in_words(speed)}"
         with Live(
@@ -206,18 +208,14 @@ class RaceStage:
         return Group(*head, *shown, keys)
 
     def tell(self, lane: Lane, lines: int) -> RenderableType:
-        """Return a lane's text in the width of the terminal, at most so many lines of it, and the
-        legend.
-        """
+        """Return at most so many lines of a lane's text in the terminal's width, and the legend."""
         body = self._body(lane, self.console.width + 4, lines)
         while body and not body[0].plain.strip():
             del body[0]
         return Group(Text("\n").join(body), style_legend(lane.trace.origins))
 
     def _body(self, lane: Lane, wide: int, high: int | None) -> list[Text]:
-        """The lines of a lane's text in a panel of this width; where they are too many, the
-        newest.
-        """
+        """Return the lines of a lane's text in a panel of this width; of too many, the newest."""
         text = Text.assemble(
             (escape_controls(self.prompt), Style(dim=True)),
             colour_tokens(lane.pieces, lane.trace.origins),
@@ -331,8 +329,7 @@ def describe_identity(outcome: Outcome, promise: str) -> str:
 
 
 def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
-    """Return the mean of the layers that ran for each token; nothing if every token ran all of
-    them.
+    """Return the mean of the layers that ran for each token; nothing if every token ran all.
 
     >>> describe_layers([2, 10, 3], 10), describe_layers([10, 10], 10)
     (', 5.0 of 10 layers per token', '')

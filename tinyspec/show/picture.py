@@ -99,9 +99,7 @@ def _tallest(track: Track) -> int:
 
 
 def _refused(tokens: Sequence[int], path: Sequence[int]) -> int:
-    """Hollow boxes on a column: the guesses that came to nothing, less the one whose place a token
-    took.
-    """
+    """Count a column's hollow boxes: rejected draft tokens, less the one whose place was taken."""
     return max(len(tokens) - len(path) - 1, 0)
 
 
@@ -125,9 +123,7 @@ def _heading(track: Track, y: float, judged: bool) -> list[str]:
 
 
 def _skyline(track: Track, floor: float, scale: float) -> list[str]:
-    """One path for each kind of box, one for each kind of mark; then the finish, with its verdict
-    beside it.
-    """
+    """Return one path for each kind of box and of mark, and the finish."""
     boxes: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "refused")}
     slashes: list[str] = []
     dots: list[str] = []
@@ -168,7 +164,7 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
 
 
 def _verdict(track: Track, finish: float, floor: float) -> list[str]:
-    """What the finish means, in large letters behind it."""
+    """Return what the finish means, in large letters beside it."""
     x, size = (
         finish + 14,
         min(26.0, 1.6 * (WIDTH - MARGIN - finish - 14) / max(len(track.verdict), 1)),
@@ -202,9 +198,7 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
 
 
 def _excerpt(track: Track, y: float, lines: int) -> list[str]:
-    """Return the first lines of the prompt and the text in one width of letter, each token in its
-    colour.
-    """
+    """Return the first lines of the prompt and the text, each token in its colour."""
     whole = Text()
     for piece, kind in [
         (track.prompt, "quiet"),
@@ -228,7 +222,7 @@ def _excerpt(track: Track, y: float, lines: int) -> list[str]:
 
 
 def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
-    """What the colours and marks mean, for the kinds that occur; returns where the picture ends."""
+    """Draw what the colours and marks mean, for the kinds that occur; return the picture's end."""
     seen = {kind for track in tracks for kind in track.trace.origins}
     if any(_refused(r.tokens, r.path) for track in tracks for r in track.trace.rounds):
         seen.add("refused")

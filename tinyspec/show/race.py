@@ -26,7 +26,7 @@ WARM_UP = 4  # rounds that run before any clock does: the first calls of a proce
 
 @dataclass
 class Lane:
-    """One decoder's race. Times are seconds on its own clock."""
+    """One decoder's part in a race. Times are seconds on its own clock."""
 
     method: str
     prefill: float = 0.0
@@ -41,7 +41,7 @@ class Lane:
 
     @property
     def seconds(self) -> float:
-        """What the clock shows."""
+        """Return what the clock shows."""
         return self.prefill + sum(self.rounds)
 
     @property
@@ -67,7 +67,7 @@ class Lane:
         return distinct(self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """For --json."""
+        """Return it for --json."""
         return {
             "method": self.method,
             **self.stats.as_dict(),
@@ -95,8 +95,9 @@ def race(
     starts: Sequence[tuple[str, Start]],
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Lane]:
-    """Run the requests against each other, one lane each; among equal clocks the first listed goes
-    first.
+    """Run the requests against each other, one lane each.
+
+    Among equal clocks the request that is listed first goes first.
     """
     lanes = [Lane(method) for method, _ in starts]
     running: list[GenerationRun] = []
@@ -131,8 +132,9 @@ def race(
 
 
 def cut_lane(lane: Lane, seconds: float) -> Lane:
-    """Return the lane as it stood when its clock showed `seconds`: the rounds that had ended, and
-    what they wrote.
+    """Return the lane as it stood when its clock showed `seconds`.
+
+    It has the rounds that had ended by then, and what they wrote.
     """
     if seconds >= lane.seconds:
         return lane
@@ -152,7 +154,7 @@ def cut_lane(lane: Lane, seconds: float) -> Lane:
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
-    """The first position where two texts differ; None where they are identical.
+    """Return the first position where two texts differ; None where they are identical.
 
     >>> first_difference([1, 2, 3], [1, 2, 4]), first_difference([1, 2], [1, 2])
     (2, None)
@@ -182,8 +184,9 @@ class Outcome:
 
 
 def compare_lanes(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
-    """Judge every lane against the first, which is plain decoding. `repeats[r][i]` is lane i of
-    repeat r.
+    """Judge every lane against the first, which is plain decoding.
+
+    repeats  repeats[r][i] is lane i of repeat r
     """
     outcomes: list[Outcome] = []
     for i in range(1, len(repeats[0])):
@@ -204,8 +207,9 @@ def compare_lanes(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outco
 
 
 def find_median_race(ratios: Sequence[float]) -> int:
-    """Return the index of the race whose ratio is the median: the one to show. Of two in the
-    middle, the lower ratio.
+    """Return the index of the race with the median ratio: the one to show.
+
+    Of two in the middle it is the one with the lower ratio.
 
     >>> find_median_race([1.3, 1.0, 1.1])
     2

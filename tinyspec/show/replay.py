@@ -24,15 +24,16 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.show.display import describe_layers, escape_controls
-from tinyspec.translating import Translation
+from tinyspec.translation import Translation
 
 Record = dict[str, Any]
 """What a page is made from, as plain data. `kind` is "text" (rounds) or "canvas" (passes)."""
 
 
 def record_rounds(model: Model | Seq2Seq, method: str, generation: Generation) -> Record:
-    """A generation's trace with the words of its tokens. Probabilities are there if the trace was
-    `detailed`.
+    """Return a generation's trace with the words of its tokens.
+
+    Probabilities are there if the trace was `detailed`.
     """
     stats, trace, config = generation.stats, generation.trace, model.config
     depth = config.decoder_layers if isinstance(config, Seq2SeqConfig) else config.n_layers
@@ -54,7 +55,7 @@ def record_rounds(model: Model | Seq2Seq, method: str, generation: Generation) -
 
 
 def record_passes(model: Seq2Seq, method: str, done: Translation) -> Record:
-    """What a canvas went through: the candidate that was kept, pass by pass."""
+    """Return what a canvas went through, pass by pass: of the candidate that was kept."""
     tokenizer, size = model.tokenizer, model.config.vocab_size
     kept = done.passes[-1].tokens.index(done.tokens) if done.passes else 0
     passes = []
@@ -79,8 +80,9 @@ def record_passes(model: Seq2Seq, method: str, done: Translation) -> Record:
 
 
 def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
-    """Every round with the text of its tokens (what they add to the text) and of its guesses (each
-    on its own).
+    """Return every round with the text of its tokens and of its draft tokens.
+
+    The text of a token is what it adds to the text; that of a draft token stands alone.
     """
     stream, newest, rounds = tokenizer.stream(), trace.prompt[-1:], list[Record]()
     for entry in trace.rounds:
@@ -102,7 +104,7 @@ def _rounds(tokenizer: Tokenizer, size: int, trace: Trace) -> list[Record]:
 
 
 def _word(tokenizer: Tokenizer, size: int, token: int) -> str:
-    """One token as text; a special one by its name, a probe by its number."""
+    """Return one token as text; a special one by its name, a probe by its number."""
     return (
         f"<probe {token - size}>" if token >= size else escape_controls(tokenizer.token_text(token))
     )
@@ -152,8 +154,9 @@ def render_page(record: Record) -> str:
 
 
 def read_record(path: str | Path) -> Record:
-    """A record that `--replay FILE.json` or the page itself saved. Raises TinyspecError where it is
-    none.
+    """Return a record that `--replay FILE.json` or the page itself saved.
+
+    Raises TinyspecError where it is none.
     """
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tinyspec import translators
+from tinyspec import models
 from tinyspec.decoding.refine import token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -19,8 +19,7 @@ from tinyspec.nonautoregressive.refine_many import refine_many, translate_source
 from tinyspec.training import distilled
 from tinyspec.training.bitext import padded
 from tinyspec.training.distilled import Writing
-from tinyspec.translating import TranslationStatistics
-from tinyspec.translation import translate
+from tinyspec.translation import TranslationStatistics, translate
 
 ROLES = ("teacher", "nat", "mask_predict")
 PLAIN = "teacher, greedy"
@@ -59,15 +58,15 @@ def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
     must be a teacher.
     """
     found: dict[str, Seq2Seq] = {}
-    for name in names or translators.list_translators():
-        model = translators.load_translator(name)
-        role = str(model.config.extra.get("trained_for", translators.TEACHER))
+    for name in names or models.list_translators():
+        model = models.load_translator(name)
+        role = str(model.config.extra.get("trained_for", models.TEACHER))
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
             )
         found.setdefault(role, model)
-    if translators.TEACHER not in found:
+    if models.TEACHER not in found:
         raise TinyspecError(
             "there is no autoregressive teacher to compare with: name it in --models, or train it (train mt)"
         )
