@@ -2,6 +2,7 @@
 
 import json
 import sys
+from fractions import Fraction as F
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +10,26 @@ import pytest
 
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
+from tests.speculative.printed import outcomes_of
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import traps as toys
 from tinyspec.laws.traps import self_speculative as traps
-from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.speculative.drafting.self_speculative import (
     DraftExit,
     SkipSetSearch,
+    draft_until_unsure,
     format_skip_set,
     parse_skip_set,
 )
 from tinyspec.technique import Request, find_technique
+from tinyspec.tree import TokenTree
 
 CARD = find_technique("self_speculative")
 GREEDY = SamplingParams(temperature=0.0)
@@ -50,6 +54,26 @@ def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     return decoder
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.3, 0.5])
+def test_printed_algorithm_is_what_runs(threshold: float) -> None:
+    """`draft_until_unsure` gives every draft with the probability that it has in the decoder."""
+
+    def q(text: list[int]) -> list[F]:
+        table = Table(1)
+        view: Any = table.view(Plan(skip=parse_skip_set("a1+m1", table.model.config.n_layers)))
+        table.extend(text[:1])  # the prompt is computed whole, draft tokens with the skip set
+        weights = view.score(TokenTree.chain(text[1:])).logits[-1]
+        return [F(x) / sum(weights) for x in weights]
+
+    def draft(rng: Exhaustive) -> tuple[int, ...]:
+        decoder = made(1, gamma=3, threshold=threshold)
+        decoder.extend((0,))
+        return tuple(decoder.drafter.propose([0], 9, SamplingParams(), rng).tokens)
+
+    printed = outcomes_of(lambda *given: tuple(draft_until_unsure(*given)), q, [0], threshold, 3)
+    assert printed == Exhaustive.law(draft)
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)

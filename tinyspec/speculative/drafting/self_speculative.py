@@ -1,31 +1,38 @@
-"""Draft & Verify: the model drafts for itself, leaving out the sublayers that it can do without.
+"""Draft & Verify, self-speculative decoding: the target drafts for itself with sublayers skipped.
 
-Zhang et al., ACL 2024, arXiv 2309.08168. A model of L layers is 2L sublayers, an attention and a
-feed-forward part each. A bit each says which are skipped while drafting (they are the identity
-there); the draft is a view of the target's own session, so it has the same weights, reads the
-target's keys and values, and what both run alike, below the first skipped sublayer, is run once.
-What makes it Draft & Verify: the bits are found by Bayesian optimisation of the *measured time per
-token* (`SkipSetSearch`; the command is `tinyspec bench skip`), and drafting ends behind the first token
-that the draft held for less likely than a threshold, which adapts so that a wanted share of the
-drafted tokens passes. Nothing is trained.
+Paper: Zhang et al., ACL 2024, arXiv 2309.08168. Nothing is trained.
 
-The authors' sampling code drafts greedily and still divides by the softmax; that is biased above
-temperature 0. Here the draft samples, and declares the law it samples from. Where no search was
-run, every third layer is skipped whole, from the third on, and the last layer is run: a beginning,
-and no result of the paper. Models of fewer than four layers skip nothing then.
+Idea. A model of L layers has 2L sublayers, an attention and a feed-forward part each. One bit for
+each says whether it is skipped while drafting (it is the identity then). So the draft model needs
+no weights of its own. It is a view of the target's session: it reads the target's keys and values,
+and what both compute alike, below the first skipped sublayer, is computed once. The bits are found
+by Bayesian optimization of the *measured time per token* (`SkipSetSearch`, `tinyspec bench skip`).
+
+Drafting ends after the first token that the draft found less likely than a threshold. The threshold
+adapts, so that a wanted share of the draft tokens is accepted:
+
+    rate      <- beta_1 rate + (1 - beta_1) accepted / drafted
+    proposal   = threshold + epsilon   if rate < wanted
+                 threshold             if the round drafted gamma tokens
+                 threshold - epsilon   else
+    threshold <- beta_2 threshold + (1 - beta_2) proposal
 
 Guarantee: EXACT. The token that ends a draft stays in it, so that no token's presence depends on
-its own draw. Tested in tests/speculative/test_self_speculative.py: the joint law, both kinds of
-sublayer, the shared cache, an empty skip set (all is accepted), the threshold's rule, the search
-against random sets of the same number.
+its own draw.
+Pitfall: the authors' sampling code drafts greedily and still divides by the softmax, which is
+biased above temperature 0. Here the draft samples, and declares the distribution it samples from.
+Tests: tests/speculative/test_self_speculative.py (`draft_until_unsure` against what runs, outcome
+by outcome; `update_threshold` is what runs; the joint distribution; both kinds of sublayer; the
+shared cache; an empty skip set accepts all; the search against as many random sets).
 Left out: nothing. The threshold starts at 0.8, the cap is 8 and the averages are those of the
-authors' code.
+authors' code. Without a search every third layer is skipped, from the third on but not the last:
+that is no result of the paper. Models of fewer than four layers then skip nothing.
 """
 
 import json
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -41,17 +48,51 @@ from tinyspec.lm.forward import Plan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 SkipSet: TypeAlias = frozenset[int]
-"""Sublayers that are left out, as `Plan` numbers them: 2l is the attention of layer l, 2l + 1 its
-feed-forward part.
-"""
+"""Skipped sublayers: 2l is the attention of layer l, 2l + 1 its feed-forward part."""
+
+BETA_1 = 0.5  # weight of the past in the running acceptance rate (the authors' code)
+BETA_2 = 0.9  # weight of the past in the threshold
+EPSILON = 0.01  # step of the threshold in a round, before it is averaged
 
 
-# ---------------------------------------------------------------------- which sublayers (section 3.2)
+def draft_until_unsure(
+    q: Callable[[list[int]], Any], text: list[int], threshold: float, gamma: int, rng: Any
+) -> list[int]:
+    """Return the draft: at most gamma tokens, the last one possibly unlikely (section 3.4).
+
+    q  a function from a text to the distribution [V] of the target with sublayers skipped
+
+    `SelfSpeculativeDrafter` does the same. A test compares the two on every outcome.
+    """
+    draft: list[int] = []
+    while len(draft) < gamma:
+        row = q(text + draft)
+        draft.append(rng.choice(len(row), p=row))
+        if row[draft[-1]] < threshold:
+            break  # after the token, which stays in the draft
+    return draft
+
+
+def update_threshold(
+    threshold: float, rate: float, accepted: int, drafted: int, wanted: float, gamma: int
+) -> tuple[float, float]:
+    """Return the threshold and the running acceptance rate after a round.
+
+    >>> tuple(round(x, 4) for x in update_threshold(0.8, 0.0, 1, 4, wanted=0.9, gamma=8))
+    (0.801, 0.125)
+    """
+    rate = BETA_1 * rate + (1 - BETA_1) * accepted / drafted
+    step = EPSILON if rate < wanted else 0.0 if drafted == gamma else -EPSILON
+    return threshold + (1 - BETA_2) * step, rate
+
+
+# ------------------------------------------------------------------ which sublayers (section 3.2)
 
 
 def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
-    """The knob as sublayers: None or "none", "default", "a3+m3+a5-7" (attention, feed-forward), or
-    a search's .json.
+    """Return the sublayers that the knob `skip` names.
+
+    skip  None, "none", "default", "a3+m3+a5-7" (a: attention, m: feed-forward), or a search's .json
 
     >>> sorted(parse_skip_set("a1-2+m2", 4)), sorted(parse_skip_set("default", 9)), parse_skip_set(None, 4)
     ([2, 4, 5], [4, 5, 10, 11], frozenset())
@@ -76,7 +117,7 @@ def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
 
 
 def _read(word: Any, n_layers: int) -> Iterable[int]:
-    """One word of a list, such as a3 or m2-5; or a sublayer's number."""
+    """Return the sublayers of one word, such as a3 or m2-5, or of a sublayer's number."""
     if isinstance(word, int):
         word = f"{'am'[word % 2]}{word // 2}"
     found = re.fullmatch(r"([am])(\d+)(?:-(\d+))?", str(word))
@@ -91,7 +132,7 @@ def _read(word: Any, n_layers: int) -> Iterable[int]:
 
 
 def _searched(path: Path, n_layers: int) -> str:
-    """The skip set that a search has written."""
+    """Return the skip set that a search has written."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         skip, searched = str(result["skip"]), result["n_layers"]
@@ -111,7 +152,7 @@ def _searched(path: Path, n_layers: int) -> str:
 
 
 def format_skip_set(skip: Iterable[int]) -> str:
-    """A skip set as the knob takes it, also between a benchmark's commas.
+    """Return a skip set as the knob takes it.
 
     >>> format_skip_set({2, 4, 5}), format_skip_set(())
     ('a1+a2+m2', 'none')
@@ -120,13 +161,12 @@ def format_skip_set(skip: Iterable[int]) -> str:
 
 
 class SkipSetSearch:
-    """Bayesian optimisation of 2L bits, each relaxed to [0, 1] and set above one half: ask
-    `suggest`, measure, `tell`.
+    """Bayesian optimization of 2L bits, each relaxed to [0, 1] and set if above one half.
 
-    By the library that the authors used, bayesian-optimization: a Gaussian process (noise 1e-2)
-    over the sets measured so far, the next one where its upper confidence bound is greatest. A
-    suggestion depends on the seed and on what was told alone, so an interrupted search goes on as
-    it would have gone.
+    Call `suggest`, measure, call `tell`, and repeat. The library is the authors',
+    bayesian-optimization: a Gaussian process (noise 1e-2) over the sets measured so far suggests
+    the set with the greatest upper confidence bound. A suggestion depends only on the seed and on
+    what was told, so an interrupted search continues as it would have.
     """
 
     def __init__(self, n_layers: int, seed: int = 0):
@@ -141,23 +181,21 @@ class SkipSetSearch:
         self.told: dict[SkipSet, list[float]] = {}
 
     def tell(self, skip: SkipSet, speed: float) -> None:
-        """A set was measured: tokens per second, on any scale. One that is measured again counts by
-        its mean.
+        """Enter a measurement of a set: tokens per second, on any scale.
+
+        A set that is measured again counts by its mean.
         """
         self.told.setdefault(skip, []).append(speed)
 
     def suggest(self) -> SkipSet:
-        """The next set: one that was not told, as long as there are any, and never all
-        sublayers.
-        """
+        """Return the next set: one not measured yet if there is any, and never all sublayers."""
         if len(self.told) >= 2**self.n - 1:
             return self.best
         random = np.random.default_rng((self.seed, len(self.told)))
         names = [f"x{bit:04}" for bit in range(self.n)]
         bound = self.library.acquisition.UpperConfidenceBound()
-        bound.suggest = partial(
-            bound.suggest, n_random=1000, n_smart=1
-        )  # its greatest value need not be met to a digit
+        # The maximum of the acquisition function need not be found to a digit.
+        bound.suggest = partial(bound.suggest, n_random=1000, n_smart=1)
         seed = int(random.integers(1 << 31))
         optimizer = self.library.BayesianOptimization(
             None, dict.fromkeys(names, (0.0, 1.0)), bound, random_state=seed, verbose=0
@@ -168,7 +206,7 @@ class SkipSetSearch:
                 [float(bit in skip) for bit in range(self.n)], sum(speeds) / len(speeds)
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of length scales at their bounds
+            warnings.simplefilter("ignore")  # about length scales at their bounds
             point = optimizer.suggest()
         chosen = frozenset(bit for bit, name in enumerate(names) if point[name] > 0.5)
         while chosen in self.told or len(chosen) == self.n:
@@ -177,40 +215,35 @@ class SkipSetSearch:
 
     @property
     def best(self) -> SkipSet:
-        """The fastest set so far."""
+        """Return the fastest set so far."""
         return max(self.told, key=lambda skip: sum(self.told[skip]) / len(self.told[skip]))
 
 
-# ---------------------------------------------------------------------- drafting and its exit (sections 3.1, 3.4)
-
-RATE, SLOW, STEP = 0.5, 0.9, 0.01  # beta_1, beta_2, epsilon
+# ------------------------------------------------------------------ drafting and its exit (sections 3.1, 3.4)
 
 
 class DraftExit(NamedTuple):
-    """When drafting ends: behind the first token whose probability under the draft is below the
-    threshold.
+    """When drafting ends: after the first token less likely than the threshold.
 
-    threshold  starts at 0.8
-    passed     running share of drafted tokens that the target accepted (the paper's AR)
+    passed  running share of draft tokens that the target accepted (the paper's AR)
     """
 
     threshold: float
     passed: float = 0.0
 
     def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "DraftExit":
-        """The exit after a round: stricter where too little passed, looser where enough did and the
-        cap was not hit.
-        """
+        """Return the exit after a round; a round without a draft changes nothing."""
         if not drafted:
             return self
-        passed = RATE * self.passed + (1 - RATE) * accepted / drafted
-        step = STEP if passed < wanted else 0.0 if drafted == gamma else -STEP
-        return DraftExit(self.threshold + (1 - SLOW) * step, passed)
+        return DraftExit(
+            *update_threshold(self.threshold, self.passed, accepted, drafted, wanted, gamma)
+        )
 
 
 class SelfSpeculativeDrafter(SharedSessionDrafter):
-    """The target itself without some sublayers. What it learnt of its exit is of the request, not
-    of a place in the text.
+    """Drafts with the target itself, without some sublayers.
+
+    The exit adapts over a request; a rewind does not undo that.
     """
 
     def __init__(
@@ -252,11 +285,11 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
             "sublayers left out: a3+m5-7, none, default, or a search's .json",
             small=("a1+m1", "m0", None),
         ),
-        Knob("gamma", 8, "most tokens drafted in a round", low=1),
+        Knob("gamma", 8, "most tokens drafted in a round", low=1, high=64),
         Knob(
             "threshold",
             0.8,
-            "drafting ends behind a token less likely than this",
+            "drafting ends after a token less likely than this",
             low=0.0,
             high=1.0,
             small=(0.5, 0.0),
@@ -264,7 +297,7 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
         Knob(
             "wanted",
             0.9,
-            "share of drafted tokens that is to pass: the threshold adapts to it",
+            "share of draft tokens that is to be accepted: the threshold adapts to it",
             low=0.0,
             high=1.0,
         ),
@@ -273,7 +306,7 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
 def self_speculative(
     request: Request, *, skip: Any, gamma: int, threshold: float, wanted: float
 ) -> Decoder:
-    """The target drafts for itself with sublayers skipped, and verifies with all of them."""
+    """Return a decoder whose target drafts with sublayers skipped and verifies with all."""
     session: Any = request.target
     chosen = parse_skip_set(skip, session.model.config.n_layers)
     return request.decoder(
