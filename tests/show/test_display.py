@@ -19,7 +19,6 @@ from tinyspec.show.display import (
     RaceStage,
     choose_speed,
     colour_tokens,
-    describe_statistics,
     escape_controls,
     name_lane,
     pace_in_words,
@@ -188,4 +187,4 @@ def test_growing_text_equals_the_whole(zoo: Zoo, stop: tuple[str, ...]) -> None:
     options = {"temperature": 1.0, "seed": 5, "stop": stop, "max_new_tokens": 40}
     growing = TextStreamer(start_generation(target, "the cat", **options))
     assert "".join(growing) == generate(target, "the cat", **options).text
-    assert "tokens in" in describe_statistics(growing.running.stats, "length")
+    assert "tokens in" in growing.running.stats.describe("length")

@@ -86,7 +86,7 @@ class Conversation:
     def answer(self, message: str) -> None:
         """Answer one message. One that the context has no room for is taken back."""
         from tinyspec.generation import TextStreamer, prompt_ids, start_generation
-        from tinyspec.show.display import describe_layers, describe_statistics, escape_controls
+        from tinyspec.show.display import describe_layers, escape_controls
 
         asked = [*self.messages, {"role": "user", "content": message}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions
@@ -110,7 +110,7 @@ class Conversation:
         self.options["seed"] += 1
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
         layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
-        self.figures = describe_statistics(result.stats, result.finish_reason, layers)
+        self.figures = result.stats.describe(result.finish_reason, layers)
         if result.finish_reason == "context":
             click.echo(
                 f"(cut: the context of {room} tokens is full; /reset forgets the conversation)",

@@ -225,7 +225,7 @@ def make_notes(
     target: "Model", result: "Generation", options: dict[str, Any], stats: bool
 ) -> list[str]:
     """Return what to tell of a result: that it filled the context, and its figures if wanted."""
-    from tinyspec.show.display import describe_layers, describe_statistics
+    from tinyspec.show.display import describe_layers
 
     notes = list[str]()
     if result.finish_reason == "context":
@@ -236,7 +236,7 @@ def make_notes(
         )
     if stats:
         layers = describe_layers(result.trace.layers_run, target.config.n_layers)
-        notes.append(describe_statistics(result.stats, result.finish_reason, layers))
+        notes.append(result.stats.describe(result.finish_reason, layers))
     return notes
 
 

@@ -128,7 +128,7 @@ def race(
     Options that are not listed are knobs of the method (--gamma 6).
 
     First it is measured, several times, with nothing on the screen. Each lane has its own clock.
-    The lane whose clock is behind takes the next step, alone. A clock covers the prompt and every
+    The lane whose clock shows least takes the next step, alone. A clock covers the prompt and every
     step; loading is outside, and a short untimed start warms the caches. The ratio is of seconds
     per token: the median over the races, and their range.
 

@@ -18,7 +18,6 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from tinyspec.decoding.trace import Statistics
 from tinyspec.show.race import Lane, Outcome, cut_lane
 
 STYLES = {
@@ -337,8 +336,3 @@ def describe_layers(layers_run: Sequence[int], n_layers: int) -> str:
     if min(layers_run, default=n_layers) >= n_layers:
         return ""
     return f", {sum(layers_run) / len(layers_run):.1f} of {n_layers} layers per token"
-
-
-def describe_statistics(stats: Statistics, reason: str, layers: str = "") -> str:
-    """Return a request's figures on one line. `layers` is what `describe_layers` says of it."""
-    return stats.describe(reason, layers)

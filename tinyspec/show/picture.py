@@ -27,7 +27,7 @@ MEANING = {
     "recovered": "recovered after a rejection",
     "bonus": "bonus after a full draft",
     "plain": "plain: no draft",
-    "refused": "rejected draft token",
+    "rejected": "rejected draft token",
 }
 STYLE = """
 text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:16px;fill:#1f2328}
@@ -36,14 +36,14 @@ text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-
 .mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:15px}
 .line{stroke:#d1d9e0;stroke-width:1}.end{stroke:#59636e;stroke-width:1;stroke-dasharray:3 3}
 .accepted{fill:#009e73}.recovered{fill:#d55e00}.bonus{fill:#0072b2}.plain{fill:#8c959f}
-.refused{fill:none;stroke:#8c959f;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
+.rejected{fill:none;stroke:#8c959f;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
 tspan.accepted{fill:#00704f;font-weight:700}tspan.recovered{fill:#b34700;font-weight:700}
 tspan.bonus{fill:#005f96;text-decoration:underline}tspan.plain{fill:#1f2328}
 @media (prefers-color-scheme:dark){
 .page{fill:#0d1117;stroke:#3d444d}
 text,tspan.plain{fill:#e6edf3}.quiet,tspan.quiet{fill:#9198a1}.line{stroke:#3d444d}.end{stroke:#9198a1}
 .accepted{fill:#1fb58a}.recovered{fill:#f0793a}.bonus{fill:#4aa8e8}.plain{fill:#7d8590}
-.refused{fill:none;stroke:#7d8590}.slash{stroke:#0d1117}.dot{fill:#0d1117}
+.rejected{fill:none;stroke:#7d8590}.slash{stroke:#0d1117}.dot{fill:#0d1117}
 tspan.accepted{fill:#3fd6a8}tspan.recovered{fill:#ff9a5c}tspan.bonus{fill:#7cc4f5}}
 """.strip()
 
@@ -56,7 +56,7 @@ class Track(NamedTuple):
     ends: Sequence[float]
     began: float = 0.0
     pieces: Sequence[str] = ()  # the text of each token, for the excerpt
-    verdict: str = ""  # in large letters behind the finish: "1.4x as fast"
+    verdict: str = ""  # in large letters beside the finish: "1.4x as fast"
     note: str = ""  # below it: "identical text"
     prompt: str = ""  # what the text continues
 
@@ -95,10 +95,12 @@ def draw_race(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
 
 def _tallest(track: Track) -> int:
     """Boxes of the highest column."""
-    return max((len(r.emitted) + _refused(r.tokens, r.path) for r in track.trace.rounds), default=1)
+    return max(
+        (len(r.emitted) + _count_rejected(r.tokens, r.path) for r in track.trace.rounds), default=1
+    )
 
 
-def _refused(tokens: Sequence[int], path: Sequence[int]) -> int:
+def _count_rejected(tokens: Sequence[int], path: Sequence[int]) -> int:
     """Count a column's hollow boxes: rejected draft tokens, less the one whose place was taken."""
     return max(len(tokens) - len(path) - 1, 0)
 
@@ -124,7 +126,7 @@ def _heading(track: Track, y: float, judged: bool) -> list[str]:
 
 def _skyline(track: Track, floor: float, scale: float) -> list[str]:
     """Return one path for each kind of box and of mark, and the finish."""
-    boxes: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "refused")}
+    boxes: dict[str, list[str]] = {kind: [] for kind in (*KINDS, "rejected")}
     slashes: list[str] = []
     dots: list[str] = []
     began = track.began
@@ -132,11 +134,11 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
         x, wide = MARGIN + began * scale, max((end - began) * scale - 1, 0.8)
         kinds = [
             *round.origins[: len(round.emitted)],
-            *["refused"] * _refused(round.tokens, round.path),
+            *["rejected"] * _count_rejected(round.tokens, round.path),
         ]
         for level, kind in enumerate(kinds):
             y = floor - (level + 1) * (BOX + GAP) + GAP
-            if kind == "refused":
+            if kind == "rejected":
                 boxes[kind].append(_box(x + 0.5, y + 0.5, max(wide - 1, 0.5), BOX - 1))
                 continue
             boxes[kind].append(_box(x, y, wide, BOX))
@@ -224,8 +226,8 @@ def _excerpt(track: Track, y: float, lines: int) -> list[str]:
 def _legend(body: list[str], y: float, tracks: Sequence[Track]) -> float:
     """Draw what the colours and marks mean, for the kinds that occur; return the picture's end."""
     seen = {kind for track in tracks for kind in track.trace.origins}
-    if any(_refused(r.tokens, r.path) for track in tracks for r in track.trace.rounds):
-        seen.add("refused")
+    if any(_count_rejected(r.tokens, r.path) for track in tracks for r in track.trace.rounds):
+        seen.add("rejected")
     x = MARGIN
     for kind, meaning in MEANING.items():
         if kind not in seen:

@@ -1,6 +1,6 @@
 """A race: several decoders write from the same prompt, each on its own clock.
 
-Each step is timed alone, with nothing else running. The lane whose clock is behind takes the next
+Each step is timed alone, with nothing else running. The lane whose clock shows least takes the next
 step. Turning ids into text happens between the steps, while every clock stands still, and nothing
 is drawn until the race is over: `cut_lane` says what a lane had written at any moment, and so a
 race can be played back at any speed. A clock covers the prompt (for a technique with a draft model,
@@ -110,8 +110,8 @@ def race(
         running.append(request)
     steps = [iter(request) for request in running]
     texts = [model.tokenizer.stream() if model.has_tokenizer else None for _ in lanes]
-    while behind := [i for i, lane in enumerate(lanes) if lane.finished is None]:
-        i = min(behind, key=lambda i: lanes[i].seconds)
+    while unfinished := [i for i, lane in enumerate(lanes) if lane.finished is None]:
+        i = min(unfinished, key=lambda i: lanes[i].seconds)
         lane = lanes[i]
         began = clock()
         round: Round | None = next(steps[i], None)
