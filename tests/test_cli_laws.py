@@ -171,8 +171,8 @@ def test_the_demo_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     told = {"kind": "statistical demo: evidence, not proof", "texts": 3}
     monkeypatch.setattr(base, "load_all", lambda *args: (None, None))
-    monkeypatch.setattr(statistics, "demo", lambda *args, **options: told)
-    monkeypatch.setattr(statistics, "report", lambda told: told["kind"])
+    monkeypatch.setattr(statistics, "run_demo", lambda *args, **options: told)
+    monkeypatch.setattr(statistics, "format_demo", lambda told: told["kind"])
     result = run("laws", "--demo", "--samples", "3")
     assert result.exit_code == 0, result.output
     assert "evidence, not proof" in result.output

@@ -1,5 +1,4 @@
-"""Laws of early exits: the exit rule, the training of exits, the calibration of a threshold,
-pipelines.
+"""Laws of early exits: the rule, the training of exits, calibrated thresholds, pipelines.
 
 The oracle of the rule knows no session, no cache and no fill: it runs a whole text layer by layer,
 and a token that has left keeps its state from there on, so that the keys above are made from it. On

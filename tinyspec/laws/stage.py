@@ -1,5 +1,4 @@
-"""Where a technique is put to be judged: its builder, small models, adversaries in its draft's
-place, and the reference.
+"""The small models on which a technique is judged, with adversaries as drafts, and the reference.
 
 A stage builds the same decoder again and again. Everything is rational or, on a transformer,
 float64; everything is made from a seed, so a case is its name and its number.

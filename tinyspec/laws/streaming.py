@@ -1,5 +1,4 @@
-"""Laws of text that comes in pieces: a stream is the whole decoding, and a stop string is found
-wherever tokens cut it.
+"""Laws of streamed text: a stream is the whole decoding, and stop strings are found anywhere.
 
 Tokens of a byte-level vocabulary end inside of characters; which do depends on the vocabulary, so
 both laws take a real tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary,

@@ -1,5 +1,4 @@
-"""Uniform random numbers that are known only as intervals; each comparison splits the interval in
-two.
+"""Uniform random numbers known only as intervals; each comparison splits the interval in two.
 
 Code that was written for a random generator compares its uniforms with numbers: `u < p / q`,
 `cdf.searchsorted(u)`. Each such question has two answers, with probabilities that follow from the
