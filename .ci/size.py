@@ -39,7 +39,7 @@ def room_of(path: Path) -> str:
         return "root + show"
     if parts[0] in CHAPTERS:
         return "chapters"
-    if parts[0] == "laws" and parts[1] in ("mutants", "toys", "traps", "museum"):
+    if parts[0] == "laws" and parts[1] == "museum":
         return "museum"
     return parts[0]
 

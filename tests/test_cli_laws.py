@@ -11,7 +11,6 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import museum, prove, statistics
-from tinyspec.laws import traps as toys
 from tinyspec.technique import Card, Guarantee, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -127,7 +126,7 @@ def test_seeds_tell_who_was_accused(biased: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "module", "function"),
-    [("mutants", museum, "judge_mutants"), ("toys", toys, "matrix")],
+    [("mutants", museum, "judge_mutants"), ("toys", museum, "judge_toys")],
 )
 def test_the_matrices_are_printed(
     monkeypatch: pytest.MonkeyPatch, what: str, module: Any, function: str

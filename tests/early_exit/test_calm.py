@@ -34,8 +34,8 @@ from tinyspec.early_exit.calm import (
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
-from tinyspec.laws import traps as toys
 from tinyspec.laws.exit_laws import ON_TABLES, ExitSetting, exit_tables, with_classifier
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
@@ -87,7 +87,7 @@ def plain(model: Any = M, stop: StoppingCriteria | None = None) -> list[int]:
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_passes_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 

@@ -24,9 +24,9 @@ from tinyspec.early_exit.layerskip import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
-from tinyspec.laws import traps as toys
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import layerskip as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
@@ -84,7 +84,7 @@ def plain(
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_and_its_recipe_pass_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_and_its_recipe_pass_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 

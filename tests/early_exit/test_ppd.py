@@ -26,14 +26,15 @@ from tinyspec.early_exit.ppd import (
     resolve_guess_layer,
 )
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import traps as toys
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.law import Reference
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.exit_laws import likeliest_guesses
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.technique import Request, find_technique
+from tinyspec.tree import TokenTree
 
 CARD = find_technique("ppd")
 GREEDY = SamplingParams(temperature=0.0)
@@ -81,7 +82,7 @@ def plain(
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_passes_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 
@@ -132,7 +133,7 @@ def test_a_penalty_for_repetition_enters_the_guess() -> None:
     decoder = made(model.session(), penalty, layer=3, k=1)
     decoder.extend([1, 2, 3])
     pipeline: Any = decoder.target
-    scores = pipeline.session.score(traps.NO_DRAFT)
+    scores = pipeline.session.score(TokenTree())
     best = int(penalty.probs(scores.logits[0], [1, 2, 3]).argmax())
     assert pipeline.guess_next(scores, [1, 2, 3], penalty).tokens == [best]
     finish(decoder, [])

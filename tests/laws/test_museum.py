@@ -48,7 +48,9 @@ def test_an_equivalent_change_is_not_accused(change: Equivalent) -> None:
     change.check()
 
 
-@pytest.mark.parametrize("change", [*MUTANTS, *EQUIVALENT], ids=lambda change: change.name)
+@pytest.mark.parametrize(
+    "change", [*MUTANTS, *EQUIVALENT, *museum.toys()], ids=lambda change: change.name
+)
 def test_the_old_text_occurs_once(change: Change) -> None:
     with change.applied():
         pass
@@ -132,6 +134,13 @@ def test_new_outer_names_are_refused() -> None:
     """A code object cannot gain a variable of the function around it."""
     wrong = Patch(TokenTree.path, "return", "super()\nreturn")
     with pytest.raises(ValueError, match="other outer names"), patched([wrong]):
+        pass
+
+
+def test_unknown_names_are_refused() -> None:
+    """So that a name that was changed elsewhere is found without running the law."""
+    wrong = Patch(TokenTree.path, "return", "no_such_name\nreturn")
+    with pytest.raises(ValueError, match=r"not there: \['no_such_name'\]"), patched([wrong]):
         pass
 
 

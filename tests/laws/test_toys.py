@@ -1,50 +1,52 @@
 """Every technique passes its traps, and for each trap there is a toy that falls into it."""
 
-import ast
-import inspect
 import json
-import textwrap
-from typing import Any
 
 import pytest
 
-from tinyspec.laws import traps as toys
-from tinyspec.laws.traps import Toy, Trap
+from tinyspec.laws import museum
+from tinyspec.laws.exact import JOINT
+from tinyspec.laws.museum.rows import Toy
+from tinyspec.laws.traps import Trap, traps
+from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import load_techniques
 
-TOYS, TRAPS = toys.toys(), toys.traps()
+TOYS, TRAPS = museum.toys(), traps()
 
 
-def names(entries: list[tuple[str, Any]]) -> list[str]:
-    return [f"{technique}: {getattr(entry, 'name', entry.law)}" for technique, entry in entries]
-
-
-@pytest.mark.parametrize(("technique", "trap"), TRAPS, ids=names(TRAPS))
-def test_a_technique_passes_its_traps_and_a_toy_falls_into_each(technique: str, trap: Trap) -> None:
+@pytest.mark.parametrize(
+    ("technique", "trap"), TRAPS, ids=[f"{name}: {x.law}" for name, x in TRAPS]
+)
+def test_a_technique_passes_its_traps(technique: str, trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
-    assert (technique, trap.law) in {(name, toy.law) for name, toy in TOYS}
+    assert (technique, trap.law) in {(toy.technique, toy.law) for toy in TOYS}
 
 
-@pytest.mark.parametrize(("technique", "toy"), TOYS, ids=names(TOYS))
-def test_a_toy_is_short_and_falls_into_its_trap(technique: str, toy: Toy) -> None:
-    line = toys.judge(technique, toy)
+@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: f"{toy.technique}: {toy.name}")
+def test_a_toy_is_short_and_falls_into_its_trap(toy: Toy) -> None:
+    line = museum.judge_toy(toy)
     assert line["killed_by"] == toy.law, line.get("survived")
     assert line["counterexample"]["expected"] != line["counterexample"]["got"]
     json.dumps(line)
-    code = ast.parse(textwrap.dedent(inspect.getsource(toy.build)))
-    assert len(ast.unparse(code).splitlines()) <= 18  # however it is wrapped
+    assert sum(len(patch.new.splitlines()) for patch in toy.patches) <= 18
 
 
 def test_every_technique_has_a_toy() -> None:
-    assert {technique for technique, _ in TOYS} == load_techniques().keys()
+    assert {toy.technique for toy in TOYS} == load_techniques().keys()
+    names = [(toy.technique, toy.name) for toy in TOYS]
+    assert len(set(names)) == len(names) >= 142
 
 
 def test_a_crash_is_no_verdict() -> None:
-    def crashes(request: Any, **knobs: Any) -> Any:
-        raise ZeroDivisionError
+    first = "suffix = context[-self.longest :]"
+    law = next(trap.law for name, trap in TRAPS if name == "llma")
+    crash = Toy("x", first, "1 / 0", LlmaDrafter.propose, technique="llma", law=law)
+    assert "ZeroDivisionError" in museum.judge_toy(crash)["survived"]
+    same = Toy("x", first, f"{first} ", LlmaDrafter.propose, technique="llma", law=law)
+    assert "found nothing" in museum.judge_toy(same)["survived"]
 
-    technique, trap = next((name, trap) for name, trap in TRAPS if name == "llma")
-    assert (
-        "ZeroDivisionError" in toys.judge(technique, Toy("crashes", trap.law, crashes))["survived"]
-    )
-    assert "found nothing" in toys.judge(technique, Toy("none", trap.law, trap.real()))["survived"]
+
+def test_a_toy_falls_into_its_own_trap() -> None:
+    """Another law of the technique is no verdict either."""
+    toy = museum.find_toy("spectr", "no factor")
+    assert museum.ask_law(JOINT, toy.check)["killed_by"] is None

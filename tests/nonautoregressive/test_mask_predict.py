@@ -9,13 +9,13 @@ import torch
 from tinyspec.decoding.refine import Pass, Refinement, blank, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.museum import find_toy, judge_toy, toys
 from tinyspec.laws.nonautoregressive_laws import (
     chooses_best_length,
     follows_mask_predict,
     hides_uniformly,
     random_fillers,
 )
-from tinyspec.laws.traps import judge, toys
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.mask_predict import (
     MaskPredictRefiner,
@@ -73,12 +73,9 @@ def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
     assert hides_uniformly(hide_tokens).cases > 0
 
 
-@pytest.mark.parametrize(
-    "name", [toy.name for technique, toy in toys() if technique == "mask_predict"]
-)
+@pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "mask_predict"])
 def test_what_looks_like_it_is_told_apart(name: str) -> None:
-    toy = next(toy for technique, toy in toys() if (technique, toy.name) == ("mask_predict", name))
-    assert judge("mask_predict", toy)["killed_by"] == toy.law
+    assert judge_toy(find_toy("mask_predict", name))["killed_by"]
 
 
 # ---------------------------------------------------------------------- the rule

@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import bild as traps
 from tinyspec.speculative.verification.bild import rollback_verifier, write_turn
 from tinyspec.technique import Guarantee, Request, find_technique
@@ -92,7 +92,7 @@ def distribution(table: Table, text: list[int]) -> list[F]:
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_passes_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 

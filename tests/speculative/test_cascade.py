@@ -12,9 +12,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.cascade import (
     called_as_k_says,
-    constant_gamma,
     copies_the_longest,
     predicted,
 )
@@ -92,7 +92,7 @@ def test_trap_every_level_is_called_as_often_as_k_says() -> None:
     """A two-level draft with a constant gamma, however long, is not it."""
     assert called_as_k_says(CARD.make).cases > 0
     with pytest.raises(AssertionError):
-        called_as_k_says(constant_gamma)
+        find_toy("cascade", "two levels with a constant gamma").check()
 
 
 def test_what_k_predicts_by_hand() -> None:

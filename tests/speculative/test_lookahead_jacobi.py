@@ -15,7 +15,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import lookahead_jacobi as toys
+from tinyspec.laws.traps import lookahead_jacobi as traps
 from tinyspec.speculative.drafting.lookahead_jacobi import (
     JacobiWindow,
     LookaheadJacobiDrafter,
@@ -30,15 +30,15 @@ SMALL = {"window": 2, "n": 3, "guesses": 2}
 
 
 def test_trap_a_draft_is_the_n_grams_that_the_windows_columns_spelled() -> None:
-    assert toys.drafts_its_diagonals(CARD.make).cases > 200
+    assert traps.drafts_its_diagonals(CARD.make).cases > 200
 
 
 def test_trap_window_and_guesses_share_one_call() -> None:
-    toys.shares_one_call(CARD.make)
+    traps.shares_one_call(CARD.make)
 
 
 def test_trap_the_window_finds_what_the_text_has_not_said_yet() -> None:
-    toys.looks_ahead(CARD.make)
+    traps.looks_ahead(CARD.make)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import lookahead_trie as toys
+from tinyspec.laws.traps import lookahead_trie as traps
 from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.lookahead_trie import (
@@ -49,7 +49,7 @@ def spelled(tree: TokenTree) -> set[tuple[int, ...]]:
     return {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
 
 
-@pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
 def test_trap(trap: Any) -> None:
     assert trap.check(trap.real()).cases > 0
 

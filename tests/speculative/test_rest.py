@@ -22,7 +22,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import rest as toys
+from tinyspec.laws.museum import find_toy
+from tinyspec.laws.traps import rest as traps
 from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
 from tinyspec.speculative.drafting.rest import RestDrafter, retrieve_continuations
 from tinyspec.technique import Request, find_technique
@@ -45,15 +46,15 @@ def test_printed_algorithm_is_what_runs(
 
 
 def test_trap_the_longest_match_decides() -> None:
-    toys.prefers_the_longest(CARD.make)
+    traps.prefers_the_longest(CARD.make)
 
 
 def test_trap_the_tree_is_the_heaviest_beginnings_by_brute_force() -> None:
-    assert toys.is_the_heaviest(CARD.make).cases == 60
+    assert traps.is_the_heaviest(CARD.make).cases == 60
 
 
 def test_trap_two_continuations_leave_the_law_alone() -> None:
-    toys.law_of_two_continuations(CARD.make)
+    traps.law_of_two_continuations(CARD.make)
 
 
 def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() -> None:
@@ -61,9 +62,10 @@ def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() ->
 
     def biased() -> Decoder:
         request = Request(Constant(3), references=[[2, 0, 2, 1, 2, 0]])
-        return toys._with(RestDrafter, toys.a_draw_a_path)(request, shortest=1, length=1)
+        return CARD.make(request, shortest=1, length=1, price=0.0)
 
-    found = exact_law(biased, 1, (2,))
+    with find_toy("rest", "a draw a path").applied():
+        found = exact_law(biased, 1, (2,))
     assert [round(float(found[(token,)]), 4) for token in range(3)] == [0.675, 0.255, 0.07]
 
 

@@ -18,7 +18,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import traps as toys
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import self_speculative as traps
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.speculative.drafting.self_speculative import (
@@ -77,7 +77,7 @@ def test_printed_algorithm_is_what_runs(threshold: float) -> None:
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_passes_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 

@@ -18,8 +18,9 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.evidence import LawViolated
+from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.auto import Ticking, Watch
-from tinyspec.laws.traps.sequoia import every_tree, joint_law, kept_noise, worth
+from tinyspec.laws.traps.sequoia import every_tree, worth
 from tinyspec.speculative.drafting.sequoia import (
     PRIOR,
     best_tree,
@@ -60,7 +61,7 @@ def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and
     None
 ):
     with pytest.raises(LawViolated) as accused:
-        joint_law(kept_noise)
+        find_toy("sequoia", "noise kept over rounds").check()
     found = accused.value.counterexample
     expected, got = found.expected, found.got
     for token in range(2):

@@ -18,8 +18,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import traps as toys
 from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import speculative_contrastive as traps
 from tinyspec.speculative.integrated.speculative_contrastive import (
     JointTarget,
@@ -56,7 +56,7 @@ def finish(decoder: Decoder, prompt: list[int]) -> Decoder:
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
-def test_trap_the_technique_passes_it(trap: toys.Trap) -> None:
+def test_trap_the_technique_passes_it(trap: Trap) -> None:
     assert trap.check(trap.real()).cases > 0
 
 

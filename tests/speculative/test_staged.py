@@ -14,13 +14,11 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.staged import (
-    a_fixed_tree,
-    a_tree_alone,
     beats_fixed_trees,
     calls_are_spared,
     guesses_are_the_drafts,
-    n_grams_for_the_target,
 )
 from tinyspec.speculative.drafting.staged import grow_tree
 from tinyspec.technique import Request, find_technique
@@ -76,19 +74,19 @@ def normalized(weights: Sequence[Any]) -> list[Fraction]:
 def test_trap_n_grams_spare_calls_of_the_draft() -> None:
     assert calls_are_spared(CARD.make).cases == 3
     with pytest.raises(AssertionError, match="spare"):
-        calls_are_spared(a_tree_alone)
+        find_toy("staged", "a tree and no second stage").check()
 
 
 def test_trap_n_grams_guess_for_the_draft_and_not_for_the_target() -> None:
     assert guesses_are_the_drafts(CARD.make).cases == 24
     with pytest.raises(AssertionError, match="whatever"):
-        guesses_are_the_drafts(n_grams_for_the_target)
+        find_toy("staged", "n-grams straight to the target").check()
 
 
 def test_trap_the_tree_follows_the_drafts_probability() -> None:
     assert beats_fixed_trees(CARD.make).cases == 1
     with pytest.raises(AssertionError, match="beats fixed trees"):
-        beats_fixed_trees(a_fixed_tree)
+        find_toy("staged", "a fixed tree").check()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import suffix_decoding as toys
+from tinyspec.laws.traps import suffix_decoding as traps
 from tinyspec.laws.traps.lookahead_trie import said
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import (
@@ -43,7 +43,7 @@ def drafted(d: SuffixDecodingDrafter, context: list[int], max_draft_depth: int =
     return d.propose(context, max_draft_depth, GREEDY, Seeded(0))
 
 
-@pytest.mark.parametrize("trap", toys.TRAPS, ids=lambda trap: trap.law)
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
 def test_trap(trap: Any) -> None:
     assert trap.check(trap.real()).cases > 0
 

@@ -16,7 +16,7 @@ from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.traps import token_recycling as toys
+from tinyspec.laws.traps import token_recycling as traps
 from tinyspec.speculative.drafting.token_recycling import (
     NO_CANDIDATE,
     AdjacencyMatrix,
@@ -51,15 +51,15 @@ def test_printed_algorithm_is_what_runs() -> None:
 
 
 def test_trap_the_rows_of_refused_nodes_are_recycled() -> None:
-    assert toys.writes_every_row_back(CARD.make).cases > 20
+    assert traps.writes_every_row_back(CARD.make).cases > 20
 
 
 def test_trap_a_second_request_starts_warm() -> None:
-    toys.starts_warm(CARD.make)
+    traps.starts_warm(CARD.make)
 
 
 def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
-    assert toys.is_the_best_tree(build_static_tree).cases == 25
+    assert traps.is_the_best_tree(build_static_tree).cases == 25
 
 
 @pytest.mark.parametrize(

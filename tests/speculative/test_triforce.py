@@ -17,11 +17,10 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.models import small_network
+from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.triforce import (
     finds_the_needle,
     joint_law_of_three_levels,
-    middle_draws_again,
-    window_only,
 )
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
@@ -117,13 +116,13 @@ def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None
 def test_trap_retrieval_knows_what_a_window_has_left_behind() -> None:
     assert finds_the_needle(CARD.make).cases == 4
     with pytest.raises(AssertionError, match="retrieved key"):
-        finds_the_needle(window_only)
+        find_toy("triforce", "a window and no retrieval").check()
 
 
 def test_trap_a_middle_that_draws_again_after_a_refusal_loses_the_law() -> None:
     assert joint_law_of_three_levels(CARD.make).cases == 3
     with pytest.raises(AssertionError, match="joint law"):
-        joint_law_of_three_levels(middle_draws_again)
+        find_toy("triforce", "the middle draws again").check()
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])

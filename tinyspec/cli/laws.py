@@ -187,10 +187,9 @@ def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:
     In a pipe: one line for each law of the mutants, or technique of the toys, unless `verbose`.
     """
     from tinyspec.laws import museum
-    from tinyspec.laws import traps as toys
 
     with base.show_progress(quiet or as_json) as show:
-        lines = museum.judge_mutants(show) if what == "mutants" else toys.matrix(show)
+        lines = museum.judge_mutants(show) if what == "mutants" else museum.judge_toys(show)
     name, group = ("mutant", "law") if what == "mutants" else ("toy", "technique")
     killed = sum(line["killed_by"] is not None for line in lines)
     survivors = [line for line in lines if line["killed_by"] is None]

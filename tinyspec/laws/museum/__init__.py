@@ -1,23 +1,39 @@
-"""The museum: the field's real mistakes, each one change of the library, and the law that catches it.
+"""The museum: the field's mistakes and look-alikes, each one change of the library, and the law that
+catches it.
 
 A row says which function, which text and what stands there instead. A mutant is killed if the law
 meant for it accuses it: by its verdict, not by a crash, and not by another law. That also shows that
 the change is no equivalent in disguise, for the same law accuses nothing in the library as it is.
+
+A toy is a look-alike of a technique, as a change of it; it must fall into a trap (laws/traps), which
+the technique itself passes.
 
 To add a mutant, write one row in the table of its kind. Its `bug` says where the mistake was met: B1
 to B45 and S1 to S12 are classes found in public implementations (`catalogue` has each source), "slip"
 is a small slip that every verifier and loop should be tried with.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from tinyspec.laws.evidence import Evidence, LawViolated, import_extra
-from tinyspec.laws.museum import drafting, loop, rewriting, sessions, verification
+from tinyspec.laws.museum import (
+    drafting,
+    loop,
+    rewriting,
+    sessions,
+    toys_drafting,
+    toys_rewriting,
+    toys_verification,
+    verification,
+)
 from tinyspec.laws.museum.catalogue import CATALOGUE
-from tinyspec.laws.museum.rows import Equivalent, Mutant
+from tinyspec.laws.museum.rows import Equivalent, Mutant, Toy
+from tinyspec.laws.traps import trap_files
 
 TABLES = (verification, drafting, loop, sessions, rewriting)
+TOY_TABLES = (toys_verification, toys_drafting, toys_rewriting)
+R = TypeVar("R", Mutant, Toy)
 Watch = Callable[[str, int, int], None]
 """Called before each row is judged: with its name, its number from 0 on, and how many there are."""
 
@@ -32,6 +48,17 @@ def equivalents() -> list[Equivalent]:
     return [change for table in TABLES for change in getattr(table, "EQUIVALENT", ())]
 
 
+def toys() -> list[Toy]:
+    """Return every look-alike: those of the tables, and those that a file of traps brings."""
+    files = [*TOY_TABLES, *trap_files().values()]
+    return [toy for file in files for toy in getattr(file, "TOYS", ())]
+
+
+def find_toy(technique: str, name: str) -> Toy:
+    """Return the look-alike of a technique that has this name."""
+    return next(toy for toy in toys() if (toy.technique, toy.name) == (technique, name))
+
+
 def judge_mutant(mutant: Mutant) -> dict[str, Any]:
     """Return one line of the matrix: mutant, bug, met (where), host, law, killed_by, counterexample.
 
@@ -44,6 +71,17 @@ def judge_mutant(mutant: Mutant) -> dict[str, Any]:
         "host": mutant.host,
         "law": mutant.law,
         **ask_law(mutant.law, mutant.check),
+    }
+
+
+def judge_toy(toy: Toy) -> dict[str, Any]:
+    """Return one line of the matrix: technique, toy, trap, host, killed_by, counterexample."""
+    return {
+        "technique": toy.technique,
+        "toy": toy.name,
+        "trap": toy.law,
+        "host": toy.host,
+        **ask_law(toy.law, toy.check),
     }
 
 
@@ -65,9 +103,21 @@ def judge_mutants(watch: Watch | None = None) -> list[dict[str, Any]]:
     """Return a line for every mutant, judged by the law meant for it."""
     for library in ("hypothesis", "scipy"):  # missing, it would look like a crash of a mutant
         import_extra(library)
-    lines, rows = [], mutants()
-    for at, mutant in enumerate(rows):
+    return judge_rows(mutants(), judge_mutant, watch)
+
+
+def judge_toys(watch: Watch | None = None) -> list[dict[str, Any]]:
+    """Return a line for every toy, judged by its trap."""
+    return judge_rows(toys(), judge_toy, watch)
+
+
+def judge_rows(
+    rows: Sequence[R], judge: Callable[[R], dict[str, Any]], watch: Watch | None
+) -> list[dict[str, Any]]:
+    """Return a line for every row, and tell `watch` how far it is."""
+    lines = []
+    for at, row in enumerate(rows):
         if watch is not None:
-            watch(mutant.name, at, len(rows))
-        lines.append(judge_mutant(mutant))
+            watch(row.name, at, len(rows))
+        lines.append(judge(row))
     return lines

@@ -6,6 +6,8 @@ it did; only the function's code object is exchanged. Whoever imported the funct
 one, and gets the right one back afterwards.
 """
 
+import builtins
+import dis
 import inspect
 import linecache
 import re
@@ -94,6 +96,11 @@ def compile_changed(function: FunctionType, patches: Sequence[Patch]) -> CodeTyp
                     f"{patches[0].place}: the new text uses other outer names than the old: "
                     f"{code.co_freevars}, not {function.__code__.co_freevars}"
                 )
+            known = function.__globals__.keys() | vars(builtins).keys()
+            if unknown := sorted(_global_names(code) - known):
+                raise ValueError(
+                    f"{patches[0].place}: the new text names what is not there: {unknown}"
+                )
             return code
     raise ValueError(f"{patches[0].place}: not found in {file}")
 
@@ -104,6 +111,16 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
             yield from _codes(inner)
+
+
+def _global_names(code: CodeType) -> set[str]:
+    """Return the names of globals that this code reads."""
+    return {
+        step.argval
+        for inner in _codes(code)
+        for step in dis.get_instructions(inner)
+        if step.opname == "LOAD_GLOBAL"
+    }
 
 
 def changed_copy(patch: Patch) -> Callable[..., Any]:
@@ -125,13 +142,18 @@ def patched(patches: Sequence[Patch]) -> Iterator[None]:
         by_function.setdefault(unwrap(patch.function), []).append(patch)
     changed = {function: compile_changed(function, some) for function, some in by_function.items()}
     right = {function: function.__code__ for function in changed}
+    caches = [patch.function for patch in patches if hasattr(patch.function, "cache_clear")]
     try:
         for function, code in changed.items():
             function.__code__ = code
+        for cached in caches:
+            cached.cache_clear()
         yield
     finally:
         for function, code in right.items():
             function.__code__ = code
+        for cached in caches:
+            cached.cache_clear()
 
 
 def show_diff(patches: Sequence[Patch]) -> str:

@@ -281,7 +281,7 @@ read, slots = copy_source(rows, torch.where(fits, more, chosen))""",
     _copied(
         "a length, and copies spread evenly",
         COPIED,
-        """places, slots = uniform(torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1))
+        """places, slots = copy_uniformly(torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1))
 read = rows.gather(1, places)""",
     ),
     _copied(

@@ -9,6 +9,7 @@ from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.judges import PartsLaw, all_judges
 from tinyspec.laws.museum.patching import Patch, changed_copy, patched
 from tinyspec.laws.parts import PARTS, Parts
+from tinyspec.laws.traps import find_trap
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,21 @@ class Equivalent(Change):
                     all_judges()[law] if isinstance(law, str) else law
                 )
                 judge(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Toy(Change):
+    """A look-alike of a technique, as a change of it: simpler, and the same in a demonstration.
+
+    technique  its registry name
+    law        the trap that it must fall into
+    """
+
+    technique: str
+    law: str
+
+    def check(self) -> Evidence:
+        """Set the trap. Raises LawViolated if the toy falls into it."""
+        trap = find_trap(self.technique, self.law)
+        with self.applied():
+            return trap.check(trap.real())

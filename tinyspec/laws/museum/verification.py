@@ -235,17 +235,21 @@ if not verdict.rejected:
 # ------------------------------------------------------------------ a block
 
 EVERY_PLACE = """passed = [
-    rng.accept(w if n == len(draft) else _passes(_left(p[at[n]], tree, draft[n], w).sum(), w))
+    rng.accept(
+        w
+        if n == len(draft)
+        else _pass_probability(_unnormalized_residual(p[nodes[n]], tree, draft[n], w).sum(), w)
+    )
     for n, w in enumerate(weights)
     if n
 ]
-place = {}
-if place == len(draft):
-    return Verdict(tuple(draft), rng.draw(p[at[place]]))
-left = _left(p[at[place]], tree, draft[place], weights[place])
-row = as_row(left) if left.sum() > 0 else p[at[place]]
-return Verdict(tuple(draft[:place]), rng.draw(row), tuple(draft[place:]))"""
-PLACE = "place = len(weights) - 1"
+i = {}
+if i == len(draft):
+    return Verdict(tuple(draft), rng.draw(p[nodes[i]]))
+rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], weights[i])
+row = as_row(rest) if rest.sum() > 0 else p[nodes[i]]
+return Verdict(tuple(draft[:i]), rng.draw(row), tuple(draft[i:]))"""
+PLACE = "i = len(weights) - 1"
 BLOCKS = [
     _block(
         "a block ends at the first place that fails",
@@ -255,34 +259,34 @@ BLOCKS = [
     _block("a block keeps as many places as pass", PLACE, EVERY_PLACE.format("sum(passed)")),
     _block(
         "a block's residual without its weight",
-        "row = ( as_row(left)",
-        "left = _left(p[at[place]], tree, draft[place], 1)\nrow = ( as_row(left)",
+        "row = as_row(rest)",
+        "rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], 1)\nrow = as_row(rest)",
     ),
     _block("a block's ratio not clipped on the way", "min(1, weights", "max(0, weights"),
     _block(
         "a block's place passes with its weight",
-        "_passes(left.sum(), weights[place])",
-        "weights[place]",
+        "_pass_probability(rest.sum(), weights[i])",
+        "weights[i]",
     ),
     _block(
         "a block judged token by token",
-        "draft = _chain(tree)",
+        "draft = _draft_nodes(tree)",
         """from tinyspec.decoding.verify import verify_tree
 return verify_tree(tree, p, rng)
-draft = _chain(tree)""",
+draft = _draft_nodes(tree)""",
         law=BLOCK_TOKENS,
     ),
 ]
 
 # ------------------------------------------------------------------ k independent drafts
 
-FACTOR_OF = "rho = division_factor(*laws, len(drafts))"
+FACTOR_OF = "rho = division_factor(*p_and_q, len(drafts))"
 REMAINDER = "return (1 - s) * p + s * (p - rho * q).clip(min=0)"
 DRAFTS = [
     _drafts("K-SEQ divides by k", FACTOR_OF, "rho = len(drafts)", law=FACTOR),
     _drafts(
         "K-SEQ is recursive rejection",
-        "path, refused, row = list[int](), list[int](), p[ROOT]",
+        "path, rejected, row = list[int](), list[int](), p[ROOT]",
         """from tinyspec.decoding.verify import verify_tree
 return verify_tree(tree, p, rng)""",
         law=FACTOR,
@@ -307,18 +311,18 @@ return verify_tree(tree, p, rng)""",
     ),
     _drafts(
         "K-SEQ's residual of the last draft alone",
-        "left = k_seq_residual(*laws, len(drafts), rho)",
-        "left = laws[0] * [int(x != tokens[-1]) for x in range(len(row))]",
+        "left = k_seq_residual(*p_and_q, len(drafts), rho)",
+        "left = p_and_q[0] * [int(x != tokens[-1]) for x in range(len(row))]",
     ),
     _drafts(
         "K-SEQ for all drafts where some have parted",
         FACTOR_OF,
-        "rho = division_factor(*laws, len(_below(tree, {ROOT})))",
+        "rho = division_factor(*p_and_q, len(_children(tree, {ROOT})))",
         also=(
             Patch(
                 verify_tree_k_seq,
-                "k_seq_residual(*laws, len(drafts), rho)",
-                "k_seq_residual(*laws, len(_below(tree, {ROOT})), rho)",
+                "k_seq_residual(*p_and_q, len(drafts), rho)",
+                "k_seq_residual(*p_and_q, len(_children(tree, {ROOT})), rho)",
             ),
         ),
     ),
@@ -366,7 +370,7 @@ RACES = [
 
 # ------------------------------------------------------------------ a rollback
 
-DISTANCE = "p.probs_under(at, SamplingParams())[token] < least"
+DISTANCE = "p.probs_under(at, UNCHANGED)[token] < least"
 WRITES = "said = rng.draw(p[at])"
 TAKES_BACK = 'if rule == "paper" or said != token: return Verdict(path, said, (node,))'
 ROLLBACKS = [
@@ -375,7 +379,7 @@ ROLLBACKS = [
     _rollback(
         "distance to the likeliest token",
         DISTANCE,
-        f"{DISTANCE} * max(p.probs_under(at, SamplingParams()))",
+        f"{DISTANCE} * max(p.probs_under(at, UNCHANGED))",
     ),
     _rollback("a certain token is bad", DISTANCE, DISTANCE.replace("<", "<=")),
     _rollback("the bad token stays", "Verdict(path, said,", "Verdict((*path, node), said,"),
@@ -554,10 +558,10 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         "K-SEQ's factor by halving alone",
         "while k > 1:",
         """low, high = rho, 0 * rho + k
-for _ in range(COARSE if exact(p) else HALVINGS):
+for _ in range(HALVINGS_EXACT if exact(p) else HALVINGS):
     middle = (low + high) / 2
-    mass = _number(p.clip(max=middle * q).sum())
-    low, high = (low, middle) if _spare(mass, middle, k) >= 0 else (middle, high)
+    mass = _scalar(p.clip(max=middle * q).sum())
+    low, high = (low, middle) if _slack(mass, middle, k) >= 0 else (middle, high)
 return high
 while k > 1:""",
         spectr.division_factor,

@@ -1,12 +1,12 @@
-"""Traps and toys: what makes a technique that technique, and the look-alike that lacks it.
+"""Traps: what makes a technique that technique.
 
 For most papers there is a simpler thing that looks the same in a demonstration: prompt lookup under
 the name of LLMA, an acceptance test without the residual, a formula without the analysis. A *trap*
-is a check that asks for what the look-alike lacks; the technique passes it. A *toy* is the
-look-alike in at most twenty lines; it must fall into its trap.
+is a check that asks for what the look-alike lacks; the technique passes it. The look-alikes are the
+*toys* of the museum: each must fall into a trap.
 
-One file here a technique, under its registry name, with the lists TRAPS and TOYS; a new file is
-found by itself.
+One file here for each technique, under its registry name, with the list TRAPS. A new file is found by
+itself; it may bring a list TOYS of its own.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tinyspec.laws.evidence import Evidence, LawViolated
+from tinyspec.laws.evidence import Evidence
 from tinyspec.technique import find_technique
 
 
@@ -25,7 +25,7 @@ class Trap:
 
     law    the name it accuses under
     check  what is judged -> Evidence; raises LawViolated
-    real   what the technique itself hands to it; a toy hands in something like it
+    real   what the technique itself hands to it
     """
 
     law: str
@@ -33,27 +33,13 @@ class Trap:
     real: Callable[[], Any]
 
 
-@dataclass(frozen=True)
-class Toy:
-    """A look-alike.
-
-    name   what it does instead
-    law    the trap it falls into
-    build  what stands in the technique's place: a builder (request, **knobs) -> Decoder, or a
-           function of its analysis
-    """
-
-    name: str
-    law: str
-    build: Any
-
-
 def card(name: str) -> Callable[[], Any]:
-    """The builder of a registered technique, looked up when it is needed."""
+    """Return a function that looks up the builder of a registered technique."""
     return lambda: find_technique(name).make
 
 
-def _files() -> dict[str, Any]:
+def trap_files() -> dict[str, Any]:
+    """Return the module of every technique that has traps."""
     return {
         file.name: importlib.import_module(f"{__name__}.{file.name}")
         for file in pkgutil.iter_modules(__path__)
@@ -61,56 +47,11 @@ def _files() -> dict[str, Any]:
 
 
 def traps() -> list[tuple[str, Trap]]:
-    """(technique, trap), by technique."""
-    return [(name, trap) for name, file in _files().items() for trap in file.TRAPS]
+    """Return (technique, trap), by technique."""
+    return [(name, trap) for name, file in trap_files().items() for trap in file.TRAPS]
 
 
-def toys() -> list[tuple[str, Toy]]:
-    """(technique, toy), by technique."""
-    return [(name, toy) for name, file in _files().items() for toy in file.TOYS]
-
-
-def judge(technique: str, toy: Toy) -> dict[str, Any]:
-    """One line of the matrix: killed_by is the trap whose verdict it was, or None (then `survived`
-    says what happened).
-    """
-    line: dict[str, Any] = {"technique": technique, "toy": toy.name, "trap": toy.law}
-    trap = next(trap for name, trap in traps() if (name, trap.law) == (technique, toy.law))
-    try:
-        evidence = trap.check(toy.build)
-    except LawViolated as accused:
-        found = accused.counterexample
-        if found.law == toy.law:
-            return {**line, "killed_by": found.law, "counterexample": found.as_dict()}
-        return {
-            **line,
-            "killed_by": None,
-            "counterexample": None,
-            "survived": f"accused by another law: {found.law}",
-        }
-    except Exception as crash:  # a crash is not a verdict
-        return {
-            **line,
-            "killed_by": None,
-            "counterexample": None,
-            "survived": f"{type(crash).__name__}: {crash}",
-        }
-    return {
-        **line,
-        "killed_by": None,
-        "counterexample": None,
-        "survived": f"{evidence.cases} cases found nothing",
-    }
-
-
-def matrix(watch: Callable[[str, int, int], None] | None = None) -> list[dict[str, Any]]:
-    """Judge every toy by its trap: technique, toy, trap, killed_by, counterexample.
-
-    watch  called before each with its name, its number from 0 on, and how many there are
-    """
-    lines, all_toys = [], toys()
-    for at, (technique, toy) in enumerate(all_toys):
-        if watch is not None:
-            watch(toy.name, at, len(all_toys))
-        lines.append(judge(technique, toy))
-    return lines
+def find_trap(technique: str, law: str) -> Trap:
+    """Return the trap of a technique that accuses under this name."""
+    of_technique: list[Trap] = importlib.import_module(f"{__name__}.{technique}").TRAPS
+    return next(trap for trap in of_technique if trap.law == law)

@@ -5,17 +5,15 @@ moves.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableSession
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.lm.forward import Scores
-from tinyspec.speculative.integrated.llma import LlmaDrafter
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -122,32 +120,8 @@ def stops_when_copies_fail(build: Build) -> Evidence:
     return Evidence(STOPS, 2)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def always(request: Request, k: int = 16) -> Decoder:
-    """Drafts what it can, whatever it costs."""
-    return request.decoder(LlmaDrafter(request.references, 1, 8, k, "last", own=True), verify_tree)
-
-
-def never(request: Request) -> Decoder:
-    """Plain decoding under another name: never slower."""
-    return request.decoder(BaseDrafter(), verify_tree)
-
-
-def timid(request: Request) -> Decoder:
-    """A fixed size at which little is lost and little is gained."""
-    return always(request, k=1)
-
-
 TRAPS = [
     Trap(DEAR, heeds_the_cost, card("auto")),
     Trap(FREE, drafts_long, card("auto")),
     Trap(STOPS, stops_when_copies_fail, card("auto")),
-]
-TOYS = [
-    Toy("whatever it costs", DEAR, always),
-    Toy("never", FREE, never),
-    Toy("one token whatever it costs", FREE, timid),
-    Toy("always as much as there is", STOPS, always),
 ]

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.session_laws import family_model
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.technique import Request
 
@@ -51,30 +49,4 @@ def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
     return Evidence(ROWS, seen)
 
 
-# ------------------------------------------------------------------ toys
-
-
-class Rereading(Decoder):
-    """Runs the whole text for every token."""
-
-    def step(self, rng: Any) -> Any:
-        text = list(self.context)
-        self.target.rewind(0)
-        self.target.extend(text)
-        return super().step(rng)
-
-
-def without_cache(request: Request) -> Decoder:
-    """The first program one writes."""
-    return Rereading(
-        request.target,
-        BaseDrafter(),
-        verify_tree,
-        sampling=request.sampling,
-        stop=request.stop,
-        forward_log=request.forward_log,
-    )
-
-
 TRAPS = [Trap(ROWS, runs_each_token_once, card("autoregressive"))]
-TOYS = [Toy("no cache", ROWS, without_cache)]

@@ -5,20 +5,17 @@ kept unread.
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import exp
-from typing import Any
 
-from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.decode import Decoder, Verifier
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import JOINT, Reference
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.verification.bild import BildDrafter, rollback_verifier
+from tinyspec.laws.traps import Trap, card
+from tinyspec.speculative.verification.bild import BildDrafter
 from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
 
 ALGORITHM = "the text is algorithm 1's (Kim et al. 2023)"
 
@@ -127,83 +124,13 @@ def policed(policy: Callable[[float, str], Verifier]) -> Build:
     return build
 
 
-# ------------------------------------------------------------------ toys
-
-
 def _with(request: Request, fallback: float, gamma: int, verifier: Verifier) -> Decoder:
     return request.decoder(
         BildDrafter(fallback, request.drafts[0], gamma, frozenset(), None), verifier
     )
 
 
-def ratio_test(
-    request: Request, fallback: float, rollback: float, rule: str, gamma: int
-) -> Decoder:
-    """Speculative decoding with a confidence stop."""
-    return _with(request, fallback, gamma, verify_tree)
-
-
-def keeps_the_unsure(
-    request: Request, fallback: float, rollback: float, rule: str, gamma: int
-) -> Decoder:
-    """The token that the small model was unsure of is proposed, and then the large model is
-    called.
-    """
-
-    class Unsure(BildDrafter):
-        def should_draft(self, laws: TargetProbs, tip: int) -> bool:
-            return True
-
-        def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-            return not super().should_draft(laws, tip)
-
-    drafter = Unsure(fallback, request.drafts[0], gamma, frozenset(), None)
-    return request.decoder(drafter, rollback_verifier(rollback, rule))
-
-
-def worst_first(
-    request: Request, fallback: float, rollback: float, rule: str, gamma: int
-) -> Decoder:
-    """Rolls back to the token that is furthest off, not to the first that is too far."""
-
-    def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-        trust: list[Any] = [
-            p.probs_under(node - 1, SamplingParams())[x] for node, x in enumerate(tree.tokens)
-        ]
-        if not trust or min(trust) >= exp(-rollback):
-            return Verdict(tuple(range(len(trust))), rng.draw(p[len(trust) - 1]))
-        worst = trust.index(min(trust))
-        return Verdict(tuple(range(worst)), rng.draw(p[worst - 1]), (worst,))
-
-    return _with(request, fallback, gamma, verify)
-
-
-def as_released(
-    request: Request, fallback: float, rollback: float, rule: str, gamma: int
-) -> Decoder:
-    """The first bad token decides for all: where the large model would write it too, the whole
-    block stays.
-    """
-
-    def verify(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-        for node, token in enumerate(tree.tokens):
-            if p.probs_under(node - 1, SamplingParams())[token] < exp(-rollback):
-                format_table = rng.draw(p[node - 1])
-                if format_table != token:
-                    return Verdict(tuple(range(node)), format_table, (node,))
-                break
-        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
-
-    return _with(request, fallback, gamma, verify)
-
-
 TRAPS = [
     Trap(ALGORITHM, follows_the_algorithm, card("bild")),
     Trap(JOINT, exact_where_nothing_is_trusted, card("bild")),
-]
-TOYS = [
-    Toy("speculative decoding with a confidence stop", ALGORITHM, ratio_test),
-    Toy("the unsure token is proposed", ALGORITHM, keeps_the_unsure),
-    Toy("back to the worst token", ALGORITHM, worst_first),
-    Toy("what is behind the first bad token stays unread", JOINT, as_released),
 ]

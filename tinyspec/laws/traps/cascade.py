@@ -7,18 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import JOINT, Reference, exact_law
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.drafting.cascade import MaxGramDrafter, cascade, parse_quotas
-from tinyspec.speculative.nested import Nested
+from tinyspec.laws.traps import Trap, card
+from tinyspec.speculative.drafting.cascade import MaxGramDrafter, parse_quotas
 from tinyspec.technique import Request
 
 CALLS = "where all levels agree, each is called as often as K says"
@@ -131,67 +127,8 @@ def _texts() -> Iterator[list[int]]:
         yield [(number * number >> at) % 3 for at in range(2 + number % 8)]
 
 
-# ------------------------------------------------------------------ toys
-
-
-def constant_gamma(request: Request, quotas: str, **knobs: Any) -> Decoder:
-    """Speculative decoding with the largest draft."""
-    return request.decoder(
-        ModelDrafter(request.drafts[0], sum(parse_quotas(quotas, len(request.drafts))[0])),
-        verify_tree,
-    )
-
-
-def no_recursion(request: Request, **knobs: Any) -> Decoder:
-    """Quotas, but every level generates token by token."""
-    return cascade(request, **{**knobs, "vertical": False})
-
-
-def no_quotas(request: Request, **knobs: Any) -> Decoder:
-    """The recursion, but the largest draft makes the whole."""
-    return cascade(request, **{**knobs, "horizontal": False})
-
-
-def smallest_law(request: Request, **knobs: Any) -> Decoder:
-    """A token declares the law of the model that first proposed it."""
-    target, middle, small = request.target, *request.drafts
-    last: list[Any] = []
-
-    class Small(ModelDrafter):
-        def propose(self, *args: Any) -> Any:
-            tree = super().propose(*args)
-            last[:] = tree.draft_probs or last
-            return tree
-
-    class Lying(Nested):
-        def write(self, *args: Any) -> Any:
-            tokens, laws = super().write(*args)
-            return tokens, [
-                last[0] if last and last[0][token] else law
-                for token, law in zip(tokens, laws, strict=True)
-            ]
-
-    return Decoder(
-        target,
-        Lying(Decoder(middle, Small(small, 1), verify_tree, stop=StoppingCriteria()), 2),
-        verify_tree,
-    )
-
-
-def bigrams_alone(longest: int) -> MaxGramDrafter:
-    """Continues the last place that agrees with the newest token."""
-    return MaxGramDrafter(1, None)
-
-
 TRAPS = [
     Trap(CALLS, called_as_k_says, card("cascade")),
     Trap(JOINT, joint_law_of_levels, card("cascade")),
     Trap(LONGEST, copies_the_longest, lambda: lambda longest: MaxGramDrafter(longest, None)),
-]
-TOYS = [
-    Toy("two levels with a constant gamma", CALLS, constant_gamma),
-    Toy("quotas without recursion", CALLS, no_recursion),
-    Toy("recursion without quotas", CALLS, no_quotas),
-    Toy("the law of the smallest model", JOINT, smallest_law),
-    Toy("the newest token alone is matched", LONGEST, bigrams_alone),
 ]

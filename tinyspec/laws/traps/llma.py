@@ -1,20 +1,13 @@
 """LLMA (Yang et al. 2023): what makes it LLMA and not prompt lookup."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from itertools import product
-from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import verify_tree
+from tinyspec.decoding.decode import Decoder
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.models import CountedText, recite_until
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.forward import Scores
-from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
+from tinyspec.laws.traps import Trap, card
 
 OUTSIDE = "a reference outside of the prompt is copied from"
 BLOCKS = "a text copied whole takes ceil(N / (k + 1)) calls"
@@ -87,43 +80,6 @@ def copies_the_longest(build: Build) -> Evidence:
     return Evidence(LONGEST, 2)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def prompt_lookup(request: Request, k: int) -> Decoder:
-    """Searches what the text itself has said."""
-    return request.decoder(LlmaDrafter([], 1, 8, k, "last", own=True), verify_tree)
-
-
-def one_at_a_time(request: Request, k: int) -> Decoder:
-    """Copies a token a call: it follows the reference, and gains a factor of two at most."""
-    return request.decoder(LlmaDrafter(request.references, 1, 8, 1, "last", own=True), verify_tree)
-
-
-class Rebuilding(BaseDrafter):
-    """Builds the index anew for every draft."""
-
-    def __init__(self, references: Sequence[Sequence[int]], k: int):
-        self.references, self.k = references, k
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
-    ) -> TokenTree:
-        fresh = LlmaDrafter(self.references, 1, 8, self.k, "last", own=True)
-        fresh.extend(context, Scores(None, None, ()))  # type: ignore[arg-type]
-        return fresh.propose(context, max_draft_depth, sampling, rng)
-
-
-def rebuilt(request: Request, k: int) -> Decoder:
-    """An index that is rebuilt each step."""
-    return request.decoder(Rebuilding(request.references, k), verify_tree)
-
-
-def last_token_only(request: Request, k: int) -> Decoder:
-    """Continues the last place that agrees with the newest token."""
-    return request.decoder(LlmaDrafter(request.references, 1, 1, k, "last", own=True), verify_tree)
-
-
 def published() -> Build:
     """The technique by the paper's rule: whatever is found is run."""
     return partial(card("llma")(), price=0.0)
@@ -134,10 +90,4 @@ TRAPS = [
     Trap(BLOCKS, copies_in_blocks, published),
     Trap(ONCE, reads_once, published),
     Trap(LONGEST, copies_the_longest, published),
-]
-TOYS = [
-    Toy("prompt lookup", OUTSIDE, prompt_lookup),
-    Toy("a token a call", BLOCKS, one_at_a_time),
-    Toy("index rebuilt each step", ONCE, rebuilt),
-    Toy("the newest token alone is matched", LONGEST, last_token_only),
 ]

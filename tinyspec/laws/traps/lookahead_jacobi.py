@@ -10,13 +10,10 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
+from tinyspec.laws.traps import Trap, card
 from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
 
 DIAGONALS = "a draft is the n-grams that the window's columns spelled"
 ONE = "both branches share one call"
@@ -140,74 +137,8 @@ def looks_ahead(build: Build) -> Evidence:
     return Evidence(AHEAD, 1)
 
 
-# ------------------------------------------------------------------ toys
-
-
-class Jacobi(LookaheadJacobiDrafter):
-    """Jacobi iteration alone: the newest iteration is the draft."""
-
-    row: Sequence[int] = ()
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
-    ) -> TokenTree:
-        guess = self.row or [context[at % len(context)] for at in range(self.width)]
-        return TokenTree.chain(guess[:max_draft_depth])
-
-    def observe(self, round: Round) -> None:
-        said = [max(range(len(row)), key=lambda x: row[x]) for row in round.scores.logits]
-        self.row = said[len(round.tokens) :] + said[-1:] * len(round.tokens)
-
-
-class OfTheText(LookaheadJacobiDrafter):
-    """N-grams of what was said, and no window."""
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
-    ) -> TokenTree:
-        self.end()
-        for at in range(len(context) - self.n + 1):
-            self.pool.add(context[at : at + self.n])
-        tokens, parents = list[int](), list[int]()
-        self._add_ngrams(context[-1], max_draft_depth, tokens, parents)
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
-
-    def observe(self, round: Round) -> None:
-        return None
-
-
-class Twice(LookaheadJacobiDrafter):
-    """Window first, guesses in a second call."""
-
-    def __init__(self, target: Any, **knobs: Any):
-        super().__init__(**knobs)
-        self.target = target
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
-    ) -> TokenTree:
-        tree = super().propose(context, max_draft_depth, sampling, rng)
-        self.target.score(tree)
-        return tree
-
-
-def _toy(kind: type[LookaheadJacobiDrafter]) -> Build:
-    def build(request: Request, *, window: int, **knobs: Any) -> Decoder:
-        given = {"width": window, "ends": request.stop.eos, **knobs}
-        return request.decoder(
-            Twice(request.target, **given) if kind is Twice else kind(**given), verify_tree
-        )
-
-    return build
-
-
 TRAPS = [
     Trap(DIAGONALS, drafts_its_diagonals, card("lookahead_jacobi")),
     Trap(ONE, shares_one_call, card("lookahead_jacobi")),
     Trap(AHEAD, looks_ahead, card("lookahead_jacobi")),
-]
-TOYS = [
-    Toy("Jacobi iteration alone", DIAGONALS, _toy(Jacobi)),
-    Toy("n-grams of the text alone", AHEAD, _toy(OfTheText)),
-    Toy("a call for each branch", ONE, _toy(Twice)),
 ]

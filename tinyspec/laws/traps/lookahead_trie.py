@@ -3,22 +3,17 @@ n-grams.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
-from tinyspec._core import Forest
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.integrated.lookahead_trie import LookaheadTrieDrafter
-from tinyspec.speculative.lookup import OUTPUTS, memory
-from tinyspec.technique import Request, find_technique
+from tinyspec.laws.traps import Trap, card
+from tinyspec.speculative.lookup import OUTPUTS
+from tinyspec.technique import Request
 
 REMEMBERED = "what one request said shortens the next"
 BRANCHES = "several branches are checked in one call"
@@ -114,71 +109,10 @@ def is_bounded(build: Build) -> Evidence:
     return Evidence(PRUNED, 30)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def table_of_the_prompt(request: Request, **knobs: Any) -> Decoder:
-    """The n-grams of the prompt, and what followed them."""
-    return request.decoder(LlmaDrafter([], 1, 8, 12, "last", own=True), verify_tree)
-
-
-def kept_in(request: Request, bound: int) -> "tuple[Forest, count[int]]":
-    """A trie that the model keeps."""
-    return memory(request.target, request.clock, "toy", 13, bound, True)
-
-
-def one_branch(request: Request, **knobs: Any) -> Decoder:
-    """The most frequent branch alone."""
-    return find_technique("lookahead_trie").make(request, mode="single", **knobs)
-
-
-class Hoarding(LookaheadTrieDrafter):
-    """Keeps what was asked as if it had been said."""
-
-    def extend(self, tokens: Sequence[int], scores: Any) -> None:
-        self.insert(OUTPUTS, tokens)
-
-
-def hoards(request: Request, **knobs: Any) -> Decoder:
-    """Prompts are never eliminated."""
-    return request.decoder(
-        Hoarding(*kept_in(request, 1 << 18), 64, 12, "hierarchical", 0.0), verify_tree
-    )
-
-
-class Stubborn(Forest):
-    """Looks for the longest match alone."""
-
-    def gather(self, plan: Any, suffix: Any, longest: int, enough: int, deepest: int) -> Any:
-        return super().gather(plan, suffix, longest, 1, deepest)
-
-
-def one_stage(request: Request, **knobs: Any) -> Decoder:
-    """Retrieval without stages."""
-    return request.decoder(
-        LookaheadTrieDrafter(Stubborn(13, 1 << 18), count(1), 64, 12, "hierarchical", 0.0),
-        verify_tree,
-    )
-
-
-def grows_for_ever(request: Request, bound: int = 0, **knobs: Any) -> Decoder:
-    """No node is ever pruned."""
-    return request.decoder(
-        LookaheadTrieDrafter(*kept_in(request, 1 << 30), 64, 12, "hierarchical", 0.0), verify_tree
-    )
-
-
 TRAPS = [
     Trap(REMEMBERED, remembers, card("lookahead_trie")),
     Trap(BRANCHES, checks_branches, card("lookahead_trie")),
     Trap(ELIMINATED, eliminates, card("lookahead_trie")),
     Trap(STAGES, falls_back, card("lookahead_trie")),
     Trap(PRUNED, is_bounded, card("lookahead_trie")),
-]
-TOYS = [
-    Toy("a table of the prompt's n-grams", REMEMBERED, table_of_the_prompt),
-    Toy("one branch a call", BRANCHES, one_branch),
-    Toy("prompts are kept", ELIMINATED, hoards),
-    Toy("the longest match alone", STAGES, one_stage),
-    Toy("a trie that only grows", PRUNED, grows_for_ever),
 ]

@@ -5,12 +5,12 @@ only calls move.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap
+from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps.auto import Ticking, Watch
 from tinyspec.speculative.drafting import planner
 from tinyspec.speculative.drafting.planner import DraftProfile, NewRequests
@@ -136,53 +136,8 @@ def advise(asked: Mapping[str, NewRequests], longest: int, watch: Watch) -> tupl
     return best.draft, best.n
 
 
-# ------------------------------------------------------------------ toys
-
-
-def best_accepted(
-    asked: Mapping[str, NewRequests], longest: int, watch: Watch
-) -> tuple[str | None, int]:
-    """The draft whose tokens are accepted most, as long as allowed: what a ranking by quality
-    recommends.
-    """
-    profiles = [planner.profile_draft(name, make, longest, watch) for name, make in asked.items()]
-    return max(profiles, key=lambda profile: profile.tar(longest)).name, longest
-
-
-def typed_costs(
-    asked: Mapping[str, NewRequests], longest: int, watch: Watch
-) -> tuple[str | None, int]:
-    """The formula with a rule of thumb for its costs: a draft's step is a tenth of a call, and a
-    call is a call.
-    """
-    profiles = [
-        planner.profile_draft(name, make, longest, watch)._replace(step=0.1)
-        for name, make in asked.items()
-    ]
-    best = planner.recommend_drafts([1.0] * (longest + 1), profiles)[0]
-    return best.draft, best.n
-
-
-def counted_once_more(tar: float, n: int, step: float, verify: float) -> float:
-    """The target's token is taken to be in TAR."""
-    return tar / (n * step + verify)
-
-
-def by_weights(name: str, asked: NewRequests, longest: int, clock: Watch) -> DraftProfile:
-    """Seconds by the number of weights against the target's."""
-    request: Any = next(iter(asked()))[0]
-    sizes = [session.model.config.parameters() for session in (request.drafts[0], request.target)]
-    return planner.profile_draft(name, asked, longest, clock)._replace(step=sizes[0] / sizes[1])
-
-
 TRAPS = [
     Trap(FASTEST, recommends_the_fastest, lambda: advise),
     Trap(FORECAST, forecasts_tokens_a_second, lambda: planner.tokens_per_second),
     Trap(MEASURED, measures_its_steps, lambda: planner.profile_draft),
-]
-TOYS = [
-    Toy("ranks by acceptance", FASTEST, best_accepted),
-    Toy("costs typed in", FASTEST, typed_costs),
-    Toy("TAR with the target's token", FORECAST, counted_once_more),
-    Toy("cost by the number of weights", MEASURED, by_weights),
 ]

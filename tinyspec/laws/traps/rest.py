@@ -7,19 +7,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs, Verifier
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import JOINT, Reference, exact_law
 from tinyspec.laws.exact.models import recite_until
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.drafting.datastore import indexed
-from tinyspec.speculative.drafting.rest import RestDrafter
+from tinyspec.laws.traps import Trap, card
 from tinyspec.technique import Request
-from tinyspec.tree import ROOT, TokenTree
 
 LONGEST = "the longest match decides"
 WEIGHED = "the tree is the heaviest beginnings of what followed"
@@ -114,83 +110,8 @@ def law_of_two_continuations(build: Build) -> Evidence:
     return Evidence(JOINT, seen, branches)
 
 
-# ------------------------------------------------------------------ toys
-
-
-class Table(BaseDrafter):
-    """A table of n-grams of one length, each with what followed it last."""
-
-    def __init__(self, texts: Sequence[Sequence[int]], n: int, length: int):
-        places = ((text, at) for text in texts for at in range(n, len(text)))
-        self.n = n
-        self.after = {tuple(text[at - n : at]): list(text[at : at + length]) for text, at in places}
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
-    ) -> TokenTree:
-        return TokenTree.chain(self.after.get(tuple(context[-self.n :]), [])[:max_draft_depth])
-
-
-def n_gram_table(request: Request, length: int = 10, **knobs: float) -> Decoder:
-    """A dictionary of bigrams, each with one continuation."""
-    return request.decoder(Table(request.references, 1, length), verify_tree)
-
-
-class AsTheyCome(RestDrafter):
-    """All that followed, until the tree is full."""
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
-    ) -> TokenTree:
-        most, self.nodes = self.nodes, 1 << 20  # price 0: all of them are run
-        tree, self.nodes = super().propose(context, max_draft_depth, sampling, source), most
-        spelled = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
-        kept = sorted(range(len(spelled)), key=spelled.__getitem__)[:most]
-        place = {node: at for at, node in enumerate(kept)} | {ROOT: ROOT}
-        parents, n = [place[tree.parents[node]] for node in kept], len(kept)
-        return TokenTree(tree.tokens_on(kept), parents, (None,) * n, (False,) * n)
-
-
-def a_draw_a_path(tree: TokenTree, p: TargetProbs, source: Any) -> Verdict:
-    """Each path is judged by draws of its own; after a miss the next path is drawn for anew."""
-    for leaf in (node for node in range(len(tree.tokens)) if node not in tree.parents):
-        path = tree.path(leaf)
-        n = next(
-            (
-                i
-                for i, node in enumerate(path)
-                if source.draw(p[tree.parents[node]]) != tree.tokens[node]
-            ),
-            len(path),
-        )
-        if n:
-            return Verdict(path[:n], source.draw(p[path[n - 1]]))
-    return Verdict((), source.draw(p[ROOT]))
-
-
-def _with(kind: type[RestDrafter], verifier: Verifier) -> Build:
-    def build(request: Request, **knobs: Any) -> Decoder:
-        given = {
-            "shortest": 2,
-            "longest": 16,
-            "length": 10,
-            "matches": 5000,
-            "nodes": 64,
-            "price": 0.0,
-            **knobs,
-        }
-        return request.decoder(kind([indexed(request.references)], **given), verifier)
-
-    return build
-
-
 TRAPS = [
     Trap(LONGEST, prefers_the_longest, card("rest")),
     Trap(WEIGHED, is_the_heaviest, card("rest")),
     Trap(JOINT, law_of_two_continuations, card("rest")),
-]
-TOYS = [
-    Toy("a table of n-grams with one continuation each", LONGEST, n_gram_table),
-    Toy("the continuations that come first", WEIGHED, _with(AsTheyCome, verify_tree)),
-    Toy("a draw a path", JOINT, _with(RestDrafter, a_draw_a_path)),
 ]

@@ -6,17 +6,14 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
-import numpy as np
-
-from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
-from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import JOINT, exact_law
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.speculative.drafting.self_speculative import (
     DraftExit,
@@ -25,7 +22,6 @@ from tinyspec.speculative.drafting.self_speculative import (
     parse_skip_set,
 )
 from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
 
 BITS = "each sublayer has its own bit"
 CACHE = "the draft's rows and cache are the target's own"
@@ -190,81 +186,6 @@ def search_learns(search: Callable[[int, int], Any]) -> Evidence:
     return Evidence(LEARNS, 24)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def greedy_soft(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """As released: the draft takes the likeliest token, and the ratio divides by what the softmax
-    gave it.
-    """
-
-    class Greedy(SharedSessionDrafter):
-        def propose(
-            self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: Any
-        ) -> TokenTree:
-            tree = TokenTree()
-            for _ in range(min(self.gamma, max_draft_depth)):
-                q = TargetProbs(self.model.score(tree), sampling, context, tree)[
-                    len(tree.tokens) - 1
-                ]
-                tree = TokenTree.chain(
-                    (*tree.tokens, list(q).index(max(q))), (*tree.draft_probs, q)
-                )
-            return tree
-
-    return request.decoder(Greedy(_view(request, skip), gamma), verify_tree)
-
-
-def _view(request: Request, skip: Any) -> Any:
-    session: Any = request.target
-    return session.view(Plan(skip=parse_skip_set(skip, session.model.config.n_layers)))
-
-
-def whole_layers(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """A layer is skipped or run: one bit for its attention and its feed-forward part."""
-    layers = {sublayer // 2 for sublayer in parse_skip_set(skip, LAYERS)}
-    both = [sublayer for layer in layers for sublayer in (2 * layer, 2 * layer + 1)]
-    return request.decoder(SharedSessionDrafter(_view(request, both), gamma), verify_tree)
-
-
-def own_text(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """The same weights loaded as a draft model: it reads the prompt for itself and keeps a cache of
-    its own.
-    """
-    session: Any = request.target
-    twin = type(session)(
-        session.model, plan=Plan(skip=parse_skip_set(skip, LAYERS)), forward_log=request.forward_log
-    )
-    return request.decoder(ModelDrafter(twin, gamma), verify_tree)
-
-
-def always_gamma(request: Request, skip: Any, gamma: int, threshold: float) -> Decoder:
-    """Every draft is as long as the cap."""
-    return request.decoder(SharedSessionDrafter(_view(request, skip), gamma), verify_tree)
-
-
-class Fixed(DraftExit):
-    """A threshold that was tuned once."""
-
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> DraftExit:
-        return self
-
-
-class CapForgotten(DraftExit):
-    """Loosens where the draft was cut by the cap and not by the threshold."""
-
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> DraftExit:
-        return CapForgotten(*super().after(accepted, drafted, wanted, gamma + 1))
-
-
-class Random(SkipSetSearch):
-    """Random sets, under the name of a search."""
-
-    def suggest(self) -> SkipSet:
-        random = np.random.default_rng((self.seed, len(self.told)))
-        return frozenset(bit for bit in range(self.n) if random.random() > 0.5)
-
-
 TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("self_speculative")),
     Trap(BITS, skips_what_it_is_told, card("self_speculative")),
@@ -272,13 +193,4 @@ TRAPS = [
     Trap(ENDS, ends_where_it_is_unsure, card("self_speculative")),
     Trap(ADAPTS, threshold_follows, lambda: DraftExit),
     Trap(LEARNS, search_learns, lambda: SkipSetSearch),
-]
-TOYS = [
-    Toy("greedy drafts judged by the softmax", JOINT, greedy_soft),
-    Toy("one bit a layer", BITS, whole_layers),
-    Toy("the same weights as a draft model", CACHE, own_text),
-    Toy("drafts of one length", ENDS, always_gamma),
-    Toy("a fixed threshold", ADAPTS, Fixed),
-    Toy("the cap is forgotten", ADAPTS, CapForgotten),
-    Toy("random sets", LEARNS, Random),
 ]

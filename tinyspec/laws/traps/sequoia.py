@@ -6,9 +6,6 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import loop_laws
 from tinyspec.laws.evidence import Evidence, accuse
@@ -16,10 +13,9 @@ from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.exact.rational import distribution_pairs
 from tinyspec.laws.loop_laws import Build
 from tinyspec.laws.theorems import play_siblings, without_replacement
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.speculative.drafting import sequoia as seq
-from tinyspec.speculative.treedraft import Shape, TreeDrafter, shape
-from tinyspec.technique import Request
+from tinyspec.speculative.treedraft import Shape
 from tinyspec.tree import ROOT, TokenTree
 
 BEST = "no tree of its size and depth commits more"
@@ -134,65 +130,9 @@ def tokens_of_a_tree(formula: Callable[[Shape, Sequence[Any]], Any]) -> Evidence
     return Evidence(TOKENS, seen)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def kept_noise(request: Request, **knobs: Any) -> Decoder:
-    """The noise of the drafts is drawn once, and every round draws with it."""
-
-    class Draft(TreeDrafter):
-        stream: Any = None
-
-        def propose(
-            self,
-            context: Sequence[int],
-            max_draft_depth: int,
-            sampling: SamplingParams,
-            rng: RandomSource,
-        ) -> TokenTree:
-            stream: Any = self.stream or rng
-            self.stream, stream._index = stream, 0
-            return super().propose(context, max_draft_depth, sampling, stream)
-
-    tree = (ROOT, ROOT) if knobs["depth"] == 1 else (ROOT, 0)
-    return request.decoder(Draft(request.drafts[0], tree, replace=False), verify_tree)
-
-
-def by_hand(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
-    """Two children at every node, as deep as the nodes go."""
-    return shape((2,) * depth)[:nodes]
-
-
-def widest_first(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
-    """All children of the newest token, then all of the first guess."""
-    return (
-        tuple(ROOT if n < len(accepts) else 0 for n in range(nodes))
-        if depth > 1
-        else (ROOT,) * nodes
-    )
-
-
-def passing_alone(p: Any, children: Any) -> Any:
-    """As if each child were tested first."""
-    return [min(1, p[token] / q[token]) for token, q in children]
-
-
-def nodes_alone(tree: Shape, accepts: Sequence[Any]) -> Any:
-    """The share of every node's own rank, whatever stands above it."""
-    ranks = [sum(up == other for other in tree[:node]) for node, up in enumerate(tree)]
-    return 1 + sum(accepts[rank] for rank in ranks if rank < len(accepts))
-
-
 TRAPS = [
     Trap(JOINT, joint_law, card("sequoia")),
     Trap(BEST, commits_most, lambda: seq.best_tree),
     Trap(VECTOR, shares_of_ranks, lambda: seq.acceptance_by_rank),
     Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tokens),
-]
-TOYS = [
-    Toy("noise kept over rounds", JOINT, kept_noise),
-    Toy("a tree made by hand", BEST, by_hand),
-    Toy("as wide as may be", BEST, widest_first),
-    Toy("a share for each child alone", VECTOR, passing_alone),
-    Toy("a sum of shares without the path", TOKENS, nodes_alone),
 ]

@@ -8,21 +8,17 @@ from fractions import Fraction
 from itertools import product
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, TargetProbs
-from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import Reference
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.integrated.speculative_contrastive import JointTarget, make_contrast
+from tinyspec.laws.traps import Trap, card
 from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
 
 CONTRAST = "the joint law is the contrast's"
 ONCE = "the amateur runs each token once"
@@ -136,80 +132,7 @@ def amateur_runs_once(build: Build) -> Evidence:
     return Evidence(ONCE, 2)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def judged(ratio: str, rest: str, bonus: str) -> Build:
-    """The ratio, the law left after a refusal, and the bonus, each by the contrast or by the
-    expert.
-    """
-
-    def build(
-        request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
-    ) -> Decoder:
-        make = make_contrast(beta, plausibility)
-        both = JointTarget(
-            [request.target, request.drafts[0]], lambda rows, *text: [*rows[0], *make(rows, *text)]
-        )
-
-        def law(p: TargetProbs, which: str, node: int) -> Any:
-            row: Any = p.scores.logits[node + 1]  # the expert's, then the contrast's
-            half = len(row) // 2
-            return p.sampling.probs(row[:half] if which == "expert" else row[half:])
-
-        def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
-            for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
-                if not rng.accept(law(p, ratio, node - 1)[x] / q[x]):  # type: ignore[index]
-                    return Verdict(
-                        tuple(range(node)),
-                        rng.draw(residual(law(p, rest, node - 1), q)),
-                        (node,),
-                    )
-            return Verdict(
-                tuple(range(len(tree.tokens))), rng.draw(law(p, bonus, len(tree.tokens) - 1))
-            )
-
-        return replace(request, target=both).decoder(
-            SharedSessionDrafter(request.drafts[0], gamma), verify
-        )
-
-    return build
-
-
-def anything_goes(
-    request: Request, gamma: int, beta: float = BETA, plausibility: float = 0.1
-) -> Decoder:
-    """No set of plausible tokens: what the expert all but excludes is said, if the amateur excludes
-    it more.
-    """
-    target = JointTarget([request.target, request.drafts[0]], make_contrast(beta, 0.0))
-    return replace(request, target=target).decoder(
-        SharedSessionDrafter(request.drafts[0], gamma), verify_tree
-    )
-
-
-def second_amateur(request: Request, gamma: int, beta: float) -> Decoder:
-    """One amateur drafts; for the contrast the draft is run through another one."""
-    again = request.drafts[0].model.session(request.forward_log)  # type: ignore[attr-defined]
-    target = JointTarget([request.target, again], make_contrast(beta, 0.1))
-    return replace(request, target=target).decoder(
-        ModelDrafter(request.drafts[0], gamma), verify_tree
-    )
-
-
 TRAPS = [
     Trap(CONTRAST, joint_law_of_the_contrast, card("speculative_contrastive")),
     Trap(ONCE, amateur_runs_once, card("speculative_contrastive")),
-]
-TOYS = [
-    Toy(
-        "the contrast replaces refused tokens alone",
-        CONTRAST,
-        judged("expert", "contrast", "expert"),
-    ),
-    Toy("acceptance against the expert", CONTRAST, judged("expert", "contrast", "contrast")),
-    Toy("the expert's residual", CONTRAST, judged("contrast", "expert", "contrast")),
-    Toy("the expert's bonus", CONTRAST, judged("contrast", "contrast", "expert")),
-    Toy("no plausibility", CONTRAST, anything_goes),
-    Toy("an amateur for each purpose", ONCE, second_amateur),
 ]

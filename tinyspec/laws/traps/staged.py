@@ -8,14 +8,12 @@ from typing import Any
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.speculative.drafting.staged import staged
+from tinyspec.laws.traps import Trap, card
 from tinyspec.speculative.treedraft import TreeDrafter, shape
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
@@ -149,49 +147,8 @@ def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], rn
         passed, at, text = passed + 1, below[0], [*text, token]
 
 
-# ------------------------------------------------------------------ toys
-
-
-def a_tree_alone(request: Request, **knobs: Any) -> Decoder:
-    """No second stage: a call for each level."""
-    return staged(request, **{**knobs, "guesses": 0})
-
-
-def a_fixed_tree(request: Request, **knobs: Any) -> Decoder:
-    """Two children everywhere."""
-    return request.decoder(TreeDrafter(request.drafts[0], shape((2, 2))), verify_tree)
-
-
-def n_grams_for_the_target(request: Request, **knobs: Any) -> Decoder:
-    """What the n-grams say is proposed to the target."""
-    inner: Any = staged(request, **knobs).drafter
-
-    class Guesses(ModelDrafter):
-        def propose(
-            self,
-            context: Sequence[int],
-            max_draft_depth: int,
-            sampling: SamplingParams,
-            rng: RandomSource,
-        ) -> TokenTree:
-            tokens: list[int] = []
-            while (
-                len(tokens) < min(3, max_draft_depth)
-                and (guess := inner.table.likeliest([*context, *tokens])) is not None
-            ):
-                tokens.append(guess)
-            return TokenTree.chain(tokens)
-
-    return request.decoder(Guesses(request.drafts[0], 3), verify_tree)
-
-
 TRAPS = [
     Trap(AHEAD, calls_are_spared, card("staged")),
     Trap(DRAFTS, guesses_are_the_drafts, card("staged")),
     Trap(GUIDED, beats_fixed_trees, card("staged")),
-]
-TOYS = [
-    Toy("a tree and no second stage", AHEAD, a_tree_alone),
-    Toy("n-grams straight to the target", DRAFTS, n_grams_for_the_target),
-    Toy("a fixed tree", GUIDED, a_fixed_tree),
 ]

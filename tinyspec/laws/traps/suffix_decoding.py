@@ -8,15 +8,11 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.laws.traps.lookahead_trie import said
-from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
-from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.lookup import memory
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import Request
 
 ADAPTS = "a draft has at most alpha guesses a token of its match"
 FREQUENT = "of several continuations the most frequent is drafted"
@@ -89,56 +85,9 @@ def uses_both(build: Build) -> Evidence:
     return Evidence(BOTH, 2)
 
 
-# ------------------------------------------------------------------ toys
-
-
-def copies_k(request: Request, **knobs: Any) -> Decoder:
-    """A fixed number of tokens behind the longest match."""
-    return request.decoder(LlmaDrafter([], 1, 8, 8, "frequent", own=True), verify_tree)
-
-
-def copies_last(request: Request, **knobs: Any) -> Decoder:
-    """What followed the match the last time."""
-    return request.decoder(LlmaDrafter([], 1, 8, 1, "last", own=True), verify_tree)
-
-
-class Longest(SuffixDecodingDrafter):
-    """The draft behind the longest match, whatever it can hope for."""
-
-    def propose(
-        self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, rng: Any
-    ) -> Any:
-        found = self.forest.gather(
-            [(self.own, self.most)],
-            context[-self.forest.depth :],
-            self.forest.depth,
-            1,
-            max_draft_depth,
-        )
-        size = max(1, int(self.alpha * max(found[3], default=1)))
-        return self.trust.tree(*(column[:size] for column in found))  # type: ignore[arg-type]
-
-
-def longest_match(request: Request, **knobs: Any) -> Decoder:
-    """No score: the longest match wins."""
-    forest = memory(request.target, None, "toy", 32, 1 << 20, False)
-    return request.decoder(Longest(*forest, alpha=1.0, most=32, floor=0.0, price=0.0), verify_tree)
-
-
-def forgets(request: Request, **knobs: Any) -> Decoder:
-    """The request's own tree alone."""
-    return find_technique("suffix_decoding").make(request, remember=False, **knobs)
-
-
 TRAPS = [
     Trap(ADAPTS, adapts, card("suffix_decoding")),
     Trap(FREQUENT, goes_by_frequency, card("suffix_decoding")),
     Trap(SCORED, scores, card("suffix_decoding")),
     Trap(BOTH, uses_both, card("suffix_decoding")),
-]
-TOYS = [
-    Toy("k tokens, however short the match", ADAPTS, copies_k),
-    Toy("the last continuation", FREQUENT, copies_last),
-    Toy("the longest match wins", SCORED, longest_match),
-    Toy("one tree, of this request", BOTH, forgets),
 ]

@@ -3,20 +3,15 @@
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
-from typing import Any
 
-from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Toy, Trap, card
+from tinyspec.laws.traps import Trap, card
 from tinyspec.speculative.drafting.token_recycling import (
     RANK_CHANCES,
-    AdjacencyMatrix,
-    TokenRecyclingDrafter,
     build_static_tree,
 )
 from tinyspec.technique import Request
@@ -127,63 +122,8 @@ def is_the_best_tree(make: Callable[[int, int, int], Sequence[tuple[int, int]]])
     return Evidence(BEST, seen)
 
 
-# ------------------------------------------------------------------ toys
-
-
-class KeptPath(TokenRecyclingDrafter):
-    """Throws the rows of refused nodes away."""
-
-    def observe(self, round: Round) -> None:
-        path = (ROOT, *round.verdict.accepted)
-        tokens = [self.newest, *round.tree.tokens_on(round.verdict.accepted)]
-        found = top_k_rows(round.scores.logits, [node + 1 for node in path], self.matrix.k)
-        self.matrix.learn(tokens, found, len(round.scores.logits[0]))
-
-
-class Bigrams(TokenRecyclingDrafter):
-    """Remembers what did follow, not what could have."""
-
-    def observe(self, round: Round) -> None:
-        self.matrix.learn([self.newest], [[round.tokens[0]]], len(round.scores.logits[0]))
-
-
-class Forgetful(TokenRecyclingDrafter):
-    """A matrix a request."""
-
-    def end(self) -> None:
-        self.matrix.rows = self.matrix.rows[:0]
-
-
-def _toy(kind: type[TokenRecyclingDrafter], nodes: int | None = None) -> Build:
-    def build(request: Request, *, k: int, **knobs: int) -> Decoder:
-        knobs["nodes"] = nodes or knobs["nodes"]
-        return request.decoder(
-            kind(AdjacencyMatrix(k), ends=request.stop.eos, **knobs), verify_tree
-        )
-
-    return build
-
-
-def balanced(nodes: int, depth: int, k: int) -> Any:
-    """Every candidate of every token, breadth first, until the nodes are used up."""
-    shape = [(ROOT, rank) for rank in range(k)]
-    level, begun = 1, 0
-    while level < depth and len(shape) < nodes:
-        end = len(shape)
-        shape += [(up, rank) for up in range(begun, end) for rank in range(k)]
-        level, begun = level + 1, end
-    return shape[:nodes]
-
-
 TRAPS = [
     Trap(RECYCLED, writes_every_row_back, card("token_recycling")),
     Trap(KEPT, starts_warm, card("token_recycling")),
     Trap(BEST, is_the_best_tree, lambda: build_static_tree),
-]
-TOYS = [
-    Toy("refused rows are thrown away", RECYCLED, _toy(KeptPath)),
-    Toy("bigrams of the text", RECYCLED, _toy(Bigrams)),
-    Toy("first candidates only", RECYCLED, _toy(TokenRecyclingDrafter, nodes=1)),
-    Toy("a matrix a request", KEPT, _toy(Forgetful)),
-    Toy("a balanced tree", BEST, balanced),
 ]

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, TargetProbs
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.law import JOINT, Reference, exact_law
 from tinyspec.laws.exact.models import (
@@ -18,13 +17,8 @@ from tinyspec.laws.exact.models import (
     needle_model,
     small_network,
 )
-from tinyspec.laws.traps import Toy, Trap, card
-from tinyspec.lm.forward import Plan
-from tinyspec.speculative.drafting.speculative_decoding import speculative_decoding
-from tinyspec.speculative.integrated.triforce import StreamingDrafter, TriforceDrafter, triforce
-from tinyspec.speculative.nested import Nested
+from tinyspec.laws.traps import Trap, card
 from tinyspec.technique import Request
-from tinyspec.tree import TokenTree
 
 NEEDLE = "what only a retrieved key knows is drafted right"
 
@@ -94,63 +88,7 @@ def joint_law_of_three_levels(build: Build) -> Evidence:
     return Evidence(JOINT, 3, branches)
 
 
-# ------------------------------------------------------------------ toys
-
-
-class Windowed(TriforceDrafter):
-    """Keeps the latest chunks."""
-
-    def retrieve_chunks(self, states: Any, newest: int) -> Plan:
-        drafter: Any = self.decoder.drafter
-        return StreamingDrafter.streaming_plan(drafter, newest + 1)
-
-
-def window_only(request: Request, **knobs: Any) -> Decoder:
-    """The middle level sees what the small model sees: the first tokens and the latest."""
-    decoder = triforce(request, **knobs)
-    decoder.drafter = Windowed(
-        decoder.drafter.decoder,  # type: ignore[attr-defined]
-        knobs["gamma2"],
-        knobs["budget"],
-        knobs["chunk"],
-        0,
-    )
-    return decoder
-
-
-def two_levels(request: Request, **knobs: Any) -> Decoder:
-    """The small model drafts for the target."""
-    small: Any = request.drafts[0]
-    drafter = StreamingDrafter(
-        small, knobs["gamma2"], frozenset(), None, knobs["sink"], knobs["window"]
-    )
-    decoder = speculative_decoding(request, gamma=knobs["gamma2"], lenience=1.0)
-    decoder.drafter = drafter
-    return decoder
-
-
-def middle_draws_again(request: Request, **knobs: Any) -> Decoder:
-    """After a refusal the middle level draws from its own row, and declares that row."""
-
-    def verify(tree: TokenTree, p: TargetProbs, rng: Any) -> Verdict:
-        for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
-            row: Any = p[node - 1]
-            if not rng.accept(row[x] / q[x]):  # type: ignore[index]
-                return Verdict(tuple(range(node)), rng.draw(row), (node,))
-        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))
-
-    decoder = triforce(request, **knobs)
-    middle: Nested = decoder.drafter  # type: ignore[assignment]
-    middle.decoder.verifier = verify
-    return decoder
-
-
 TRAPS = [
     Trap(NEEDLE, finds_the_needle, card("triforce")),
     Trap(JOINT, joint_law_of_three_levels, card("triforce")),
-]
-TOYS = [
-    Toy("a window and no retrieval", NEEDLE, window_only),
-    Toy("two levels", NEEDLE, two_levels),
-    Toy("the middle draws again", JOINT, middle_draws_again),
 ]
