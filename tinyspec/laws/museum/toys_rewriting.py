@@ -223,7 +223,7 @@ JACOBI = [
     _jacobi(
         "a window that slides, without blocks",
         MOVED,
-        f"{MOVED}\nself.block += [said[-1]] * len(round.tokens)",
+        f"{MOVED}\nself.block += [predicted[-1]] * len(round.tokens)",
         JacobiDrafter.observe,
         law=SWEEP_IS_JACOBI,
         also=(

@@ -389,8 +389,8 @@ return Verdict(tuple(range(worst)), rng.draw(p[worst - 1]), (worst,))""",
     _bild(
         "what is behind the first bad token stays unread",
         TAKES_BACK,
-        """if said != token:
-    return Verdict(path, said, (node,))
+        """if own != token:
+    return Verdict(path, own, (node,))
 return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))""",
         law=JOINT,
     ),

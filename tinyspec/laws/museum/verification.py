@@ -371,8 +371,8 @@ RACES = [
 # ------------------------------------------------------------------ a rollback
 
 DISTANCE = "p.probs_under(at, UNCHANGED)[token] < least"
-WRITES = "said = rng.draw(p[at])"
-TAKES_BACK = 'if rule == "paper" or said != token: return Verdict(path, said, (node,))'
+WRITES = "own = rng.draw(p[at])"
+TAKES_BACK = 'if rule == "paper" or own != token: return Verdict(path, own, (node,))'
 ROLLBACKS = [
     _rollback("distance under the user's temperature", DISTANCE, "p[at][token] < least"),
     _rollback("distance by the row behind the token", DISTANCE, DISTANCE.replace("at,", "node,")),
@@ -382,14 +382,14 @@ ROLLBACKS = [
         f"{DISTANCE} * max(p.probs_under(at, UNCHANGED))",
     ),
     _rollback("a certain token is bad", DISTANCE, DISTANCE.replace("<", "<=")),
-    _rollback("the bad token stays", "Verdict(path, said,", "Verdict((*path, node), said,"),
-    _rollback("the bad token is written again", WRITES, "said = token"),
-    _rollback("the large model writes the place behind", WRITES, "said = rng.draw(p[node])"),
+    _rollback("the bad token stays", "Verdict(path, own,", "Verdict((*path, node), own,"),
+    _rollback("the bad token is written again", WRITES, "own = token"),
+    _rollback("the large model writes the place behind", WRITES, "own = rng.draw(p[node])"),
     _rollback(
         "the block stays unread behind a bad token",
         TAKES_BACK,
-        """if rule == "paper" or said != token:
-    return Verdict(path, said, (node,))
+        """if rule == "paper" or own != token:
+    return Verdict(path, own, (node,))
 return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1]))""",
     ),
 ]
