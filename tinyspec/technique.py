@@ -20,7 +20,6 @@ from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
-from tinyspec.knob import Knob as Knob
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
@@ -29,36 +28,88 @@ CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregr
 
 
 Clock = Callable[[], float]
-"""Seconds, from any beginning."""
+"""() -> time in seconds, from any starting point."""
 
 PolicyOverride = Callable[[int, Any], int]
-"""(number of ways to go on, chance) -> which: who stands in for a technique's own judgement."""
+"""(number of choices, random source) -> choice: decides in place of a technique that plans."""
 
 
 class Guarantee(Enum):
-    """What is promised, relative to plain decoding on the technique's own target under the same
-    warpers.
-    """
+    """What is promised, relative to plain decoding on the same target with the same settings."""
 
-    EXACT = "exact"  # the same joint law at any temperature, over several rounds
+    EXACT = "exact"  # the same joint distribution at any temperature, over several rounds
     GREEDY = "greedy"  # the same tokens as greedy decoding
     LOSSY = "lossy"  # lossy by design; exact or greedy at a knob's neutral value
     APPROX = "approx"  # no neutral value exists
     NONE = "none"  # an analysis: it decodes nothing
 
 
+@dataclass(frozen=True)
+class Knob:
+    """A parameter of a technique that a user may set.
+
+    default    the paper's value
+    low, high  range of the values; None: no bound
+    choices    the only values, if not empty
+    small      values for which the laws enumerate every outcome: the first in every case, each
+               other one once
+    beyond     a value outside the range with a meaning of its own, as inf for "never"
+    """
+
+    name: str
+    default: Any
+    doc: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[Any, ...] = ()
+    small: tuple[Any, ...] = ()
+    beyond: float | None = None
+
+    def check(self, value: Any) -> Any:
+        """Return the value in the default's type. Raises TinyspecError, which names the range."""
+        if isinstance(self.default, bool) and isinstance(value, str):  # from the command line
+            words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+            value = words.get(value, value)
+        if self.choices:
+            if value not in self.choices:
+                raise TinyspecError(
+                    f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}"
+                )
+            return value
+        if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
+            return value
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = float(value)
+        except (TypeError, ValueError):
+            raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
+        if isinstance(self.default, int) and number != round(number):
+            raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
+        outside = (self.low is not None and not number >= self.low) or (
+            self.high is not None and not number <= self.high
+        )
+        if outside and number != self.beyond:
+            span = (
+                f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+            )
+            span += "" if self.beyond is None else f", or {self.beyond}"
+            raise TinyspecError(f"{self.name} is {value}: it must be {span}")
+        return type(self.default)(number)
+
+
 @dataclass
 class Request:
-    """What a builder makes a decoder from. Targets are whatever scores trees: a session, a view, a
-    table of conditionals.
+    """What a builder makes a decoder from.
 
-    references  texts (token ids) that may be copied from, beside the prompt
-    positions   tokens the target's context holds; None: no limit
-    draft_max_lengths  tokens each draft's context holds; empty: no limit
-    forward_log  where sessions write their forward passes
-    clock       what a technique may plan by, given where text is generated; None: no time passes
-    choose      decides in the place of a technique that plans; its law must be right whatever is
-                chosen
+    target, drafts     what scores trees: a session, a view, a table of conditionals
+    references         texts (token ids) that may be copied from, beside the prompt
+    positions          tokens that the target's context holds; None: no limit
+    draft_max_lengths  tokens that each draft's context holds; empty: no limit
+    forward_log        where sessions record their forward passes
+    clock              what a technique may plan by; None: it must not depend on time
+    choose             decides in place of a technique that plans; the output's distribution must be
+                       right whatever is chosen
     """
 
     target: Target
@@ -73,7 +124,7 @@ class Request:
     choose: PolicyOverride | None = None
 
     def decoder(self, drafter: Any, verifier: Any) -> Decoder:
-        """The common loop around these parts."""
+        """Return the common loop around this drafter and this verifier."""
         return Decoder(
             self.target,
             drafter,
@@ -89,9 +140,9 @@ class Request:
 class RefineRequest:
     """What a builder of kind "refine" makes a refiner from.
 
-    teacher  an autoregressive encoder-decoder with the same vocabulary, to score candidates; None:
-             there is none
-    forward_log  where both models enter their passes
+    teacher      an autoregressive encoder-decoder with the same vocabulary, to score candidates;
+                 None: there is none
+    forward_log  where both models record their forward passes
     """
 
     model: Seq2Seq
@@ -118,19 +169,21 @@ T = TypeVar("T")
 class Card:
     """What a technique is, and what its laws must know of it.
 
-    summary     what it does, in about six words
-    lossy       the knob that trades the guarantee for speed, and its neutral value
-    kind        decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing, so no
-                law
-    hidden      reads hidden states: no table can host it, so all is proved on small transformers
-    coupled     draws by `RandomSource.race`, whose noise rounds share: proved path by path
-    persistent  its state outlives a request
-    optional_draft  uses a draft model where there is one, and does without
-    several     uses every draft model that it is given, beyond those it needs
-    timed       plans by the clock, so above temperature 0 the text of a seed depends on time
-    teacher     of kind "refine": an autoregressive model may judge its candidates
-    keeps       whose law is kept where it is not the user's model: in words; the laws then ask its
-                own target
+    summary         what it does, in about six words
+    drafts          draft models that it needs
+    copies          whether it takes reference texts
+    lossy           the knob that trades the guarantee for speed, and its neutral value
+    kind            decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing
+    hidden          reads hidden states, so it is proved on small transformers, not on tables
+    coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
+                    by path
+    persistent      its state outlives a request
+    optional_draft  uses a draft model if there is one, and does without
+    several         uses every draft model that it is given, beyond those it needs
+    timed           plans by the clock, so above temperature 0 the text of a seed depends on time
+    teacher         of kind "refine": an autoregressive model may score its candidates
+    keeps           whose distribution is kept if it is not that of the user's model, in words; the
+                    laws then ask the technique's own target
     """
 
     name: str
@@ -159,16 +212,16 @@ class Card:
 
     @property
     def doc(self) -> str:
-        """The technique file's own docstring."""
+        """Return the docstring of the technique's file."""
         return importlib.import_module(self.build.__module__).__doc__ or ""
 
     @property
     def hosted(self) -> int:
-        """How many draft models the laws give it."""
+        """Return how many draft models the laws give it."""
         return (self.drafts or int(self.optional_draft)) + int(self.several)
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Every knob's value: what was given, checked, else the default."""
+        """Return every knob's value: what was given, checked, else the default."""
         known = {knob.name: knob for knob in self.knobs}
         for name in given:
             if name not in known:
@@ -177,7 +230,7 @@ class Card:
         return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
 
     def make(self, request: Request, **knobs: Any) -> Decoder:
-        """A decoder for this request."""
+        """Return a decoder for this request."""
         if self.kind == "refine":
             raise TinyspecError(
                 f"{self.name} rewrites a translation and extends no text: use `tinyspec translate --method {self.name}`, "
@@ -186,14 +239,15 @@ class Card:
         return cast(Decoder, self.build(request, **self.settings(knobs)))
 
     def refiner(self, request: RefineRequest, **knobs: Any) -> Refiner:
-        """A refiner for this request."""
+        """Return a refiner for this request."""
         if self.kind != "refine":
             raise TinyspecError(f"{self.name} extends a text and rewrites none")
         return cast(Refiner, self.build(request, **self.settings(knobs)))
 
     def promise(self, **knobs: Any) -> Guarantee:
-        """What holds at these settings: away from its neutral value, a lossy knob leaves nothing
-        promised.
+        """Return the guarantee at these settings.
+
+        Nothing is promised if a lossy knob is away from its neutral value.
         """
         if self.lossy is None:
             return self.guarantee
@@ -203,7 +257,7 @@ class Card:
         return Guarantee.EXACT if self.guarantee is Guarantee.LOSSY else self.guarantee
 
     def as_dict(self) -> dict[str, Any]:
-        """For `tinyspec methods --json`."""
+        """Return the card as `tinyspec methods --json` prints it."""
         return {
             "name": self.name,
             "title": self.title,
@@ -223,7 +277,7 @@ class Card:
 
 
 def json_number(value: Any) -> Any:
-    """JSON has no infinity: it is a word there, which a knob takes too."""
+    """Return infinity as a word, which JSON lacks and a knob takes too; other values as they are."""
     return str(value) if value in (math.inf, -math.inf) else value
 
 
@@ -337,8 +391,9 @@ _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
 
 
 def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
-    """What a persistent technique learnt of this target's model, for as long as that lives; made
-    when first asked for.
+    """Return what a persistent technique keeps for this target's model, made on the first call.
+
+    It lives as long as the model.
     """
     known = _kept.setdefault(target.model, {})
     if key not in known:
