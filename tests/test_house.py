@@ -146,7 +146,7 @@ CODE_LINES = {
     "_core": 850,
     "lm": 4100,
     "decoding": 1500,
-    "chapters": 5_200,
+    "chapters": 5_250,
     "laws": 11700,
     "museum": 3410,
     "training": 2710,
