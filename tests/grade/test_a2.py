@@ -92,7 +92,7 @@ def test_other_cases_are_other_cases() -> None:
     for draws in (
         a2_trees.draw_trees,
         a2_trees.draw_drafts,
-        a2_siblings.draw_cases,
+        a2_siblings.draw_sibling_cases,
         a2_walk.draw_tree_cases,
         a2_trie.draw_operations,
     ):

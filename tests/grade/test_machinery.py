@@ -35,7 +35,7 @@ from tinyspec.grade.starter import (
     solution_lines,
     write_folder,
 )
-from tinyspec.grade.task import Cases, NoResult, shorten
+from tinyspec.grade.task import Cases, NoResult, shorten_value
 from tinyspec.laws.checking.check import prove_form
 from tinyspec.laws.checking.forms import VerifierForm
 from tinyspec.laws.evidence import LawViolated
@@ -351,7 +351,7 @@ def test_local_functions_are_judged_by_the_same_words() -> None:
         TINY.tasks[0], lambda p, q, token, chance: chance.accept(p[token]), Cases()
     )
     assert result.counterexample is not None and result.counterexample.law == RATIO
-    assert shorten(list(range(200))).endswith("195, 196, 197, 198, 199]")
+    assert shorten_value(list(range(200))).endswith("195, 196, 197, 198, 199]")
 
 
 # ---------------------------------------------------------------------- starters

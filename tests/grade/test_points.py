@@ -411,14 +411,14 @@ def test_a_homework_is_judged_with_the_reference_in_place_of_earlier_ones(tmp_pa
 
 
 def test_a_bundle_of_a_part_judges_it_alone(tmp_path: Path) -> None:
-    bundle.write(SECOND, tmp_path / "second.zip", 7)
+    bundle.write_bundle(SECOND, tmp_path / "second.zip", 7)
     with ZipFile(tmp_path / "second.zip") as packed:
         script = packed.read("run_autograder").decode()
         assert '"$root/submission" --task 5 --final --seed 7' in script
         assert "A1.5, 30 points" in packed.read("README.txt").decode()
         helpers = packed.read("tinyspec/_assignments/A1/reference.py").decode()
     assert "def verify(" in helpers and "def generate(" not in helpers
-    bundle.write(A1, tmp_path / "all.zip", 7)
+    bundle.write_bundle(A1, tmp_path / "all.zip", 7)
     with ZipFile(tmp_path / "all.zip") as packed:
         assert "--task" not in packed.read("run_autograder").decode()
 

@@ -108,7 +108,7 @@ def bundle(name: str, out: Path, tasks: Sequence[str], seed: int | None) -> None
 
     found = assignments.find_assignment(name).select(tasks)
     seed = grading.draw_seed() if seed is None else seed
-    count = bundle.write(found, out, seed)
+    count = bundle.write_bundle(found, out, seed)
     click.echo(
         f"{out}: {count} files, {out.stat().st_size / 1e6:.1f} MB; upload it as the autograder's zip file"
     )

@@ -14,10 +14,10 @@ from tinyspec.grade.task import (
     CaseLaw,
     Cases,
     Function,
-    expect,
+    case_law,
+    expect_equal,
     is_close,
     is_number,
-    law,
     require_number,
 )
 from tinyspec.laws.evidence import accuse
@@ -82,7 +82,7 @@ def draw_weights(cases: Cases) -> Iterator[list[Fraction]]:
 def warper_law(sentence: str, *knobs: Knobs) -> CaseLaw:
     """Return the law that the warper gives the right rows under these settings."""
 
-    @law(sentence)
+    @case_law(sentence)
     def judge(warp: Function, cases: Cases) -> Iterator[bool]:
         for row in draw_weights(cases):
             for temperature, top_k, top_p in knobs:
@@ -90,7 +90,7 @@ def warper_law(sentence: str, *knobs: Knobs) -> CaseLaw:
                 got = require_row(A_LAW, warp(list(row), temperature, top_k, top_p), len(row), case)
                 if sentence is not A_LAW:
                     sampling = SamplingParams(float(temperature), top_k, top_p)
-                    expect(sentence, apply_warpers(row, (), sampling), got, **case)
+                    expect_equal(sentence, apply_warpers(row, (), sampling), got, **case)
                 yield True
 
     return judge
@@ -149,7 +149,7 @@ def each_acceptance(
                 yield case, min(p[token], q[token]) / q[token], got
 
 
-@law(PROBABILITY)
+@case_law(PROBABILITY)
 def acceptance_is_a_probability(acceptance: Function, cases: Cases) -> Iterator[bool]:
     """Check that the acceptance is a number from 0 to 1."""
     for case, _, got in each_acceptance(acceptance, cases, PROBABILITY):
@@ -161,11 +161,11 @@ def acceptance_is_a_probability(acceptance: Function, cases: Cases) -> Iterator[
 def acceptance_law(sentence: str) -> CaseLaw:
     """Return the law of the acceptance on one side: q(x) > p(x) for OVER, q(x) <= p(x) for UNDER."""
 
-    @law(sentence)
+    @case_law(sentence)
     def judge(acceptance: Function, cases: Cases) -> Iterator[bool]:
         for case, expected, got in each_acceptance(acceptance, cases, sentence):
             if (expected < 1) == (sentence is OVER):
-                expect(sentence, expected, got, **case)
+                expect_equal(sentence, expected, got, **case)
                 yield True
 
     return judge
@@ -185,14 +185,14 @@ def each_residual(
             yield case, p, q, require_row(REST, got, len(p), case, must_sum_to_one)
 
 
-@law(REST)
+@case_law(REST)
 def residual_is_a_distribution(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that the residual is a distribution."""
     for _ in each_residual(residual, cases):
         yield True
 
 
-@law(BEYOND)
+@case_law(BEYOND)
 def residual_is_beyond_the_draft(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that no token is recovered that the draft proposes as often as the target, or more."""
     for case, p, q, got in each_residual(residual, cases, must_sum_to_one=False):
@@ -202,17 +202,17 @@ def residual_is_beyond_the_draft(residual: Function, cases: Cases) -> Iterator[b
         yield True
 
 
-@law(WHOLE)
+@case_law(WHOLE)
 def residual_completes_the_target(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that min(p, q) + (1 - alpha) r = p."""
     for case, p, q, got in each_residual(residual, cases):
         alpha = overlap_mass(p, q)
         sums = [min(a, b) + (1 - alpha) * x for a, b, x in zip(p, q, got, strict=True)]
-        expect(WHOLE, list(p), sums, **case, residual=got, alpha=alpha)
+        expect_equal(WHOLE, list(p), sums, **case, residual=got, alpha=alpha)
         yield True
 
 
-@law(EQUAL)
+@case_law(EQUAL)
 def residual_of_equals_is_the_target(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that p comes back where p = q, and that nothing is divided by 0."""
     rng = random.Random(f"equal {cases.seed}")
@@ -221,5 +221,5 @@ def residual_of_equals_is_the_target(residual: Function, cases: Cases) -> Iterat
     for p in (*small, *drawn):
         case = pair_case(p, p)
         got = require_row(EQUAL, residual(list(p), list(p)), len(p), case)
-        expect(EQUAL, list(p), got, **case)
+        expect_equal(EQUAL, list(p), got, **case)
         yield True

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.grade.task import Cases, Function, expect, is_token, law
+from tinyspec.grade.task import Cases, Function, case_law, expect_equal, is_token
 from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
 from tinyspec.laws.checking.forms import OutcomeProbs, RunOutcome, VerifierForm
 from tinyspec.laws.evidence import Counterexample, LawViolated, accuse
@@ -62,7 +62,7 @@ def round_distribution(verify: Function, given: RoundInput) -> dict[Text, Any]:
     return Exhaustive.law(partial(run_round, verify, given))
 
 
-def rounds(cases: Cases) -> Iterator[CheckCase]:
+def draw_rounds(cases: Cases) -> Iterator[CheckCase]:
     """Yield targets and drafts, the smallest first: a row per position, then a row per text."""
     times, seed = cases.times, cases.seed
     for vocabulary, gamma, whole, count in (
@@ -92,10 +92,10 @@ def make_input(case: CheckCase, draft: Text) -> RoundInput:
     return RoundInput(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
 
 
-@law(TOKENS)
+@case_law(TOKENS)
 def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check the form of the output; without a draft it is one token."""
-    for case in rounds(cases):
+    for case in draw_rounds(cases):
         if case.vocabulary == 2 and case.gamma == 1:
             round_distribution(verify, RoundInput([case.p.laws[0]], [], ()))
             yield True
@@ -104,21 +104,21 @@ def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[boo
             yield True
 
 
-@law(BONUS)
+@case_law(BONUS)
 def draws_the_bonus(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check that p = q gives the whole draft, and a draw from the row after it."""
-    for case in rounds(cases):
+    for case in draw_rounds(cases):
         agreed = replace(case, q=replace(case.p, laws=case.p.laws[: len(case.q.laws)]))
         for given in each_draft(agreed):
             expected = {(*given.draft, token): x for token, x in enumerate(given.p[-1]) if x}
-            expect(BONUS, expected, round_distribution(verify, given), **given.shown())
+            expect_equal(BONUS, expected, round_distribution(verify, given), **given.shown())
             yield True
 
 
-@law(KEPT)
+@case_law(KEPT)
 def accepts_from_left_to_right(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check that the first i tokens are accepted with the product of their acceptances."""
-    for case in rounds(cases):
+    for case in draw_rounds(cases):
         for given in each_draft(case):
             outputs = round_distribution(verify, given)
             triples = zip(given.p[:-1], given.q, given.draft, strict=True)
@@ -128,11 +128,11 @@ def accepts_from_left_to_right(verify: Function, cases: Cases) -> Iterator[bool]
                 got = sum(mass for text, mass in outputs.items() if len(text) > count)
                 compared = f"the probability that the first {count} draft tokens are accepted"
                 shown = {**given.shown(), "acceptances": ratios, "compared": compared}
-                expect(KEPT, expected, got, **shown)
+                expect_equal(KEPT, expected, got, **shown)
             yield True
 
 
-@law(JOINT)
+@case_law(JOINT)
 def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check the theorem over all drafts that q makes, each with its probability."""
     form = VerifierForm(verify)
@@ -147,7 +147,7 @@ def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator
         outcomes: OutcomeProbs = Exhaustive.law(partial(play, case))
         return form.judge(case, outcomes)
 
-    for case in rounds(cases):
+    for case in draw_rounds(cases):
         if judge(case) is not None:
             found = judge(shrink_case(case, lambda smaller: judge(smaller) is not None))
             assert found is not None

@@ -13,10 +13,10 @@ from tinyspec.grade.task import (
     Cases,
     Function,
     NoResult,
+    case_law,
     describe_result,
     is_close,
     is_token,
-    law,
 )
 from tinyspec.laws.checking.forms import to_small_fraction
 from tinyspec.laws.evidence import accuse
@@ -60,7 +60,7 @@ def support_size(q: Sequence[Fraction]) -> int:
     return sum(x > 0 for x in q)
 
 
-def draw_cases(cases: Cases) -> Iterator[tuple[Exact, Exact, int]]:
+def draw_sibling_cases(cases: Cases) -> Iterator[tuple[Exact, Exact, int]]:
     """Yield target row, draft row, number of candidates: all small ones, then larger ones."""
     for vocabulary, largest in ((2, 5), (3, 4)):
         for k in (0, 1, 2, 3):
@@ -165,18 +165,18 @@ def drawn_case(p: Exact, q: Exact, k: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the laws
 
 
-@law(KEPT_IS)
+@case_law(KEPT_IS)
 def accepted_is_a_candidate(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check that a place is a place, a token a token, and that the two agree."""
-    for p, q, k in draw_cases(cases):
+    for p, q, k in draw_sibling_cases(cases):
         find_outcomes(KEPT_IS, siblings, p, q, k)
         yield True
 
 
-@law(LAW)
+@case_law(LAW)
 def token_has_the_targets_distribution(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check it over all draws and decisions. Only cases count in which a candidate was accepted."""
-    for p, q, k in draw_cases(cases):
+    for p, q, k in draw_sibling_cases(cases):
         found = find_outcomes(LAW, siblings, p, q, k)
         got: list[Any] = [Fraction(0)] * len(p)
         for outcomes in found.values():
@@ -215,10 +215,10 @@ def acceptance_by_the_rule(p: Exact, q: Exact, k: int) -> Fraction:
     return accepted
 
 
-@law(KEPT)
+@case_law(KEPT)
 def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check this too: to draw from p and accept nothing has the right distribution."""
-    for p, q, k in draw_cases(cases):
+    for p, q, k in draw_sibling_cases(cases):
         found = find_outcomes(KEPT, siblings, p, q, k)
         accepted = [x for o in found.values() for (place, _), x in o.items() if place is not None]
         expected, got = acceptance_by_the_rule(p, q, k), sum(accepted, Fraction(0))
@@ -230,7 +230,7 @@ def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[b
         yield True
 
 
-@law(POINT)
+@case_law(POINT)
 def accepts_points_with_probability_p(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check candidates that were not drawn: each is accepted with its probability under p."""
     for p, candidates in draw_point_cases(cases):

@@ -12,11 +12,11 @@ from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import (
     Cases,
     Function,
+    case_law,
     describe_result,
-    expect,
+    expect_equal,
     is_close,
     is_number,
-    law,
     require_list,
 )
 from tinyspec.laws.evidence import accuse
@@ -77,7 +77,7 @@ def draw_trees(cases: Cases) -> Iterator[tuple[Parents, int]]:
 # ---------------------------------------------------------------------- positions and the mask
 
 
-@law(STANDS)
+@case_law(STANDS)
 def positions_are_right(positions: Function, cases: Cases) -> Iterator[bool]:
     """Check that a node stands neither at its index, nor one off, nor counted from the tree."""
     for parents, committed in draw_trees(cases):
@@ -90,11 +90,11 @@ def positions_are_right(positions: Function, cases: Cases) -> Iterator[bool]:
                 what = f"the position of node {node} is {describe_result(position)}"
                 case["what is wrong"] = f"{what}, not a whole number"
                 accuse(STANDS, expected, got, **case)
-        expect(STANDS, expected, got, **case)
+        expect_equal(STANDS, expected, got, **case)
         yield True
 
 
-@law(SEES)
+@case_law(SEES)
 def mask_is_right(mask: Function, cases: Cases) -> Iterator[bool]:
     """Check that a node sees all of its ancestors and the text, and neither siblings nor cousins."""
     for parents, committed in draw_trees(cases):
@@ -180,7 +180,7 @@ def row_without_tree(seed: int, text: Sequence[int]) -> list[Any]:
     return TreeSession(text, 3, seed).score(text[-1:], [len(text) - 1], [[1] * len(text)])[0]
 
 
-@law(ROWS)
+@case_law(ROWS)
 def rows_are_those_of_paths(score: Function, cases: Cases) -> Iterator[bool]:
     """Check the root's row and every node's, whatever else is in the tree."""
     for seed, text, tokens, parents in draw_drafts(cases):
@@ -202,7 +202,7 @@ def rows_are_those_of_paths(score: Function, cases: Cases) -> Iterator[bool]:
         yield True
 
 
-@law(BILL)
+@case_law(BILL)
 def each_path_is_fed_once(score: Function, cases: Cases) -> Iterator[bool]:
     """Check how many forward passes and rows the tree took."""
     for seed, text, tokens, parents in draw_drafts(cases):
@@ -214,5 +214,5 @@ def each_path_is_fed_once(score: Function, cases: Cases) -> Iterator[bool]:
         case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
         case["paths"] = sorted(paths, key=lambda tokens: (len(tokens), tokens))
         expected = {"forward passes": 1, "rows": len(paths)}
-        expect(BILL, expected, {"forward passes": len(session.trace), "rows": n_rows}, **case)
+        expect_equal(BILL, expected, {"forward passes": len(session.trace), "rows": n_rows}, **case)
         yield True

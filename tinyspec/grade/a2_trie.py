@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from tinyspec.grade.a2_trees import ROOT, node_path
-from tinyspec.grade.task import CaseLaw, Cases, Function, describe_result, law
+from tinyspec.grade.task import CaseLaw, Cases, Function, case_law, describe_result
 from tinyspec.laws.evidence import LawViolated, accuse
 
 TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
@@ -75,7 +75,7 @@ def draw_operations(cases: Cases) -> Iterator[tuple[int, list[Operation]]]:
 # ---------------------------------------------------------------------- the laws
 
 
-def each_draft(
+def each_answer(
     law: str, got: Any, depth: int, operations: Sequence[Operation]
 ) -> Iterator[tuple[dict[str, Any], int, list[Any], list[Any]]]:
     """Yield the case, the number of the question, and tokens and parents of every answer.
@@ -99,7 +99,7 @@ def each_draft(
 def judge_trees(answers: Function, depth: int, operations: Sequence[Operation]) -> None:
     """Accuse the first answer that is no tree of the size that was asked for."""
     got = answers(depth, list(operations))
-    for case, number, tokens, parents in each_draft(TREE, got, depth, operations):
+    for case, number, tokens, parents in each_answer(TREE, got, depth, operations):
         if problem := find_problem(tokens, parents, operations[number][2]):
             accuse(TREE, problem, {"tokens": tokens, "parents": parents}, **case)
 
@@ -122,7 +122,7 @@ def find_problem(tokens: Sequence[Any], parents: Sequence[Any], budget: int) -> 
 def judge_answers(answers: Function, depth: int, operations: Sequence[Operation]) -> None:
     """Accuse the first answer that differs from the dictionary's."""
     right, got = answer_by_counting(depth, operations), answers(depth, list(operations))
-    for case, number, tokens, parents in each_draft(ANSWER, got, depth, operations):
+    for case, number, tokens, parents in each_answer(ANSWER, got, depth, operations):
         if [tokens, parents] != list(right[number]):
             expected = dict(zip(("tokens", "parents"), right[number], strict=True))
             accuse(ANSWER, expected, {"tokens": tokens, "parents": parents}, **case)
@@ -131,7 +131,7 @@ def judge_answers(answers: Function, depth: int, operations: Sequence[Operation]
 def trie_law(sentence: str, judge: Judge) -> CaseLaw:
     """Return the law that a judge holds; what it accuses is made smaller while it is accused."""
 
-    @law(sentence)
+    @case_law(sentence)
     def look(answers: Function, cases: Cases) -> Iterator[bool]:
         for depth, operations in draw_operations(cases):
             try:

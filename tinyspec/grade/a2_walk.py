@@ -16,9 +16,9 @@ from tinyspec.grade.task import (
     Cases,
     Function,
     NoResult,
+    case_law,
     describe_result,
     is_token,
-    law,
 )
 from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
 from tinyspec.laws.checking.forms import Form, OutcomeProbs, RunOutcome, to_small_fraction
@@ -226,7 +226,7 @@ def walk_law(
 ) -> CaseLaw:
     """Return the law that a check holds; a case that breaks it is made smaller."""
 
-    @law(sentence)
+    @case_law(sentence)
     def look(walk: Function, cases: Cases) -> Iterator[bool]:
         form = WalkForm(walk, ROUNDING)
 

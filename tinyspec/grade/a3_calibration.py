@@ -11,7 +11,14 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any
 
-from tinyspec.grade.task import Cases, Function, describe_result, expect, law, require_number
+from tinyspec.grade.task import (
+    Cases,
+    Function,
+    case_law,
+    describe_result,
+    expect_equal,
+    require_number,
+)
 from tinyspec.laws.evidence import LawViolated, accuse
 from tinyspec.laws.exit_laws import (
     CALIBRATED,
@@ -30,7 +37,7 @@ from tinyspec.laws.exit_laws import (
 TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 
 
-@law(SUPER)
+@case_law(SUPER)
 def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check by the exact distribution of the losses that small p-values do not come too often.
 
@@ -65,7 +72,7 @@ def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     yield from [is_useful] * evidence.cases
 
 
-@law(TAIL)
+@case_law(TAIL)
 def p_value_is_the_tail(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check the value: one that is valid, but greater than it need be, lets fewer tokens leave."""
     random = Random(cases.seed)
@@ -80,7 +87,7 @@ def p_value_is_the_tail(p_value: Function, cases: Cases) -> Iterator[bool]:
             expected = binomial_tail(losses, n, delta)
             if isinstance(got, float):
                 accuse(TAIL, f"{expected}, a Fraction", f"{got!r}, a float: it is rounded", **case)
-            expect(TAIL, expected, got, **case)
+            expect_equal(TAIL, expected, got, **case)
             yield True
 
 
@@ -107,7 +114,7 @@ def choose_in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | No
     return front - 1 if front else None
 
 
-@law(CALIBRATED)
+@case_law(CALIBRATED)
 def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check the probability of a wrong choice, summed over every outcome of a small calibration."""
     for name, risks in CURVES.items():
@@ -152,7 +159,7 @@ def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator
     yield from [sure is not None] * len(CURVES)
 
 
-@law(SEQUENCE)
+@case_law(SEQUENCE)
 def calibration_accepts_what_passed(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check that thresholds are accepted at all, and that p = epsilon is a rejection too."""
     random = Random(cases.seed)
@@ -171,5 +178,5 @@ def calibration_accepts_what_passed(calibrate: Function, cases: Cases) -> Iterat
         )
         expected, got = (math.inf if at is None else thresholds[at] for at in numbers)
         case = {"thresholds": thresholds, "p_values": p_values, "epsilon": epsilon}
-        expect(SEQUENCE, expected, got, **case)
+        expect_equal(SEQUENCE, expected, got, **case)
         yield True

@@ -11,9 +11,9 @@ from tinyspec.grade.task import (
     CaseLaw,
     Cases,
     Function,
+    case_law,
     describe_result,
-    expect,
-    law,
+    expect_equal,
     require_number,
 )
 from tinyspec.laws.evidence import accuse
@@ -44,13 +44,13 @@ def draw_rows(cases: Cases) -> Iterator[list[Fraction]]:
         yield [Fraction(weight, sum(row)) for weight in row]
 
 
-@law(GAP)
+@case_law(GAP)
 def softmax_response_is_the_gap(softmax_response: Function, cases: Cases) -> Iterator[bool]:
     """Check that it is neither the greatest alone, nor the first two entries, nor the range."""
     for row in draw_rows(cases):
         top = sorted(row)
         got = require_number(GAP, softmax_response(list(row)), row=row)
-        expect(GAP, top[-1] - top[-2], got, row=row)
+        expect_equal(GAP, top[-1] - top[-2], got, row=row)
         yield True
 
 
@@ -65,7 +65,7 @@ def draw_states(cases: Cases) -> Iterator[tuple[list[int], list[int]]]:
             yield one, other
 
 
-def cosine(state: Sequence[int], below: Sequence[int]) -> float:
+def state_cosine(state: Sequence[int], below: Sequence[int]) -> float:
     """Return the cosine of two states, and -1 if one of them is all zeros."""
     squares = math.fsum(x * x for x in state) * math.fsum(x * x for x in below)
     product = sum(x * y for x, y in zip(state, below, strict=True))
@@ -75,13 +75,13 @@ def cosine(state: Sequence[int], below: Sequence[int]) -> float:
 def saturation_law(sentence: str) -> CaseLaw:
     """Return the law of the saturation: COSINE for states of one side, RANGE for all others."""
 
-    @law(sentence)
+    @case_law(sentence)
     def look(saturation: Function, cases: Cases) -> Iterator[bool]:
         for state, below in draw_states(cases):
-            expected, case = cosine(state, below), {"state": state, "below": below}
+            expected, case = state_cosine(state, below), {"state": state, "below": below}
             if (expected >= 0) == (sentence is COSINE):
                 got = require_number(sentence, saturation(list(state), list(below)), **case)
-                expect(sentence, max(expected, 0.0), got, **case)
+                expect_equal(sentence, max(expected, 0.0), got, **case)
                 yield True
 
     return look
@@ -103,10 +103,10 @@ def check_exit(
     case = {"confidences": list(confidences), **given}
     if isinstance(got, bool) or not isinstance(got, int):
         accuse(law, f"a layer from 1 to {len(confidences) + 1}", describe_result(got), **case)
-    expect(law, expected, got, **case, **{"threshold of this token": due})
+    expect_equal(law, expected, got, **case, **{"threshold of this token": due})
 
 
-@law(FIRST)
+@case_law(FIRST)
 def leaves_at_the_first(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check the first token: there the threshold 1 is 1, whatever the form of the decay."""
     for size in (1, 2, 3):
@@ -120,7 +120,7 @@ def decayed_threshold(threshold: float, step: int, limit: int, tau: float) -> fl
     return 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
 
 
-@law(DECAY)
+@case_law(DECAY)
 def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check positions of a text with confidences a little above and below the threshold."""
     random = Random(cases.seed)
@@ -142,7 +142,7 @@ def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
             yield True
 
 
-@law(CUT)
+@case_law(CUT)
 def threshold_is_cut(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check that a threshold above 1 is 1, which a sure token reaches; only inf is never reached.
 

@@ -21,7 +21,7 @@ from tinyspec.grade.task import (
     Function,
     GradedLaw,
     describe_result,
-    expect,
+    expect_equal,
     is_token,
 )
 from tinyspec.laws.evidence import accuse
@@ -256,7 +256,7 @@ def reads_at_the_exit(recompute: bool, decode: Function, cases: Cases) -> Iterat
         for at, token in enumerate(run.tokens, len(case.prompt) - 1):
             row = case.model().row(right.states[exits[at]][at])
             shown = {"text that was run": text[: at + 1], "left after layers": exits[: at + 1]}
-            expect(READ, likeliest_word(row), token, **case.shown(), **shown, row=row)
+            expect_equal(READ, likeliest_word(row), token, **case.shown(), **shown, row=row)
         yield True
 
 

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tinyspec.grade.props_a3 import CountedModel
-from tinyspec.grade.task import Cases, Function, describe_result, expect, law
+from tinyspec.grade.task import Cases, Function, case_law, describe_result, expect_equal
 from tinyspec.laws.evidence import accuse
 
 GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
@@ -88,16 +88,16 @@ def run_jacobi(law: str, jacobi: Function, case: JacobiCase) -> JacobiRun:
     return JacobiRun(list(got), model.trace)
 
 
-@law(GREEDY)
+@case_law(GREEDY)
 def ends_at_the_greedy_text(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that the end token cuts the text wherever in a block it stands, but no guess of it."""
     for case in draw_jacobi_cases(cases):
         run = run_jacobi(GREEDY, jacobi, case)
-        expect(GREEDY, decode_greedily(case), run.tokens, **case.shown(), **run.shown())
+        expect_equal(GREEDY, decode_greedily(case), run.tokens, **case.shown(), **run.shown())
         yield True
 
 
-@law(SAID)
+@case_law(SAID)
 def returns_answers_of_the_model(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check by the forward passes alone that each token answers what was returned before it."""
     for case in draw_jacobi_cases(cases):
@@ -116,7 +116,7 @@ def returns_answers_of_the_model(jacobi: Function, cases: Cases) -> Iterator[boo
         yield bool(run.tokens)
 
 
-@law(BLOCKS)
+@case_law(BLOCKS)
 def sweeps_over_one_block(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that blocks follow the prompt and each other, each swept after a text that is final."""
     for case in draw_jacobi_cases(cases):
@@ -144,7 +144,7 @@ def count_right(
     return next((at for at, (a, b) in pairs if a != b), min(len(new), len(greedy)))
 
 
-@law(PROGRESS)
+@case_law(PROGRESS)
 def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that a forward pass starts from all that was right before, and one token more."""
     for case in draw_jacobi_cases(cases):
@@ -160,7 +160,7 @@ def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
         yield bool(run.passes)
 
 
-@law(BLIND)
+@case_law(BLIND)
 def guesses_blindly(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Count the first guesses that come true, over all cases together.
 
@@ -189,7 +189,7 @@ def guesses_blindly(jacobi: Function, cases: Cases) -> Iterator[bool]:
     yield from [True] * n_guesses
 
 
-@law(CALLS)
+@case_law(CALLS)
 def takes_few_forward_passes(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Count block by block: a pass that only confirms what the theorem says is one too many."""
     for case in draw_jacobi_cases(cases):

@@ -1,4 +1,4 @@
-"""The zip file that Gradescope takes as an autograder: this package's source, and two scripts."""
+"""Write the zip file that Gradescope takes as an autograder: our source, and two scripts."""
 
 from importlib.metadata import requires
 from pathlib import Path
@@ -55,7 +55,7 @@ tinyspec/         the source of the grader and its laws, and those functions of 
 """
 
 
-def write(assignment: Assignment, out: Path, seed: int) -> int:
+def write_bundle(assignment: Assignment, out: Path, seed: int) -> int:
     """Write the zip file, and return how many files it holds. The same seed gives the same bytes.
 
     The seed of the final run stands in run_autograder and nowhere else.
@@ -73,7 +73,7 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
         "setup.sh": (SETUP.encode(), 0o755),
         "run_autograder": (RUN.format(**words).encode(), 0o755),
         "README.txt": (README.format(**words).encode(), 0o644),
-        "requirements.txt": (("\n".join(needed()) + "\n").encode(), 0o644),
+        "requirements.txt": (("\n".join(list_requirements()) + "\n").encode(), 0o644),
     }
     uses = {name for task in assignment.tasks for name in task.uses}
     helpers = extract_helpers(read_reference(assignment), sorted(uses))
@@ -95,6 +95,6 @@ def write(assignment: Assignment, out: Path, seed: int) -> int:
     return len(files)
 
 
-def needed() -> list[str]:
-    """What this package needs at run time, as pip reads it."""
+def list_requirements() -> list[str]:
+    """Return what this package needs at run time, as pip reads it."""
     return [line for line in requires("tinyspec") or [] if "extra ==" not in line]

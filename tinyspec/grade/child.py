@@ -308,7 +308,7 @@ class RunEnded(BaseException):
     """Ends a run. It is no Exception, so that a submission does not catch it by accident."""
 
 
-def describe_error(error: BaseException, folder: str) -> dict[str, str]:
+def explain_exception(error: BaseException, folder: str) -> dict[str, str]:
     """Return what a submission raised as {"problem": clause, "summary": a few words}.
 
     The clause is like "raises ZeroDivisionError: division by zero (submission.py, line 154)", the
@@ -332,7 +332,7 @@ def describe_error(error: BaseException, folder: str) -> dict[str, str]:
         words += ", and there is Python's standard library alone"
     if isinstance(error, SyntaxError) and error.filename:
         words = str(error.msg)[:300]
-    file, line = locate_error(error, folder)
+    file, line = locate_exception(error, folder)
     where = f" ({file}, line {line})" if file else ""
     summary = f"raised {kind}{f' at line {line}' if file else ''}"
     if file not in ("", "submission.py"):
@@ -340,7 +340,7 @@ def describe_error(error: BaseException, folder: str) -> dict[str, str]:
     return {"problem": f"raises {kind}{': ' if words else ''}{words}{where}", "summary": summary}
 
 
-def locate_error(error: BaseException, folder: str) -> tuple[str, int | None]:
+def locate_exception(error: BaseException, folder: str) -> tuple[str, int | None]:
     """Return the file of the folder and the line that raised this; ("", None) if none did."""
     if isinstance(error, SyntaxError) and error.filename:
         return os.path.basename(str(error.filename)), error.lineno
@@ -440,13 +440,13 @@ class Submission:
         """Import the module, replace its helpers, and return the answer to "load"."""
         path = os.path.join(self.folder, "submission.py")
         try:
-            self.module = import_file("submission", path)
+            self.module = import_source("submission", path)
             replaced = [name for name, helper in self.helpers.items() if self.replace(name, helper)]
             found = {name: value for name, value in vars(self.module).items() if callable(value)}
             functions = {name: argument_names(function) for name, function in found.items()}
             answer: dict[str, Any] = {"ok": functions, "replaced": replaced}
         except BaseException as error:
-            answer = describe_error(error, self.folder)
+            answer = explain_exception(error, self.folder)
         offence = self.guard.find_offence()
         return {"problem": offence} if offence else answer
 
@@ -509,7 +509,7 @@ class Submission:
             except NotPlain as error:
                 result["problem"] = f"returned {error}"
         except BaseException as error:
-            result |= describe_error(error, self.folder)
+            result |= explain_exception(error, self.folder)
         result["traces"] = records
         try:
             if to_json([list(prop.trace) for prop in props]) != records:
@@ -537,13 +537,13 @@ class Submission:
         name = f"tinyspec.grade.{Path(path).stem}"
         if name not in sys.modules:
             self.guard.is_trusting = True
-            import_file(name, path)
+            import_source(name, path)
             self.guard.is_trusting = False
         prop: Prop = getattr(sys.modules[name], kind).make(plain)
         return prop
 
 
-def import_file(name: str, path: str) -> types.ModuleType:
+def import_source(name: str, path: str) -> types.ModuleType:
     """Import a file under a name of its own."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

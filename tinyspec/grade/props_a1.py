@@ -31,8 +31,7 @@ def find_row(
 
 
 class Session(Prop):
-    """A model and its cache. `len(session)` is the number of tokens that it holds; a new session
-    has read nothing.
+    """A model and its cache, which is empty at first; `len(session)` is its number of tokens.
 
     rows   the model's rows, [V] weights each (Fractions from 0 on, not all 0, which need not add up
            to one)

@@ -24,8 +24,9 @@ def require_whole(value: Any, what: str, low: int, high: int) -> int:
 
 
 class LayeredModel(Prop):
-    """A language model whose states are whole numbers, run a layer and a token at a time, with a
-    key/value cache per layer.
+    """A language model that is run a layer and a token at a time, with a key/value cache per layer.
+
+    Its states are whole numbers.
 
     seed        which model
     depth       L, its layers are 1 to L

@@ -8,7 +8,7 @@ each, and the smallest case in which the first one is broken.
 from typing import TYPE_CHECKING, Any
 
 from tinyspec.grade.grading import GradeReport, LawVerdict, TaskResult
-from tinyspec.grade.task import shorten
+from tinyspec.grade.task import shorten_value
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,7 +50,9 @@ def list_laws(result: TaskResult) -> list[str]:
         points = f"{verdict.score} of {verdict.law.points}"
         why = verdict.reason.replace("broken: ", "needs: ")
         why = f" ({why})" if verdict.status == "not judged" else ""
-        lines.append(printable(f"  {points:8}  {verdict.status:10}  {verdict.law.sentence}{why}"))
+        lines.append(
+            make_printable(f"  {points:8}  {verdict.status:10}  {verdict.law.sentence}{why}")
+        )
     return lines
 
 
@@ -60,19 +62,19 @@ def describe_counterexample(result: TaskResult) -> list[str]:
     if found is None:
         return []
     if result.sentence:
-        return [printable(result.sentence)]
+        return [make_printable(result.sentence)]
     pairs = [*found.case.items(), ("yours", found.got), ("expected", found.expected)]
     width = max(len(name) for name, _ in pairs)
     return [
-        f"broken: {printable(found.law)}",
+        f"broken: {make_printable(found.law)}",
         *(
-            f"  {printable(n):{width}}  {printable(shorten(v, MAX_VALUE_LETTERS))}"
+            f"  {make_printable(n):{width}}  {make_printable(shorten_value(v, MAX_VALUE_LETTERS))}"
             for n, v in pairs
         ),
     ]
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """Return a text without letters that would steer a terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
@@ -96,7 +98,7 @@ def report_to_json(report: GradeReport) -> dict[str, Any]:
                 "max_score": result.task.points,
                 "law": result.counterexample and result.counterexample.law,
                 "counterexample": result.counterexample and result.counterexample.as_dict(),
-                "message": printable(result.summary),
+                "message": make_printable(result.summary),
                 "helpers": list(result.helpers),
                 "laws": [_verdict_to_json(verdict) for verdict in result.verdicts],
             }
@@ -155,14 +157,14 @@ def print_report(report: GradeReport, console: "Console") -> None:
     table.add_column("points", justify="right", no_wrap=True)
     table.add_column("verdict", overflow="fold")
     for result in report.results:
-        verdict = Text(printable(result.summary), style="red" if result.first_broken else "")
+        verdict = Text(make_printable(result.summary), style="red" if result.first_broken else "")
         points = f"{result.score} of {result.task.points}"
         table.add_row(result.task.title, result.task.name, points, verdict)
     title = f"{assignment.name} {assignment.title}: {report.score} of {report.max_score} points"
     console.print(title, style="bold")
     console.print(table, highlight=False, markup=False)
     if report.problem:
-        print_plain(f"\n{printable(report.problem)}", "red")
+        print_plain(f"\n{make_printable(report.problem)}", "red")
     for result in [] if report.problem else report.results:
         if lines := explain_result(result):
             print_plain(

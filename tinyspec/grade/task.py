@@ -72,7 +72,7 @@ class CaseLaw:
         return GradedLaw(points, self.sentence, self, tuple(need.sentence for need in needs))
 
 
-def law(sentence: str) -> Callable[[Callable[[Function, Cases], Iterable[bool]]], CaseLaw]:
+def case_law(sentence: str) -> Callable[[Callable[[Function, Cases], Iterable[bool]]], CaseLaw]:
     """Make a law of a generator over cases: it accuses, or yields whether the case counts."""
     return lambda look: CaseLaw(sentence, look)
 
@@ -88,7 +88,7 @@ class NoResult(TinyspecError):
 
     def __init__(self, clause: str, case: dict[str, Any] | None = None, summary: str = ""):
         self.clause, self.case, self.summary = clause, case or {}, summary or clause
-        shown = ", ".join(f"{name} = {shorten(value)}" for name, value in self.case.items())
+        shown = ", ".join(f"{name} = {shorten_value(value)}" for name, value in self.case.items())
         super().__init__(f"{clause}, given {shown}" if shown else clause)
 
     @property
@@ -157,7 +157,7 @@ class Assignment(NamedTuple):
 # ---------------------------------------------------------------------- tools of the laws
 
 
-def expect(law: str, expected: Any, got: Any, **case: Any) -> None:
+def expect_equal(law: str, expected: Any, got: Any, **case: Any) -> None:
     """Accuse unless the two are equal, by `is_close`."""
     if not is_close(expected, got):
         accuse(law, expected, got, **case)
@@ -215,7 +215,7 @@ def describe_result(got: Any) -> str:
     return "None: nothing was returned" if got is None else f"{got!r} ({type(got).__name__})"
 
 
-def shorten(value: Any, most: int = 120) -> str:
+def shorten_value(value: Any, most: int = 120) -> str:
     """Return a value on one line of at most so many letters, its middle left out."""
     text = format_value(value)
     return text if len(text) <= most else f"{text[: most - 40]} ... {text[-35:]}"
