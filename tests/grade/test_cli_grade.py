@@ -235,6 +235,7 @@ def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     with ZipFile(out) as bundle:
         bundle.extractall(tmp_path / "autograder" / "source")
         files = {name: bundle.read(name).decode() for name in bundle.namelist()}
+        assert not any("museum" in name for name in files)  # the mistakes and their answers
         assert [name for name in files if "assignments/" in name] == [
             "tinyspec/_assignments/A1/reference.py"
         ]

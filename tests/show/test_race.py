@@ -183,7 +183,9 @@ def test_every_token_has_a_box_of_its_origin() -> None:
     for kind in ("accepted", "recovered", "bonus"):
         assert sum(boxes(root, kind)) == fast.origins.count(kind) + legend
     assert sum(boxes(root, "plain")) == 60 + legend
-    assert sum(boxes(root, "rejected")) == sum(3 - min(len(r.path), 3) for r in fast.rounds) + legend
+    assert (
+        sum(boxes(root, "rejected")) == sum(3 - min(len(r.path), 3) for r in fast.rounds) + legend
+    )
 
 
 def test_the_picture_stands_alone_and_is_small() -> None:

@@ -84,7 +84,8 @@ def write_bundle(assignment: Assignment, out: Path, seed: int) -> int:
     package = Path(tinyspec.__file__).parent
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
-        if not inner.parts[0].startswith("_assignments"):
+        is_museum = inner.parts[:2] == ("laws", "museum")  # wrong code, and what is wrong with it
+        if not (inner.parts[0].startswith("_assignments") or is_museum):
             files[f"tinyspec/{inner.as_posix()}"] = (path.read_bytes(), 0o644)
     with ZipFile(out, "w", ZIP_DEFLATED) as bundle:
         for name, (data, mode) in files.items():

@@ -373,9 +373,9 @@ SKIPS = [
     ),
     _skipping(
         "the cap is forgotten",
-        "0.0 if drafted == gamma else -STEP",
-        "-STEP",
-        self_speculative.DraftExit.after,
+        "0.0 if drafted == gamma else -EPSILON",
+        "-EPSILON",
+        self_speculative.update_threshold,
         law=skip_traps.ADAPTS,
     ),
     _skipping(
