@@ -59,7 +59,6 @@ BREACHES = {
     ),
     PRESENCE: (KeepZero, Confident, BestOfTwo),
 }
-JUDGES = {TRUTHFUL: contracts.truthful, PRESENCE: contracts.presence, EXAMINED: contracts.examined}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +66,7 @@ JUDGES = {TRUTHFUL: contracts.truthful, PRESENCE: contracts.presence, EXAMINED: 
 )
 def test_a_breach_is_accused_by_the_contract_it_breaks(law: str, drafter: Drafting) -> None:
     with pytest.raises(LawViolated) as accused:
-        JUDGES[law](decoder(drafter))
+        contracts.check_contracts(decoder(drafter), laws=(law,))
     counterexample = accused.value.counterexample
     assert counterexample.law == law
     assert counterexample.got != counterexample.case["declared"]
@@ -75,7 +74,7 @@ def test_a_breach_is_accused_by_the_contract_it_breaks(law: str, drafter: Drafti
 
 def test_tokens_that_block_verification_looked_at_are_not_to_be_proposed_again() -> None:
     with pytest.raises(LawViolated) as accused:
-        contracts.examined(decoder(Again, block))
+        contracts.check_contracts(decoder(Again, block), laws=(EXAMINED,))
     assert accused.value.counterexample.law == EXAMINED
 
 

@@ -377,18 +377,3 @@ def contracts_of_technique(card: Card) -> list[Evidence]:
         for found in check_decoder_contracts(stage.made, stage.prompt, rounds, case=stage.words()):
             evidence[found.law] += found
     return list(evidence.values())
-
-
-def truthful(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """Check that a declared distribution is the one the token was drawn from."""
-    return check_contracts(make, drafts, (TRUTHFUL,))[0]
-
-
-def presence(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """Check that the presence of a node does not depend on the token drawn at it."""
-    return check_contracts(make, drafts, (PRESENCE,))[0]
-
-
-def examined(make: MakeDecoder, drafts: int = 1) -> Evidence:
-    """Check that examined tokens are proposed again only with a distribution of None."""
-    return check_contracts(make, drafts, (EXAMINED,))[0]
