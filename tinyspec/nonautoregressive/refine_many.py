@@ -1,9 +1,9 @@
-"""Many canvases at once: the second loop over a batch of sources.
+"""Rewrite the canvases of a batch of sources together.
 
-One encoder pass and, each iteration, one decoder pass for all candidates of all sources. For
-techniques that draw nothing while they rewrite, and that stop after a fixed number of iterations;
-what comes out is what `refine` gives source by source (a test). A large batch is where parallel
-decoding has least to gain, and measuring it is what this is for.
+There is one encoder pass and, in each iteration, one decoder pass for all candidates of all
+sources. It serves techniques that draw nothing while they rewrite and that stop after a fixed
+number of iterations; a test shows that the result is that of `refine`, source by source. Parallel
+decoding gains least on a large batch, and the benchmarks measure it with this.
 """
 
 from collections.abc import Sequence
@@ -30,7 +30,7 @@ class CanvasBatch(NamedTuple):
     owners: Tensor
 
     def canvas_of(self, source: int) -> Canvas:
-        """The canvas of one source, without the padding that the others asked for."""
+        """Return the canvas of one source, without the padding that the others need."""
         rows = (self.owners == source).nonzero().flatten()
         room = max(1, int(self.canvas.mask[rows].sum(dim=1).max()))
         return Canvas(*(part[rows, :room] for part in self.canvas[:3]))
@@ -66,7 +66,7 @@ def refine_many(
 def translate_sources(
     model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[RandomSource]
 ) -> list[list[int]]:
-    """The translations of the sources [B, S]: what `refine` chooses for each."""
+    """Return the translations of the sources [B, S]: what `refine` chooses for each."""
     with torch.inference_mode():
         memory = model.encode(sources)
     many, found = refine_many(model, sources, refiner, chances, memory), []
@@ -78,7 +78,7 @@ def translate_sources(
 
 
 def select_source(memory: EncoderOutput, source: int) -> EncoderOutput:
-    """The memory of one source, without the padding that the others asked for."""
+    """Return the encoding of one source, without the padding that the others need."""
     length = int(memory.mask[source].sum())
     one = memory.rows([source])
     heard = (
@@ -88,7 +88,7 @@ def select_source(memory: EncoderOutput, source: int) -> EncoderOutput:
 
 
 def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
-    """Canvases below one another, padded to the widest, and whose each row is."""
+    """Return the canvases as one, padded to the widest, and the source of each row."""
     room = max(canvas.tokens.shape[1] for canvas in canvases)
     parts = zip(*(canvas[:3] for canvas in canvases), strict=True)
     tokens, mask, scores = (
@@ -99,7 +99,7 @@ def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
 
 
 class _Silent:
-    """A chance for all sources together: there is none."""
+    """Refuse to draw: one random source cannot serve several sources of a batch."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TinyspecError(
