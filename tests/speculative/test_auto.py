@@ -30,9 +30,19 @@ from tinyspec.speculative.auto import (
     INITIAL_TRUST_AFTER_SUBSTITUTION,
     LazyDrafter,
     LookupDrafter,
+    best_draft_size,
     shared_cost_model,
 )
-from tinyspec.speculative.goodput import DRAFT, LOOKED, PLAIN, Candidate, Choice, CostModel, Goodput
+from tinyspec.speculative.goodput import (
+    DRAFT,
+    LOOKED,
+    MARGIN,
+    PLAIN,
+    Candidate,
+    Choice,
+    CostModel,
+    Goodput,
+)
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -212,8 +222,8 @@ def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
     texts = LookupDrafter(
         Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False
     )
-    push_back: Any = None
-    texts.extend([0, 1], push_back)
+    no_scores: Any = None
+    texts.extend([0, 1], no_scores)
     chances = texts.rank_lookups([0, 1], 16)
     tree = texts.best_tree(len(chances))
     assert tree.tokens[:3] == [2, 4, 3] and tree.parents[:3] == [ROOT, 0, ROOT]
@@ -260,8 +270,8 @@ def test_no_guess_is_likelier_than_the_one_it_follows(
     said: list[int], further: float, size: int
 ) -> None:
     texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
-    push_back: Any = None
-    texts.extend(said[:5], push_back)
+    no_scores: Any = None
+    texts.extend(said[:5], unread)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
     chances = texts.rank_lookups(said[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
@@ -298,8 +308,8 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
 
 def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
-    push_back: Any = None
-    texts.extend([0, 1, 8], push_back)
+    no_scores: Any = None
+    texts.extend([0, 1, 8], unread)
     texts.rank_lookups([0, 1, 8], 1)
     assert texts.best_tree(1).tokens == [3]
 
@@ -307,11 +317,11 @@ def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
 def test_each_look_is_believed_on_its_own() -> None:
     """Behind [0, 1] the references say 2; if 1 replaced 3, they say 4. One tree has both, and failures are of one look."""
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
-    push_back: Any = None
-    texts.extend([0, 1], push_back)
+    no_scores: Any = None
+    texts.extend([0, 1], no_scores)
     before = dict(zip(texts.rank_lookups([0, 1], 16), texts.best_tree(2).tokens, strict=True))
     assert list(before.values()) == [2, 4]
-    texts.observe(Round(TokenTree(), push_back, Verdict((), 4), (4,), ()))
+    texts.observe(Round(TokenTree(), unread, Verdict((), 4), (4,), ()))
     assert (
         texts.trusts[0].first[2] < INITIAL_TRUST[2]
         and texts.trusts[1].first[1] > INITIAL_TRUST_AFTER_SUBSTITUTION[1]
@@ -321,8 +331,8 @@ def test_each_look_is_believed_on_its_own() -> None:
 def test_where_looks_are_dear_there_is_only_the_first() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2]]), 16, False)
     texts.forest.append(texts.forest.open(OUTPUTS), [0, 1, 3])
-    push_back: Any = None
-    texts.extend([0, 1], push_back)
+    no_scores: Any = None
+    texts.extend([0, 1], no_scores)
     assert len(texts.look_up_drafts([0, 1], 16, True)) == 2
     assert texts.look_up_drafts([0, 1], 16, False) == [texts.look([0, 1], 16)]
     watch = Watch()
@@ -353,22 +363,22 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
 
 def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
-    push_back: Any = None
-    texts.extend([0, 1], push_back)
+    no_scores: Any = None
+    texts.extend([0, 1], no_scores)
     texts.rank_lookups([0, 1], 16)
     assert all(trust.tokens for trust in texts.trusts)  # each look has something to be judged by
     texts.trust.vain = 1 << 10
     assert texts.skip_this_round(16)
     before = [dict(trust.first) for trust in texts.trusts]
-    texts.observe(Round(TokenTree(), push_back, Verdict((), 7), (7,), ()))
+    texts.observe(Round(TokenTree(), unread, Verdict((), 7), (7,), ()))
     assert [trust.first for trust in texts.trusts] == before
 
 
 def test_references_serve_the_next_text_too() -> None:
     texts = LookupDrafter(Request(Table(5), references=[[0, 1, 2, 4]]), 16, False)
-    push_back: Any = None
+    no_scores: Any = None
     for _ in range(2):
-        texts.extend([0, 1], push_back)
+        texts.extend([0, 1], no_scores)
         texts.rank_lookups([0, 1], 16)
         assert texts.best_tree(2).tokens == [2, 4]
         texts.end()
@@ -634,3 +644,19 @@ def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statist
         generate(big, prompt, max_new_tokens=20).tokens  # type: ignore[union-attr]
         for prompt in ("the cat", "the dog sat")
     ]
+
+
+@given(
+    st.lists(st.floats(0, 1), max_size=5).map(lambda x: sorted(x, reverse=True)),
+    st.lists(st.floats(0.1, 3.0), min_size=6, max_size=6),
+)
+def test_printed_algorithm_is_what_runs(chances: list[float], costs: list[float]) -> None:
+    """With every size measured and no trial due, `Goodput` chooses `best_draft_size`."""
+    curve = CostModel(5)
+    curve.seconds, curve.plain, curve.widest, curve.rounds = list(costs), 9, 5, 1
+    offers = [Candidate(LOOKED, chances)] if chances else []
+    chosen = Goodput(curve, Watch()).choose(offers).size
+    known = curve.costs()
+    sizes = (chosen, best_draft_size(chances, known, MARGIN))
+    one, other = ((1 + sum(chances[:size])) / known[size] for size in sizes)
+    assert sizes[0] == sizes[1] or one == pytest.approx(other)

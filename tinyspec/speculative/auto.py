@@ -1,43 +1,39 @@
-"""auto: measure what a call costs and what a guess earns, and draft as much as pays, or nothing.
+"""auto: measure what a forward pass costs and what draft tokens yield, and draft as much as pays.
 
-No paper of its own: the objective is the goodput of SmartSpec (Liu et al. 2024, arXiv 2406.14066),
-for one request instead of a batch: expected tokens of a round over its expected seconds. A round of
-s guesses commits 1 + c_1 + ... + c_s tokens, where c_i is the chance that guess i is accepted; it
-costs t(s + 1), the measured time of a call over s + 1 rows, and for a draft model s times its
-measured step. Two sources are weighed. What is looked up, by the frequencies of the text itself,
-the references, and earlier outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975), in two
-looks that are merged into one tree: the best draft behind any suffix of the text, and the best
-behind what stands before its newest token, as if that had replaced another one (where a copy
-changes a word, no suffix is known behind it). The chance of a guess is its frequency times how far
-guesses of its look lately held (speculative/lookup.py), and the likeliest are run. And, where there is
-one, a draft model, whose chances by position are learnt. The best (source, size) is taken if it
-beats plain decoding by 3 %. Nothing is trained.
+Paper: none of its own. The objective is the goodput of SmartSpec (Liu et al. 2024, arXiv
+2406.14066), for one request instead of a batch. Nothing is trained.
 
-What makes it a planner and not a heuristic: the curve is measured, so the same text is drafted long
-where extra rows are free and not at all where they cost what a token costs; and plain decoding is
-one of the choices. Guesses that were looked up are judged without being run: they are compared with
-the text that came, so trust that was lost comes back at no cost. The first two rounds are plain;
-sizes never run take the slope of the nearest that was (at first 10 % of a call a row), and a round
-is at most three times as wide as any before it. Sizes not run for long, and a draft model whose
-gain is unknown, are tried now and then, out of a budget of 1 % of the time spent; a draft model
-reads the prompt when it is first tried, not before.
+Idea. Choose the draft with the most expected tokens per expected second. Plain decoding is one of
+the choices, and is taken unless another one is 3 % better.
 
-Guarantee: EXACT, whatever is chosen: the choice is made before anything is drawn, from the past and
-the clock alone; guesses that were looked up are point masses and the draft declares its laws, so
-the walk is exact under every policy. Proved for all policies at once in
-tests/speculative/test_auto.py, by branching over every choice of every round. The law does not
-depend on time, but above temperature 0 the text of a seed does, since which noise a token meets
-depends on the draft it was in.
-State: outputs outlive the request (`persistent`), as in suffix decoding; how far they are trusted
-ends with it. Times, the acceptance of the draft model, and what is saved for trials are kept for a
-pair of models as long as the target lives (`shared_cost_model`): they speak of the machine, not of any text.
-Without a clock (the laws; a batch, where a call's time is the others' too) no time passes, the
-prior curve stands, and nothing is kept. Off by itself: looks are timed too, and in vain where what
-they are expected to gain is less than they take. After eight in vain only every fourth round is
-looked at: what is nothing beside a large model's call is much beside a small one's. And where they
-take more than 3 % of a call, there is only the first.
-Left out: guesses of both sources in one tree, the load of other requests, and the catching up of a
-draft model that was idle, which is timed but not foreseen.
+    tokens(s)  = 1 + c_1 + ... + c_s           c_i: probability that draft token i is accepted
+    goodput(s) = tokens(s) / (t(s) + s d)      t(s): seconds of a target pass over s draft tokens
+                                               d: seconds of a draft step; 0 if looked up
+
+Two sources compete. Looked-up drafts come from the text itself, the references and earlier outputs
+(suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the text, and
+what followed it without its newest token, as if that had replaced another one. Both are merged into
+one tree. c_i is a frequency times how often drafts of that kind were lately accepted
+(speculative/lookup.py). A draft model, if there is one, has learned c_i by position.
+
+Measurement. The first two rounds are plain. A size never run takes the slope of the nearest one
+that was (at first 10 % of a pass per token), and a round is at most three times as wide as any
+before it. Sizes not run for long, and a draft model whose gain is unknown, are tried now and then,
+in 1 % of the time. Looked-up tokens are compared with the text even if they were not run. After
+eight lookups in vain only every fourth round looks, and if lookups take more than 3 % of a pass,
+the second kind is left out. A draft model reads the prompt when it is first tried.
+
+Guarantee: EXACT, whatever is chosen. The choice is made before anything is drawn, from the past and
+the clock alone; looked-up tokens are point masses, and the draft model declares its distributions.
+Pitfall: a choice that looks at the tokens just drawn is biased. Above temperature 0 the text of a
+seed depends on timing (its distribution does not).
+State: outputs outlive the request (`persistent`). Times and the acceptance of the draft model are
+kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws;
+in a batch, where a pass's time is shared) no time passes, and nothing is kept.
+Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
+under all policies at once, by branching over every choice of every round).
+Left out: draft tokens of both sources in one tree, the load of other requests, and the time that an
+idle draft model takes to catch up, which is measured but not foreseen.
 """
 
 from collections.abc import Sequence
@@ -73,38 +69,59 @@ from tinyspec.speculative.lookup import (
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
-DEPTH, BOUND, ALPHA, FLOOR = 32, 1 << 20, 4.0, 0.1
-"""Of suffix decoding: windows, nodes, guesses a token of the match, least frequency. Long drafts:
-goodput cuts them short.
-"""
+# Of suffix decoding. Drafts are long, because goodput cuts them short.
+DEPTH = 32  # tokens of match and draft together
+BOUND = 1 << 20  # nodes of the tree of outputs; then counts are halved
+ALPHA = 4.0  # draft tokens per token of the match
+FLOOR = 0.1  # least frequency of a draft token
 INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 INITIAL_TRUST_AFTER_SUBSTITUTION = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
-"""What is believed at first, by the length of the match: that a guess holds, and that one behind a
-replaced token does.
-"""
-TRUST_EMA_RATE = 0.3  # weight of the newest outcome in how far guesses are trusted: drafts are long, so doubt must come soon
+"""Least length of the match -> acceptance rate that is assumed at first; the second table is for
+drafts that continue after a replaced token."""
+TRUST_EMA_RATE = 0.3  # weight of the newest outcome; high, as long drafts make trust expensive
+
+
+def best_draft_size(chances: Sequence[float], costs: Sequence[float], margin: float = 0.0) -> int:
+    """Return the draft size with the greatest goodput; 0 is plain decoding.
+
+    chances  [s] probability that draft token i is accepted
+    costs    [s + 1] seconds of a round with so many draft tokens, drafting included
+    margin   share by which a draft must beat plain decoding
+
+    `Goodput.choose` does this for every source, and also plans trials of sizes it does not know.
+
+    >>> best_draft_size([0.9, 0.8, 0.1], [1.0, 1.1, 1.2, 1.3])
+    2
+    """
+    best, goodput = 0, (1 + margin) / costs[0]
+    for size in range(1, len(chances) + 1):
+        expected_tokens = 1 + sum(chances[:size])
+        if expected_tokens / costs[size] > goodput:
+            best, goodput = size, expected_tokens / costs[size]
+    return best
 
 
 class LazyDrafter(ModelDrafter):
-    """A draft model that is told of the text when it is asked, not before: an idle one costs
-    nothing.
+    """A draft model that reads the text only when it is asked to draft: an idle one costs nothing.
+
+    unread  tokens that it has not read yet
     """
 
     def __init__(self, *how: Any):
         super().__init__(*how)
-        self.push_back: list[int] = []  # what came since it was last told
+        self.unread: list[int] = []
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         if self._follow(tokens):
-            self.push_back += tokens
+            self.unread += tokens
 
     def catch_up(self) -> None:
-        """Read what is much to read; a little is read with the first guess."""
-        if self.push_back:
-            self.model.append(self.push_back)
-            if len(self.push_back) > STALE:
+        """Read the unread tokens if they are many; few are read with the first draft token."""
+        if self.unread:
+            self.model.append(self.unread)
+            if len(self.unread) > STALE:
                 self.model.extend(())
-            self.push_back = []
+            self.unread = []
 
     def propose(
         self,
@@ -118,11 +135,11 @@ class LazyDrafter(ModelDrafter):
 
     def observe(self, round: Round) -> None:
         if self._follow(round.tokens):
-            self.push_back += round.tokens
+            self.unread += round.tokens
 
     def rewind(self, length: int) -> None:
-        read = self.length - len(self.push_back)
-        del self.push_back[max(length - read, 0) :]
+        read = self.length - len(self.unread)
+        del self.unread[max(length - read, 0) :]
         if length < read:
             super().rewind(length)
         elif length <= self.length:
@@ -130,13 +147,11 @@ class LazyDrafter(ModelDrafter):
 
     def end(self) -> None:
         super().end()
-        self.push_back = []
+        self.unread = []
 
 
 class LookupDrafter(SuffixDecodingDrafter):
-    """What texts have to offer behind this one, the likeliest guess first, and how far each look is
-    trusted.
-    """
+    """Looks up drafts in texts, ranks their tokens, and tracks how often they are accepted."""
 
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
@@ -146,7 +161,7 @@ class LookupDrafter(SuffixDecodingDrafter):
             for prior in (INITIAL_TRUST, INITIAL_TRUST_AFTER_SUBSTITUTION)
         ]
         self.trust, self.references = self.trusts[0], request.references
-        self.asked = self.trusts[:1]  # whose looks the coming text judges
+        self.asked = self.trusts[:1]  # the kinds of lookup that the next tokens are compared with
         self.tree, self.order = TokenTree(), list[int]()
         self._refer()
 
@@ -157,8 +172,9 @@ class LookupDrafter(SuffixDecodingDrafter):
     def look_up_drafts(
         self, context: Sequence[int], max_draft_depth: int, both: bool
     ) -> list[LookupDraft]:
-        """Behind any suffix of the text, and, where looks are cheap, behind what stands before its
-        last token.
+        """Return the draft after any suffix of the text.
+
+        both  also the draft after the text without its last token, for cheap lookups
         """
         found = [self.look(context, max_draft_depth)]
         if both:
@@ -172,9 +188,7 @@ class LookupDrafter(SuffixDecodingDrafter):
     def rank_lookups(
         self, context: Sequence[int], max_draft_depth: int, both: bool = True
     ) -> list[float]:
-        """The chances of the guesses, the greatest first: a guess stands behind the one it
-        follows.
-        """
+        """Return the acceptance probabilities of the looked-up tokens, the greatest first."""
         looks = self.look_up_drafts(context, max_draft_depth, both)
         self.asked = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
@@ -184,13 +198,12 @@ class LookupDrafter(SuffixDecodingDrafter):
                 drafts.append((tokens, parents, trust.chances(parents, shares, matches)))
         tokens, parents, chances = drafts[0] if len(drafts) == 1 else merge_drafts(drafts)
         self.tree = TokenTree(tokens, parents)
-        # no guess is likelier than the one it follows, and the order is stable: a parent stands
-        # before its child
+        # No token is likelier than its parent, and the sort is stable: parents come first.
         self.order = sorted(range(len(tokens)), key=chances.__getitem__, reverse=True)
         return [chances[node] for node in self.order]
 
     def best_tree(self, size: int) -> TokenTree:
-        """The tree of so many of the guesses that were offered last."""
+        """Return the tree of the `size` most likely tokens that were looked up last."""
         chosen, tokens, parents = self.order[:size], self.tree.tokens, self.tree.parents
         place = {ROOT: ROOT} | {node: at for at, node in enumerate(chosen)}
         return TokenTree(
@@ -199,14 +212,14 @@ class LookupDrafter(SuffixDecodingDrafter):
         )  # fmt: skip
 
     def skip_this_round(self, max_draft_depth: int) -> bool:
-        """Whether this round is not even looked at; then no look is judged by it."""
+        """Return whether this round looks up nothing; then nothing is compared with it."""
         if resting := self.trust.skip_this_round(max_draft_depth):
             self.asked = []
         return resting
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        for trust in self.asked[1:]:  # the first has learnt above
+        for trust in self.asked[1:]:  # the first one has learned above
             trust.learn(round.tokens)
 
     def end(self) -> None:
@@ -217,7 +230,7 @@ class LookupDrafter(SuffixDecodingDrafter):
 
 
 class AutoDrafter(BaseDrafter):
-    """Proposes what the policy says, or who was put in its place; that one learns nothing."""
+    """Proposes the draft that the policy chooses, or that the laws choose in its place."""
 
     def __init__(self, policy: Goodput, request: Request, texts: LookupDrafter, gamma: int):
         self.policy, self.pick, self.texts, self.gamma = policy, request.choose, texts, gamma
@@ -265,9 +278,7 @@ class AutoDrafter(BaseDrafter):
         return tree
 
     def _offers(self, context: Sequence[int], max_draft_depth: int) -> list[Candidate]:
-        """What each source has. Looking up draws nothing; where it seldom gained the time it takes,
-        some rounds rest.
-        """
+        """Return what each source can draft. Looking up draws no random number."""
         offers = []
         if not self.texts.skip_this_round(max_draft_depth):
             self.policy.begin()
@@ -305,9 +316,7 @@ _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDict
 
 
 def shared_cost_model(request: Request, longest: int) -> CostModel:
-    """The curve of this pair of models; a new one where time stands still or the target is no
-    session.
-    """
+    """Return the cost model of this pair of models; a new one without a clock or a session."""
     target = getattr(request.target, "model", None)
     if request.clock is None or target is None:
         return CostModel(longest)
@@ -329,17 +338,22 @@ def shared_cost_model(request: Request, longest: int) -> CostModel:
     copies=True,
     persistent=True,
     knobs=(
-        Knob("k", 16, "most guesses looked up in a round", low=1),
-        Knob("gamma", 4, "most tokens a draft model proposes in a round", low=1, small=(1, 2)),
+        Knob("k", 16, "most draft tokens looked up in a round", low=1, high=1024),
+        Knob(
+            "gamma",
+            4,
+            "most tokens a draft model proposes in a round",
+            low=1,
+            high=64,
+            small=(1, 2),
+        ),
         Knob(
             "remember", True, "whether outputs are kept for later requests", choices=(True, False)
         ),
     ),
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
-    """Guesses looked up in texts, a draft model if there is one, or neither: whatever has the
-    greatest goodput now.
-    """
+    """Return a decoder that drafts from texts, a draft model, or not at all, by goodput."""
     policy = Goodput(shared_cost_model(request, max(k, gamma)), request.clock or zero_clock)
     return request.decoder(
         AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree
@@ -347,5 +361,5 @@ def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
 
 
 def zero_clock() -> float:
-    """The clock of whoever has none."""
+    """Return 0 seconds: the clock of a request without one."""
     return 0.0

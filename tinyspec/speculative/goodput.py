@@ -19,24 +19,21 @@ GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
 """Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a
 kernel takes at once.
 """
-SLOPE, STEP = 0.1, 0.3  # prior cost of a further row, and of a draft model's step, in calls
-RATE, FALL = 0.2, 0.5  # weight of the newest figure, and of a time that is shorter
-SLOW = 0.05  # the least weight of a round in the shape of the curve
-CLIP, FIRST = (
-    1.5,
-    3.0,
-)  # a time counts as at most so many times what was expected; the first of a size
-WARM, RAMP, MARGIN = (
-    2,
-    3,
-    0.03,
-)  # plain rounds at first; growth of a round's width; gain below which nothing is drafted
-SHARE, EVERY, STALE = (
-    0.01,
-    16,
-    64,
-)  # time for trials; rounds between them; rounds after which a size is old
-DRAFT, LOOKED = 0, 1  # the sources: a draft model, and what was looked up in texts
+SLOPE = 0.1  # prior cost of a further draft token, in target passes
+STEP = 0.3  # prior cost of a draft model's step, in target passes
+RATE = 0.2  # weight of the newest figure in an average
+FALL = 0.5  # the same for a time that is shorter: disturbances only make times longer
+SLOW = 0.05  # least weight of a round in the cost of its size, however many came before
+CLIP = 1.5  # a time counts as at most so many times the expected one
+FIRST = 3.0  # the same for the first time of a size, which is expected less surely
+WARM = 2  # plain rounds at first, to know the cost of a plain round
+RAMP = 3  # a round is at most so many times as wide as any before it
+MARGIN = 0.03  # gain over plain decoding below which nothing is drafted
+SHARE = 0.01  # share of the time that trials may take
+EVERY = 16  # rounds between trials
+STALE = 64  # rounds after which a size counts as not known any more
+DRAFT = 0  # source: a draft model
+LOOKED = 1  # source: what was looked up in texts
 
 
 class Choice(NamedTuple):
