@@ -271,7 +271,7 @@ def test_no_guess_is_likelier_than_the_one_it_follows(
 ) -> None:
     texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
     no_scores: Any = None
-    texts.extend(said[:5], unread)
+    texts.extend(said[:5], no_scores)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
     chances = texts.rank_lookups(said[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
@@ -309,7 +309,7 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
 def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
     no_scores: Any = None
-    texts.extend([0, 1, 8], unread)
+    texts.extend([0, 1, 8], no_scores)
     texts.rank_lookups([0, 1, 8], 1)
     assert texts.best_tree(1).tokens == [3]
 
@@ -321,7 +321,7 @@ def test_each_look_is_believed_on_its_own() -> None:
     texts.extend([0, 1], no_scores)
     before = dict(zip(texts.rank_lookups([0, 1], 16), texts.best_tree(2).tokens, strict=True))
     assert list(before.values()) == [2, 4]
-    texts.observe(Round(TokenTree(), unread, Verdict((), 4), (4,), ()))
+    texts.observe(Round(TokenTree(), no_scores, Verdict((), 4), (4,), ()))
     assert (
         texts.trusts[0].first[2] < INITIAL_TRUST[2]
         and texts.trusts[1].first[1] > INITIAL_TRUST_AFTER_SUBSTITUTION[1]
@@ -370,7 +370,7 @@ def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
     texts.trust.vain = 1 << 10
     assert texts.skip_this_round(16)
     before = [dict(trust.first) for trust in texts.trusts]
-    texts.observe(Round(TokenTree(), unread, Verdict((), 7), (7,), ()))
+    texts.observe(Round(TokenTree(), no_scores, Verdict((), 7), (7,), ()))
     assert [trust.first for trust in texts.trusts] == before
 
 
