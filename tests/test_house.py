@@ -144,7 +144,7 @@ def test_the_public_face_imports_the_package_only_inside_functions() -> None:
 CODE_LINES = {
     "root + show": 2820,
     "_core": 850,
-    "lm": 4100,
+    "lm": 4010,
     "decoding": 1500,
     "chapters": 5_250,
     "laws": 11607,

@@ -99,6 +99,7 @@ class Shape:
     half: bool = False
     bias: bool = False
     rope: bool = True
+    head_norms: bool = False
     seed: int = 0
 
 
@@ -134,6 +135,7 @@ def shapes(draw: st.DrawFn, half: bool | None = None) -> Shape:
         half=half,
         bias=draw(st.booleans()),
         rope=rope,
+        head_norms=draw(st.booleans()),
         seed=draw(st.integers(0, 99)),
     )
 
@@ -177,6 +179,10 @@ class Stack:
             )
             cos = np.concatenate((np.cos(angle), np.cos(angle)), axis=1).astype(np.float32)
             sin = np.concatenate((-np.sin(angle), np.sin(angle)), axis=1).astype(np.float32)
+        gains = [
+            tuple(1 + stored(rng, s.width, half=False, scale=0.3) for _ in "qk")
+            for _ in range(s.layers if s.head_norms else 0)
+        ]
         facts: Any = {
             "heads": heads, "shared": s.shared, "width": s.width, "rms": s.rms, "gated": s.gated, "silu": s.silu,
             "half": s.half, "eps": 1e-5, "scale": 1 / np.sqrt(s.width), "cos": cos, "sin": sin,
@@ -193,6 +199,7 @@ class Stack:
             final,
             packed(vocabulary[0], s.half, vocabulary[1]),
             hidden=s.hidden,
+            head_norms=gains or None,
             **facts,
         )
         wide = [
@@ -202,7 +209,8 @@ class Stack:
         both = [
             tuple(p if p is None else p.astype(float) for p in part) for part in (final, vocabulary)
         ]
-        self.twin = twin.Engine(wide, *both, **facts, rounds=rounds(s.half))
+        wide_gains = [tuple(gain.astype(float) for gain in pair) for pair in gains] or None
+        self.twin = twin.Engine(wide, *both, **facts, head_norms=wide_gains, rounds=rounds(s.half))
 
     def cache(self, capacity: int, kind: Any = None) -> Array:
         """Room for keys and values, of the type the engine stores or of another."""

@@ -15,6 +15,8 @@ from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 
 QWEN2 = replace(LLAMA, qkv_bias=True, family="qwen2")
+QWEN3 = replace(LLAMA, qk_norm=True, family="qwen3")
+MISTRAL = replace(LLAMA, family="mistral")
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -26,8 +28,8 @@ LLAMA3 = {
 
 @st.composite
 def configs(draw: st.DrawFn) -> Config:
-    """Every setting a checkpoint of the three families can have, small."""
-    family = draw(st.sampled_from(["gpt2", "llama", "qwen2"]))
+    """Every setting a checkpoint of the five families can have, small."""
+    family = draw(st.sampled_from(["gpt2", "llama", "mistral", "qwen2", "qwen3"]))
     groups, per_group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = groups * per_group
     head_dim = draw(st.sampled_from([2, 4, 6]))
@@ -36,6 +38,8 @@ def configs(draw: st.DrawFn) -> Config:
         biases = dict(zip(biases, [b := draw(st.booleans()), b, draw(st.booleans())], strict=True))
     elif family == "qwen2":
         biases["qkv_bias"] = True
+    elif family == "qwen3":
+        biases["qkv_bias"] = biases["out_bias"] = draw(st.booleans())
     scaling = draw(st.sampled_from([None, {"rope_type": "linear", "factor": 2.5}, LLAMA3]))
     rotary = family != "gpt2"
     return Config(
@@ -61,6 +65,7 @@ def configs(draw: st.DrawFn) -> Config:
         bos=draw(st.sampled_from([None, 0, 1])),
         eos=draw(st.sampled_from([(), (2,), (2, 4)])),
         family=family,
+        qk_norm=family == "qwen3",
         extra=draw(st.sampled_from([{}, {"draft": "apprentice", "licence": "MIT"}])),
         **biases,
     )

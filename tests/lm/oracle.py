@@ -82,6 +82,15 @@ class Oracle:
             if 2 * layer not in plan.skip:
                 fused = self.linear(self.norm(x, f"{layer}.norm1"), f"{layer}.qkv")
                 heads = fused.reshape(-1, c.head_dim)
+                if c.qk_norm:
+                    names = ["q"] * c.n_heads + ["k"] * c.n_kv_heads
+                    normed = [
+                        h
+                        / math.sqrt((h * h).mean() + c.norm_eps)
+                        * self.w[f"{layer}.{n}_norm.weight"]
+                        for h, n in zip(heads, names, strict=False)
+                    ]
+                    heads = np.array([*normed, *heads[-c.n_kv_heads :]])
                 q = [self.rotate(h, position) for h in heads[: c.n_heads]]
                 me.keys[layer] = np.array(
                     [self.rotate(h, position) for h in heads[c.n_heads : -c.n_kv_heads]]

@@ -27,6 +27,7 @@ GPT2 = replace(
     LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
     out_bias=True, mlp_bias=True, family="gpt2",
 )  # fmt: skip
+QWEN3 = replace(LLAMA, qk_norm=True, head_dim=6, family="qwen3")
 
 
 def model(config: Config = LLAMA, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:

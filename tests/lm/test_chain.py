@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lm.small import GPT2, LLAMA, PROMPT, begun, close, forced, model, tree
+from tests.lm.small import GPT2, LLAMA, PROMPT, QWEN3, begun, close, forced, model, tree
 from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
@@ -25,7 +25,7 @@ EMPTY = TokenTree()
 SPOKEN = replace(LLAMA, says=(0, 1, 2, 5, 7, 9), tied=False)
 PACKED = [
     model(config, dtype=dtype)
-    for config in (LLAMA, GPT2)
+    for config in (LLAMA, GPT2, QWEN3)
     for dtype in (torch.float32, torch.bfloat16)
 ]
 quick = settings(max_examples=40, deadline=None, derandomize=True)

@@ -8,7 +8,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.lm.checkpoints import LLAMA3, QWEN2, configs, edit, folder, random, refused, shard
+from tests.lm.checkpoints import (
+    LLAMA3,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    configs,
+    edit,
+    folder,
+    random,
+    refused,
+    shard,
+)
 from tests.lm.small import GPT2, LLAMA
 from tests.lm.test_tokenizer import byte_level
 from tinyspec.errors import TinyspecError
@@ -36,7 +47,7 @@ def test_read_after_write_is_the_identity(tmp_path_factory, config, seed, dtype)
         assert torch.equal(parts.weights[name], weight), name
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN2])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN2, QWEN3, MISTRAL])
 def test_write_after_read_gives_the_same_bytes_and_transformers_loads_them(tmp_path, config):
     first = folder(tmp_path, config)
     parts = checkpoint.read(first)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.lm.checkpoints import QWEN2, edit, folder, refused, shard
+from tests.lm.checkpoints import MISTRAL, QWEN2, QWEN3, edit, folder, refused, shard
 from tests.lm.small import GPT2, LLAMA
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
@@ -23,7 +23,7 @@ from tinyspec.lm import checkpoint
         (
             LLAMA,
             {"model_type": "mamba"},
-            "config.json: unknown architecture 'mamba'.*known: gpt2.*llama.*qwen2",
+            "config.json: unknown architecture 'mamba'.*known: gpt2.*llama.*mistral.*qwen2.*qwen3",
         ),
         (
             LLAMA,
@@ -93,6 +93,13 @@ from tinyspec.lm import checkpoint
         (GPT2, {"n_head": 3}, "n_head is 3, expected a divisor of n_embd 16"),
         (QWEN2, {"use_sliding_window": True}, "use_sliding_window is True"),
         (QWEN2, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        (QWEN3, {"use_sliding_window": True}, "use_sliding_window is True"),
+        (
+            MISTRAL,
+            {"sliding_window": 63},
+            "sliding_window 63 is less than max_position_embeddings 64.*lower max_position_embeddings to 63",
+        ),
+        (MISTRAL, {"sliding_window": 0}, "sliding_window is 0, expected a whole number"),
     ],
 )
 def test_a_config_we_would_compute_wrongly_is_refused_by_field(tmp_path, config, changes, says):

@@ -184,9 +184,10 @@ def test_every_kind_of_block_gives_what_gguf_dequantises_in_our_order(tmp_path, 
         replace(CONFIG, qkv_bias=True, out_bias=True, mlp_bias=True),
         replace(CONFIG, head_dim=32),
         replace(CONFIG, family="qwen2", qkv_bias=True),
+        replace(CONFIG, family="qwen3", qk_norm=True),
         GPT2,
     ],
-    ids=["untied", "biases", "head_dim", "qwen2", "gpt2"],
+    ids=["untied", "biases", "head_dim", "qwen2", "qwen3", "gpt2"],
 )
 def test_every_family_reads_as_it_was_written(tmp_path, config):
     want = write(tmp_path / "model.gguf", config, Quant.F32)
@@ -264,7 +265,8 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
     writer.write_tensors_to_file()
     writer.close()
     refused(
-        tmp_path / "model.gguf", "unknown general.architecture 'mamba'; known: llama, qwen2, gpt2"
+        tmp_path / "model.gguf",
+        "unknown general.architecture 'mamba'; known: llama, qwen2, qwen3, gpt2",
     )
 
 

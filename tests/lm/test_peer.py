@@ -68,16 +68,19 @@ def transformers_config(config: Config):
             tie_word_embeddings=config.tied, bos_token_id=config.bos, eos_token_id=list(config.eos) or None,
         )  # fmt: skip
     rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
-    kind = transformers.LlamaConfig if config.family == "llama" else transformers.Qwen2Config
-    biases = (
-        {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
-        if config.family == "llama"
-        else {}
-    )
+    kind, own = {
+        "llama": (
+            transformers.LlamaConfig,
+            {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias},
+        ),
+        "mistral": (transformers.MistralConfig, {"sliding_window": None}),
+        "qwen2": (transformers.Qwen2Config, {}),
+        "qwen3": (transformers.Qwen3Config, {"attention_bias": config.qkv_bias}),
+    }[config.family]
     return kind(
         vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
         num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
         head_dim=config.head_dim, max_position_embeddings=config.max_positions, rms_norm_eps=config.norm_eps,
         rope_parameters=rope, tie_word_embeddings=config.tied, bos_token_id=config.bos,
-        eos_token_id=list(config.eos) or None, **biases,
+        eos_token_id=list(config.eos) or None, **own,
     )  # fmt: skip

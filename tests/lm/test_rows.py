@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lm.small import GPT2, LLAMA, model, tree
+from tests.lm.small import GPT2, LLAMA, QWEN3, model, tree
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Plan, Visible
@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 CONFIGS = [
     LLAMA,
     GPT2,
+    QWEN3,
     replace(LLAMA, n_kv_heads=1, head_dim=6),
     replace(GPT2, n_kv_heads=2, d_ff=50),
 ]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lm.small import GPT2, LLAMA, PROMPT, close, model
+from tests.lm.small import GPT2, LLAMA, PROMPT, QWEN3, close, model
 from tests.lm.test_transformer import DEVICES, TREE, every
 from tinyspec.laws import session_laws
 from tinyspec.lm.config import Config
@@ -45,7 +45,7 @@ def test_every_configuration_computes_what_the_blocks_compute(config: Config, de
     assert fixed.cache_exact
 
 
-@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("config", [LLAMA, GPT2, QWEN3], ids=["llama", "gpt2", "qwen3"])
 def test_node_logits_are_path_logits_and_the_cache_is_a_fresh_forwards(config: Config) -> None:
     m = steady(model(config))
     assert session_laws.node_logits(m.session, cases=6, rounds=2, nodes=5).cases

@@ -24,6 +24,7 @@ CONFIGS = {
     "llama": LLAMA,
     "gpt2": GPT2,
     "qwen2": replace(LLAMA, qkv_bias=True, family="qwen2"),
+    "qwen3": replace(LLAMA, qk_norm=True, family="qwen3"),
     "biases everywhere": replace(LLAMA, qkv_bias=True, out_bias=True, mlp_bias=True),
     "untied": replace(LLAMA, tied=False),
     "one key for all": replace(LLAMA, n_kv_heads=1),

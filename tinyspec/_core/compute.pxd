@@ -23,6 +23,8 @@ cdef extern from "compute.h" nogil:
         Matrix out
         Matrix up
         Matrix down
+        Norm q_norm
+        Norm k_norm
 
     ctypedef struct Stack:
         int layers, d, heads, shared, width, hidden, rms, gated, silu, half

@@ -31,6 +31,7 @@ class Engine:
         scale: float,
         cos: Any = None,
         sin: Any = None,
+        head_norms: Sequence[tuple[Any, Any]] | None = None,
     ) -> None: ...
     def run(
         self,

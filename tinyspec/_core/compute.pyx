@@ -136,6 +136,7 @@ cdef class Engine:
 
     layers  for each: (norm1 gain, norm1 bias, qkv, out, norm2 gain, norm2 bias, up, down); biases may be None
     cos, sin [positions, width], the sign of the turn folded into sin; None: positions are not turned
+    head_norms  for each layer the gains [width] of the norms of each head of queries and of keys; None: there are none
     """
 
     cdef Stack stack
@@ -154,7 +155,7 @@ cdef class Engine:
         free(self._layers)
 
     def __init__(self, layers, final, Packed head, *, int heads, int shared, int width, int hidden, bint rms, bint gated,
-                 bint silu, bint half, float eps, float scale, cos=None, sin=None):
+                 bint silu, bint half, float eps, float scale, cos=None, sin=None, head_norms=None):
         cdef Stack *s = &self.stack
         cdef Packed qkv, out, up, down
         self._held = [head, layers]
@@ -168,6 +169,9 @@ cdef class Engine:
             shapes = [(m["out"], m["in"]) for m in (_shape(qkv), _shape(out), _shape(up), _shape(down))]
             if shapes != [((heads + 2 * shared) * width, s.d), (s.d, heads * width), ((1 + gated) * hidden, s.d), (s.d, hidden)]:
                 raise ValueError(f"layer {i} has matrices {shapes}")
+        for i, (q_gain, k_gain) in enumerate(head_norms or ()):
+            _norm(&self._layers[i].q_norm, q_gain, None, width, self._held)
+            _norm(&self._layers[i].k_norm, k_gain, None, width, self._held)
         s.layer, s.head = self._layers, head.matrix
         _norm(&s.final, final[0], final[1], s.d, self._held)
         self.turned = cos is not None

@@ -112,6 +112,7 @@ class Engine:
     scale: float
     cos: Array | None = None  # [positions, width]; None: positions are not turned
     sin: Array | None = None
+    head_norms: Sequence[tuple[Array, Array]] | None = None  # gains [width] of queries and of keys
     rounds: bool = False  # rows, queries, weights of values: rounded to bfloat16, as a processor does that multiplies these
 
     def multiply(self, matrix: Biased, row: Array) -> Array:
@@ -140,6 +141,10 @@ class Engine:
         """Attention of a row, all heads [heads * width]; its keys and values are put where its slot is."""
         parts = qkv.reshape(-1, self.width)
         turned, plain = parts[: -self.shared], parts[-self.shared :]
+        if self.head_norms is not None:
+            q_gain, k_gain = self.head_norms[layer]
+            gains = [q_gain] * self.heads + [k_gain] * self.shared
+            turned = np.stack([self.norm(h, (g, None)) for h, g in zip(turned, gains, strict=True)])
         if self.cos is not None and self.sin is not None:
             turned = np.stack(
                 [turn(head, self.cos[row.position], self.sin[row.position]) for head in turned]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.families import layout
+from tinyspec.lm.families import FAMILIES, layout
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
 
@@ -33,7 +33,7 @@ def write(path: Path, model: Model, kind: str) -> None:
     if kind not in KINDS:
         raise TinyspecError(f"llama.cpp's weights are {', '.join(KINDS)} here, not '{kind}'")
     c, wanted = model.config, GGMLQuantizationType[KINDS[kind]]
-    writer: Any = GGUFWriter(path, c.family)
+    writer: Any = GGUFWriter(path, FAMILIES[c.family].gguf)
     _metadata(writer, c)
     if c.rope_scaling and c.rope_scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _slower(c))
@@ -92,7 +92,7 @@ def _permuted(rows: Tensor, c: Config, name: str) -> Tensor:
     """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything
     else as it is.
     """
-    if c.family != "llama":
+    if not FAMILIES[c.family].permuted:
         return rows
     heads = {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(name.split(".")[-2])
     return rows if heads is None else permute(rows, heads)

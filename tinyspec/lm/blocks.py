@@ -33,6 +33,8 @@ class Block(NamedTuple):
     up_bias: Tensor | None
     down: Tensor  # [d, f]
     down_bias: Tensor | None
+    q_norm: Tensor | None  # [head_dim]
+    k_norm: Tensor | None
 
 
 class Blocks:
@@ -52,7 +54,7 @@ class Blocks:
             f"{part}.{kind}"
             for part in ("norm1", "qkv", "out", "norm2", "up", "down")
             for kind in ("weight", "bias")
-        ]
+        ] + ["q_norm.weight", "k_norm.weight"]
         self.layers = [
             Block(*(self.weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
             for i in range(self.config.n_layers)
@@ -77,6 +79,11 @@ class Blocks:
         fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
         heads = fused.view(*x.shape[:-1], c.n_heads + 2 * c.n_kv_heads, c.head_dim)
         turned, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
+        if block.q_norm is not None:
+            q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
+            q = F.rms_norm(q, (c.head_dim,), block.q_norm, c.norm_eps)
+            k = F.rms_norm(k, (c.head_dim,), block.k_norm, c.norm_eps)
+            turned = torch.cat((q, k), dim=-2)
         if c.positions == "rope":
             turned = rotate(turned, cos, sin)
         q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]

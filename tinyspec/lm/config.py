@@ -31,11 +31,12 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False  # each head of queries and keys has an RMSNorm before it is rotated
     tied: bool = True  # the head is the embedding
     bos: int | None = None
     eos: tuple[int, ...] = ()
     add_bos: bool = False  # generate() puts bos before a text prompt; encode() never does
-    family: Literal["gpt2", "llama", "qwen2"] = "llama"
+    family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = "llama"
     says: tuple[
         int, ...
     ] = ()  # ids that the head has rows for, in their order; none: all, the others have logit -inf
@@ -66,6 +67,8 @@ class Config:
             shapes[f"{i}.norm1.weight"] = shapes[f"{i}.norm2.weight"] = (d,)
             if self.norm == "layer":
                 shapes[f"{i}.norm1.bias"] = shapes[f"{i}.norm2.bias"] = (d,)
+            if self.qk_norm:
+                shapes[f"{i}.q_norm.weight"] = shapes[f"{i}.k_norm.weight"] = (self.head_dim,)
             fused = self.q_dim + 2 * self.kv_dim
             up = 2 * f if self.gated else f
             for name, (out, inp), bias in (

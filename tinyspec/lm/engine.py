@@ -178,6 +178,10 @@ class Engine:
         ]
         turned = config.positions == "rope"
         cos, sin = rotations(config, torch.float32, torch.device("cpu"))
+        own: dict[str, Any] = {}
+        if config.qk_norm:
+            pairs = [[_gain(plain, f"{i}.{p}_norm")[0] for p in "qk"] for i in range(len(layers))]
+            own["head_norms"] = pairs
         self._compiled: Any = _core.compute.Engine(
             layers,
             _gain(plain, "norm"),
@@ -194,6 +198,7 @@ class Engine:
             scale=1 / math.sqrt(config.head_dim),
             cos=cos[:, 0].numpy() if turned else None,
             sin=sin[:, 0].numpy() if turned else None,
+            **own,
         )
 
     def _matrix(self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> Any:

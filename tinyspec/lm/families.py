@@ -1,12 +1,18 @@
-"""config.json in Hugging Face's words, to and from `Config`. Whatever the transformer would get
-wrong is refused here.
+"""The families of checkpoints: config.json and weight names in their words, to and from ours.
 
-Three families are known: gpt2, llama (also SmolLM, TinyLlama, ...) and qwen2. Where a field is
-absent, the default is the one of the family's class in transformers.
+`FAMILIES` is one table: a further family is one row of it and its test. Whatever the transformer
+would compute wrongly is an error here. Where a field is absent from config.json, the default is the
+one of the family's class in transformers.
+
+One table of names serves reading and writing, so that a round trip is the identity. Our matrices
+are [out, in], and what is always multiplied together is one matrix (`Config.shapes`). LLaMA keeps
+queries, keys and values apart; GPT-2 has them fused but stores [in, out] (its "Conv1D"); .gguf files
+have their own names and the [out, in] of LLaMA.
 """
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from dataclasses import fields as dataclass_fields
 from typing import Any, NamedTuple
 
@@ -16,11 +22,6 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
-_ARCHITECTURES = {
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-}
 SEQ2SEQ = "tinyspec-seq2seq"  # the model_type of our encoder-decoders (seq2seq_file.py)
 _LAYERS = 10_000  # each is a dozen names to look for, so a damaged number must not be counted up to
 _ROPE_KEYS: dict[str, tuple[str, ...]] = {
@@ -98,28 +99,28 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
         raise f.refuse(
             "quantization_config", "none: take the unquantised checkpoint, or a .gguf file"
         )
-    build = _FAMILIES.get(str(family := _family(values)))
+    family = _family(values)
     if family == SEQ2SEQ:
         raise TinyspecError(
             f"{source}: an encoder-decoder, which translates and extends no text: use `tinyspec translate`, or "
             "tinyspec.load_translator and translate"
         )
-    if build is None:
+    if family not in FAMILIES:
         raise TinyspecError(
             f"{source}: unknown architecture {family!r} (model_type); known: "
-            + ", ".join(f"{known} ({name})" for known, name in _ARCHITECTURES.items())
+            + ", ".join(f"{name} ({known.architecture})" for name, known in FAMILIES.items())
         )
     extra = values.get("tinyspec", {})
     if not isinstance(extra, dict):
         raise f.refuse("tinyspec", "a JSON object")
     bos = token_ids(values.get("bos_token_id"), source, "bos_token_id")
     eos = token_ids(values.get("eos_token_id"), source, "eos_token_id")
-    return build(f, {"bos": bos[0] if bos else None, "eos": eos, "extra": extra})
+    return FAMILIES[family].build(f, {"bos": bos[0] if bos else None, "eos": eos, "extra": extra})
 
 
 def _family(values: dict[str, Any]) -> Any:
     names = values.get("architectures") or []
-    by_class = {name: family for family, name in _ARCHITECTURES.items()}
+    by_class = {known.architecture: name for name, known in FAMILIES.items()}
     first = names[0] if isinstance(names, list) and names else None
     return values.get("model_type") or by_class.get(str(first), first)
 
@@ -168,26 +169,68 @@ def _llama(f: Fields, rest: dict[str, Any]) -> Config:
     )
 
 
+def _mistral(f: Fields, rest: dict[str, Any]) -> Config:
+    context = f.whole("max_position_embeddings", 131072)
+    window = f.values.get("sliding_window", 4096)  # absent, it is transformers' default
+    if window is not None and f.whole("sliding_window", 4096) < context:
+        raise TinyspecError(
+            f"{f.source}: sliding_window {window} is less than max_position_embeddings {context}, and tinyspec attends "
+            f"to every position: lower max_position_embeddings to {window}, or take a checkpoint without a window"
+        )
+    return _rotary(f, context, kv_heads=8, family="mistral", **rest)
+
+
 def _qwen2(f: Fields, rest: dict[str, Any]) -> Config:
+    _check_full_attention(f)
+    return _rotary(f, 32768, qkv_bias=True, family="qwen2", **rest)
+
+
+def _qwen3(f: Fields, rest: dict[str, Any]) -> Config:
+    _check_full_attention(f)
+    bias = f.flag("attention_bias", False)
+    return _rotary(
+        f,
+        32768,
+        head_dim=128,
+        qkv_bias=bias,
+        out_bias=bias,
+        qk_norm=True,
+        family="qwen3",
+        **rest,
+    )
+
+
+def _check_full_attention(f: Fields) -> None:
+    """Raise TinyspecError where a layer attends within a window only."""
     f.only("use_sliding_window", False)
     if any(kind != "full_attention" for kind in f.values.get("layer_types") or ()):
         raise f.refuse(
             "layer_types", "'full_attention' in every layer; tinyspec computes nothing else here"
         )
-    return _rotary(f, 32768, qkv_bias=True, family="qwen2", **rest)
 
 
-def _rotary(f: Fields, context: int, **rest: Any) -> Config:
+def _rotary(
+    f: Fields,
+    context: int,
+    *,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    **rest: Any,
+) -> Config:
+    """Return the Config of a family with rotary positions; defaults are its class's own.
+
+    kv_heads, head_dim  None: as many as there are heads; the width divided by them
+    """
     f.only("hidden_act", "silu", "swish")
     d, heads = f.whole("hidden_size"), f.whole("num_attention_heads")
-    kv_heads = f.whole("num_key_value_heads", heads)
+    kv_heads = f.whole("num_key_value_heads", kv_heads or heads)
     if heads % kv_heads:
         raise f.refuse("num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-    if f.values.get("head_dim") is None and d % heads:
+    if f.values.get("head_dim") is None and head_dim is None and d % heads:
         raise f.refuse(
             "num_attention_heads", f"a divisor of hidden_size {d}, or an explicit head_dim"
         )
-    head_dim = f.whole("head_dim", d // heads)
+    head_dim = f.whole("head_dim", head_dim or d // heads)
     if head_dim % 2:
         raise f.refuse(
             "head_dim", f"an even number, since rotary positions turn pairs; it is {head_dim}"
@@ -230,20 +273,13 @@ def rope(f: Fields) -> tuple[float, dict[str, Any] | None]:
     return theta, {"rope_type": kind, **{key: g.number(key) for key in _ROPE_KEYS[kind]}}
 
 
-_FAMILIES: dict[str, Callable[[Fields, dict[str, Any]], Config]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "qwen2": _qwen2,
-}
-
-
 def to_hf(config: Config, dtype: str) -> dict[str, Any]:
     """The content of config.json, such that transformers builds the same model and `from_hf` gives
     `config` back.
     """
     eos = config.eos[0] if len(config.eos) == 1 else list(config.eos) or None
     values: dict[str, Any] = {
-        "architectures": [_ARCHITECTURES[config.family]],
+        "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,
         "torch_dtype": dtype,
         "vocab_size": config.vocab_size,
@@ -251,32 +287,8 @@ def to_hf(config: Config, dtype: str) -> dict[str, Any]:
         "bos_token_id": config.bos,
         "eos_token_id": eos,
     }
-    if config.family == "gpt2":
-        values |= {
-            "n_embd": config.d_model,
-            "n_layer": config.n_layers,
-            "n_head": config.n_heads,
-            "n_inner": config.d_ff,
-            "n_positions": config.max_positions,
-            "layer_norm_epsilon": config.norm_eps,
-            "activation_function": config.activation,
-        }
-    else:
-        values |= {
-            "hidden_size": config.d_model,
-            "num_hidden_layers": config.n_layers,
-            "num_attention_heads": config.n_heads,
-            "num_key_value_heads": config.n_kv_heads,
-            "head_dim": config.head_dim,
-            "intermediate_size": config.d_ff,
-            "max_position_embeddings": config.max_positions,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
-            "rope_scaling": config.rope_scaling,
-            "hidden_act": config.activation,
-        }
-    if config.family == "llama":
-        values |= {"attention_bias": config.qkv_bias, "mlp_bias": config.mlp_bias}
+    for theirs, ours in FAMILIES[config.family].keys.items():
+        values[theirs] = None if ours is None else getattr(config, ours)
     if config.extra:
         values["tinyspec"] = config.extra
     back = from_hf(values)
@@ -333,6 +345,8 @@ _LLAMA = {
     "out": "self_attn.o_proj",
     "up": "mlp.gate_proj mlp.up_proj",
     "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
 }
 _GGUF = {
     "embed": "token_embd.weight",
@@ -346,8 +360,85 @@ _GGUF = {
     "out": "attn_output",
     "up": "ffn_gate ffn_up",
     "down": "ffn_down",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
 }
 _GGUF_GPT2 = {**_GGUF, "qkv": "attn_qkv", "up": "ffn_up"}
+
+_GPT2_KEYS: dict[str, str | None] = {
+    "n_embd": "d_model",
+    "n_layer": "n_layers",
+    "n_head": "n_heads",
+    "n_inner": "d_ff",
+    "n_positions": "max_positions",
+    "layer_norm_epsilon": "norm_eps",
+    "activation_function": "activation",
+}
+_ROTARY_KEYS: dict[str, str | None] = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "num_key_value_heads": "n_kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "d_ff",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_eps",
+    "rope_theta": "rope_theta",
+    "rope_scaling": "rope_scaling",
+    "hidden_act": "activation",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family of checkpoints says what the transformer is: a new family is one row of these.
+
+    architecture  the name of its class in transformers
+    build         makes a Config of config.json's fields
+    keys          the keys that are written to config.json -> the Config's field (None: null)
+    names         our weights -> their names in a Hugging Face checkpoint; several: one after another
+    gguf          its general.architecture in a .gguf file
+    gguf_names    our weights -> their names there
+    transposed    matrices are stored as [in, out]
+    permuted      .gguf files hold queries and keys in llama.cpp's order
+    """
+
+    architecture: str
+    build: Callable[[Fields, dict[str, Any]], Config]
+    keys: Mapping[str, str | None]
+    names: Mapping[str, str]
+    gguf: str
+    gguf_names: Mapping[str, str] = field(default_factory=lambda: _GGUF)
+    transposed: bool = False
+    permuted: bool = False
+
+
+_BIASES = {"attention_bias": "qkv_bias", "mlp_bias": "mlp_bias"}
+FAMILIES = {
+    "gpt2": Family(
+        "GPT2LMHeadModel", _gpt2, _GPT2_KEYS, _GPT2, "gpt2", _GGUF_GPT2, transposed=True
+    ),
+    "llama": Family(
+        "LlamaForCausalLM", _llama, _ROTARY_KEYS | _BIASES, _LLAMA, "llama", permuted=True
+    ),
+    "mistral": Family(  # llama.cpp files it as a LLaMA
+        "MistralForCausalLM",
+        _mistral,
+        {**_ROTARY_KEYS, "sliding_window": None},
+        _LLAMA,
+        "llama",
+        permuted=True,
+    ),
+    "qwen2": Family("Qwen2ForCausalLM", _qwen2, _ROTARY_KEYS, _LLAMA, "qwen2"),
+    "qwen3": Family(
+        "Qwen3ForCausalLM",
+        _qwen3,
+        {**_ROTARY_KEYS, "attention_bias": "qkv_bias"},
+        _LLAMA,
+        "qwen3",
+    ),
+}
+"""Every family of decoder-only checkpoints that is read and written, by its `model_type`."""
 
 PART = (
     1 << 18
@@ -361,8 +452,8 @@ def layout(config: Config, gguf: bool = False) -> dict[str, Source]:
     """Where each weight of `config.shapes()` lies, in a Hugging Face checkpoint or in a .gguf
     file.
     """
-    gpt2 = config.family == "gpt2"
-    table = (_GGUF_GPT2 if gpt2 else _GGUF) if gguf else (_GPT2 if gpt2 else _LLAMA)
+    family = FAMILIES[config.family]
+    table = family.gguf_names if gguf else family.names
     pieces = {"qkv": (config.q_dim, config.kv_dim, config.kv_dim), "up": (config.d_ff, config.d_ff)}
     sources = {}
     for ours, shape in config.shapes().items():
@@ -373,7 +464,9 @@ def layout(config: Config, gguf: bool = False) -> dict[str, Source]:
         prefix = table["block"].format(block[0]) if block else ""
         names = tuple(f"{prefix}{name}.{kind}" for name in table[part].split())
         rows = pieces[part] if len(names) > 1 else (shape[0],)
-        sources[ours] = Source(names, rows, transposed=gpt2 and not gguf and len(shape) == 2)
+        sources[ours] = Source(
+            names, rows, transposed=family.transposed and not gguf and len(shape) == 2
+        )
     return sources
 
 

@@ -24,7 +24,7 @@ from tinyspec.lm.families import Fields, from_hf
 from tinyspec.lm.ops import frequencies
 from tinyspec.lm.tokenizer import Tokenizer
 
-_KNOWN = ("llama", "qwen2", "gpt2")
+_KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -60,7 +60,7 @@ def read(
     theirs: dict[str, Callable[[], Tensor]] = {
         name: partial(dequantised, tensor) for name, tensor in read_here.items()
     }
-    if config.family == "llama":
+    if families.FAMILIES[config.family].permuted:
         _unpermute_all(config, theirs)
     weights = families.from_checkpoint(config, theirs, str(path), gguf=True)
     try:

@@ -21,6 +21,7 @@ typedef struct {
 typedef struct {
     Norm norm1, norm2;
     Matrix qkv, out, up, down;
+    Norm q_norm, k_norm; /* RMSNorm of each head of queries and of keys, before the turn; gain NULL: none */
 } Layer;
 
 typedef struct {

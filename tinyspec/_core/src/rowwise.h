@@ -49,8 +49,7 @@ INLINE float FN(soft)(float *e, int n) {
 }
 
 /* y = norm(x): sums run in BLOCK lanes by index, which are then added up two by two. */
-static TARGET void FN(norm)(const Stack *s, const Norm *norm, const float *x, float *y) {
-    int d = s->d;
+INLINE void FN(norm_of)(const Stack *s, const Norm *norm, const int d, const float *x, float *y) {
     float lane[BLOCK] = {0}, mean = 0.0f;
     if (!s->rms) {
         for (int i = 0; i < d; i++) lane[i % BLOCK] += x[i];
@@ -70,13 +69,17 @@ static TARGET void FN(norm)(const Stack *s, const Norm *norm, const float *x, fl
         for (int i = 0; i < d; i++) y[i] += norm->bias[i];
 }
 
-/* Numbers from..upto-1 of a row's queries, keys and values: turn queries and keys, of which all of a head is there, to the
+static TARGET void FN(norm)(const Stack *s, const Norm *norm, const float *x, float *y) { FN(norm_of)(s, norm, s->d, x, y); }
+
+/* Numbers from..upto-1 of a row's queries, keys and values: norm and turn queries and keys, of which all of a head is there, to the
  * row's position, and put keys and values where the row's slot is. */
 static TARGET void FN(place)(const Stack *s, const Row *row, int layer, float *qkv, int from, int upto) {
     const int width = s->width, half = width / 2;
     const size_t plane = (size_t)row->capacity * width;
     for (int h = from / width; h * width < upto; h++) {
         float *v = qkv + (size_t)h * width;
+        const Norm *own = h < s->heads ? &s->layer[layer].q_norm : &s->layer[layer].k_norm;
+        if (own->gain && h < s->heads + s->shared) FN(norm_of)(s, own, width, v, v);
         if (row->cos && h < s->heads + s->shared)
             for (int i = 0; i < half; i++) {
                 const float a = v[i], b = v[i + half];

@@ -106,6 +106,9 @@ def run_dense(
             q, k, v = np.split(
                 fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1
             )  # each [n, heads, hd]
+            if c.qk_norm:
+                q = _dense_norm(model, w, f"{layer}.q_norm", q)
+                k = _dense_norm(model, w, f"{layer}.k_norm", k)
             if c.positions == "rope":
                 q, k = _rotate(model, q), _rotate(model, k)
             keys[layer], values[layer] = k, v
@@ -150,7 +153,7 @@ def _dense_norm(model: Transformer, w: dict[str, Array], name: str, x: Array) ->
         x = x - x.mean(axis=1, keepdims=True)
     y: Array = (
         x
-        / np.sqrt((x * x).mean(axis=1, keepdims=True) + model.config.norm_eps)
+        / np.sqrt((x * x).mean(axis=-1, keepdims=True) + model.config.norm_eps)
         * w[f"{name}.weight"]
     )
     return y + w[f"{name}.bias"] if layered else y

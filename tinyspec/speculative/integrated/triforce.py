@@ -307,6 +307,12 @@ def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
         offset = None if offset is None else offset[: c.q_dim]
         rows.append(linear(x[None], qkv[: c.q_dim].contiguous(), offset)[0])
     queries = torch.stack(rows).view(len(rows), c.n_heads, c.head_dim)
+    if c.qk_norm:
+        gains = [_like(state, weights[f"{i}.q_norm.weight"]) for i, state in enumerate(states)]
+        normed = zip(queries, gains, strict=True)
+        queries = torch.stack(
+            [F.rms_norm(q, (c.head_dim,), gain, c.norm_eps) for q, gain in normed]
+        )
     if c.positions == "rope":
         cos, sin = rotations(c, states.dtype, states.device)
         queries = rotate(queries, cos[position], sin[position])
