@@ -10,7 +10,7 @@ import torch
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import _core, models
-from tinyspec.decoding.refine import blank, judge
+from tinyspec.decoding.refine import blank_canvas, score_candidates
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import load_techniques
@@ -202,12 +202,14 @@ def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:
     assert stats.emitted == len(done.tokens) == len(done.logprobs)
     teacher, canvas = (
         tinyspec.load_translator("teacher"),
-        blank([len(text) for text in done.passes[0].tokens], 0),
+        blank_canvas([len(text) for text in done.passes[0].tokens], 0),
     )
     for row, text in enumerate(done.passes[0].tokens):
         canvas.tokens[row, : len(text)] = torch.tensor(text)
     assert (
-        done.passes[0].tokens[int(judge(teacher, done.source, canvas).sum(dim=1).argmax())]
+        done.passes[0].tokens[
+            int(score_candidates(teacher, done.source, canvas).sum(dim=1).argmax())
+        ]
         == done.tokens
     )
     alone = one(model, TEXT, method="nat", samples=1)

@@ -20,7 +20,7 @@ from tinyspec.arguments import (
     wrong_argument,
 )
 from tinyspec.decoding.decode import Round
-from tinyspec.decoding.refine import Pass, Refinement, Written, check_teacher
+from tinyspec.decoding.refine import Pass, PassRecord, Refinement, check_teacher
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -68,7 +68,7 @@ class Translation(Generation):
     """
 
     source: list[int] = field(default_factory=list)
-    passes: list[Written] = field(default_factory=list)
+    passes: list[PassRecord] = field(default_factory=list)
 
     def figures(self) -> str:
         """Return its passes and seconds on one line."""
@@ -175,7 +175,7 @@ class RewritingRun:
         )
         refiner = card.refiner(request, **knobs)
         self.refinement = Refinement(request.model, source, refiner, Seeded(seed))
-        self.stats, self.passes, self.finished = TranslationStatistics(), list[Written](), False
+        self.stats, self.passes, self.finished = TranslationStatistics(), list[PassRecord](), False
 
     def __iter__(self) -> Iterator[Pass]:
         for step in self.refinement:

@@ -52,7 +52,7 @@ def test_exp_is_within_two_units_of_the_last_place_from_0_to_where_it_vanishes()
     assert (np.abs(found - wanted) <= 2 * np.spacing(wanted)).all()
     for temperature in (1.0, 0.7):
         ours = _core.warp(temperature * x, (), temperature, None, None, None, 1.0)
-        assert ours.tolist() == reference.warp(
+        assert ours.tolist() == reference.apply_sampling(
             (temperature * x).tolist(), (), temperature, None, None, None, 1.0
         )
 
@@ -96,7 +96,7 @@ def test_a_greedy_law_under_a_penalty_is_that_of_the_penalised_scores(
     """Ties too: a score that falls may meet another one, which then stands first."""
     assume(max(logits) > -math.inf)
     row, knobs = np.array(logits, dtype), (history, 0.0, None, None, None, penalty)
-    wanted = reference.warp(row.tolist(), *knobs)
+    wanted = reference.apply_sampling(row.tolist(), *knobs)
     assert _core.warp(row, *knobs).tolist() == wanted
     assert wanted[_core.draw(row, *knobs, 0.9)] == 1
 
@@ -141,8 +141,8 @@ def test_a_noise_of_zero_never_crowns_an_impossible_token(core) -> None:  # type
 
 def test_the_twin_sums_blocks_in_lanes() -> None:
     row = [float(x) for x in np.random.default_rng(1).random(1000)]
-    assert math.isclose(reference.total(row), math.fsum(row), rel_tol=1e-14)
+    assert math.isclose(reference.ordered_sum(row), math.fsum(row), rel_tol=1e-14)
     lanes = (
         [1e16, 1.0] + [0.0] * 6 + [0.0, 1.0] + [0.0] * 6
     )  # 1 + 1 in the second lane survives beside 1e16
-    assert reference.total(lanes) == 1e16 + 2
+    assert reference.ordered_sum(lanes) == 1e16 + 2

@@ -8,7 +8,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trace import Statistics, Trace, origins
+from tinyspec.decoding.trace import Statistics, Trace, token_origins
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.tables import TableModel
@@ -130,7 +130,7 @@ def test_emitted_tokens_are_accepted_ones_plus_one_a_round_less_the_cut() -> Non
         stats.count(r)
         nexts += r.verdict.next is not None
         cut += r.truncated
-        assert len(origins(r)) == len(r.tokens) == len(r.output_probs)
+        assert len(token_origins(r)) == len(r.tokens) == len(r.output_probs)
     assert stats.emitted == stats.accepted + nexts == 11
     assert stats.tokens_per_call * stats.target_calls == stats.emitted
 
@@ -142,9 +142,9 @@ def test_origins_tell_recovered_from_bonus() -> None:
     rng = Seeded(1)
     while not d.finished:
         r = d.step(rng)
-        kinds.add(origins(r))
+        kinds.add(token_origins(r))
         if r.verdict.next is not None and r.tree.tokens:
-            assert origins(r)[-1] == ("recovered" if r.verdict.rejected else "bonus")
+            assert token_origins(r)[-1] == ("recovered" if r.verdict.rejected else "bonus")
     assert {("recovered",), ("accepted", "bonus")} <= kinds
 
 

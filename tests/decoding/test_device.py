@@ -76,13 +76,13 @@ def test_the_text_is_the_hosts(
 def test_the_host_waits_once_a_round(
     sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fetched, plain = [], device.fetch
+    fetched, plain = [], device.fetch_to_host
 
     def fetch(*columns: torch.Tensor) -> list[list[float]]:
         fetched.append(len(columns))
         return plain(*columns)
 
-    monkeypatch.setattr(device, "fetch", fetch)
+    monkeypatch.setattr(device, "fetch_to_host", fetch)
     logits = torch.randn(6, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q = torch.full((13,), 1 / 13, dtype=torch.float64)
     tree = TokenTree((1, 1, 4, 2, 5), (ROOT, ROOT, ROOT, 0, 1), (q, q, None, None, q), (False,) * 5)
@@ -116,7 +116,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
         rows[1:] = rows[1:][same]  # equal paths have equal rows
         expected = _core.walk(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
         there = torch.tensor(rows)
-        got = device.walk(
+        got = device.verify_on_device(
             tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist()
         )
         assert got == tuple(expected)

@@ -12,11 +12,11 @@ from tinyspec.decoding.refine import (
     Canvas,
     Refinement,
     Refiner,
-    best,
-    blank,
+    best_candidate,
+    blank_canvas,
     check_teacher,
-    judge,
     refine,
+    score_candidates,
 )
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
@@ -42,7 +42,7 @@ SOURCE = [4, 7, 5]
 
 def canvas(*texts: Sequence[int]) -> Canvas:
     """Candidates with these tokens."""
-    made = blank([len(text) for text in texts], 0)
+    made = blank_canvas([len(text) for text in texts], 0)
     for row, text in enumerate(texts):
         made.tokens[row, : len(text)] = torch.tensor(text)
     return made
@@ -91,11 +91,11 @@ def test_stopped_half_way_the_best_so_far_is_there() -> None:
 
 
 def test_a_candidate_without_slots_has_the_worst_mean() -> None:
-    empty = blank([0, 2], 3)
+    empty = blank_canvas([0, 2], 3)
     assert empty.tokens.shape == (2, 2)
     assert empty.means().tolist() == [-float("inf"), 0]
     assert empty.text(0) == []
-    assert blank([0], 3).tokens.shape == (1, 1)
+    assert blank_canvas([0], 3).tokens.shape == (1, 1)
 
 
 def test_a_source_is_needed_and_has_to_fit() -> None:
@@ -139,7 +139,7 @@ def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
 def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> None:
     texts, forward_log = [[4, 5, 6, 8], [7], [5, 5]], list[ForwardRecord]()
     teacher = random_reader(3, positional=False).counting(forward_log)
-    scores = judge(teacher, SOURCE, canvas(*texts))
+    scores = score_candidates(teacher, SOURCE, canvas(*texts))
     assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
         expected = said(teacher, SOURCE, text)
@@ -147,13 +147,15 @@ def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> Non
             [*expected, *[0.0] * (4 - len(text))], abs=1e-12
         )
     sums = [sum(said(teacher, SOURCE, text)) for text in texts]
-    assert best(teacher, SOURCE, canvas(*texts)) == sums.index(max(sums))
+    assert best_candidate(teacher, SOURCE, canvas(*texts)) == sums.index(max(sums))
 
 
 def test_what_stands_in_padding_is_not_judged() -> None:
     teacher, made = random_reader(3, positional=False), canvas([4, 5, 6], [7])
     other = made._replace(tokens=torch.where(made.mask, made.tokens, 8))
-    assert torch.equal(judge(teacher, SOURCE, made), judge(teacher, SOURCE, other))
+    assert torch.equal(
+        score_candidates(teacher, SOURCE, made), score_candidates(teacher, SOURCE, other)
+    )
 
 
 def test_a_teacher_that_cannot_judge_is_refused() -> None:
@@ -169,7 +171,7 @@ def test_a_teacher_that_cannot_judge_is_refused() -> None:
     with pytest.raises(
         TinyspecError, match="the translation has 13 tokens, teacher has 12 positions"
     ):
-        judge(random_reader(1, positional=False), SOURCE, canvas([4] * 12))
+        score_candidates(random_reader(1, positional=False), SOURCE, canvas([4] * 12))
 
 
 # ---------------------------------------------------------------------- what the laws see
@@ -232,7 +234,7 @@ class Dices(hosted.FillIn):
     """Draws from the global state."""
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        return blank([int(torch.randint(1, 9, ())), 2], self.model.config.mask)
+        return blank_canvas([int(torch.randint(1, 9, ())), 2], self.model.config.mask)
 
 
 class Overwrites(hosted.FillIn):

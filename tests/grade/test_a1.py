@@ -37,7 +37,7 @@ def loaded() -> ModuleType:
 
 reference = loaded()
 warp, acceptance, residual, verify = (
-    reference.warp,
+    reference.apply_sampling,
     reference.acceptance,
     reference.residual,
     reference.verify,

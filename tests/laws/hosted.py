@@ -8,7 +8,7 @@ import torch
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
-from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.decoding.refine import Canvas, blank_canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict, verify_tree
@@ -382,7 +382,7 @@ class FillIn:
         self.model = model
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        return blank([len(source), max(len(source) - 1, 1)], self.model.config.mask)
+        return blank_canvas([len(source), max(len(source) - 1, 1)], self.model.config.mask)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource

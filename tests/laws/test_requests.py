@@ -14,7 +14,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trace import Statistics, origins
+from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import request_laws
 from tinyspec.laws.evidence import Evidence, LawViolated
@@ -187,7 +187,7 @@ class Uncounted(Statistics):
 
     def count(self, round: Round) -> None:
         super().count(round)
-        self.emitted -= "bonus" in origins(round)
+        self.emitted -= "bonus" in token_origins(round)
 
 
 class Proposed(Statistics):

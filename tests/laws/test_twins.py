@@ -70,7 +70,7 @@ def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: An
 
 def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
     return fallback.warp(
-        np.array(reference.penalise(logits.tolist(), history, knobs[-1])),
+        np.array(reference.penalize_repetition(logits.tolist(), history, knobs[-1])),
         history,
         temperature,
         *knobs,
@@ -111,8 +111,8 @@ def softened(row: Any, q: Any) -> Any:
 
 def walking(
     accept: Callable[[float, float], bool] = lambda u, ratio: u < ratio,
-    refuse: Callable[..., Any] = reference.refuse,
-    draw: Callable[[Any, float], int] = reference.pick,
+    refuse: Callable[..., Any] = reference.reject,
+    draw: Callable[[Any, float], int] = reference.sample_inverse_cdf,
     fresh: bool = True,
 ) -> Callable[..., Any]:
     """The twin's walk with one of its moves replaced."""
@@ -124,7 +124,7 @@ def walking(
         )
         first = uniforms[0] if len(uniforms) else 0.0
         take = given.next if fresh else lambda: given.next() * 0 + first
-        said = reference.walk(
+        said = reference.verify(
             tokens,
             parents,
             lists,
@@ -144,7 +144,7 @@ def keep(row: Any, q: Any, token: int, last: bool) -> Any:
 
 
 def forgetful(row: Any, q: Any, token: int, last: bool) -> Any:
-    return reference.refuse(row, None, token, last)
+    return reference.reject(row, None, token, last)
 
 
 def tree(function: Callable[..., Any], spoil: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ from tinyspec.nonautoregressive.jacobi import (
     solve_blocks,
     trace_sweeps,
 )
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.nested import NestedDrafter
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("jacobi")
@@ -261,7 +261,7 @@ def test_the_published_algorithm_runs_on_a_session() -> None:
 def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
     def cascade() -> Decoder:
         inner = CARD.make(Request(Table(4), stop=StoppingCriteria()), block=3)
-        return Decoder(Table(3), Nested(inner, 2), verify_tree)
+        return Decoder(Table(3), NestedDrafter(inner, 2), verify_tree)
 
     assert exact_law(cascade, 2) == exact_law(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2

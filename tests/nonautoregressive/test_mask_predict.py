@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec.decoding.refine import Pass, Refinement, blank, refine
+from tinyspec.decoding.refine import Pass, Refinement, blank_canvas, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.museum import find_toy, judge_toy, toys
@@ -142,7 +142,7 @@ def test_one_pass_is_plain_parallel_decoding() -> None:
     assert len(passes) == 1
     model, canvas = next(random_fillers()), passes[0].after
     memory = model.encode(torch.tensor([[4, 7, 5]]))
-    pages = blank([int(canvas.mask.sum())], model.config.mask)
+    pages = blank_canvas([int(canvas.mask.sum())], model.config.mask)
     rows = model.logits(model.decode(model.embed(pages.tokens), memory))[0, :, 4:]
     assert running.tokens == (rows.argmax(dim=-1) + 4).tolist()
 
@@ -160,7 +160,7 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
     refiner = MaskPredictRefiner(model, 3, 1)
     alone = [run(source, 3, 1)[0].tokens for source in sources]
     memory = model.encode(padded)
-    canvas = blank([len(text) for text in alone], model.config.mask)
+    canvas = blank_canvas([len(text) for text in alone], model.config.mask)
     for t in range(3):
         canvas = refiner.rewrite(canvas, memory, t, Seeded(0))
     assert [canvas.text(row) for row in range(3)] == alone

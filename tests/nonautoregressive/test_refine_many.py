@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tinyspec.decoding.refine import Refiner, blank, judge, refine, token_logprobs
+from tinyspec.decoding.refine import Refiner, blank_canvas, refine, score_candidates, token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
@@ -80,15 +80,16 @@ def test_a_batch_takes_the_passes_of_one_source() -> None:
 
 def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
     teacher = model(5)
-    canvases = [blank([2, 3], 6), blank([1, 4], 7)]
+    canvases = [blank_canvas([2, 3], 6), blank_canvas([1, 4], 7)]
     memory = teacher.encode(padded(SOURCES[:2]))
     for i, canvas in enumerate(canvases):
         torch.testing.assert_close(
-            token_logprobs(teacher, memory.rows([i, i]), canvas), judge(teacher, SOURCES[i], canvas)
+            token_logprobs(teacher, memory.rows([i, i]), canvas),
+            score_candidates(teacher, SOURCES[i], canvas),
         )
         torch.testing.assert_close(
             token_logprobs(teacher, select_source(memory, i), canvas),
-            judge(teacher, SOURCES[i], canvas),
+            score_candidates(teacher, SOURCES[i], canvas),
         )
 
 

@@ -11,7 +11,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.contracts import check_contracts
 from tinyspec.lm.forward import Plan
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.nested import NestedDrafter
 from tinyspec.technique import Request
 
 
@@ -25,7 +25,7 @@ def levels(request: Request, gamma: int = 2, **how: bool) -> Decoder:
         stop=StoppingCriteria(eos=request.stop.eos),
         forward_log=request.forward_log,
     )
-    return request.decoder(Nested(inner, gamma, **how), verify_tree)
+    return request.decoder(NestedDrafter(inner, gamma, **how), verify_tree)
 
 
 def three(
@@ -96,7 +96,7 @@ def test_its_text_follows_the_outer_one_through_rounds_rewinds_and_corrections()
 def test_a_correction_costs_no_call_of_its_own() -> None:
     """What came from outside runs with the next tree: a plain middle is called once a token."""
     target, middle = Table(1), Table(2)
-    d = Decoder(target, Nested(Decoder(middle, BaseDrafter(), verify_tree), 3), verify_tree)
+    d = Decoder(target, NestedDrafter(Decoder(middle, BaseDrafter(), verify_tree), 3), verify_tree)
     d.extend((0, 1, 2))
     del middle.forward_log[:]
     for number in range(5):
@@ -107,7 +107,7 @@ def test_a_correction_costs_no_call_of_its_own() -> None:
 def test_on_a_view_of_the_targets_own_session_only_the_view_moves() -> None:
     target = Table(1)
     inner = Decoder(target.view(Plan(last=2)), ModelDrafter(Table(2), 1), verify_tree)
-    d = Decoder(target, Nested(inner, 2, guest=True), verify_tree)
+    d = Decoder(target, NestedDrafter(inner, 2, guest=True), verify_tree)
     d.extend((0, 1))
     for number in range(6):
         d.step(Seeded(number))
@@ -118,7 +118,7 @@ def test_beyond_its_models_context_it_proposes_nothing_and_comes_back_after_a_re
     inner = Decoder(Table(2), ModelDrafter(Table(3), 1), verify_tree)
     d = Decoder(
         Table(1),
-        Nested(inner, 2, positions=6),
+        NestedDrafter(inner, 2, positions=6),
         verify_tree,
         stop=StoppingCriteria(max_new_tokens=30),
     )

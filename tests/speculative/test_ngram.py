@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.speculative.ngram import Katz, sampled
+from tinyspec.speculative.ngram import KatzModel, sample_texts
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=3)
 CONTEXT = st.lists(st.integers(0, 3), max_size=4)
@@ -17,7 +17,7 @@ CONTEXT = st.lists(st.integers(0, 3), max_size=4)
 def test_a_law_sums_to_one_and_nothing_is_impossible_but_where_all_was_seen(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
-    katz = Katz(texts, order, 4)
+    katz = KatzModel(texts, order, 4)
     row = [katz.law(token, context) for token in range(4)]
     assert sum(row) == 1
     assert min(row) > 0
@@ -27,7 +27,7 @@ def test_a_law_sums_to_one_and_nothing_is_impossible_but_where_all_was_seen(
 def test_the_likeliest_token_is_the_laws_lowest_argmax(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
-    katz = Katz(texts, order, 4)
+    katz = KatzModel(texts, order, 4)
     row = [katz.law(token, context) for token in range(4)]
     found = katz.likeliest(context)
     continued = bool(context) and any(context[-1] in text[:-1] for text in texts)
@@ -36,7 +36,7 @@ def test_the_likeliest_token_is_the_laws_lowest_argmax(
 
 def test_a_worked_example() -> None:
     """1 was followed by 2 twice and by 0 once: a half is taken from both counts, and token 3 gets the freed third."""
-    katz = Katz([[1, 2, 1, 2, 1, 0]], 2, 4)
+    katz = KatzModel([[1, 2, 1, 2, 1, 0]], 2, 4)
     assert [katz.law(token, [1]) for token in (2, 0)] == [F(1, 2), F(1, 6)]
     assert katz.law(1, [1]) + katz.law(3, [1]) == F(1, 3)
     assert katz.law(1, [1]) > katz.law(
@@ -45,13 +45,13 @@ def test_a_worked_example() -> None:
 
 
 def test_an_unseen_context_is_judged_by_its_end() -> None:
-    katz = Katz([[1, 2, 3, 1, 2, 0]], 3, 4)
+    katz = KatzModel([[1, 2, 3, 1, 2, 0]], 3, 4)
     assert [katz.law(t, [0, 2]) for t in range(4)] == [katz.law(t, [2]) for t in range(4)]
 
 
 def test_what_a_model_says_of_itself_is_reproducible_and_as_long_as_asked() -> None:
     for small in (TableModel(3), model(LLAMA, seed=1)):
-        texts = sampled(small, 50)
+        texts = sample_texts(small, 50)
         assert sum(len(text) - 1 for text in texts) == 50
-        assert texts == sampled(small, 50) != sampled(small, 50, seed=1)
-    assert sampled(TableModel(3), 0) == []
+        assert texts == sample_texts(small, 50) != sample_texts(small, 50, seed=1)
+    assert sample_texts(TableModel(3), 0) == []

@@ -24,7 +24,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps import rest as traps
-from tinyspec.speculative.drafting.datastore import HEADER, PIECE, build, indexed, opened, write
+from tinyspec.speculative.drafting.datastore import (
+    HEADER,
+    PIECE,
+    build_datastore,
+    index_texts,
+    open_datastore,
+    write_datastore,
+)
 from tinyspec.speculative.drafting.rest import RestDrafter, retrieve_continuations
 from tinyspec.technique import Request, find_technique
 
@@ -39,7 +46,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=
 def test_printed_algorithm_is_what_runs(
     texts: list[list[int]], text: list[int], nodes: int
 ) -> None:
-    drafter = RestDrafter([indexed(texts)], 1, 4, 3, 5000, nodes, 0.0)
+    drafter = RestDrafter([index_texts(texts)], 1, 4, 3, 5000, nodes, 0.0)
     tree = drafter.propose(text, 99, GREEDY, Seeded(0))
     paths = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
     assert paths == retrieve_continuations(texts, text, 1, 4, 3, nodes)
@@ -100,7 +107,7 @@ def proposed(texts: list[list[int]], context: list[int], max_draft_depth: int = 
         "nodes": 64,
         "price": 0.0,
     }
-    return RestDrafter([indexed(texts)], **given).propose(
+    return RestDrafter([index_texts(texts)], **given).propose(
         context, max_draft_depth, GREEDY, Seeded(0)
     )
 
@@ -134,7 +141,7 @@ def test_after_glances_in_vain_the_store_is_asked_in_every_fourth_round_alone() 
 
         def search(self, *limits: Any) -> Any:
             self.asked += 1
-            return indexed([[1, 2, 3]]).search(*limits)
+            return index_texts([[1, 2, 3]]).search(*limits)
 
     given: Any = {"shortest": 2, "longest": 16, "length": 10, "matches": 5000, "nodes": 64}
     for price, context, rounds in (
@@ -157,7 +164,7 @@ def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
 
 
 def test_of_a_file_and_references_the_longer_match_decides(tmp_path: Path) -> None:
-    write(tmp_path / "store", [[1, 2, 3, 4], [5, 6, 7]])
+    write_datastore(tmp_path / "store", [[1, 2, 3, 4], [5, 6, 7]])
     request = Request(Reciter([8, 2, 3, 9]).session(), references=[[8, 2, 3, 9], [5, 6, 1]])
     drafter: Any = CARD.make(request, datastore=str(tmp_path / "store"), price=0).drafter
     assert drafter.propose([8, 2, 3], 9, GREEDY, Seeded(0)).tokens == [9]
@@ -170,8 +177,8 @@ def test_of_a_file_and_references_the_longer_match_decides(tmp_path: Path) -> No
 
 def test_a_file_says_what_was_written_whatever_the_size_of_an_id(tmp_path: Path) -> None:
     texts = [[1, 70_000, 2**31 - 1], [70_000, 4464], [], [9]]  # 4464 is 70000 in 16 bits
-    assert write(tmp_path / "store", texts, "print", 2**31) == 8
-    store, kept = opened(tmp_path / "store"), indexed([text for text in texts if text])
+    assert write_datastore(tmp_path / "store", texts, "print", 2**31) == 8
+    store, kept = open_datastore(tmp_path / "store"), index_texts([text for text in texts if text])
     assert (
         store.tokens.tolist()
         == kept.tokens.tolist()
@@ -185,23 +192,23 @@ def test_a_file_says_what_was_written_whatever_the_size_of_an_id(tmp_path: Path)
 
 def test_a_file_is_mapped_once_and_a_rebuilt_one_anew(tmp_path: Path) -> None:
     path = tmp_path / "store"
-    write(path, [[1, 2, 3]])
-    first, again = opened(path), opened(path)
+    write_datastore(path, [[1, 2, 3]])
+    first, again = open_datastore(path), open_datastore(path)
     assert np.shares_memory(first.tokens, again.tokens) and np.shares_memory(
         first.order, again.order
     )
-    write(path, [[4, 5, 6]])  # as long as the one before
-    rebuilt = opened(path)
+    write_datastore(path, [[4, 5, 6]])  # as long as the one before
+    rebuilt = open_datastore(path)
     assert rebuilt.tokens.tolist() == [4, 5, 6] and first.tokens.tolist() == [1, 2, 3]
     with open(path, "r+b") as file:  # as `cp` over it would: the same inode, other contents
         file.seek(HEADER)
         np.array([7], "<i4").tofile(file)
-    assert opened(path).tokens.tolist() == [7, 5, 6]
+    assert open_datastore(path).tokens.tolist() == [7, 5, 6]
 
 
 def test_ten_million_tokens_open_in_fifty_milliseconds(tmp_path: Path) -> None:
     n, path = 10_000_000, tmp_path / "store"
-    write(path, [[1, 2]])
+    write_datastore(path, [[1, 2]])
     head = path.read_bytes()[:HEADER].replace(b'"tokens": 2', b'"tokens": %d' % n)
     path.write_bytes(head[:HEADER])
     with open(path, "r+b") as file:
@@ -211,46 +218,46 @@ def test_ten_million_tokens_open_in_fifty_milliseconds(tmp_path: Path) -> None:
     times = []
     for _ in range(5):
         begun = perf_counter()
-        opened(path)
+        open_datastore(path)
         times.append(perf_counter() - begun)
     assert min(times) < 0.05
 
 
 def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path) -> None:
-    write(tmp_path / "store", [[1, 2]])
+    write_datastore(tmp_path / "store", [[1, 2]])
 
     def stop(what: str, done: int, whole: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "store", [[3, 4]], tell=stop)
-    assert opened(tmp_path / "store").tokens.tolist() == [1, 2]
+        write_datastore(tmp_path / "store", [[3, 4]], tell=stop)
+    assert open_datastore(tmp_path / "store").tokens.tolist() == [1, 2]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 def test_a_file_that_is_no_datastore_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with pytest.raises(TinyspecError, match="there is no datastore here; build one"):
-        opened(path)
+        open_datastore(path)
     path.write_text("hello")
     with pytest.raises(TinyspecError, match="not a datastore of this version"):
-        opened(path)
-    write(path, [[1, 2, 3]])
+        open_datastore(path)
+    write_datastore(path, [[1, 2, 3]])
     whole = path.read_bytes()
     path.write_bytes(whole[:-1])
     with pytest.raises(TinyspecError, match=r"damaged datastore \(4119 bytes for 3 tokens\)"):
-        opened(path)
+        open_datastore(path)
     path.write_bytes(whole.replace(b'"tokens"', b'"tokans"'))
     with pytest.raises(TinyspecError, match="damaged"):
-        opened(path)
+        open_datastore(path)
     path.write_bytes(whole[:-4] + np.int32(77).tobytes())
     with pytest.raises(TinyspecError, match="damaged"):
-        opened(path).search([3], 1, 2, 3, 9, 9)
+        open_datastore(path).search([3], 1, 2, 3, 9, 9)
 
 
 def test_texts_without_tokens_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="no tokens"):
-        write(tmp_path / "store", [[], []])
+        write_datastore(tmp_path / "store", [[], []])
     with pytest.raises(TinyspecError, match="reference 2 of 2 is empty: leave it out"):
         CARD.make(Request(Table(3), references=[[1], []]))
 
@@ -278,8 +285,8 @@ def test_documents_come_from_text_and_json_lines_packed_or_not(zoo: Zoo, tmp_pat
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
     files, told = sorted(tmp_path.iterdir()), list[tuple[str, int, int]]()
-    build(tmp_path / "store", files, model.tokenizer, tell=lambda *one: told.append(one))
-    store = opened(tmp_path / "store")
+    build_datastore(tmp_path / "store", files, model.tokenizer, tell=lambda *one: told.append(one))
+    store = open_datastore(tmp_path / "store")
     documents = "".join(f"{token} " for token in store.tokens.tolist()).split("-1 ")
     said = [model.tokenizer.decode([int(token) for token in one.split()]) for one in documents]
     assert said == [long, "the cat", "the dog", "the cat", "the dog"]
@@ -302,7 +309,7 @@ def test_files_that_are_no_texts_are_refused_in_one_line(
 ) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(TinyspecError, match=error):
-        build(tmp_path / "store", [tmp_path / name], load(zoo.big).tokenizer)
+        build_datastore(tmp_path / "store", [tmp_path / name], load(zoo.big).tokenizer)
 
 
 def test_a_user_builds_a_datastore_and_generates_with_it(zoo: Zoo, tmp_path: Path) -> None:
@@ -345,7 +352,7 @@ def test_a_datastore_of_another_tokenizer_is_refused_in_one_line(zoo: Zoo, tmp_p
 
 
 def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
-    write(tmp_path / "store", [[1, 70_000]])
+    write_datastore(tmp_path / "store", [[1, 70_000]])
     with pytest.raises(TinyspecError, match="ids up to 70000"):
         CARD.make(Request(Reciter([1, 2]).session()), datastore=str(tmp_path / "store"))
 

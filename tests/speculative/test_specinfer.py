@@ -24,7 +24,7 @@ from tinyspec.laws.exact.rational import Exact, distributions
 from tinyspec.laws.theorems import NodeRows
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.speculative.treedraft import TreeDrafter, shape
+from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
 from tinyspec.speculative.verification.specinfer import (
     SpecInferDrafter,
     answers_match,
@@ -122,7 +122,9 @@ def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
     forward_log: list[Any] = []
     target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
     session = target.session(forward_log)
-    drafter = SpecInferDrafter([TreeDrafter(draft, shape((2, 2, 1))) for draft in drafts])
+    drafter = SpecInferDrafter(
+        [TreeDrafter(draft, branching_parents((2, 2, 1))) for draft in drafts]
+    )
     decoder = Decoder(
         session,
         drafter,

@@ -16,8 +16,8 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.speculative.treedraft import (
     TreeDrafter,
+    branching_parents,
     parse_branching,
-    shape,
     top_k_tokens,
     uniform_over_unsampled,
 )
@@ -25,7 +25,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 
 def drafter(children: tuple[int, ...], q: int = 2, **options: Any) -> TreeDrafter:
-    return TreeDrafter(Table(q, zeros=False), shape(children), **options)
+    return TreeDrafter(Table(q, zeros=False), branching_parents(children), **options)
 
 
 def decoder(
@@ -118,7 +118,7 @@ def test_only_nodes_with_children_are_run_in_a_ragged_tree() -> None:
 
 
 def test_equal_siblings_are_run_once() -> None:
-    draft = TreeDrafter(Table(2, 2, zeros=False), shape((8, 1)))
+    draft = TreeDrafter(Table(2, 2, zeros=False), branching_parents((8, 1)))
     tree = proposed(draft)
     rows = [call.rows for call in draft.model.forward_log if not call.prefill]  # type: ignore[attr-defined]
     assert len(tree.tokens) == 16 and rows == [1, len(set(tree.tokens[:8]))]
@@ -198,7 +198,7 @@ def test_a_configuration_that_is_no_tree_is_refused(configuration: str) -> None:
 
 def test_a_tree_beyond_the_bound_is_refused() -> None:
     with pytest.raises(TinyspecError, match="more than 1024 nodes"):
-        shape((9, 9, 9, 9))
+        branching_parents((9, 9, 9, 9))
 
 
 def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals() -> None:

@@ -17,7 +17,12 @@ from tinyspec.speculative.verification.spectr import (
     optimal_acceptance,
     verify_tree_k_seq,
 )
-from tinyspec.speculative.verification.vectors import as_row, exact, same, vectors
+from tinyspec.speculative.verification.vectors import (
+    as_probs,
+    as_vectors,
+    is_rational,
+    is_same_distribution,
+)
 from tinyspec.tree import ROOT, TokenTree
 
 HALF = F(1, 2)
@@ -77,12 +82,12 @@ def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
 
 def test_a_vector_comes_back_as_the_row_it_was() -> None:
     for row in ([HALF, HALF], np.array([0.5, 0.5])):
-        vector, point = vectors(row, None, 1)
-        assert type(as_row(vector)) is type(row)
-        assert exact(vector) == isinstance(row, list)
+        vector, point = as_vectors(row, None, 1)
+        assert type(as_probs(vector)) is type(row)
+        assert is_rational(vector) == isinstance(row, list)
         assert list(point) == [0, 1]
     narrow = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)  # a draft's law in its own dtype
-    assert [x.dtype for x in vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [
+    assert [x.dtype for x in as_vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [
         np.float64,
         np.float64,
     ]
@@ -91,9 +96,13 @@ def test_a_vector_comes_back_as_the_row_it_was() -> None:
 def test_laws_are_one_by_their_numbers_and_never_across_kinds() -> None:
     row = np.array([0.5, 0.5])
     assert (
-        same(row, row.copy())
-        and same([HALF, HALF], (HALF, HALF))
-        and same(torch.tensor(row), torch.tensor(row))
+        is_same_distribution(row, row.copy())
+        and is_same_distribution([HALF, HALF], (HALF, HALF))
+        and is_same_distribution(torch.tensor(row), torch.tensor(row))
     )
-    assert not same(row, row / 2) and not same(row, torch.tensor(row)) and not same(row, None)
-    assert not same([HALF, HALF], [HALF, F(1, 4), F(1, 4)])
+    assert (
+        not is_same_distribution(row, row / 2)
+        and not is_same_distribution(row, torch.tensor(row))
+        and not is_same_distribution(row, None)
+    )
+    assert not is_same_distribution([HALF, HALF], [HALF, F(1, 4), F(1, 4)])

@@ -34,18 +34,18 @@ Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
 def pick(row: Row, u: float) -> int:
-    """reference.pick."""
-    return reference.pick(row.tolist(), u)
+    """reference.sample_inverse_cdf."""
+    return reference.sample_inverse_cdf(row.tolist(), u)
 
 
 def order(row: Row, uniforms: Row) -> list[int]:
-    """reference.order."""
-    return reference.order(row.tolist(), uniforms.tolist())
+    """reference.sample_without_replacement."""
+    return reference.sample_without_replacement(row.tolist(), uniforms.tolist())
 
 
 def race(row: Row, noise: Row) -> int:
-    """reference.race."""
-    return reference.race(row.tolist(), noise.tolist())
+    """reference.exponential_race."""
+    return reference.exponential_race(row.tolist(), noise.tolist())
 
 
 def warp(
@@ -57,9 +57,11 @@ def warp(
     min_p: float | None,
     penalty: float,
 ) -> Row:
-    """reference.warp."""
+    """reference.apply_sampling."""
     return np.array(
-        reference.warp(logits.tolist(), history, temperature, top_k, top_p, min_p, penalty),
+        reference.apply_sampling(
+            logits.tolist(), history, temperature, top_k, top_p, min_p, penalty
+        ),
         np.float64,
     )
 
@@ -75,8 +77,10 @@ def draw(
     u: float,
 ) -> int:
     """pick(warp(...), u)."""
-    row = reference.warp(logits.tolist(), history, temperature, top_k, top_p, min_p, penalty)
-    return reference.pick(row, u)
+    row = reference.apply_sampling(
+        logits.tolist(), history, temperature, top_k, top_p, min_p, penalty
+    )
+    return reference.sample_inverse_cdf(row, u)
 
 
 def residual(row: Row, q: Row) -> Row:
@@ -85,8 +89,8 @@ def residual(row: Row, q: Row) -> Row:
 
 
 def without(row: Row, token: int) -> Row:
-    """reference.without."""
-    return np.array(reference.without(row.tolist(), token), np.float64)
+    """reference.exclude_token."""
+    return np.array(reference.exclude_token(row.tolist(), token), np.float64)
 
 
 def walk(
@@ -97,7 +101,7 @@ def walk(
     p: Any,
     uniforms: Row,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """reference.walk from given uniforms; also returns how many it used."""
+    """reference.verify from given uniforms; also returns how many it used."""
     used = 0
 
     def take() -> float:
@@ -111,8 +115,14 @@ def walk(
 
     accept: Callable[[float], bool] = lambda ratio: take() < ratio  # noqa: E731
     lists = [law if law is None else law.tolist() for law in laws]
-    path, token, refused = reference.walk(
-        tokens, parents, lists, probe, Lists(p), accept, lambda row: reference.pick(row, take())
+    path, token, refused = reference.verify(
+        tokens,
+        parents,
+        lists,
+        probe,
+        Lists(p),
+        accept,
+        lambda row: reference.sample_inverse_cdf(row, take()),
     )
     return path, token, refused, used
 

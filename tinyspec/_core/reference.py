@@ -20,7 +20,7 @@ BLOCK, LANES = 256, 8
 ROOT = -1
 
 
-def block_sum(block: Sequence[Number]) -> Number:
+def sum_block(block: Sequence[Number]) -> Number:
     """Return the sum of one block in eight strided lanes: a fixed order that SIMD can follow. O(n).
 
     The built-in `sum` will not do: since Python 3.12 it compensates its rounding errors.
@@ -29,17 +29,17 @@ def block_sum(block: Sequence[Number]) -> Number:
     return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
-def total(row: Sequence[Number]) -> Number:
+def ordered_sum(row: Sequence[Number]) -> Number:
     """Return the sum over blocks of 256 in order, lanes inside. O(V). Fractions need no order."""
     if len(row) and all(type(x) is Fraction for x in row):
-        return exactly(row)
-    return reduce(add, (block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)), 0)
+        return sum_fractions(row)
+    return reduce(add, (sum_block(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)), 0)
 
 
-def exactly(row: Sequence[Fraction]) -> Fraction:
+def sum_fractions(row: Sequence[Fraction]) -> Fraction:
     """Return the sum of Fractions, over a common denominator.
 
-    >>> exactly([Fraction(1, 3), Fraction(1, 6), Fraction(0)])
+    >>> sum_fractions([Fraction(1, 3), Fraction(1, 6), Fraction(0)])
     Fraction(1, 2)
     """
     above, below = 0, 1
@@ -51,9 +51,9 @@ def exactly(row: Sequence[Fraction]) -> Fraction:
     return Fraction(above, below)
 
 
-def normalise(row: Sequence[Number]) -> list[Number] | None:
+def normalize(row: Sequence[Number]) -> list[Number] | None:
     """Return the row divided by its sum, or None if the sum is 0. O(V)."""
-    mass = total(row)
+    mass = ordered_sum(row)
     if mass == 1:
         return list(row)
     return [x / mass for x in row] if mass > 0 else None
@@ -62,16 +62,17 @@ def normalise(row: Sequence[Number]) -> list[Number] | None:
 # --- drawing --------------------------------------------------------------------------------------------------------
 
 
-def pick(row: Sequence[Number], u: Number) -> int:
+def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
     """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1. O(V).
 
     A token of probability 0 is never returned: an interval ends only at a strictly larger sum. If
     rounding puts u after the last interval, the last token of positive probability is returned.
 
-    >>> pick([0.0, 0.25, 0.75], 0.0), pick([0.0, 0.25, 0.75], 0.25), pick([0.5, 0.5, 0.0], 1 - 2**-53)
+    >>> draw = sample_inverse_cdf
+    >>> draw([0.0, 0.25, 0.75], 0.0), draw([0.0, 0.25, 0.75], 0.25), draw([0.5, 0.5, 0.0], 1 - 2**-53)
     (1, 2, 1)
     """
-    sums = [block_sum(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
+    sums = [sum_block(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
     mass = reduce(add, sums, 0)
     if not 0 < mass < math.inf:
         raise TinyspecError(
@@ -93,18 +94,18 @@ def pick(row: Sequence[Number], u: Number) -> int:
     return next(token for token in range(stop - 1, start - 1, -1) if row[token] > 0)
 
 
-def order(row: Sequence[Number], uniforms: Sequence[Number]) -> list[int]:
+def sample_without_replacement(row: Sequence[Number], uniforms: Sequence[Number]) -> list[int]:
     """Return one token for each uniform, without replacement, until none is left. O(V + k V/B)."""
     left, drawn = list(row), list[int]()
     for u in uniforms:
         if not any(x > 0 for x in left):
             break
-        drawn.append(pick(left, u))
+        drawn.append(sample_inverse_cdf(left, u))
         left[drawn[-1]] = 0 * left[drawn[-1]]
     return drawn
 
 
-def race(row: Sequence[Number], noise: Sequence[Number]) -> int:
+def exponential_race(row: Sequence[Number], noise: Sequence[Number]) -> int:
     """Return argmin noise[i] / row[i] over the support, lowest id first: an exponential race. O(V).
 
     With standard exponential noise the result is a sample from the row. Noise of exactly 0 or inf
@@ -122,7 +123,9 @@ def race(row: Sequence[Number], noise: Sequence[Number]) -> int:
 # --- warping --------------------------------------------------------------------------------------------------------
 
 
-def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) -> list[float]:
+def penalize_repetition(
+    logits: Sequence[float], history: Sequence[int], penalty: float
+) -> list[float]:
     """Return the logits after the repetition penalty, applied once to each distinct id in range."""
     scores = list(logits)
     if penalty != 1.0:
@@ -133,7 +136,7 @@ def penalise(logits: Sequence[float], history: Sequence[int], penalty: float) ->
     return scores
 
 
-def check(scores: Sequence[float]) -> float:
+def highest_logit(scores: Sequence[float]) -> float:
     """Return the largest score. Raises TinyspecError for NaN, +inf and nothing but -inf."""
     if any(x != x for x in scores):
         raise TinyspecError(
@@ -158,7 +161,7 @@ def keep_top_mass(row: Sequence[Number], masses: Sequence[Number], need: Number)
     return kept
 
 
-def units(row: Sequence[Number]) -> list[Number]:
+def order_free_masses(row: Sequence[Number]) -> list[Number]:
     """Return masses whose sum does not depend on the order: floats in [0, 1] become integers.
 
     A kernel can then search for the nucleus without sorting. The integers sum to less than 2^62.
@@ -169,7 +172,7 @@ def units(row: Sequence[Number]) -> list[Number]:
     return [int(x * scale) for x in row]
 
 
-def truncate(
+def filter_tokens(
     row: Sequence[Number], top_k: int | None, top_p: Number, min_p: Number
 ) -> list[Number]:
     """Apply top-k, then top-p, then min-p to weights of at most 1. O(V log V)."""
@@ -177,7 +180,7 @@ def truncate(
     if top_k is not None and top_k < len(kept):
         kept = keep_top_mass(kept, [1] * len(kept), top_k)
     if top_p is not None and top_p < 1:
-        masses = units(kept)
+        masses = order_free_masses(kept)
         whole: Number = reduce(add, masses, 0)
         need = top_p * whole if isinstance(whole, Fraction) else math.ceil(top_p * float(whole))
         kept = keep_top_mass(kept, masses, min(need, whole))
@@ -194,7 +197,7 @@ def one_hot(row: Sequence[Number]) -> list[Number]:
     return [one if i == best else 0 * one for i in range(len(row))]
 
 
-def warp(
+def apply_sampling(
     logits: Sequence[float],
     history: Sequence[int],
     temperature: float,
@@ -204,12 +207,12 @@ def warp(
     penalty: float,
 ) -> list[float]:
     """Return logits as a distribution: repetition penalty, temperature, top-k, top-p, min-p."""
-    scores = penalise(logits, history, penalty)
-    top = check(scores)
+    scores = penalize_repetition(logits, history, penalty)
+    top = highest_logit(scores)
     if temperature == 0:
         return one_hot(scores)
     weights = exponential([(x - top) / temperature for x in scores])  # the top weight is exactly 1
-    row = normalise(truncate(weights, top_k, top_p, min_p))
+    row = normalize(filter_tokens(weights, top_k, top_p, min_p))
     assert row is not None  # the top token is always kept
     return row
 
@@ -238,24 +241,24 @@ def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
     >>> residual([0.5, 0.5, 0.0], [1.0, 0.0, 0.0])
     [0.0, 1.0, 0.0]
     """
-    return normalise(unnormalized_residual(row, q, -1)) or list(row)
+    return normalize(unnormalized_residual(row, q, -1)) or list(row)
 
 
-def without(row: Sequence[Number], token: int) -> list[Number]:
+def exclude_token(row: Sequence[Number], token: int) -> list[Number]:
     """Return the row without this token: the residual of a point mass; the row if nothing is left."""
-    return normalise(unnormalized_residual(row, None, token)) or list(row)
+    return normalize(unnormalized_residual(row, None, token)) or list(row)
 
 
-def refuse(
+def reject(
     row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool
 ) -> Sequence[Number]:
     """Return the residual; after the last sibling it is not normalised, as a draw needs no sum of 1."""
     left = unnormalized_residual(row, q, token)
-    mass = total(left)
+    mass = ordered_sum(left)
     return row if not mass > 0 else left if last else [x / mass for x in left]
 
 
-def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
+def acceptance_ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Number:
     """Return the acceptance ratio row / q of a draft token; a q of None is a point mass.
 
     Raises TinyspecError if the token has probability 0 under the distribution its drafter declared.
@@ -277,7 +280,7 @@ def ratio(row: Sequence[Number], q: Sequence[Number] | None, token: int) -> Numb
     return row[token] / q[token]
 
 
-def walk(
+def verify(
     tokens: Sequence[int],
     parents: Sequence[int],
     laws: Sequence[Any],
@@ -285,7 +288,7 @@ def walk(
     p: Mapping[int, Any],
     accept: Callable[[Number], bool],
     draw: Callable[[Any], int],
-    refuse: Callable[[Any, Any, int, bool], Any] = refuse,
+    reject: Callable[[Any, Any, int, bool], Any] = reject,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
     """Accept a path from the root; after a rejection the target's distribution is its residual.
 
@@ -299,7 +302,7 @@ def walk(
     untested = list(siblings)
     while untested:
         node, token = untested[0], tokens[untested[0]]
-        if accept(ratio(row, laws[node], token)):
+        if accept(acceptance_ratio(row, laws[node], token)):
             path.append(node)
             here = {twin for twin in siblings if tokens[twin] == token}
             row, siblings = p[node], children_of(here, parents, probe)
@@ -307,7 +310,7 @@ def walk(
         else:
             refused.append(node)
             untested = untested[1:]
-            row = refuse(row, laws[node], token, not untested)
+            row = reject(row, laws[node], token, not untested)
     return tuple(path), draw(row), tuple(refused)
 
 

@@ -20,7 +20,7 @@ from tinyspec import models
 from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
 from tinyspec.bench.stores import prepared
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.trace import Statistics, origins
+from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.generation import start_generation
 from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft
@@ -121,7 +121,7 @@ class Own:
             stats.count(round)
             silent += len(round.tokens) == len(round.verdict.accepted)
             truncated += round.truncated
-            stopped += "recovered" in origins(round)
+            stopped += "recovered" in token_origins(round)
         wait()
         done = clock()
         ids, state = tuple(decoder.new), kept_bytes(decoder.drafter)

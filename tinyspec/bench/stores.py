@@ -66,10 +66,10 @@ def store(model: Model) -> Prepared:
             yield np.array(model.tokenizer.encode(document), np.int32)
 
     if not path.exists():
-        datastore.write(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
+        datastore.write_datastore(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
     return Prepared(
         {"datastore": str(path)},
-        f"a datastore of {len(datastore.opened(path).tokens):,} tokens, 8 bytes each: {what}",
+        f"a datastore of {len(datastore.open_datastore(path).tokens):,} tokens, 8 bytes each: {what}",
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from tinyspec.bench.book import Sample
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
-from tinyspec.decoding.trace import distinct
+from tinyspec.decoding.trace import distinct_share
 
 Cost = Callable[[Sample], float]
 
@@ -210,7 +210,7 @@ def texts(
         tasks.setdefault(job.split("/")[0], []).append(ids)
     return {
         name: {
-            "distinct_4grams": fmean(distinct(ids) for ids in written),
+            "distinct_4grams": fmean(distinct_share(ids) for ids in written),
             "behind_the_end": fmean(_behind(ids, eos) for ids in written),
         }
         for name, written in tasks.items()

@@ -151,9 +151,9 @@ def build_datastore(
       tinyspec generate "Once upon a time" --method rest --datastore tales.store
     """
     from tinyspec.models import load
-    from tinyspec.speculative.drafting.datastore import build
+    from tinyspec.speculative.drafting.datastore import build_datastore
 
     tokenizer = load(model).tokenizer
     with base.show_progress(quiet) as advance:
-        tokens = build(out, files, tokenizer, field, advance)
+        tokens = build_datastore(out, files, tokenizer, field, advance)
     click.echo(f"{out}: {tokens} tokens")

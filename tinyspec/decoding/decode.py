@@ -10,7 +10,7 @@ declare the distribution they were committed under.
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from tinyspec.decoding.device import warp_rows
+from tinyspec.decoding.device import apply_sampling_to_rows
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import DEVICE, UNCHANGED, SamplingParams, kernels_of
 from tinyspec.decoding.stopping import Reason, StoppingCriteria
@@ -71,7 +71,9 @@ class TargetProbs:
             nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
             paths = [self.tree.tokens_on(self.tree.path(node)) for node in nodes]
             histories = [self.context, *([*self.context, *path] for path in paths)]
-            self._block = warp_rows(self.scores.logits, histories, *self.sampling.as_floats())
+            self._block = apply_sampling_to_rows(
+                self.scores.logits, histories, *self.sampling.as_floats()
+            )
         return self._block
 
     def greedy_token(self, node: int) -> int | None:

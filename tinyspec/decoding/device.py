@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # both import this file
     from tinyspec.decoding.sampling import SamplingParams
 
 
-class Fault(NamedTuple):
+class LogitCheck(NamedTuple):
     """What is wrong with a row, to be asked when the row is needed: `top` is its highest logit (NaN
     if any is).
     """
@@ -38,7 +38,7 @@ class Fault(NamedTuple):
             raise TinyspecError(f"the logits {what}, so they define no law")
 
 
-def warp_rows(
+def apply_sampling_to_rows(
     logits: Tensor,
     histories: Sequence[Sequence[int]],
     temperature: float,
@@ -51,7 +51,7 @@ def warp_rows(
     by which `Fault` knows a row without a law. Nothing is brought to the host."""
     scores = logits.detach().to(torch.float64, copy=True)
     if penalty != 1.0:
-        _penalise(scores, histories, penalty)
+        _penalize_repetition(scores, histories, penalty)
     if not scores.shape[1]:
         return scores, scores.new_full((len(scores),), -torch.inf)
     tops = scores.amax(dim=1)  # propagates NaN
@@ -77,7 +77,9 @@ def warp_rows(
     return rows / rows.sum(dim=1, keepdim=True), tops
 
 
-def _penalise(scores: Tensor, histories: Sequence[Sequence[int]], penalty: float) -> None:
+def _penalize_repetition(
+    scores: Tensor, histories: Sequence[Sequence[int]], penalty: float
+) -> None:
     """The repetition penalty, in place: each row's own history."""
     seen = [
         (i, token)
@@ -101,7 +103,7 @@ def first_true(mask: Tensor) -> Tensor:
 # ------------------------------------------------------------------------
 
 
-def fetch(*columns: Tensor) -> list[list[float]]:
+def fetch_to_host(*columns: Tensor) -> list[list[float]]:
     """Columns of numbers to the host: the one place where the host waits for the device."""
     sizes = [len(column) for column in columns]
     flat: list[float] = torch.cat([column.to(torch.float64) for column in columns]).cpu().tolist()
@@ -109,7 +111,7 @@ def fetch(*columns: Tensor) -> list[list[float]]:
     return [flat[end - size : end] for end, size in zip(ends, sizes, strict=True)]
 
 
-def walk(
+def verify_on_device(
     tokens: Sequence[int],
     parents: Sequence[int],
     laws: Sequence[Tensor | None],
@@ -118,7 +120,7 @@ def walk(
     tops: Tensor | None,
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """reference.walk over the target's rows [n + 1, V], with one synchronisation: (path, token,
+    """reference.verify over the target's rows [n + 1, V], with one synchronisation: (path, token,
     refused, uniforms used).
 
     Everything the walk could ask is answered at once. Which law a node meets depends on no decision
@@ -135,7 +137,7 @@ def walk(
             raise TinyspecError(
                 f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}"
             )
-    place, ends, used = _places(tokens, parents, probe)
+    place, ends, used = _plan_tests(tokens, parents, probe)
     left, ratios, own = rows.clone(), rows.new_zeros(len(tokens)), rows.new_ones(len(tokens))
     for rank in range(1 + max((rank for rank, _ in place.values()), default=-1)):
         nodes = [node for node in place if place[node][0] == rank]
@@ -148,7 +150,7 @@ def walk(
         drawn = [i for i, node in enumerate(nodes) if laws[node] is not None]
         if drawn:
             at = torch.tensor(drawn, device=rows.device)
-            q[at] = torch.stack([_fitting(laws[nodes[i]], rows) for i in drawn])
+            q[at] = torch.stack([_check_draft_probs(laws[nodes[i]], rows) for i in drawn])
             own[which[at]] = q[at].gather(1, token_ids[at][:, None])[:, 0]
         ratios[which] = here.gather(1, token_ids[:, None])[:, 0] / own[which]
         rest = (here - q).clamp(min=0)
@@ -161,13 +163,13 @@ def walk(
         mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None]
     )
     said = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
-    passing, declared, drawn_there, highest = fetch(
+    passing, declared, drawn_there, highest = fetch_to_host(
         ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops
     )
-    return _decide(tokens, place, ends, passing, declared, drawn_there, highest, uniforms)
+    return _verify_numbers(tokens, place, ends, passing, declared, drawn_there, highest, uniforms)
 
 
-def _fitting(q: Tensor | None, rows: Tensor) -> Tensor:
+def _check_draft_probs(q: Tensor | None, rows: Tensor) -> Tensor:
     assert q is not None
     if len(q) != rows.shape[1]:
         raise TinyspecError(
@@ -179,7 +181,7 @@ def _fitting(q: Tensor | None, rows: Tensor) -> Tensor:
 Place = dict[int, tuple[int, int]]
 
 
-def _places(
+def _plan_tests(
     tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool]
 ) -> tuple[Place, list[int], dict[int, int]]:
     """Where each node is tested: (its rank, the node behind which it stands), the children of equal
@@ -207,7 +209,7 @@ def _places(
     )
 
 
-def _decide(
+def _verify_numbers(
     tokens: Sequence[int],
     place: Place,
     ends: Sequence[int],
@@ -222,7 +224,7 @@ def _decide(
     for node, (_, behind) in place.items():
         below.setdefault(behind, []).append(node)
     path, refused, here, used = list[int](), list[int](), -1, 0
-    Fault(tops[0]).check()
+    LogitCheck(tops[0]).check()
     untested = list(below.get(-1, ()))
     while untested:
         node = untested.pop(0)
@@ -231,7 +233,7 @@ def _decide(
             raise TinyspecError(f"drafted token {tokens[node]} has {law}")
         used += 1
         if used < len(uniforms) and uniforms[used - 1] < ratios[node]:
-            Fault(tops[node + 1]).check()
+            LogitCheck(tops[node + 1]).check()
             path.append(node)
             here, untested = node, list(below.get(node, ()))
         else:
@@ -250,8 +252,8 @@ class DeviceKernels(Kernels):
     """Torch operations over tensors of a device, [V] float64, where they decide as the host does."""
 
     def probs(self, logits: Tensor, history: Sequence[int], settings: "SamplingParams") -> Tensor:
-        rows, tops = warp_rows(logits[None], [history], *settings.as_floats())
-        Fault(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number
+        rows, tops = apply_sampling_to_rows(logits[None], [history], *settings.as_floats())
+        LogitCheck(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number
         return rows[0]
 
     def sample_inverse_cdf(self, p: Tensor, u: float) -> int:
@@ -323,7 +325,7 @@ class DeviceKernels(Kernels):
                 "every outcome of a verification is enumerated on the host: use a model on the CPU"
             )
         probs, tops = block
-        accepted, token, rejected, used = walk(
+        accepted, token, rejected, used = verify_on_device(
             tree.tokens, tree.parents, tree.draft_probs, tree.probe, probs, tops, uniforms.tolist()
         )
         rng.push_back(len(uniforms) - used)

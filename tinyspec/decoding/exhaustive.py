@@ -12,7 +12,7 @@ from tinyspec.tree import Probs
 T = TypeVar("T")
 
 
-def claim(asked: set[tuple[str, int]], role: str, round: int) -> None:
+def claim_stream(asked: set[tuple[str, int]], role: str, round: int) -> None:
     """Note that a stream was asked for; TinyspecError if it was asked for before."""
     if (role, round) in asked:
         raise TinyspecError(
@@ -106,7 +106,7 @@ class Exhaustive:
         return True if ratio >= 1 else self._script.branch([(True, ratio), (False, 1 - ratio)])
 
     def draw(self, row: Probs) -> int:
-        mass = reference.total(list(row))
+        mass = reference.ordered_sum(list(row))
         if not mass > 0:
             raise TinyspecError("cannot draw from a row without mass")
         return self._script.branch(

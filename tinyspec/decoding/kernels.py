@@ -55,7 +55,7 @@ class Kernels:
         top_p = None if settings.top_p is None else as_fraction(settings.top_p)
         min_p = Fraction(0) if settings.min_p is None else as_fraction(settings.min_p)
         row = row if power == 1 else [x**power for x in row]
-        probs = reference.normalise(reference.truncate(row, settings.top_k, top_p, min_p))
+        probs = reference.normalize(reference.filter_tokens(row, settings.top_k, top_p, min_p))
         assert probs is not None
         return probs
 
@@ -73,15 +73,15 @@ class Kernels:
 
     def sample_inverse_cdf(self, p: Probs, u: float) -> int:
         """Return the token whose interval of the cumulative sum holds u * total."""
-        return reference.pick(p, u)
+        return reference.sample_inverse_cdf(p, u)
 
     def sample_without_replacement(self, p: Probs, uniforms: Any) -> list[int]:
         """Return one token for each uniform, without replacement."""
-        return reference.order(p, list(uniforms))
+        return reference.sample_without_replacement(p, list(uniforms))
 
     def exponential_race(self, p: Probs, noise: Any) -> int:
         """Return the token of least noise / probability."""
-        return reference.race(p, list(noise))
+        return reference.exponential_race(p, list(noise))
 
     def residual(self, p: Probs, q: Probs) -> Probs:
         """Return max(0, p - q), normalized; p if nothing is left."""
@@ -89,7 +89,7 @@ class Kernels:
 
     def exclude_token(self, p: Probs, token: int) -> Probs:
         """Return p without this token, normalized; p if nothing is left."""
-        return reference.without(p, token)
+        return reference.exclude_token(p, token)
 
     def top_k_rows(self, logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
         """Return the ids of the k highest numbers of some rows, highest first, lowest id of equals."""
@@ -111,7 +111,7 @@ class Kernels:
 
     def verify_tree(self, tree: TokenTree, p: Any, rng: "RandomSource") -> Outcome:
         """Verify a tree, one decision after the other, as `verify.verify_tree` says."""
-        return reference.walk(*tree, p, rng.accept, rng.draw, self._reject)
+        return reference.verify(*tree, p, rng.accept, rng.draw, self._reject)
 
     def _reject(self, p: Probs, q: Probs | None, token: int, last: bool) -> Probs:
         return self.exclude_token(p, token) if q is None else self.residual(p, q)

@@ -141,7 +141,7 @@ class SharedSessionDrafter(ModelDrafter):
         return None
 
 
-def confidence(laws: TargetProbs, tip: int) -> Any:
+def highest_probability(laws: TargetProbs, tip: int) -> Any:
     """Return the draft's highest probability before sampling settings: how sure the model is."""
     row = laws.probs_under(tip, UNCHANGED)
     return kernels_of(row).as_vector(row).max()

@@ -47,7 +47,7 @@ class Canvas(NamedTuple):
         return torch.where(slots > 0, total / slots.clamp(min=1), -torch.inf)
 
 
-def blank(lengths: Sequence[int], token: int, device: torch.device | None = None) -> Canvas:
+def blank_canvas(lengths: Sequence[int], token: int, device: torch.device | None = None) -> Canvas:
     """Candidates of these lengths, every slot holding `token`, with score 0."""
     room = max(max(lengths), 1)
     mask = torch.arange(room, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
@@ -81,7 +81,7 @@ class Refiner(Protocol):
 
 
 @dataclass
-class Written:
+class PassRecord:
     """A pass as plain data: every candidate's tokens behind it, and the slots whose token is
     another than before; how sure the technique is of each (log-probabilities, as it keeps them)."""
 
@@ -99,7 +99,7 @@ class Pass(NamedTuple):
     after: Canvas
     calls: tuple[ForwardRecord, ...]
 
-    def written(self) -> Written:
+    def written(self) -> PassRecord:
         """Without the tensors."""
         moved = (self.before.tokens != self.after.tokens) & self.after.mask
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
@@ -107,7 +107,7 @@ class Pass(NamedTuple):
             row[slots].tolist()
             for row, slots in zip(self.after.scores, self.after.mask, strict=True)
         ]
-        return Written(
+        return PassRecord(
             texts, [row.nonzero().flatten().tolist() for row in moved], len(self.calls), scores
         )
 
@@ -193,7 +193,7 @@ def refine(
 # ---------------------------------------------------------------------- candidates judged by a teacher
 
 
-def judge(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
+def score_candidates(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
     """`said` for the candidates of one source. One pass of the encoder (its source is the only one)
     and one of the decoder.
     """
@@ -230,9 +230,9 @@ def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> T
     return scores.masked_fill(places > ends[:, None], 0)
 
 
-def best(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> int:
+def best_candidate(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> int:
     """The candidate to which the teacher gives the highest probability; of equals, the first."""
-    return int(judge(teacher, source, canvas).sum(dim=1).argmax())
+    return int(score_candidates(teacher, source, canvas).sum(dim=1).argmax())
 
 
 def check_teacher(model: Seq2Seq, teacher: Seq2Seq) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec.decoding import sampling
-from tinyspec.decoding.exhaustive import Exhaustive, claim
+from tinyspec.decoding.exhaustive import Exhaustive, claim_stream
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import Probs
 
@@ -110,7 +110,7 @@ class Seeded(_Stream):
 
     def split(self, role: str, round: int) -> "Seeded":
         """Return the stream of this key. O(1): nothing is generated before it is asked for."""
-        claim(self._asked, role, round)
+        claim_stream(self._asked, role, round)
         child = Seeded.__new__(Seeded)
         child._begin(_derive(self._key, role, round), self._root, self._philox)
         return child
@@ -196,7 +196,7 @@ class Replay(_Stream):
         return len(self._given) - self._shared[0]
 
     def split(self, role: str, round: int) -> "Replay":
-        claim(self._asked, role, round)
+        claim_stream(self._asked, role, round)
         child = Replay(())
         child._given, child._shared, child._races = self._given, self._shared, self._races
         return child

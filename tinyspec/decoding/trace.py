@@ -90,7 +90,7 @@ def decode(
     return decoder.new, stats
 
 
-def origins(round: Round) -> tuple[Origin, ...]:
+def token_origins(round: Round) -> tuple[Origin, ...]:
     """Where each token of a round came from: accepted from the draft, recovered after a refusal, a
     bonus behind a draft that passed whole, or plain (there was no draft)."""
     kinds: list[Origin] = ["accepted"] * len(round.verdict.accepted)
@@ -149,7 +149,7 @@ class Trace:
                 list(round.verdict.accepted),
                 list(round.verdict.rejected),
                 list(round.tokens),
-                list(origins(round)),
+                list(token_origins(round)),
                 list(round.scores.layers),
                 len(round.calls),
                 len(round.draft_calls),
@@ -226,11 +226,11 @@ def compute_logprobs_on_device(round: Round) -> torch.Tensor:
     ] - logits.logsumexp(dim=-1)
 
 
-def distinct(tokens: Sequence[int], n: int = 4) -> float:
+def distinct_share(tokens: Sequence[int], n: int = 4) -> float:
     """Share of distinct n-grams: text that loops flatters every drafter, so a race prints this
     beside its ratio.
 
-    >>> distinct([1, 2, 1, 2, 1, 2], n=2)
+    >>> distinct_share([1, 2, 1, 2, 1, 2], n=2)
     0.4
     """
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]

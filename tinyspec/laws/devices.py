@@ -185,8 +185,11 @@ def walk_equals_twin(
                 [None if law is None else _row_as_floats(law) for law in laws],
                 case.probe,
             )
-            said = reference.walk(
-                *columns, lists, given.accept, lambda row: reference.pick(row, given.next())
+            said = reference.verify(
+                *columns,
+                lists,
+                given.accept,
+                lambda row: reference.sample_inverse_cdf(row, given.next()),
             )
             return (*said, len(given.rest))
 
@@ -234,10 +237,14 @@ def decisions_equal_twin(rng: Callable[..., Any] = Replay, examples: int = 120) 
             if kind == "accept":
                 expected, got, used = rest[0] < what, stream.accept(what), 1
             elif kind == "draw":
-                expected, got, used = reference.pick(what.tolist(), rest[0]), stream.draw(what), 1
+                expected, got, used = (
+                    reference.sample_inverse_cdf(what.tolist(), rest[0]),
+                    stream.draw(what),
+                    1,
+                )
             else:
                 expected, got = (
-                    reference.order(what.tolist(), rest[:times]),
+                    reference.sample_without_replacement(what.tolist(), rest[:times]),
                     stream.sample_without_replacement(what, times),
                 )
                 used = len(expected)
@@ -285,7 +292,7 @@ def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
     ) -> Any:
         rows = torch.stack([there(p[node]) for node in range(-1, len(tokens))])
         far = [None if law is None else there(law) for law in laws]
-        return device.walk(tokens, parents, far, probe, rows, None, uniforms.tolist())
+        return device.verify_on_device(tokens, parents, far, probe, rows, None, uniforms.tolist())
 
     return {
         "pick": move(DEVICE.sample_inverse_cdf, 1),
@@ -351,7 +358,11 @@ def _draws_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
         or not all(0 <= t < len(row) and row[t] > 0 for t in tokens)
     ):
         return bool(expected == got)
-    twin = reference.order if isinstance(got, list) else reference.pick
+    twin = (
+        reference.sample_without_replacement
+        if isinstance(got, list)
+        else reference.sample_inverse_cdf
+    )
     return None if _is_doubtful(twin, len(row), lambda doubt: (doubt.row(row), last)) else False
 
 
@@ -364,10 +375,10 @@ def _walks_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
         columns = [case[name] for name in ("tokens", "parents", "probe")]
         laws = [None if law is None else doubt.row(law) for law in case["laws"]]
         p = {node: doubt.row(row) for node, row in case["p"].items()}
-        draw = lambda row: reference.pick(row, given.next())  # noqa: E731
+        draw = lambda row: reference.sample_inverse_cdf(row, given.next())  # noqa: E731
         return (*columns[:2], laws, columns[2], p, given.accept, draw)
 
-    return None if _is_doubtful(reference.walk, len(case["p"][-1]), doubted) else False
+    return None if _is_doubtful(reference.verify, len(case["p"][-1]), doubted) else False
 
 
 def _rows_agree(case: KernelCase, expected: Any, got: Any) -> bool:
@@ -385,7 +396,9 @@ def _warps_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
     if _rows_agree(case, expected, got):
         return True
     scores, knobs = case["logits"], [case[name] for name in WarpKnobs._fields]
-    whole = reference.warp(scores.tolist(), knobs[0], knobs[1], None, None, None, knobs[-1])
+    whole = reference.apply_sampling(
+        scores.tolist(), knobs[0], knobs[1], None, None, None, knobs[-1]
+    )
     lawful = abs(got.sum() - 1) < 1e-9 and (np.array(whole)[got > NEGLIGIBLE_SHARE] > 0).all()
     return None if lawful and not _is_firm(scores.tolist(), *knobs) else False
 
@@ -408,7 +421,9 @@ def _is_firm(
     kept = {
         tuple(
             x > 0
-            for x in reference.warp(scores, history, temperature, top_k, share, floor, penalty)
+            for x in reference.apply_sampling(
+                scores, history, temperature, top_k, share, floor, penalty
+            )
         )
         for share in (
             top_p,
@@ -421,7 +436,7 @@ def _is_firm(
     }
     if len(kept) > 1 or temperature == 0:
         return temperature == 0
-    final = reference.penalise(scores, history, penalty)
+    final = reference.penalize_repetition(scores, history, penalty)
     inside = [x for x, stays in zip(final, next(iter(kept)), strict=True) if stays]
     outside = [x for x, stays in zip(final, next(iter(kept)), strict=True) if not stays]
     gap = (min(inside) - max(outside, default=-np.inf)) / temperature

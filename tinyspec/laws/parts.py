@@ -15,7 +15,7 @@ from tinyspec._core import Forest, NgramIndex
 from tinyspec.decoding import trace
 from tinyspec.decoding.decode import Decoder, Drafter, Round, Target, Verifier
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.refine import Refinement, judge, refine
+from tinyspec.decoding.refine import Refinement, refine, score_candidates
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams, exponential_race
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -32,7 +32,7 @@ from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
 from tinyspec.nonautoregressive.nat import NatRefiner, nat_loss, reinforce_surrogate
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.nested import NestedDrafter
 from tinyspec.speculative.treedraft import Shape, TreeDrafter
 from tinyspec.speculative.verification.bild import rollback_verifier
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
@@ -130,7 +130,7 @@ class Parts:
     trees: Callable[[Target, Shape, bool], Drafter] = make_tree_drafter
     index: Callable[[int], Any] = NgramIndex
     forest: Callable[[int, int], Any] = Forest
-    nested: Callable[..., Nested] = Nested
+    nested: Callable[..., NestedDrafter] = NestedDrafter
     joint: type[JointTarget] = JointTarget
     rollback: Callable[[float, str], Verifier] = rollback_verifier
     block: Verifier = verify_tree_by_block
@@ -142,7 +142,7 @@ class Parts:
     solve: Callable[..., Any] = solve_blocks
     course: Callable[..., Course] = Course
     given: Callable[..., Model] = Given
-    judge: Callable[..., Any] = judge
+    judge: Callable[..., Any] = score_candidates
     refine: Callable[..., Refinement] = refine
     decoder: type[Decoder] = Decoder
     stop: Callable[..., StoppingCriteria] = StoppingCriteria
@@ -151,7 +151,7 @@ class Parts:
     race: Callable[[Probs, Any], int] = exponential_race
     kernels: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: KERNELS)
     statistics: Callable[[], Statistics] = Statistics
-    origins: Callable[[Round], tuple[str, ...]] = trace.origins
+    origins: Callable[[Round], tuple[str, ...]] = trace.token_origins
     logprobs: Callable[[Round], list[float]] = trace.compute_logprobs
     session: Callable[[Model], Session] = make_session
     view: Callable[..., View] = View

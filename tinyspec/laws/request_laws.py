@@ -350,7 +350,7 @@ def is_decoder(card: Card) -> bool:
 def trace_identities(
     card: Card,
     statistics: Callable[[], Statistics] = Statistics,
-    origins: Callable[[Round], Sequence[str]] = trace.origins,
+    origins: Callable[[Round], Sequence[str]] = trace.token_origins,
 ) -> Evidence:
     """Check that the reported counts add up, round by round and in sum.
 

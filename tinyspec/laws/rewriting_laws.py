@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, blank, refine
+from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, blank_canvas, refine
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.parts import Parts
@@ -388,7 +388,7 @@ class ScriptedRefiner:
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         self._note("start", rng, tuple(source), memory)
-        return blank([2, 2], self.model.config.mask)
+        return blank_canvas([2, 2], self.model.config.mask)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
@@ -477,7 +477,7 @@ def teacher_judges(parts: Parts) -> Evidence:
     for seed, source in enumerate(REFINE_SOURCES):
         teacher = random_writer(seed)
         for texts in JUDGED_TEXTS:
-            canvas = blank([len(text) for text in texts], 8)
+            canvas = blank_canvas([len(text) for text in texts], 8)
             for row, text in enumerate(texts):
                 canvas.tokens[row, : len(text)] = torch.tensor(text)
             got = parts.judge(teacher, source, canvas).tolist()

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, blank
+from tinyspec.decoding.refine import Canvas, blank_canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -171,7 +171,7 @@ class MaskPredictRefiner:
         likeliest = select_lengths(
             length_logprobs(self.model, memory)[:, : longest + 1], self.width
         )[0]
-        return blank(likeliest, self.model.config.mask, self.model.device)
+        return blank_canvas(likeliest, self.model.config.mask, self.model.device)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource

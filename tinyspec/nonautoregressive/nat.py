@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best, check_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -345,7 +345,7 @@ class NatRefiner:
         return iteration == 1
 
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        return 0 if self.teacher is None else best(self.teacher, source, canvas)
+        return 0 if self.teacher is None else best_candidate(self.teacher, source, canvas)
 
 
 @technique(

@@ -17,7 +17,7 @@ from statistics import median, median_low
 from typing import Any
 
 from tinyspec.decoding.decode import Round
-from tinyspec.decoding.trace import Statistics, Trace, distinct
+from tinyspec.decoding.trace import Statistics, Trace, distinct_share
 from tinyspec.generation import GenerationRun
 from tinyspec.lm.model import Model
 
@@ -64,7 +64,7 @@ class Lane:
     @property
     def distinct(self) -> float:
         """Share of distinct 4-grams: looping text flatters every drafter."""
-        return distinct(self.tokens)
+        return distinct_share(self.tokens)
 
     def as_dict(self) -> dict[str, Any]:
         """Return it for --json."""

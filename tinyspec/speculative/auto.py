@@ -63,8 +63,8 @@ from tinyspec.speculative.lookup import (
     AcceptanceTracker,
     LookupDraft,
     continue_after_substitution,
-    memory,
     merge_drafts,
+    shared_forest,
 )
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
@@ -154,7 +154,9 @@ class LookupDrafter(SuffixDecodingDrafter):
     """Looks up drafts in texts, ranks their tokens, and tracks how often they are accepted."""
 
     def __init__(self, request: Request, most: int, remember: bool):
-        forest, numbers = memory(request.target, request.clock, "auto", DEPTH, BOUND, remember)
+        forest, numbers = shared_forest(
+            request.target, request.clock, "auto", DEPTH, BOUND, remember
+        )
         super().__init__(forest, numbers, ALPHA, most, FLOOR, MARGIN)
         self.trusts = [
             AcceptanceTracker(MARGIN, TRUST_EMA_RATE, prior)

@@ -69,7 +69,7 @@ class AcceptanceTracker:
 
     def worth(self, shares: Sequence[float], match: int) -> bool:
         """Whether one of these first guesses behind such a match may be run."""
-        return max(shares) * self.first[bucket(match)] >= self.price * sum(shares)
+        return max(shares) * self.first[match_bucket(match)] >= self.price * sum(shares)
 
     def record_without_running(
         self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]
@@ -92,7 +92,7 @@ class AcceptanceTracker:
             if parent == ROOT:
                 whole[match] = whole.get(match, 0.0) + share
         trusted = {
-            match: (self.first[bucket(match)], self.further[bucket(match)])
+            match: (self.first[match_bucket(match)], self.further[match_bucket(match)])
             for match in set(matches)
         }
         depths, found = list[int](), list[float]()
@@ -144,13 +144,15 @@ class AcceptanceTracker:
             if not below:
                 return
             at = next((node for node in below if self.tokens[node] == token), ROOT)
-            rates[bucket(longest)] += self.rate * ((at != ROOT) - rates[bucket(longest)])
+            rates[match_bucket(longest)] += self.rate * (
+                (at != ROOT) - rates[match_bucket(longest)]
+            )
             if at == ROOT:
                 return
             rates = self.further
 
 
-def bucket(match: int) -> int:
+def match_bucket(match: int) -> int:
     """The least length of the matches that are counted with this one."""
     return BUCKETS[min(match, len(BUCKETS) - 1)]
 
@@ -219,7 +221,7 @@ def continue_after_substitution(draft: LookupDraft, newest: int) -> LookupDraft:
 OUTPUTS = 0  # the tree of what was said; those of requests are 1, 2, ...
 
 
-class Remembered(BaseDrafter):
+class RequestForest(BaseDrafter):
     """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all
     requests.
 
@@ -284,7 +286,7 @@ class Remembered(BaseDrafter):
             self.release()
 
 
-def memory(
+def shared_forest(
     target: Any, clock: Clock | None, name: str, depth: int, bound: int, remember: bool
 ) -> "tuple[Forest, count[int]]":
     """The forest of this model under these knobs, and the numbers of its requests.

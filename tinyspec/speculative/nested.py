@@ -24,10 +24,10 @@ from tinyspec.tree import Probs, TokenTree
 UNSEEN = Scores(torch.empty(0, 0), torch.empty(0, 0, 0), ())
 
 
-def shared(one: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts begin with alike.
 
-    >>> shared([1, 2, 3], [1, 2, 4, 5])
+    >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5])
     2
     """
     n = min(len(one), len(other))
@@ -36,14 +36,14 @@ def shared(one: Sequence[int], other: Sequence[int]) -> int:
     return next(at for at in range(n) if one[at] != other[at])
 
 
-def told(tokens: Sequence[int]) -> Round:
+def external_round(tokens: Sequence[int]) -> Round:
     """The event by which an inner drafter hears of tokens that came from outside; it shows no
     rows.
     """
     return Round(TokenTree(), UNSEEN, Verdict((), None), tuple(tokens), ())
 
 
-class Nested(BaseDrafter):
+class NestedDrafter(BaseDrafter):
     """Lets a decoder make `gamma` tokens a round, and declares the laws it made them under.
 
     decoder    its target and drafter write to the outer request's forward log; its stop names the
@@ -74,7 +74,7 @@ class Nested(BaseDrafter):
         if self.positions is not None and len(text) > self.positions:
             return
         inner = self.decoder
-        kept = shared(inner.context, text)
+        kept = common_prefix_length(inner.context, text)
         fresh = list(text[kept:])
         if self.guest:
             inner.target.end()  # back to the text of the session it looks at
@@ -82,7 +82,7 @@ class Nested(BaseDrafter):
             inner.target.rewind(kept)
             inner.target.append(fresh)
         inner.drafter.rewind(kept)
-        inner.drafter.observe(told(fresh))
+        inner.drafter.observe(external_round(fresh))
         inner.context[kept:] = fresh
         inner.start, inner.finished, inner.stop = len(inner.context), None, self.ends
 

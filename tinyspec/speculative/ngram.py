@@ -25,10 +25,10 @@ STREAMS = 32  # texts that are sampled side by side: one forward serves them all
 DISCOUNT = Fraction(1, 2)
 
 
-class Katz:
+class KatzModel:
     """n-grams up to an order over a vocabulary of V tokens.
 
-    >>> model = Katz([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
+    >>> model = KatzModel([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
     >>> model.likeliest([9, 1]), model.likeliest([3, 1, 2]), model.likeliest([0])
     (2, 0, None)
     """
@@ -111,7 +111,7 @@ def _others(tokens: Container[int]) -> Iterator[int]:
     return (token for token in count() if token not in tokens)
 
 
-def sampled(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
+def sample_texts(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
     """So many tokens that a model says of itself at temperature 1, in several texts; the same for
     the same seed.
 

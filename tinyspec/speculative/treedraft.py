@@ -42,10 +42,10 @@ def parse_branching(configuration: str | int) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
-def shape(children: Sequence[int]) -> Shape:
+def branching_parents(children: Sequence[int]) -> Shape:
     """The nodes of a configuration, depth by depth.
 
-    >>> shape((2, 1))
+    >>> branching_parents((2, 1))
     (-1, -1, 0, 1)
     """
     parents: list[int] = []

@@ -25,7 +25,7 @@ from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import progress, report
 from tinyspec.bench.settings import RetrievalSettings
-from tinyspec.speculative.drafting.datastore import Datastore, indexed
+from tinyspec.speculative.drafting.datastore import Datastore, index_texts
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import find_technique
 
@@ -148,7 +148,7 @@ class Stored:
         self.knobs = [knobs[name] for name in ("longest", "length", "matches", "nodes")]
 
     def build(self, tokens: NDArray[np.int32]) -> None:
-        self.store = indexed([tokens.tolist()])
+        self.store = index_texts([tokens.tolist()])
 
     def append(self, token: int) -> None:
         raise NotImplementedError("a datastore is built once")

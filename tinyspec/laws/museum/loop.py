@@ -18,7 +18,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Mutant
 
 _probs = partial(Mutant, law="warp is its definition", function=HostKernels.probs)
-_truncate = partial(Mutant, law="warp is its definition", function=reference.truncate)
+_truncate = partial(Mutant, law="warp is its definition", function=reference.filter_tokens)
 _residual = partial(Mutant, law="residual is a law", function=HostKernels.residual)
 _streams = partial(Mutant, law=JOINT, function=Decoder.step)
 _step = partial(Mutant, law="stop", function=Decoder.step)
@@ -68,7 +68,7 @@ kept = [x if i in likely[:-1] or len(likely) == 1 else 0 * x for i, x in enumera
         "kept = list(row)",
         """kept = list(row)
 if top_k is not None and top_p is not None:
-    kept, top_p = truncate(kept, None, top_p, None), None""",
+    kept, top_p = filter_tokens(kept, None, top_p, None), None""",
     ),
     _probs(
         "NaN passes",
@@ -128,10 +128,10 @@ return left / (left.sum() + 1e-6) if left.any() else p""",
     ),
     Mutant(
         "draw by a running sum",
-        "return reference.pick(row.tolist(), u)",
+        "return reference.sample_inverse_cdf(row.tolist(), u)",
         """sums = np.cumsum(row)
 if not 0 < sums[-1] < np.inf:
-    return reference.pick(row.tolist(), u)
+    return reference.sample_inverse_cdf(row.tolist(), u)
 return int(np.searchsorted(sums, u * sums[-1], side="right"))""",
         fallback.pick,
         bug="B12",
@@ -187,9 +187,9 @@ self._begin(""",
     ),
     Mutant(
         "global generator used",
-        "claim(self._asked, role, round)",
+        "claim_stream(self._asked, role, round)",
         """import random
-claim(self._asked, role, round)
+claim_stream(self._asked, role, round)
 role += str(random.getrandbits(30))""",
         Seeded.split,
         bug="B34",
@@ -300,7 +300,7 @@ self.kept = getattr(self, "kept", 0) + (len(round.verdict.accepted) > 0)""",
         "recovered called a bonus",
         '"recovered" if refused else "bonus"',
         '"bonus"',
-        trace.origins,
+        trace.token_origins,
         bug="B41",
         law="origins name what happened",
     ),

@@ -200,16 +200,16 @@ MASKED = [
         also=(
             Patch(
                 MaskPredictRefiner.start,
-                "blank(likeliest,",
-                "blank([max(n, 1) for n in likeliest],",
+                "blank_canvas(likeliest,",
+                "blank_canvas([max(n, 1) for n in likeliest],",
             ),
         ),
     ),
     _lengths(
         "lengths upwards from the likeliest",
-        "return blank(likeliest,",
+        "return blank_canvas(likeliest,",
         """first = range(likeliest[0], likeliest[0] + self.width)
-return blank([min(max(n, 1), longest) for n in first],""",
+return blank_canvas([min(max(n, 1), longest) for n in first],""",
     ),
     _hide(
         "numbers of masks counted with the padding",
@@ -232,7 +232,7 @@ return blank([min(max(n, 1), longest) for n in first],""",
 
 DRAWN = "drawn.append([stream.draw(row) for row in law])"
 COPIED = "read, slots = copy_source(rows, chosen)"
-JUDGED_BY = "judge(teacher, source, canvas).sum(dim=1).argmax()"
+JUDGED_BY = "score_candidates(teacher, source, canvas).sum(dim=1).argmax()"
 FERTILITIES = [
     _proposals(
         "the mean of a fertility is cut off",
@@ -320,18 +320,18 @@ for text, counts in zip(read, chosen, strict=True):
     _fertile(
         "the teacher is not asked about the end",
         JUDGED_BY,
-        "judge(teacher, source, canvas)[:, :-1].masked_fill(~canvas.mask, 0).sum(dim=1).argmax()",
-        refine.best,
+        "score_candidates(teacher, source, canvas)[:, :-1].masked_fill(~canvas.mask, 0).sum(dim=1).argmax()",
+        refine.best_candidate,
     ),
     _fertile(
         "the teacher's last choice is kept",
         JUDGED_BY,
         JUDGED_BY.replace("argmax", "argmin"),
-        refine.best,
+        refine.best_candidate,
     ),
     _fertile(
         "the student's own favourite is kept",
-        "best(self.teacher, source, canvas)",
+        "best_candidate(self.teacher, source, canvas)",
         "int(canvas.means().argmax())",
         NatRefiner.choose,
     ),

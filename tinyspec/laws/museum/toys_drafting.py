@@ -41,8 +41,8 @@ from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.drafting.token_recycling import TokenRecyclingDrafter
 from tinyspec.speculative.integrated import lookahead_trie, speculative_contrastive, triforce
 from tinyspec.speculative.integrated.llma import LlmaDrafter
-from tinyspec.speculative.lookup import Remembered
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.lookup import RequestForest
+from tinyspec.speculative.nested import NestedDrafter
 
 _llma = partial(Toy, technique="llma", function=LlmaDrafter.propose)
 _auto = partial(Toy, technique="auto", function=auto.auto)
@@ -133,7 +133,7 @@ PRUNED = "if self.insert(OUTPUTS, said) > self.forest.bound: self.forest.prune(O
 BEST = "found: LookupDraft = self.forest.best("
 TABLE = """from tinyspec.speculative.integrated.llma import LlmaDrafter
 return request.decoder(LlmaDrafter([], 1, 8, 1, "last", own=True), verify_tree)
-forest, numbers = memory("""
+forest, numbers = shared_forest("""
 FOUND = (
     "found = self._longest(context, min(self.length, max_draft_depth), self.matches, self.nodes)"
 )
@@ -156,7 +156,7 @@ REMEMBERED = [
         "prompts are kept",
         "self.insert(self.own, tokens)",
         "self.insert(OUTPUTS, tokens)",
-        Remembered.extend,
+        RequestForest.extend,
         law=trie_traps.ELIMINATED,
     ),
     _trie(
@@ -170,7 +170,7 @@ REMEMBERED = [
         "a trie that only grows",
         PRUNED,
         "self.insert(OUTPUTS, said)",
-        Remembered.settle,
+        RequestForest.settle,
         law=trie_traps.PRUNED,
     ),
     _suffix(
@@ -181,7 +181,7 @@ REMEMBERED = [
     ),
     _suffix(
         "the last continuation",
-        "forest, numbers = memory(",
+        "forest, numbers = shared_forest(",
         TABLE,
         function=suffix_decoding.suffix_decoding,
         law=suffix_traps.FREQUENT,
@@ -412,7 +412,7 @@ return request.decoder(ModelDrafter(request.drafts[0], sum(k[0])), verify_tree)"
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)
 laws += [small if small and small[x] else row for x, row in each]""",
-        function=Nested.write,
+        function=NestedDrafter.write,
         law=JOINT,
     ),
     _cascade(
@@ -446,8 +446,8 @@ deepest = (""",
     _staged(
         "a fixed tree",
         "drafter = StagedDrafter(",
-        """from tinyspec.speculative.treedraft import TreeDrafter, shape
-return request.decoder(TreeDrafter(draft, shape((2, 2))), verify_tree)
+        """from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
+return request.decoder(TreeDrafter(draft, branching_parents((2, 2))), verify_tree)
 drafter = StagedDrafter(""",
         staged.staged,
         law=staged_traps.GUIDED,
@@ -476,7 +476,7 @@ session = self.view.session""",
     return verdict._replace(next=rng.draw(p[at])) if verdict.rejected else verdict
 decoder.verifier = verify
 {MIDDLE}""",
-        Nested.__init__,
+        NestedDrafter.__init__,
         law=JOINT,
     ),
     _sequoia(
@@ -491,8 +491,8 @@ began = self.clock()""",
     _sequoia(
         "a tree made by hand",
         "best, sizes = solve_tree_dp(",
-        """from tinyspec.speculative.treedraft import shape
-return shape((2,) * depth)[:nodes]
+        """from tinyspec.speculative.treedraft import branching_parents
+return branching_parents((2,) * depth)[:nodes]
 best, sizes = solve_tree_dp(""",
         sequoia.best_tree,
         law=sequoia_traps.BEST,

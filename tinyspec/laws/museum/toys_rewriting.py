@@ -382,7 +382,7 @@ self.model, self.teacher = plain, teacher""",
     ),
     _nat(
         "the student judges itself",
-        "best(self.teacher, source, canvas)",
+        "best_candidate(self.teacher, source, canvas)",
         "int(canvas.means().argmax())",
         NatRefiner.choose,
         law=nat_traps.TEACHER,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tinyspec._core.reference import walk
+from tinyspec._core.reference import verify
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.kernels import Kernels
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -54,7 +54,7 @@ _bild = partial(Toy, technique="bild", function=bild.rollback_verifier)
 # ------------------------------------------------------------------ speculative decoding
 
 SPECULATIVE = [
-    _sps("correction from p", REJECT, "row = p[path[-1] if path else ROOT]", walk, law=JOINT),
+    _sps("correction from p", REJECT, "row = p[path[-1] if path else ROOT]", verify, law=JOINT),
     _sps(
         "q without the user's settings",
         "drawn.append(law)",
@@ -84,7 +84,7 @@ if not verdict.rejected:
         "no bonus token",
         "draw(row)",
         "None if path and not siblings else draw(row)",
-        walk,
+        verify,
         law=sps_traps.BONUS,
     ),
     _sps(
@@ -156,9 +156,9 @@ return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
     ),
     _mcsd(
         "p forgets the refusals",
-        "refuse(row, laws",
-        "refuse(p[path[-1] if path else ROOT], laws",
-        walk,
+        "reject(row, laws",
+        "reject(p[path[-1] if path else ROOT], laws",
+        verify,
         law=JOINT,
     ),
     _mcsd(
@@ -298,8 +298,8 @@ draft = _draft_nodes(tree)""",
     ),
     _block(
         "the residual of token verification",
-        "row = as_row(rest)",
-        "rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], 1)\nrow = as_row(rest)",
+        "row = as_probs(rest)",
+        "rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], 1)\nrow = as_probs(rest)",
         law=BLOCK_EMITTED,
     ),
     _block(
@@ -340,14 +340,14 @@ return request.decoder(drafter, verify_tree)""",
     ),
     _gumbel(
         "P(same) as agreement of samples",
-        "a, b = vectors(p, q, 0)",
+        "a, b = as_vectors(p, q, 0)",
         "return sum(x * y for x, y in zip(p, q, strict=True))",
         gumbel_coupling.match_probability,
         law=COUPLING_FORMULA,
     ),
     _gumbel(
         "P(same) as 1 - TV",
-        "a, b = vectors(p, q, 0)",
+        "a, b = as_vectors(p, q, 0)",
         "return sum(min(x, y) for x, y in zip(p, q, strict=True))",
         gumbel_coupling.match_probability,
         law=COUPLING_FORMULA,
@@ -364,7 +364,7 @@ least = math.exp(-rollback)""",
     ),
     _bild(
         "the unsure token is proposed",
-        "return bool(confidence(laws, tip) > self.fallback)",
+        "return bool(highest_probability(laws, tip) > self.fallback)",
         "return True",
         function=bild.BildDrafter.should_draft,
         law=bild_traps.ALGORITHM,
@@ -372,7 +372,7 @@ least = math.exp(-rollback)""",
             Patch(
                 ModelDrafter.should_stop,
                 "return token in self.ends",
-                "return not confidence(laws, tip) > self.fallback",
+                "return not highest_probability(laws, tip) > self.fallback",
             ),
         ),
     ),

@@ -5,7 +5,7 @@ rollbacks, cascades and joint targets.
 from functools import partial
 
 from tinyspec._core import reference
-from tinyspec._core.reference import walk
+from tinyspec._core.reference import verify
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import verify_tree
@@ -24,7 +24,7 @@ from tinyspec.laws.verification_laws import (
     SELECTED,
 )
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.nested import NestedDrafter
 from tinyspec.speculative.treedraft import TreeDrafter
 from tinyspec.speculative.verification import spectr
 from tinyspec.speculative.verification.bild import rollback_verifier
@@ -35,23 +35,23 @@ from tinyspec.speculative.verification.gumbel_coupling import (
 )
 from tinyspec.speculative.verification.spectr import verify_tree_k_seq
 
-TEST = "accept(ratio(row, laws[node], token))"
-REJECT = "row = refuse(row, laws[node], token, not untested)"
+TEST = "accept(acceptance_ratio(row, laws[node], token))"
+REJECT = "row = reject(row, laws[node], token, not untested)"
 RATIO = "return row[token] / q[token]"
-RESIDUAL = "return normalise(unnormalized_residual(row, q, -1)) or list(row)"
-WALKED = "return reference.walk(*tree, p, rng.accept, rng.draw, self._reject)"
+RESIDUAL = "return normalize(unnormalized_residual(row, q, -1)) or list(row)"
+WALKED = "return reference.verify(*tree, p, rng.accept, rng.draw, self._reject)"
 PROBS = "target_probs = TargetProbs(scores, self.sampling, history, tree)"
 
-_walk = partial(Mutant, law=JOINT, function=walk)
-_ratio = partial(Mutant, law=JOINT, function=reference.ratio)
+_walk = partial(Mutant, law=JOINT, function=verify)
+_ratio = partial(Mutant, law=JOINT, function=reference.acceptance_ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
 _block = partial(Mutant, law=BLOCK_EMITTED, function=verify_tree_by_block)
 _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
 _rollback = partial(Mutant, law=ALGORITHM, function=rollback_verifier)
-_nested = partial(Mutant, law=LEVELS, function=Nested.propose)
-_middle = partial(Mutant, law=LEVELS, function=Nested.__init__)
+_nested = partial(Mutant, law=LEVELS, function=NestedDrafter.propose)
+_middle = partial(Mutant, law=LEVELS, function=NestedDrafter.__init__)
 _joint = partial(Mutant, law=loop_laws.JOINT_ROWS)
 
 # ------------------------------------------------------------------ the walk
@@ -67,7 +67,7 @@ RATIOS = [
         RATIO,
         "return row[token]",
         bug="B8",
-        also=(Patch(walk, REJECT, "row = p[path[-1] if path else ROOT]"),),
+        also=(Patch(verify, REJECT, "row = p[path[-1] if path else ROOT]"),),
     ),
     _walk("every sibling accepted", TEST, "accept(1)", law=theorems.TRANSPORT),
     _ratio(
@@ -104,14 +104,14 @@ return [w / sum(weights) for w in weights]""",
     ),
     _walk(
         "residual of the row before",
-        "refuse(row, laws",
-        "refuse(p[max(path[-1] - 1, ROOT) if path else ROOT], laws",
+        "reject(row, laws",
+        "reject(p[max(path[-1] - 1, ROOT) if path else ROOT], laws",
     ),
     _walk("row behind the refused guess", REJECT, "row = p[node]", bug="B16"),
     _walk(
         "refusal of a sibling forgotten",
-        "refuse(row, laws",
-        "refuse(p[path[-1] if path else ROOT], laws",
+        "reject(row, laws",
+        "reject(p[path[-1] if path else ROOT], laws",
     ),
     _residual(
         "residual not normalised between siblings",
@@ -247,7 +247,7 @@ i = {}
 if i == len(draft):
     return Verdict(tuple(draft), rng.draw(p[nodes[i]]))
 rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], weights[i])
-row = as_row(rest) if rest.sum() > 0 else p[nodes[i]]
+row = as_probs(rest) if rest.sum() > 0 else p[nodes[i]]
 return Verdict(tuple(draft[:i]), rng.draw(row), tuple(draft[i:]))"""
 PLACE = "i = len(weights) - 1"
 BLOCKS = [
@@ -259,8 +259,8 @@ BLOCKS = [
     _block("a block keeps as many places as pass", PLACE, EVERY_PLACE.format("sum(passed)")),
     _block(
         "a block's residual without its weight",
-        "row = as_row(rest)",
-        "rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], 1)\nrow = as_row(rest)",
+        "row = as_probs(rest)",
+        "rest = _unnormalized_residual(p[nodes[i]], tree, draft[i], 1)\nrow = as_probs(rest)",
     ),
     _block("a block's ratio not clipped on the way", "min(1, weights", "max(0, weights"),
     _block(
@@ -410,7 +410,7 @@ NESTED = [
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)
 laws += [small if small and small[x] else row for x, row in each]""",
-        Nested.write,
+        NestedDrafter.write,
         law=LEVELS,
     ),
     _middle(
@@ -518,7 +518,7 @@ EQUIVALENT = [
         "ratio capped at 1",
         TEST,
         f"accept(min(1, {TEST[7:]})",
-        walk,
+        verify,
         proof="accept(r) asks whether u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
         laws=(JOINT, theorems.ACCEPTANCE, theorems.ROUND_TOKENS, theorems.REJECTION),
     ),
@@ -537,7 +537,7 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         "residual scaled before the last draw",
         "draw(row)",
         "draw([2 * x for x in row])",
-        walk,
+        verify,
         bug="S10",
         proof="A draw divides by the sum of the row it is given, so a constant factor (one over the "
         "sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it does "
@@ -575,7 +575,7 @@ while k > 1:""",
         """mine = self.decoder.context
 text = [*mine, *text[len(mine) :]][: len(text)]
 if self.positions is not None and len(text) > self.positions:""",
-        Nested.follow,
+        NestedDrafter.follow,
         bug="B19",
         proof="The middle is exact for its own law after whatever text it holds, and declares that "
         "law; the target's walk is exact for every declared law. Only the acceptance falls.",
@@ -587,7 +587,7 @@ if self.positions is not None and len(text) > self.positions:""",
         """text = [*self.text, *round.tokens]
 self.rewind(0)
 self.text.extend(text)""",
-        Nested.observe,
+        NestedDrafter.observe,
         bug="B17",
         proof="What a model says of a text does not depend on how often it has read it; only the "
         "cost does.",

@@ -14,7 +14,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import Trap, card
-from tinyspec.speculative.treedraft import TreeDrafter, shape
+from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
@@ -116,7 +116,7 @@ def beats_fixed_trees(build: Build) -> Evidence:
             decoder = (
                 build(request, **KNOBS)
                 if not children
-                else Decoder(target, TreeDrafter(draft, shape(children)), verify_tree)
+                else Decoder(target, TreeDrafter(draft, branching_parents(children)), verify_tree)
             )
             decoder.extend((0,))
             tree = decoder.drafter.propose([0], 9, SamplingParams(0.0), rng.split("draft", 0))

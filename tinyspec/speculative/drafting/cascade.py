@@ -37,8 +37,8 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
-from tinyspec.speculative.nested import Nested
-from tinyspec.speculative.ngram import Katz, sampled
+from tinyspec.speculative.nested import NestedDrafter
+from tinyspec.speculative.ngram import KatzModel, sample_texts
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
@@ -112,7 +112,7 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
 class MaxGramDrafter(BaseDrafter):
     """The lowest level: copies what followed the longest match, else asks the bigram table."""
 
-    def __init__(self, longest: int, table: Katz | None):
+    def __init__(self, longest: int, table: KatzModel | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
 
     def write(
@@ -155,13 +155,13 @@ class CascadeDrafter(BaseDrafter):
 
     def __init__(
         self,
-        below: Sequence[Nested | MaxGramDrafter],
+        below: Sequence[NestedDrafter | MaxGramDrafter],
         quotas: Sequence[int],
         ends: frozenset[int],
         listens: bool = False,
     ):
         self.below, self.quotas, self.ends = below, quotas, ends
-        self.listeners: Sequence[Nested | MaxGramDrafter] = below if listens else ()
+        self.listeners: Sequence[NestedDrafter | MaxGramDrafter] = below if listens else ()
 
     def propose(
         self,
@@ -298,7 +298,7 @@ def cascade(
     if not horizontal:  # the first level makes the whole draft
         k = tuple((sum(row), *(0 for _ in row[1:])) for row in k)
     ends, table = request.stop.eos, count_bigrams(drafts[-1], sample) if sample else None
-    below: list[Nested | MaxGramDrafter] = [MaxGramDrafter(longest, table)]
+    below: list[NestedDrafter | MaxGramDrafter] = [MaxGramDrafter(longest, table)]
     reach: Sequence[int | None] = request.draft_max_lengths or [None] * len(drafts)
     for model, positions, row in zip(
         reversed(drafts), reversed(reach), reversed(k[1:]), strict=True
@@ -315,13 +315,15 @@ def cascade(
             stop=StoppingCriteria(eos=ends),
             forward_log=request.forward_log,
         )
-        below.insert(0, Nested(inner, positions=positions, truthful=truthful))
+        below.insert(0, NestedDrafter(inner, positions=positions, truthful=truthful))
     return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)
 
 
-def count_bigrams(draft: Any, tokens: int) -> Katz:
+def count_bigrams(draft: Any, tokens: int) -> KatzModel:
     """Return the bigram table of a draft model, counted once and kept while the model lives."""
     model = draft.model
     return per_model_state(
-        draft, ("bigrams", tokens), lambda: Katz(sampled(model, tokens), 2, model.config.vocab_size)
+        draft,
+        ("bigrams", tokens),
+        lambda: KatzModel(sample_texts(model, tokens), 2, model.config.vocab_size),
     )

@@ -36,7 +36,7 @@ Tell = Callable[[str, int, int], None]
 HOW = "build one with `tinyspec data datastore STORE FILES... --model NAME`"
 
 
-class Found(NamedTuple):
+class Continuations(NamedTuple):
     """What followed the longest match.
 
     match    its length in tokens; 0: none
@@ -68,12 +68,12 @@ class Datastore(NamedTuple):
 
     def search(
         self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int
-    ) -> Found:
+    ) -> Continuations:
         """The `most` heaviest beginnings of what followed the longest end of a text that occurs
         here.
         """
         end = text[-longest:]
-        return Found(
+        return Continuations(
             *retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most)
         )
 
@@ -91,18 +91,18 @@ class Datastore(NamedTuple):
             )
 
 
-def indexed(texts: Sequence[Sequence[int]]) -> Datastore:
+def index_texts(texts: Sequence[Sequence[int]]) -> Datastore:
     """Texts in memory. Raises TinyspecError where one is empty."""
     for number, text in enumerate(texts, 1):
         if not len(text):
             raise TinyspecError(
                 f"reference {number} of {len(texts)} is empty: leave it out, or give a text with tokens"
             )
-    tokens = _joined(texts)
+    tokens = _join_documents(texts)
     return Datastore(tokens, suffix_order(tokens))
 
 
-def _joined(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int32]:
+def _join_documents(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int32]:
     """All in a row, BORDER between them."""
     rows: list[NDArray[np.int32]] = []
     for text in texts:
@@ -113,7 +113,7 @@ def _joined(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.in
 # ---------------------------------------------------------------------- the file
 
 
-def write(
+def write_datastore(
     path: str | Path,
     documents: Iterable[Sequence[int] | NDArray[np.int32]],
     fingerprint: str = "",
@@ -123,7 +123,7 @@ def write(
     """Index documents and write them to a file, which appears when it is whole. Returns its number
     of tokens.
     """
-    path, tokens = Path(path), _joined(document for document in documents if len(document))
+    path, tokens = Path(path), _join_documents(document for document in documents if len(document))
     if not len(tokens):
         raise TinyspecError("these texts have no tokens: give files with text in them")
     order = suffix_order(tokens, tell and (lambda depth: tell("sorting places", depth, 32)))
@@ -148,7 +148,7 @@ def write(
     return len(tokens)
 
 
-def opened(path: str | Path) -> Datastore:
+def open_datastore(path: str | Path) -> Datastore:
     """A datastore's file, mapped. Raises TinyspecError where there is none, or a damaged one."""
     path = Path(path)
     if not path.is_file():
@@ -171,12 +171,12 @@ def opened(path: str | Path) -> Datastore:
         raise TinyspecError(
             f"{path}: a damaged datastore ({stat.st_size} bytes for {n} tokens); {HOW}"
         )
-    tokens, order = _mapped(path.absolute(), n, stat.st_dev, stat.st_ino)
+    tokens, order = _map_file(path.absolute(), n, stat.st_dev, stat.st_ino)
     return Datastore(tokens, order, fingerprint, vocabulary, path)
 
 
 @lru_cache(maxsize=8)
-def _mapped(
+def _map_file(
     path: Path, n: int, device: int, inode: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at
@@ -195,7 +195,7 @@ def _mapped(
 # ---------------------------------------------------------------------- from texts
 
 
-def build(
+def build_datastore(
     out: str | Path,
     files: Sequence[str | Path],
     tokenizer: Tokenizer,
@@ -207,13 +207,17 @@ def build(
 
     Returns the number of tokens.
     """
-    texts = pieces([Path(file) for file in files], field, tell)
-    return write(
-        out, _tokenized(texts, tokenizer), tokenizer.fingerprint, tokenizer.vocab_size, tell
+    texts = read_pieces([Path(file) for file in files], field, tell)
+    return write_datastore(
+        out,
+        _tokenize_documents(texts, tokenizer),
+        tokenizer.fingerprint,
+        tokenizer.vocab_size,
+        tell,
     )
 
 
-def _tokenized(
+def _tokenize_documents(
     texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer
 ) -> Iterator[NDArray[np.int32]]:
     """The ids of each document, from pieces; many pieces are tokenized side by side."""
@@ -237,7 +241,7 @@ def _tokenized(
             return
 
 
-def pieces(
+def read_pieces(
     files: Sequence[Path], field: str, tell: Tell | None = None
 ) -> Iterator[tuple[bool, str]]:
     """Documents in pieces: (whether a document begins here, text)."""

@@ -38,7 +38,13 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.speculative.drafting.datastore import HOW, Datastore, Found, indexed, opened
+from tinyspec.speculative.drafting.datastore import (
+    HOW,
+    Continuations,
+    Datastore,
+    index_texts,
+    open_datastore,
+)
 from tinyspec.speculative.lookup import NOTHING, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -113,7 +119,7 @@ class RestDrafter(BaseDrafter):
             found.tokens, found.parents, found.weights, [found.match] * len(found.tokens)
         )
 
-    def _longest(self, context: Sequence[int], *limits: int) -> Found:
+    def _longest(self, context: Sequence[int], *limits: int) -> Continuations:
         """Return what the store with the longest match found."""
         found = (
             store.search(context, self.shortest, self.longest, *limits) for store in self.stores
@@ -167,11 +173,11 @@ def rest(
         raise TinyspecError(
             f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise longest"
         )
-    stores = [opened(str(datastore))] if datastore else []
+    stores = [open_datastore(str(datastore))] if datastore else []
     for store in stores:
         store.check(getattr(request.target, "model", None))
     if request.references:
-        stores.append(indexed(request.references))
+        stores.append(index_texts(request.references))
     if not stores:
         raise TinyspecError(
             f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tinyspec._core.reference import ratio
+from tinyspec._core.reference import acceptance_ratio
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_tokens
@@ -105,7 +105,7 @@ def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -
     """
     reached, chances = 1, list[Any]()
     for token, q in children:
-        accept_prob = min(1, ratio(p, q, token))
+        accept_prob = min(1, acceptance_ratio(p, q, token))
         chances.append(reached * accept_prob)
         reached *= 1 - accept_prob
         p = exclude_token(p, token) if q is None else residual(p, q)

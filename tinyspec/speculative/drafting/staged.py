@@ -31,7 +31,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.ngram import Katz, sampled
+from tinyspec.speculative.ngram import KatzModel, sample_texts
 from tinyspec.speculative.treedraft import sample_siblings
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
@@ -105,7 +105,7 @@ class StagedDrafter(ModelDrafter):
         model: Target,
         budget: int,
         width: int,
-        table: Katz | None,
+        table: KatzModel | None,
         guesses: int,
         drawn: bool,
         ends: frozenset[int] = frozenset(),
@@ -241,7 +241,7 @@ def staged(
         table = per_model_state(
             draft,
             ("n-grams", order, sample),
-            lambda: Katz(sampled(model, sample), order, model.config.vocab_size),
+            lambda: KatzModel(sample_texts(model, sample), order, model.config.vocab_size),
         )
     max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafter = StagedDrafter(

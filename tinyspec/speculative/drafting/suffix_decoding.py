@@ -46,8 +46,8 @@ from tinyspec.speculative.lookup import (
     OUTPUTS,
     AcceptanceTracker,
     LookupDraft,
-    Remembered,
-    memory,
+    RequestForest,
+    shared_forest,
 )
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -92,7 +92,7 @@ def best_suffix_draft(
     return best
 
 
-class SuffixDecodingDrafter(Remembered):
+class SuffixDecodingDrafter(RequestForest):
     """Proposes the best draft after any suffix of the text, from either tree.
 
     text  number of the request's whole text, prompt and output in one, in its own tree
@@ -209,7 +209,7 @@ def suffix_decoding(
     remember: bool,
 ) -> Decoder:
     """Return a decoder that drafts as far as the frequencies of earlier texts suggest."""
-    forest, numbers = memory(
+    forest, numbers = shared_forest(
         request.target, request.clock, "suffix_decoding", depth, bound, remember
     )
     return request.decoder(

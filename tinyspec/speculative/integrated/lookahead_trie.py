@@ -40,7 +40,13 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.lookup import NOTHING, OUTPUTS, AcceptanceTracker, Remembered, memory
+from tinyspec.speculative.lookup import (
+    NOTHING,
+    OUTPUTS,
+    AcceptanceTracker,
+    RequestForest,
+    shared_forest,
+)
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -88,7 +94,7 @@ def retrieve_branches(
     return draft
 
 
-class LookaheadTrieDrafter(Remembered):
+class LookaheadTrieDrafter(RequestForest):
     """Propose the branches that follow the last tokens, from the prompt and from all outputs.
 
     length  draft tokens of a round
@@ -227,7 +233,7 @@ def lookahead_trie(
     remember: bool,
 ) -> Decoder:
     """Draft branches of all prompts and outputs that this model has seen."""
-    forest, prompts = memory(
+    forest, prompts = shared_forest(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )
     return request.decoder(

@@ -48,7 +48,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.ops import linear, rotate, rotations
 from tinyspec.lm.session import Session
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain
-from tinyspec.speculative.nested import Nested
+from tinyspec.speculative.nested import NestedDrafter
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -119,7 +119,7 @@ class StreamingDrafter(ModelDrafter):
         return Plan(visible=Visible.everywhere(range(self.sink), since, c.n_layers, c.n_kv_heads))
 
 
-class TriforceDrafter(Nested):
+class TriforceDrafter(NestedDrafter):
     """Draft with the target's own weights, over chosen chunks of its cache and what came since.
 
     budget   tokens that are kept of the old cache

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
-from tinyspec.decoding.modeldraft import ModelDrafter, confidence
+from tinyspec.decoding.modeldraft import ModelDrafter, highest_probability
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import Verdict
@@ -73,7 +73,7 @@ class BildDrafter(ModelDrafter):
 
     def should_draft(self, laws: TargetProbs, tip: int) -> bool:
         """Apply the fallback policy, before anything is sampled from the distribution."""
-        return bool(confidence(laws, tip) > self.fallback)
+        return bool(highest_probability(laws, tip) > self.fallback)
 
 
 def rollback_verifier(rollback: float, rule: str) -> Verifier:

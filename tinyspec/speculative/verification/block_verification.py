@@ -41,7 +41,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
-from tinyspec.speculative.verification.vectors import as_row, ratio, vectors
+from tinyspec.speculative.verification.vectors import acceptance_ratio, as_probs, as_vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -82,7 +82,11 @@ def verify_tree_by_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     weights: list[Any] = [1]
     for i, node in enumerate(draft):
         weights.append(
-            min(1, weights[-1] * ratio(p[nodes[i]], tree.draft_probs[node], tree.tokens[node]))
+            min(
+                1,
+                weights[-1]
+                * acceptance_ratio(p[nodes[i]], tree.draft_probs[node], tree.tokens[node]),
+            )
         )
         if not weights[-1] > 0:
             break  # the target cannot produce this token, so nothing from here on is accepted
@@ -97,13 +101,13 @@ def verify_tree_by_block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
         if not i or rng.accept(_pass_probability(rest.sum(), weights[i])):
             break
     # If nothing is left, p and q agree up to rounding, and p itself is sampled from.
-    row = as_row(rest) if rest.sum() > 0 else p[nodes[i]]
+    row = as_probs(rest) if rest.sum() > 0 else p[nodes[i]]
     return Verdict(tuple(draft[:i]), rng.draw(row), tuple(draft[i:]))
 
 
 def _unnormalized_residual(row: Any, tree: TokenTree, node: int, weight: Any) -> Any:
     """Return max(0, weight p - q), [V], for the distribution q that `node` was drawn from."""
-    p, q = vectors(row, tree.draft_probs[node], tree.tokens[node])
+    p, q = as_vectors(row, tree.draft_probs[node], tree.tokens[node])
     return (weight * p - q).clip(min=0)
 
 

@@ -38,7 +38,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import Verdict
-from tinyspec.speculative.verification.vectors import vectors
+from tinyspec.speculative.verification.vectors import as_vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
@@ -157,7 +157,7 @@ def match_probability(p: Probs, q: Probs) -> Any:
     >>> str(match_probability([F(1, 2), F(1, 2)], [F(1, 4), F(3, 4)]))
     '3/4'
     """
-    a, b = vectors(p, q, 0)
+    a, b = as_vectors(p, q, 0)
     both = (a > 0) & (b > 0)
     # Tokens that only one of the two can produce: their p / q is above all others, or below.
     p_alone, q_alone = a[~both].sum(), b[~both].sum()

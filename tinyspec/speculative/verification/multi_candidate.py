@@ -35,7 +35,7 @@ import numpy as np
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import residual, verify_tree
-from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
+from tinyspec.speculative.treedraft import TreeDrafter, branching_parents, parse_branching
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import Probs
 
@@ -85,7 +85,7 @@ def verify_siblings(p: Any, dists: Any, candidates: list[int], rng: Any) -> tupl
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
     """Return a decoder whose draft model draws a tree of candidates."""
     max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    tree = shape(parse_branching(configuration))
+    tree = branching_parents(parse_branching(configuration))
     return request.decoder(
         TreeDrafter(request.drafts[0], tree, request.stop.eos, max_length, replace=replacement),
         verify_tree,

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec._core.reference import ratio
+from tinyspec._core.reference import acceptance_ratio
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round, TargetProbs
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
@@ -48,7 +48,7 @@ from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.model import Model
-from tinyspec.speculative.treedraft import TreeDrafter, parse_branching, shape
+from tinyspec.speculative.treedraft import TreeDrafter, branching_parents, parse_branching
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.training.schedule import Settings
 from tinyspec.training.train import train
@@ -148,7 +148,7 @@ def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -
     ]:
         node = untested[_draw_index(len(untested), rng)]
         token, q = tree.tokens[node], tree.draft_probs[node]
-        if rng.accept(ratio(row, q, token)):
+        if rng.accept(acceptance_ratio(row, q, token)):
             path.append(node)
             here = {
                 twin
@@ -185,7 +185,7 @@ def _draw_index(ways: int, rng: RandomSource) -> int:
 )
 def specinfer(request: Request, *, expansion: str) -> Decoder:
     """Return a decoder in which every draft model grows a tree, verified as one."""
-    trees = [shape(parse_branching(word)) for word in str(expansion).split("+")]
+    trees = [branching_parents(parse_branching(word)) for word in str(expansion).split("+")]
     if len(trees) > len(request.drafts):
         given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
         raise TinyspecError(

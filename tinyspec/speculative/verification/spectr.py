@@ -43,8 +43,14 @@ import numpy as np
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict
-from tinyspec.speculative.treedraft import TreeDrafter, shape
-from tinyspec.speculative.verification.vectors import as_row, exact, ratio, same, vectors
+from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
+from tinyspec.speculative.verification.vectors import (
+    acceptance_ratio,
+    as_probs,
+    as_vectors,
+    is_rational,
+    is_same_distribution,
+)
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
@@ -85,7 +91,7 @@ def division_factor(p: Any, q: Any, k: int) -> Any:
     straight line: the root on the line is found, and the tokens that have left it are dropped.
     Lines lie above the (concave) sum, so this comes from below, in a few passes of O(V).
     """
-    rho, whole = Fraction(1) if exact(p) else 1.0, p.sum()
+    rho, whole = Fraction(1) if is_rational(p) else 1.0, p.sum()
     while k > 1:
         over = p > rho * q
         p, q = p[over], q[over]
@@ -93,7 +99,7 @@ def division_factor(p: Any, q: Any, k: int) -> Any:
         if rho >= k or _slack(constant + rho * slope, rho, k) >= 0:
             break
         low, rho = rho, 0 * rho + k
-        for _ in range(HALVINGS_EXACT if exact(p) else HALVINGS):
+        for _ in range(HALVINGS_EXACT if is_rational(p) else HALVINGS):
             middle = (low + rho) / 2
             low, rho = (
                 (low, middle)
@@ -143,8 +149,8 @@ def verify_tree_k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
         drafts = _draws_of_one(tree, waiting)
         q, tokens = tree.draft_probs[drafts[0]], [tree.tokens[node] for node in drafts]
         # `ratio` raises if a draft token breaks the drafter's contract, so all are computed first.
-        ratios = [ratio(row, q, token) for token in tokens]
-        p_and_q = vectors(row, q, tokens[0])
+        ratios = [acceptance_ratio(row, q, token) for token in tokens]
+        p_and_q = as_vectors(row, q, tokens[0])
         rho = division_factor(*p_and_q, len(drafts))
         passed = next((i for i, x in enumerate(ratios) if rng.accept(x / rho)), None)
         rejected += drafts[:passed]
@@ -152,7 +158,7 @@ def verify_tree_k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
             waiting = [node for node in waiting if node not in drafts]
             left = k_seq_residual(*p_and_q, len(drafts), rho)
             # If nothing is left, p and q agree up to rounding, and p stays as it is.
-            row = as_row(left / left.sum()) if left.sum() > 0 else row
+            row = as_probs(left / left.sum()) if left.sum() > 0 else row
         else:
             path.append(drafts[passed])
             row = p[path[-1]]
@@ -173,7 +179,8 @@ def _draws_of_one(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     return [
         node
         for node in nodes
-        if node == nodes[0] or (first is not None and same(first, tree.draft_probs[node]))
+        if node == nodes[0]
+        or (first is not None and is_same_distribution(first, tree.draft_probs[node]))
     ]
 
 
@@ -192,7 +199,7 @@ def _draws_of_one(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
 def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
     """Return a decoder whose draft model samples k texts of gamma tokens."""
     max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafts = shape((k, *[1] * (gamma - 1)))
+    drafts = branching_parents((k, *[1] * (gamma - 1)))
     return request.decoder(
         TreeDrafter(request.drafts[0], drafts, request.stop.eos, max_length), verify_tree_k_seq
     )
@@ -208,7 +215,7 @@ def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
     >>> str(k_seq_acceptance([F(1, 2), F(1, 2)], [F(1), F(0)], 1))
     '1/2'
     """
-    a, b = vectors(p, q, 0)
+    a, b = as_vectors(p, q, 0)
     rho = division_factor(a, b, k)
     return chance_of_any(a.clip(max=rho * b).sum() / rho, k)
 
@@ -225,7 +232,7 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     >>> [str(optimal_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
     ['1/3', '5/9']
     """
-    a, b = vectors(p, q, 0)
+    a, b = as_vectors(p, q, 0)
     a, b = a[b > 0], b[b > 0]
     order = (a / b).argsort()
     return 1 + min(0, (a[order].cumsum(0) - b[order].cumsum(0) ** k).min())

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from tinyspec._core.reference import ratio
+from tinyspec._core.reference import acceptance_ratio
 from tinyspec.decoding.sampling import EXACT, kernels_of
 from tinyspec.tree import Probs
 
-__all__ = ["as_row", "exact", "ratio", "same", "vectors"]
+__all__ = ["acceptance_ratio", "as_probs", "as_vectors", "is_rational", "is_same_distribution"]
 
 
-def vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
+def as_vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
     """The target's row and the law that `token` was drawn from, [V] each; a law of None is a point
     mass.
 
-    >>> [v.tolist() for v in vectors([0.5, 0.5], None, 1)]
+    >>> [v.tolist() for v in as_vectors([0.5, 0.5], None, 1)]
     [[0.5, 0.5], [0.0, 1]]
     """
     kernels = kernels_of(row)
@@ -34,12 +34,12 @@ def vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
     return vector, point_mass
 
 
-def exact(vector: Any) -> bool:
+def is_rational(vector: Any) -> bool:
     """Whether a vector is made of Fractions."""
     return isinstance(vector, np.ndarray) and vector.dtype == object
 
 
-def same(one: Probs | None, other: Probs | None) -> bool:
+def is_same_distribution(one: Probs | None, other: Probs | None) -> bool:
     """Whether two declared laws are one: the same object, or the same numbers in the same kind of
     row.
     """
@@ -52,6 +52,6 @@ def same(one: Probs | None, other: Probs | None) -> bool:
     return kernels_of(one) is kernels_of(other) is EXACT and list(one) == list(other)  # type: ignore[arg-type]
 
 
-def as_row(vector: Any) -> Probs:
+def as_probs(vector: Any) -> Probs:
     """Back to a row that can be drawn from; it need not sum to 1."""
-    return vector.tolist() if exact(vector) else vector
+    return vector.tolist() if is_rational(vector) else vector
