@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tinyspec.laws import museum
-from tinyspec.laws.exact import JOINT
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Trap, traps
 from tinyspec.speculative.integrated.llma import LlmaDrafter
@@ -40,7 +40,7 @@ def test_every_technique_has_a_toy() -> None:
 def test_a_crash_is_no_verdict() -> None:
     first = "suffix = context[-self.longest :]"
     law = next(trap.law for name, trap in TRAPS if name == "llma")
-    crash = Toy("x", first, "1 / 0", LlmaDrafter.propose, technique="llma", law=law)
+    crash = Toy("x", first, f"1 / 0\n{first}", LlmaDrafter.propose, technique="llma", law=law)
     assert "ZeroDivisionError" in museum.judge_toy(crash)["survived"]
     same = Toy("x", first, f"{first} ", LlmaDrafter.propose, technique="llma", law=law)
     assert "found nothing" in museum.judge_toy(same)["survived"]
