@@ -558,7 +558,7 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         "K-SEQ's factor by halving alone",
         "while k > 1:",
         """low, high = rho, 0 * rho + k
-for _ in range(HALVINGS_EXACT if exact(p) else HALVINGS):
+for _ in range(HALVINGS_EXACT if is_rational(p) else HALVINGS):
     middle = (low + high) / 2
     mass = _scalar(p.clip(max=middle * q).sum())
     low, high = (low, middle) if _slack(mass, middle, k) >= 0 else (middle, high)
