@@ -200,9 +200,16 @@ def test_a_random_generator_that_has_moved_on_is_another() -> None:
 
 
 def test_what_cannot_be_seen_through_is_an_error() -> None:
-    for opaque in ((x for x in ()), threading.Lock(), memoryview(b"x")):
+    for opaque in ((x for x in ()), threading.RLock(), memoryview(b"x")):
         with pytest.raises(TinyspecError, match="cannot see"):
             compute_digest(Plain(opaque))
+
+
+def test_a_lock_is_known_by_whether_it_is_held() -> None:
+    free, held = threading.Lock(), threading.Lock()
+    with held:
+        assert compute_digest(Plain(free)) != compute_digest(Plain(held))
+    assert compute_digest(Plain(free)) == compute_digest(Plain(held))
 
 
 def test_outside_is_not_looked_into() -> None:

@@ -416,6 +416,10 @@ class _GraphWalk:
         self.see(type(thing))
         self.see(vars(thing))  # this thread's
 
+    def lock(self, thing: Any) -> None:
+        """Write down whether a lock is held, which is all of its state."""
+        self.said.append(f"lock {thing.locked()}")
+
     def weak(self, thing: Any) -> None:
         self.see(thing())
 
@@ -479,6 +483,7 @@ _LOOKS: dict[type, Callable[[_GraphWalk, Any], None]] = {
     weakref.ref: _GraphWalk.weak,
     TableModel: _GraphWalk.table,
     threading.local: _GraphWalk.local,
+    type(threading.Lock()): _GraphWalk.lock,
     types.GeneratorType: _GraphWalk.opaque,
     types.CoroutineType: _GraphWalk.opaque,
     types.AsyncGeneratorType: _GraphWalk.opaque,
