@@ -1,4 +1,4 @@
-"""Batching is not a loop but a gate in front of `Transformer.forward`.
+"""Batch the forward passes of several requests, by a barrier in front of `Transformer.forward`.
 
 Every request runs its own decoding loop, as if alone, in a thread of its own. Its forward passes
 wait at the gate until every other live request waits there too, or has finished; then all waiting
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class BatchAborted(Exception):
-    """The gate was shut because another request failed."""
+    """Raised in a request when another request of the batch failed."""
 
 
 class BatchBarrier:
-    """Where `workers` requests meet. Each worker works inside `with gate.worker(i):`."""
+    """A barrier at which `workers` requests meet, each inside `with gate.worker(i):`."""
 
     def __init__(self, workers: int):
         self.alive = set(range(workers))
@@ -38,15 +38,15 @@ class BatchBarrier:
         self._me = threading.local()
 
     def worker(self, number: int) -> AbstractContextManager[None]:
-        """This thread is the worker of that number until the block ends, be it by an exception."""
+        """Make this thread the worker of that number until the block ends, or raises."""
         return _Worker(self, number)
 
     def through(self, model: Transformer) -> ForwardFn:
-        """What a session of `model` calls in place of `model.forward`."""
+        """Return what a session of `model` calls in place of `model.forward`."""
         return lambda feeds: self._pass(model, feeds)
 
     def shut(self, failure: BaseException) -> None:
-        """Let nobody through any more: who waits, or comes, gets `BatchAborted`."""
+        """Abort the batch: every thread that waits, or comes later, gets `BatchAborted`."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
@@ -64,8 +64,9 @@ class BatchBarrier:
             return self._done.pop(number)
 
     def _run_if_complete(self) -> None:
-        """With the lock held: if nobody is still on the way, run what waits, one forward a
-        model.
+        """Run what waits, one forward pass per model, if every live request waits.
+
+        The caller holds the lock.
         """
         if not self._waiting or self._waiting.keys() != self.alive or self.failure is not None:
             return

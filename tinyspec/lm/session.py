@@ -140,13 +140,13 @@ class Node:
         hidden  the states of the layers that a drafter asked to see; None: it asked for none
         """
         above = self.parent
-        self.exact = (start == 0 or self.exact) and (
-            above is None or (above.exact and not above.filled)
-        )
-        if self.sublayers_done == 0 < stop and hidden is None and not self.shown:
+        sees_exact = above is None or (above.exact and not above.filled)
+        if not self.sublayers_done and stop and hidden is None and not self.shown:
+            self.exact = sees_exact
             self.plan, self.sublayers_done, self.filled = plan, stop, False
             self.row, self.row_at, self.states = row, stop, states
-            return  # the usual case: it was never run before
+            return  # the usual case: it was never run before, so it started at 0
+        self.exact = sees_exact and (start == 0 or self.exact)
         if self.plan != plan:  # what was shown below the parting of the plans still holds
             self.shown = {layer: s for layer, s in self.shown.items() if 2 * layer <= start}
         if self.plan != plan or self.filled or stop > self.sublayers_done:
@@ -890,8 +890,12 @@ def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:
 
 
 class View:
-    """A target on somebody else's session. Its text is the session's committed text plus its
-    trunk.
+    """The text and nodes of a session under another plan.
+
+    Its text is the session's committed text plus its trunk, a chain of the session's uncommitted
+    nodes. So a decoder can run on a view (LayerSkip's draft, TriForce's middle level) while the
+    session holds the trunk as nodes that it may verify. What both plans compute alike is computed
+    once.
     """
 
     cache_exact = False  # its nodes are computed under the plan
@@ -912,20 +916,21 @@ class View:
         return len(self.session) + len(self._trunk) if self._at is None else self._at
 
     def _follow(self) -> None:
-        """The session has gone on: drop what is committed by now, or everything if it went another
-        way.
+        """Drop the part of the trunk that the session has committed.
+
+        Drop all of it if the session has committed something else.
         """
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
-        # its parent would not do: a token that was committed and taken back still names the parent
-        # that has dropped it
+        # Asking the node for its parent would not do: a token that was committed and taken back
+        # still names the parent that has dropped it.
         hangs = bool(kept and committed) and committed[-1].children.get(kept[0].token) is kept[0]
         self._trunk = kept if hangs else []
         if self._at is not None and self._at >= len(self.session):
             self._at = None
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Go on with these tokens; inside the session's own text they must agree with it."""
+        """Extend the trunk by these tokens; inside the session's own text they must agree with it."""
         self._follow()
         self._nodes = []
         limit = self.session.model.config.max_positions
@@ -955,7 +960,7 @@ class View:
         return self.session.extend((), hidden_layers)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Rows of the newest token and the tree under the view's plan."""
+        """Return the scores of the newest token and the tree under the view's plan."""
         self._follow()
         if self._at is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
@@ -965,7 +970,7 @@ class View:
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Grow the trunk by a path of the last tree, then `next`."""
+        """Extend the trunk by a path of the last tree, then `next`."""
         self._follow()
         nodes = [self._nodes[i] for i in path]
         for tip, node in pairwise(
@@ -985,5 +990,5 @@ class View:
         self._at = length if length < len(self.session) else None
 
     def end(self) -> None:
-        """Back to the session's own text."""
+        """Return to the session's own text."""
         self._trunk, self._nodes, self._at = [], [], None
