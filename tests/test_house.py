@@ -145,7 +145,7 @@ CODE_LINES = {
     "root + show": 2820,
     "_core": 850,
     "lm": 4010,
-    "decoding": 1500,
+    "decoding": 1390,
     "chapters": 5_250,
     "laws": 11607,
     "museum": 3410,

@@ -37,7 +37,7 @@ def loaded() -> ModuleType:
 
 reference = loaded()
 warp, acceptance, residual, verify = (
-    reference.apply_sampling,
+    reference.warp,
     reference.acceptance,
     reference.residual,
     reference.verify,

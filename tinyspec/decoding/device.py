@@ -1,8 +1,7 @@
-"""The kernels of _core as torch ops, for rows that live on a device: nothing vocabulary-sized is
-copied to the host.
+"""The kernels as torch operations: no distribution is copied from the device to the host.
 
-They decide as the kernels do, unless a uniform or a knob lies within V * eps of a boundary: a
-device sums in its own order. Everything is computed in float64, whatever the dtype of the logits.
+They decide as the compiled kernels do, unless a uniform or a knob lies within V * eps of a
+boundary: a device sums in its own order. Everything is computed in float64.
 """
 
 from collections.abc import Sequence
@@ -21,14 +20,15 @@ if TYPE_CHECKING:  # both import this file
 
 
 class LogitCheck(NamedTuple):
-    """What is wrong with a row, to be asked when the row is needed: `top` is its highest logit (NaN
-    if any is).
+    """Whether logits define a distribution, asked when they are needed.
+
+    top  the highest logit; NaN if any logit is
     """
 
     top: float
 
     def check(self) -> None:
-        """Raises TinyspecError where the row defines no law."""
+        """Raise TinyspecError if the logits define no distribution."""
         if self.top != self.top:
             raise TinyspecError(
                 "the logits contain NaN: check the weights, or compute in a wider dtype"
@@ -47,8 +47,11 @@ def apply_sampling_to_rows(
     min_p: float | None,
     penalty: float,
 ) -> tuple[Tensor, Tensor]:
-    """Logits [n, V] to laws, float64 [n, V], a history each; and the highest logit of each row [n],
-    by which `Fault` knows a row without a law. Nothing is brought to the host."""
+    """Return logits [n, V] as distributions, float64 [n, V], and the highest logit of each row [n].
+
+    histories  one for each row
+    Nothing is copied to the host: `LogitCheck` reads the highest logits when a row is needed.
+    """
     scores = logits.detach().to(torch.float64, copy=True)
     if penalty != 1.0:
         _penalize_repetition(scores, histories, penalty)
@@ -80,7 +83,7 @@ def apply_sampling_to_rows(
 def _penalize_repetition(
     scores: Tensor, histories: Sequence[Sequence[int]], penalty: float
 ) -> None:
-    """The repetition penalty, in place: each row's own history."""
+    """Apply the repetition penalty in place, each row with its own history."""
     seen = [
         (i, token)
         for i, ids in enumerate(histories)
@@ -94,7 +97,7 @@ def _penalize_repetition(
 
 
 def first_true(mask: Tensor) -> Tensor:
-    """Index of the first True (0 where there is none)."""
+    """Return the index of the first True, or the length if there is none."""
     at = torch.arange(len(mask), device=mask.device)
     return torch.where(mask, at, len(mask)).min()
 
@@ -104,7 +107,7 @@ def first_true(mask: Tensor) -> Tensor:
 
 
 def fetch_to_host(*columns: Tensor) -> list[list[float]]:
-    """Columns of numbers to the host: the one place where the host waits for the device."""
+    """Copy columns of numbers to the host: the one place where the host waits for the device."""
     sizes = [len(column) for column in columns]
     flat: list[float] = torch.cat([column.to(torch.float64) for column in columns]).cpu().tolist()
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -120,17 +123,16 @@ def verify_on_device(
     tops: Tensor | None,
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """reference.verify over the target's rows [n + 1, V], with one synchronisation: (path, token,
-    refused, uniforms used).
+    """Return what `reference.verify` decides, with one synchronisation, and the uniforms it used.
 
-    Everything the walk could ask is answered at once. Which law a node meets depends on no decision
-    but those that lead there: the node's place among its siblings says who was refused before it.
-    So the ratios of all nodes, and what a text that ends at each node would draw, are worked out
-    side by side, sibling rank by sibling rank; the host then walks over numbers. The number of
-    uniforms used up on the way is known beforehand too.
+    All that a verification could ask is computed at once. The distribution that a node meets
+    depends only on the decisions that lead there: its place among its siblings says which of them
+    were rejected before it. So the acceptance ratios of all nodes, and the token sampled if the
+    path ends at each node, are computed side by side, one sibling rank after the other. The host
+    then decides over numbers. How many uniforms were used up on the way is known beforehand too.
 
-    tops  the highest logit of each row, to refuse a row without a law; None: the rows are known to
-          be laws
+    rows  [n + 1, V] the target's distributions
+    tops  [n + 1] the highest logit of each row, for `LogitCheck`; None: the rows are distributions
     """
     for token in tokens:
         if not 0 <= token < rows.shape[1]:
@@ -184,11 +186,10 @@ Place = dict[int, tuple[int, int]]
 def _plan_tests(
     tokens: Sequence[int], parents: Sequence[int], probe: Sequence[bool]
 ) -> tuple[Place, list[int], dict[int, int]]:
-    """Where each node is tested: (its rank, the node behind which it stands), the children of equal
-    siblings together behind the first of them. Where a walk may end, and how many uniforms are used
-    up by then.
+    """Return when each node is tested, where a path may end, and the uniforms used by then.
 
-    Of equal siblings only the first can be accepted: refusing it leaves the token no probability.
+    A node is tested at a rank after an accepted node. Children of equal siblings are tested after
+    the first of them: only that one can be accepted, as rejecting it leaves the token no mass.
     """
     first: dict[
         tuple[int, int], int
@@ -219,7 +220,7 @@ def _verify_numbers(
     tops: Sequence[float],
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """The walk over numbers."""
+    """Decide as `reference.verify` does, over numbers that are on the host."""
     below: dict[int, list[int]] = {}
     for node, (_, behind) in place.items():
         below.setdefault(behind, []).append(node)

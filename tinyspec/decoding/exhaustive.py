@@ -1,6 +1,4 @@
-"""A `RandomSource` that walks every outcome with its exact probability: it turns a test into a
-proof.
-"""
+"""Enumerate every outcome of a random function with its exact probability."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,7 +11,7 @@ T = TypeVar("T")
 
 
 def claim_stream(asked: set[tuple[str, int]], role: str, round: int) -> None:
-    """Note that a stream was asked for; TinyspecError if it was asked for before."""
+    """Note that a stream was asked for. Raise TinyspecError if it was asked for before."""
     if (role, round) in asked:
         raise TinyspecError(
             f"the stream {role!r} of round {round} was asked for twice, and shared noise biases a law"
@@ -22,9 +20,7 @@ def claim_stream(asked: set[tuple[str, int]], role: str, round: int) -> None:
 
 
 class _Script:
-    """One run of a function: follow `choices`, then take first branches, and note how many there
-    were.
-    """
+    """One run of a function: follow `choices`, then take the first branch of each decision."""
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = choices
@@ -62,8 +58,7 @@ class Exhaustive:
 
     @staticmethod
     def walk(function: Callable[["Exhaustive"], T]) -> Iterator[tuple[T, Any]]:
-        """Run the function once for each path through its decisions, depth first; outcomes may
-        repeat.
+        """Run the function once for each path through its decisions, depth first.
 
         Branches of probability zero are never taken. The probabilities add up to one.
         """
@@ -81,7 +76,7 @@ class Exhaustive:
 
     @staticmethod
     def law(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
-        """The outcomes (hashable) and their probabilities, equal outcomes added up."""
+        """Return the probability of each outcome; outcomes must be hashable."""
         law: dict[T, Any] = {}
         for outcome, probability in Exhaustive.walk(function):
             law[outcome] = law.get(outcome, 0) + probability
@@ -89,15 +84,11 @@ class Exhaustive:
 
     @property
     def probability(self) -> Any:
-        """The probability of the path so far."""
+        """Return the probability of the path so far."""
         return self._script.probability
 
     def split(self, role: str, round: int) -> "Exhaustive":
-        if (role, round) in self._asked:
-            raise TinyspecError(
-                f"the stream {role!r} of round {round} was asked for twice: shared noise biases the law"
-            )
-        self._asked.add((role, round))
+        claim_stream(self._asked, role, round)
         return Exhaustive(self._script)
 
     def accept(self, ratio: Any) -> bool:
@@ -126,7 +117,7 @@ class Exhaustive:
         )
 
     def uniforms(self, n: int) -> None:
-        """No uniforms: decisions must be asked for one by one."""
+        """Return None: decisions must be asked for one by one."""
         return None
 
     def push_back(self, count: int) -> None:

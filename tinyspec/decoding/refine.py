@@ -37,18 +37,18 @@ class Canvas(NamedTuple):
     extra: Any = None
 
     def text(self, candidate: int) -> list[int]:
-        """The tokens of one candidate."""
+        """Return the tokens of one candidate."""
         return [int(token) for token in self.tokens[candidate][self.mask[candidate]]]
 
     def means(self) -> Tensor:
-        """Mean log-probability of each candidate, [C]: -inf for one without slots."""
+        """Return the mean log-probability of each candidate, [C]; -inf for one without slots."""
         total = self.scores.masked_fill(~self.mask, 0).sum(dim=-1)
         slots = self.mask.sum(dim=-1)
         return torch.where(slots > 0, total / slots.clamp(min=1), -torch.inf)
 
 
 def blank_canvas(lengths: Sequence[int], token: int, device: torch.device | None = None) -> Canvas:
-    """Candidates of these lengths, every slot holding `token`, with score 0."""
+    """Return candidates of these lengths, every slot holding `token`, with score 0."""
     room = max(max(lengths), 1)
     mask = torch.arange(room, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
     return Canvas(
@@ -57,33 +57,36 @@ def blank_canvas(lengths: Sequence[int], token: int, device: torch.device | None
 
 
 class Refiner(Protocol):
-    """A technique that rewrites: what to begin with, what a pass changes, when to stop, which
-    candidate to keep.
-    """
+    """A technique that rewrites a canvas."""
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """The first canvas. No decoder pass."""
+        """Return the first canvas. No decoder pass is run."""
         ...
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        """The canvas after one decoder pass; iterations count from 0."""
+        """Return the canvas after one decoder pass; iterations count from 0."""
         ...
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
-        """Whether `iteration` passes were enough."""
+        """Return whether `iteration` passes are enough."""
         ...
 
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        """The candidate to keep."""
+        """Return the candidate to keep."""
         ...
 
 
 @dataclass
 class PassRecord:
-    """A pass as plain data: every candidate's tokens behind it, and the slots whose token is
-    another than before; how sure the technique is of each (log-probabilities, as it keeps them)."""
+    """A pass as plain data.
+
+    tokens   every candidate's tokens after the pass
+    changed  every candidate's slots whose token changed
+    calls    forward passes
+    scores   log-probabilities, as the technique keeps them
+    """
 
     tokens: list[list[int]]
     changed: list[list[int]]
@@ -92,7 +95,7 @@ class PassRecord:
 
 
 class Pass(NamedTuple):
-    """What one decoder pass did: the event that statistics, replay and streaming read."""
+    """What one decoder pass did: for statistics, replay and streaming."""
 
     iteration: int
     before: Canvas
@@ -100,7 +103,7 @@ class Pass(NamedTuple):
     calls: tuple[ForwardRecord, ...]
 
     def written(self) -> PassRecord:
-        """Without the tensors."""
+        """Return the pass as plain data, without tensors."""
         moved = (self.before.tokens != self.after.tokens) & self.after.mask
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
         scores = [
@@ -162,18 +165,18 @@ class Refinement:
 
     @property
     def best(self) -> int:
-        """The chosen candidate; before the end, the one with the highest mean score of its own."""
+        """Return the chosen candidate; before the end, the one with the highest mean score."""
         assert self.canvas is not None
         return int(self.canvas.means().argmax()) if self.chosen is None else self.chosen
 
     @property
     def tokens(self) -> list[int]:
-        """The text of the best candidate."""
+        """Return the tokens of the best candidate."""
         return [] if self.canvas is None else self.canvas.text(self.best)
 
     @property
     def scores(self) -> list[float]:
-        """The log-probabilities of its tokens, as the technique keeps them."""
+        """Return the log-probabilities of these tokens, as the technique keeps them."""
         if self.canvas is None:
             return []
         return [float(x) for x in self.canvas.scores[self.best][self.canvas.mask[self.best]]]
@@ -194,20 +197,20 @@ def refine(
 
 
 def score_candidates(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
-    """`said` for the candidates of one source. One pass of the encoder (its source is the only one)
-    and one of the decoder.
-    """
+    """Return `token_logprobs` of the candidates of one source: one encoder and one decoder pass."""
     return token_logprobs(
         teacher, teacher.encode(torch.tensor([list(source)], device=teacher.device)), canvas
     )
 
 
 def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> Tensor:
-    """log p of every token of every candidate, and of the end behind its last, given its source:
-    [C, T + 1], 0 at padding.
+    """Return log p of every token of every candidate and of its end: [C, T + 1], 0 at padding.
 
-    memory  of one source for all candidates, or of each candidate's. What a padding slot holds does
-            not matter.
+    memory  of one source for all candidates, or of each candidate's source
+
+    All candidates are judged in one teacher-forced pass, whatever their lengths. Gu et al. 2018,
+    arXiv 1711.02281, call it noisy parallel decoding: the teacher knows which tokens belong
+    together. To write, it needs a pass for every token; to judge, one.
     """
     config, device = teacher.config, teacher.device
     tokens, mask = canvas.tokens.to(device), canvas.mask.to(device)
@@ -231,7 +234,7 @@ def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> T
 
 
 def best_candidate(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> int:
-    """The candidate to which the teacher gives the highest probability; of equals, the first."""
+    """Return the candidate of highest probability under the teacher; of equals, the first."""
     return int(score_candidates(teacher, source, canvas).sum(dim=1).argmax())
 
 

@@ -17,8 +17,10 @@ Origin = Literal["accepted", "recovered", "bonus", "plain"]
 
 @dataclass
 class Statistics:
-    """Counted after the cut. The prefill is no target call; each round is exactly one; plain
-    decoding makes one token a call."""
+    """Figures of a request, counted after the cut at a stop.
+
+    The prefill is no target call. Each round is exactly one; plain decoding makes one token a call.
+    """
 
     target_calls: int = 0
     draft_calls: int = 0
@@ -29,7 +31,7 @@ class Statistics:
     seconds: float = 0.0
 
     def count(self, round: Round) -> None:
-        """Enter a round."""
+        """Count a round."""
         self.target_calls += 1
         self.draft_calls += len(round.draft_calls)
         self.drafted += sum(not probe for probe in round.tree.probe)
@@ -39,19 +41,17 @@ class Statistics:
 
     @property
     def tokens_per_call(self) -> float:
-        """tau: tokens committed per target call (0 where nothing was called)."""
+        """Return tau, the tokens committed per target call; 0 if there was none."""
         return self.emitted / self.target_calls if self.target_calls else 0.0
 
     @property
     def layers_per_token(self) -> float:
-        """(row, layer) evaluations of the target per token kept: the depth of the model for plain
-        decoding.
-        """
+        """Return layers run per committed token: the depth of the model for plain decoding."""
         return self.row_layers / self.emitted if self.emitted else 0.0
 
     @property
     def acceptance(self) -> float:
-        """Share of drafted nodes that were kept (0 where nothing was drafted)."""
+        """Return the share of drafted nodes that were accepted; 0 if nothing was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def describe(self, finish_reason: str, layers: str = "") -> str:
@@ -70,7 +70,7 @@ class Statistics:
         )
 
     def as_dict(self) -> dict[str, float]:
-        """Every figure by name, for --json."""
+        """Return every figure by name, for --json."""
         return {
             **asdict(self),
             "tokens_per_call": self.tokens_per_call,
@@ -91,8 +91,11 @@ def decode(
 
 
 def token_origins(round: Round) -> tuple[Origin, ...]:
-    """Where each token of a round came from: accepted from the draft, recovered after a refusal, a
-    bonus behind a draft that passed whole, or plain (there was no draft)."""
+    """Return where each token of a round came from.
+
+    "accepted" from the draft; "recovered" after a rejection; "bonus" after a fully accepted draft;
+    "plain" if there was no draft.
+    """
     kinds: list[Origin] = ["accepted"] * len(round.verdict.accepted)
     if round.verdict.next is not None:
         if all(round.tree.probe):
@@ -141,7 +144,7 @@ class Trace:
     detailed: bool = False
 
     def add(self, round: Round) -> None:
-        """Enter a round; tensors are left behind."""
+        """Add a round as plain data, without its tensors."""
         self.rounds.append(
             TraceRound(
                 list(round.tree.tokens),
@@ -161,7 +164,7 @@ class Trace:
             self._detail(round, self.rounds[-1])
 
     def _detail(self, round: Round, entry: TraceRound) -> None:
-        """The target's own law is that of the logits, before the warpers."""
+        """Add probabilities of the target's own distribution, before sampling settings."""
         laws = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
         size = laws.shape[-1]
         for token, parent, law in zip(
@@ -177,7 +180,7 @@ class Trace:
 
     @property
     def origins(self) -> list[str]:
-        """Origin of every emitted token."""
+        """Return the origin of every emitted token."""
         return [kind for round in self.rounds for kind in round.origins]
 
     @property
@@ -186,19 +189,19 @@ class Trace:
         return [layers for round in self.rounds for layers in round.ran]
 
     def to_json(self) -> str:
-        """The trace as one JSON object."""
+        """Return the trace as one JSON object."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Trace":
-        """Back from `to_json`."""
+        """Return the trace that `to_json` wrote."""
         data: dict[str, Any] = json.loads(text)
         rounds = [TraceRound(**round) for round in data["rounds"]]
         return cls(data["prompt"], rounds, data.get("detailed", False))
 
 
 def _rows(round: Round) -> list[int]:
-    """The row of the scores that gave each emitted token: the root's, then those of the path."""
+    """Return the row of the scores that gave each emitted token: the root's, then the path's."""
     return [0, *(node + 1 for node in round.verdict.accepted)][: len(round.tokens)]
 
 
@@ -227,8 +230,7 @@ def compute_logprobs_on_device(round: Round) -> torch.Tensor:
 
 
 def distinct_share(tokens: Sequence[int], n: int = 4) -> float:
-    """Share of distinct n-grams: text that loops flatters every drafter, so a race prints this
-    beside its ratio.
+    """Return the share of distinct n-grams: text that loops flatters every drafter.
 
     >>> distinct_share([1, 2, 1, 2, 1, 2], n=2)
     0.4
