@@ -143,13 +143,13 @@ def test_the_public_face_imports_the_package_only_inside_functions() -> None:
 
 CODE_LINES = {
     "root + show": 2820,
-    "_core": 850,
+    "_core": 860,
     "lm": 4010,
     "decoding": 1390,
-    "chapters": 5_250,
-    "laws": 11607,
+    "chapters": 5_260,
+    "laws": 11640,
     "museum": 3410,
-    "training": 2710,
+    "training": 2720,
     "bench": 5920,
     "grade": 3660,
     "cli": 2630,
