@@ -26,7 +26,7 @@ def test_greedy_tokens_equal_transformers_on_twelve_questions() -> None:
         data.read_spec_bench()
     except TinyspecError as missing:
         pytest.skip(str(missing))
-    result = peer.run(peer.PeerSettings("smollm2", questions=12, tokens=64), quiet=True)
+    result = peer.measure_peer(peer.PeerSettings("smollm2", questions=12, tokens=64), quiet=True)
     assert result["passed"], [row for row in result["rows"] if row["mismatches"]]
     assert result["tokens"] == 12 * 64
 

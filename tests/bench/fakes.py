@@ -3,8 +3,8 @@
 import zlib
 from collections.abc import Callable
 
-from tinyspec.bench.arms import Clock, Made
-from tinyspec.bench.plan import PLAIN, Settings
+from tinyspec.bench.arms import ArmOutput, Clock
+from tinyspec.bench.plan import PLAIN, BenchSettings
 from tinyspec.bench.tasks import Job
 
 
@@ -31,7 +31,7 @@ class Fake:
             None  # the run (counted from 0) in which somebody presses Ctrl-C
         )
 
-    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         if self.stops_at == len(self.runs):
             self.stops_at = None
             raise KeyboardInterrupt
@@ -42,7 +42,7 @@ class Fake:
         self.hand.wind(job.tokens * self.cost(job, seed))
         calls = -(-job.tokens // 2)
         accepted = job.tokens - calls
-        return Made(
+        return ArmOutput(
             read - begun,
             clock() - read,
             tuple(range(job.tokens)),
@@ -75,7 +75,7 @@ def arms(hand: Hand, labels: tuple[str, ...] = (PLAIN, "llma", "transformers")) 
     return [Fake(label, hand, noisy(label, 0.1 * (i + 1))) for i, label in enumerate(labels)]
 
 
-def settings(rounds: int = 2) -> Settings:
-    return Settings(
+def settings(rounds: int = 2) -> BenchSettings:
+    return BenchSettings(
         methods=("llma",), peers=("transformers",), tasks=("qa", "edits"), rounds=rounds
     )

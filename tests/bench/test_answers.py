@@ -6,12 +6,12 @@ import pytest
 
 from tinyspec.bench.answers import (
     LOOKUP,
-    allowed,
-    ceilings,
-    floors,
+    describe_ceilings,
+    describe_run_with_peers,
     list_ratios,
-    mean,
-    peers,
+    mean_over_tasks,
+    tabulate_copying_tasks,
+    tabulate_pass_costs,
     tokens_a_call,
 )
 from tinyspec.bench.book import Sample
@@ -61,7 +61,7 @@ def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]
 
 
 def test_the_mean_of_spec_bench_leaves_the_other_tasks_out() -> None:
-    assert mean(dict.fromkeys(SPEC_BENCH, 1.0) | {"edits": 100.0}) == 1.0
+    assert mean_over_tasks(dict.fromkeys(SPEC_BENCH, 1.0) | {"edits": 100.0}) == 1.0
 
 
 def test_ratios_sum_up_a_run_over_plain_decoding_and_its_peers() -> None:
@@ -79,7 +79,7 @@ def test_ratios_sum_up_a_run_over_plain_decoding_and_its_peers() -> None:
     )
     assert (
         "| plain decoding over llama.cpp, mean of the groups | 1.25x slower |"
-        in peers(result(1.4), "page.md")[-1]
+        in describe_run_with_peers(result(1.4), "page.md")[-1]
     )
 
 
@@ -88,11 +88,11 @@ def test_what_a_run_did_not_measure_is_not_said() -> None:
     bare["figures"]["against"] = {}
     assert [what for what, _ in list_ratios(bare) if "over plain decoding" not in what] == []
     del bare["figures"]["overall"]["auto"]
-    assert list_ratios(bare) == [] and len(peers(bare, "page.md")) == 2
+    assert list_ratios(bare) == [] and len(describe_run_with_peers(bare, "page.md")) == 2
 
 
 def test_a_peer_that_is_slower_is_called_slower() -> None:
-    table, prose, _ = peers(result(2.0), "page.md")
+    table, prose, _ = describe_run_with_peers(result(2.0), "page.md")
     row = next(line for line in table.splitlines() if line.startswith("| transformers |"))
     assert "| 4.0x slower |" in row and row.endswith("| 2.5 | - |")
     assert "[page.md](page.md)" in prose
@@ -116,7 +116,7 @@ def test_tokens_per_pass_are_counted_after_the_pass_that_read_the_prompt() -> No
 
 def test_the_cost_of_a_pass_is_its_tokens_over_the_speed_up() -> None:
     """Three tokens per pass; groups that are 1.5 times as fast have passes of 2 plain steps, edits of 1."""
-    table, prose = allowed(result(1.5))
+    table, prose = tabulate_copying_tasks(result(1.5))
     assert "| summ. | 3.00 | 2.00 | 1.50 |" in table and "| edits | 3.00 | 1.00 | 3.00 |" in table
     assert "would be 3.00 times as fast" in prose
 
@@ -125,10 +125,10 @@ def test_the_pass_furthest_over_its_floor_is_named() -> None:
     steep = result(2.0)
     rows = steep["curve_figures"]["curves"]["tinyspec"]["rows"]
     rows["32"] |= {"over": 1.1, "usually": 1.9, "milliseconds": 7.0}
-    assert floors([steep]).splitlines()[2:] == [
+    assert tabulate_pass_costs([steep]).splitlines()[2:] == [
         "| bfloat16 | 1.10 | 1.20 | 1.90 | 32 positions, 7.0 ms |"
     ]
 
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:
-    assert "us 2.0, them 3.0" in ceilings(result(1.0)["curve_figures"])
+    assert "us 2.0, them 3.0" in describe_ceilings(result(1.0)["curve_figures"])

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.lm.small import LLAMA, model
 from tinyspec import generation
 from tinyspec.bench import arms
-from tinyspec.bench.arms import Own, balance
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.arms import TechniqueArm, check_token_balance
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import RandomSource
@@ -35,11 +35,11 @@ def job(*ids: int, tokens: int = 9) -> Job:
     return Job("qa", "0", 0, ids or (1, 2, 3, 1, 2), tokens)
 
 
-def own(method: str, temperature: float = 0.0) -> Own:
-    return Own(
+def own(method: str, temperature: float = 0.0) -> TechniqueArm:
+    return TechniqueArm(
         ArmSpec.read(method),
         model(ENDING),
-        Settings(temperature=temperature),
+        BenchSettings(temperature=temperature),
         model(ENDING, seed=1),
     )
 
@@ -65,7 +65,7 @@ def test_books_balance_at_every_length_and_temperature(method: str) -> None:
     def check(ids: list[int], tokens: int, seed: int, temperature: float) -> None:
         asked = job(*ids, tokens=tokens)
         made = own(method, temperature).run(asked, seed, time.perf_counter)
-        balance(made, asked, method)
+        check_token_balance(made, asked, method)
         assert made.nodes is not None
         assert made.accepted is not None
         assert made.nodes >= made.accepted
@@ -105,7 +105,9 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
 def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     m = model(ENDING)
     asked = job(tokens=30)
-    made = Own(ArmSpec(PLAIN), m, Settings(temperature=1.5)).run(asked, 0, time.perf_counter)
+    made = TechniqueArm(ArmSpec(PLAIN), m, BenchSettings(temperature=1.5)).run(
+        asked, 0, time.perf_counter
+    )
     assert len(made.ids) == 30
     assert set(made.ids) & set(ENDING.eos)
     assert m.config.eos == ENDING.eos
@@ -128,7 +130,7 @@ def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
 
 def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
     known: dict[str, list[int]] = {}
-    answer = arms.reference(model(ENDING), known, known.__setitem__)
+    answer = arms.make_reference(model(ENDING), known, known.__setitem__)
     expected = answer(job())
     assert list(own(PLAIN).run(job(), 0, time.perf_counter).ids) == list(expected)
     assert answer(job()) is known["qa/0/0"]  # made once
@@ -136,7 +138,9 @@ def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
 
 def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -> None:
     m, draft = model(ENDING), model(ENDING, seed=1)
-    made = arms.own_arms(Settings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft)
+    made = arms.own_arms(
+        BenchSettings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft
+    )
     assert [arm.label for arm in made] == [PLAIN, "llma:k=4", "speculative_decoding:gamma=2"]
     for wrong, says in (
         ("lmla", "did you mean 'llma'"),
@@ -144,7 +148,7 @@ def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -
         ("llma:k=0", "k is 0"),
     ):
         with pytest.raises(TinyspecError, match=says):
-            arms.own_arms(Settings(methods=(wrong,)), m, draft)
+            arms.own_arms(BenchSettings(methods=(wrong,)), m, draft)
 
 
 def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_with_nothing(
@@ -193,15 +197,15 @@ def test_refusals_are_counted_by_rounds_so_that_alpha_is_a_share_of_tested_place
 
 
 def test_settings_read_back_and_refuse_what_cannot_be() -> None:
-    given = Settings(
+    given = BenchSettings(
         methods=("llma:k=2",), peers=("transformers",), tasks=("qa",), threads=2, top_p=0.9
     )
-    assert Settings.from_dict(given.as_dict()) == given
+    assert BenchSettings.from_dict(given.as_dict()) == given
     assert [arm.label for arm in given.arms] == [PLAIN, "llma:k=2", "transformers"]
     with pytest.raises(TinyspecError, match=r"did you mean 'llama.cpp'"):
-        Settings(peers=("llamacpp",))
+        BenchSettings(peers=("llamacpp",))
     with pytest.raises(TinyspecError, match="rounds"):
-        Settings(rounds=0)
+        BenchSettings(rounds=0)
 
 
 def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
@@ -210,8 +214,11 @@ def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
     from tinyspec.bench import memory
 
     name = tiny_zoo(tmp_path).big
-    held = memory.peak(
-        ArmSpec("llma"), Settings(model=name, dtype="float32"), models.load(name), job(tokens=2)
+    held = memory.measure_arm_memory(
+        ArmSpec("llma"),
+        BenchSettings(model=name, dtype="float32"),
+        models.load(name),
+        job(tokens=2),
     )
     assert held["peak"] > 50 * 2**20  # torch alone is more
     assert held["device"] == 0
@@ -223,5 +230,5 @@ def test_a_failed_memory_probe_beside_transformers_is_a_warning(
     from tinyspec.bench.experiments import plain
 
     monkeypatch.setattr(plain.sys, "executable", "false")
-    assert plain.peak("storyteller", "float32", 2) is None
+    assert plain.measure_peak_memory("storyteller", "float32", 2) is None
     assert capsys.readouterr().err.startswith("warning: the memory was not measured")

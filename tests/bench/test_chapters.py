@@ -15,11 +15,11 @@ from tests.lm.small import model
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import data, models
 from tinyspec.bench import chapters, measure, report, stores, tally, tasks
-from tinyspec.bench.arms import Own
-from tinyspec.bench.book import Book, Sample
-from tinyspec.bench.harness import dumps
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
-from tinyspec.bench.stores import Prepared
+from tinyspec.bench.arms import TechniqueArm
+from tinyspec.bench.book import Sample, SampleBook
+from tinyspec.bench.harness import dump_json
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
+from tinyspec.bench.stores import PreparedArm
 from tinyspec.errors import TinyspecError
 from tinyspec.technique import load_techniques
 
@@ -35,12 +35,14 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few")
 def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
     m = model(ENDING)
-    found, cannot, _ = chapters.contestants(
-        "speculative", Settings(model="alone"), m, model(ENDING, seed=1), job()
+    found, cannot, _ = chapters.find_contestants(
+        "speculative", BenchSettings(model="alone"), m, model(ENDING, seed=1), job()
     )
     assert found.methods == (PLAIN, "llma", "speculative_decoding", "auto")
     assert found.draft == ""
-    alone, left, _ = chapters.contestants("speculative", Settings(model="alone"), m, None, job())
+    alone, left, _ = chapters.find_contestants(
+        "speculative", BenchSettings(model="alone"), m, None, job()
+    )
     assert alone.methods == (PLAIN, "llma", "auto") and alone.draft is None
     assert left[0].startswith("speculative_decoding: ") and "draft" in left[0]
     assert any(line.startswith("planner: an analysis") for line in [*cannot, *left])
@@ -49,19 +51,26 @@ def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
 @pytest.mark.usefixtures("few")
 def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        stores.PREPARE, "llma", ("k", lambda model: Prepared({"k": 3}, "three tokens"))
+        stores.PREPARE, "llma", ("k", lambda model: PreparedArm({"k": 3}, "three tokens"))
     )
-    found, _, built = chapters.contestants("speculative", Settings(), model(ENDING), None, job())
+    found, _, built = chapters.find_contestants(
+        "speculative", BenchSettings(), model(ENDING), None, job()
+    )
     assert "llma" in found.methods
     assert built == {"llma": "three tokens"}
-    own = [Own(ArmSpec.read(label), model(ENDING), Settings()) for label in ("llma", "llma:k=5")]
+    own = [
+        TechniqueArm(ArmSpec.read(label), model(ENDING), BenchSettings())
+        for label in ("llma", "llma:k=5")
+    ]
     assert [arm.options["k"] for arm in own] == [3, 5]
 
-    def fails(*_: Any) -> Prepared:
+    def fails(*_: Any) -> PreparedArm:
         raise OSError("the disk is\nfull")
 
     monkeypatch.setitem(stores.PREPARE, "llma", ("k", fails))
-    found, cannot, _ = chapters.contestants("speculative", Settings(), model(ENDING), None, job())
+    found, cannot, _ = chapters.find_contestants(
+        "speculative", BenchSettings(), model(ENDING), None, job()
+    )
     assert "llma: OSError: the disk is full" in cannot and "llma" not in found.methods
 
 
@@ -74,20 +83,21 @@ def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
         tinyspec.load(folder) for folder in (tiny_zoo(tmp_path).big, tiny_zoo(tmp_path).small)
     )
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
-        stores.store(plain)
+        stores.prepare_datastore(plain)
     books = [data.Book("A", f"T{i}", "the cat sat on the mat") for i in range(3)]
     monkeypatch.setattr(data, "read_books", lambda split: books if split == "train" else [])
     monkeypatch.setattr(
         data, "gsm8k", lambda split: [data.Sum("one and one?", "two")] if split == "train" else []
     )
-    made = stores.store(plain)
+    made = stores.prepare_datastore(plain)
     assert made.built.endswith("3 training books") and "GSM8K" not in made.built
-    assert "3 training books, 1 questions of GSM8K's" in stores.store(chat).built
+    assert "3 training books, 1 questions of GSM8K's" in stores.prepare_datastore(chat).built
     before = Path(made.knobs["datastore"]).stat().st_mtime_ns
     assert (
-        stores.store(plain) == made and Path(made.knobs["datastore"]).stat().st_mtime_ns == before
+        stores.prepare_datastore(plain) == made
+        and Path(made.knobs["datastore"]).stat().st_mtime_ns == before
     )
-    arm = Own(ArmSpec("rest"), plain, Settings())
+    arm = TechniqueArm(ArmSpec("rest"), plain, BenchSettings())
     assert len(arm.run(job(), 0, time.perf_counter).ids) == 9
 
 
@@ -105,7 +115,7 @@ def test_every_decoder_of_the_chapter_is_asked() -> None:
 
 def test_a_plain_model_continues_sixty_openings_of_the_valid_books() -> None:
     assert chapters.usual_tasks(model(ENDING)) == ("books:60",)
-    found = tasks.items("books", 60)
+    found = tasks.load_items("books", 60)
     assert len({item.turns for item in found}) == 60
     assert not any(item.chat for item in found)
 
@@ -127,7 +137,7 @@ def test_a_draft_of_the_zoo_is_found_by_what_it_was_made_for(
 
 def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:
     hand = Hand()
-    book = Book(
+    book = SampleBook(
         replace(settings(), tokens=8),
         None,
         {"command": "tinyspec bench", "commit": "c", "date": "d"},
@@ -141,37 +151,41 @@ def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:
     }
     book.expect(jobs())
     book.references = {j.key: list(range(j.tokens)) for j in jobs()}
-    measure.run(book, jobs(), arms(hand), hand)
+    measure.run_turns(book, jobs(), arms(hand), hand)
     told = [s._replace(stopped=s.accepted, state=900, held=90) for s in book.samples]
     labels = [PLAIN, "llma", "transformers"]
     book.rest = {
-        "figures": tally.tally(told, labels),
+        "figures": tally.summarize_samples(told, labels),
         "chapter": "speculative",
         "built": {"llma": "a store of books"},
     }
-    result = json.loads(dumps(book.as_dict()))
-    grids = {grid.title.split(":")[0]: grid for grid in report.grids(result)}
+    result = json.loads(dump_json(book.as_dict()))
+    grids = {grid.title.split(":")[0]: grid for grid in report.list_tables(result)}
     for task in ("QA", "edits"):
         assert [row[0] for row in grids[task].rows] == labels
         assert {row[3] for row in grids[task].rows} == {
             "0.50"
         }  # alpha: as often stopped as accepted
         assert {row[-1] for row in grids[task].rows} == {"10"}
-    page = report.markdown(result)
+    page = report.write_markdown(result)
     assert "built for llma: a store of books" in page and "draft model: none" in page
 
 
 def test_alpha_and_state_are_unknown_where_a_count_is() -> None:
     blank = Sample("qa", "0", 0, PLAIN, 0, 1.0, 1.0, 10, 10, 5, 0, 5, 5, 0, 0, 20.0, 10)
     assert (
-        tally.counts([blank])["alpha"] is None and tally.counts([blank])["state_per_token"] is None
+        tally.count_samples([blank])["alpha"] is None
+        and tally.count_samples([blank])["state_per_token"] is None
     )
     counted = blank._replace(stopped=5, state=100, held=50)
-    assert (tally.counts([counted])["alpha"], tally.counts([counted])["state_per_token"]) == (
+    assert (
+        tally.count_samples([counted])["alpha"],
+        tally.count_samples([counted])["state_per_token"],
+    ) == (
         0.5,
         2.0,
     )
-    assert tally.counts([blank._replace(accepted=0, stopped=0)])["alpha"] is None
+    assert tally.count_samples([blank._replace(accepted=0, stopped=0)])["alpha"] is None
 
 
 @pytest.mark.usefixtures("few")

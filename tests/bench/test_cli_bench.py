@@ -99,7 +99,7 @@ def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
     from tinyspec.bench import arms
 
     out = tmp_path / "r.json"
-    own, count = arms.Own.run, [0]
+    own, count = arms.TechniqueArm.run, [0]
 
     def interrupted(self: Any, *args: Any) -> Any:
         count[0] += 1
@@ -107,7 +107,7 @@ def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
             raise KeyboardInterrupt
         return own(self, *args)
 
-    monkeypatch.setattr(arms.Own, "run", interrupted)
+    monkeypatch.setattr(arms.TechniqueArm, "run", interrupted)
     result = run(
         "bench", "--model", zoo.big, "--tasks", "edits", "--rounds", "2", *QUICK, "--out", str(out)
     )

@@ -43,7 +43,7 @@ def measured(rounds: int = 2) -> dict[str, object]:
         meter(hand, "fast", "bandwidth", 400, [0.1, 0.1, 7.0, 2.0, 7.0, 1.0]),
         meter(hand, "square", "peak", 1000, [0.1, 0.1, 7.0, 4.0, 7.0, 2.0]),
     ]
-    return curve.measure(
+    return curve.measure_curve(
         [Slow(hand), Slow(hand, "peer", None)], meters, rounds, hand, ks=(1, 4, 8), settle=hand.wind
     )
 
@@ -66,7 +66,7 @@ def test_whoever_ran_before_is_given_time_to_fall_asleep_before_each_that_is_tim
 
     meters = [curve.Meter("sum", "bandwidth", 1, lambda: told.append("sum"))]
     forwards = [Telling(hand), Telling(hand, "peer", None)]
-    curve.measure(
+    curve.measure_curve(
         forwards,
         meters,
         1,
@@ -79,7 +79,7 @@ def test_whoever_ran_before_is_given_time_to_fall_asleep_before_each_that_is_tim
 
 
 def test_a_ceiling_is_the_best_that_anybody_reached() -> None:
-    tops = curve.ceilings(measured())
+    tops = curve.find_ceilings(measured())
     assert tops["bandwidth"]["slow"] == 100
     assert tops["bandwidth"]["fast"] == 400
     assert tops["peak"] == {"square": 500}
@@ -92,15 +92,15 @@ def test_a_ceiling_is_the_best_that_anybody_reached() -> None:
 
 def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
     config = replace(LLAMA, n_layers=1)
-    found = curve.figures(measured(), config, 4, cached=5)
+    found = curve.summarize_curve(measured(), config, 4, cached=5)
     assert (found["bandwidth"], found["peak"]) == (400, 500)
     rows = found["curves"]["tinyspec"]["rows"]
     for k, row in rows.items():
-        floor = max(100 / 400, curve.operations(config, int(k), 5) / 500)
+        floor = max(100 / 400, curve.count_operations(config, int(k), 5) / 500)
         assert row["floor"] == pytest.approx(1e3 * floor)
         assert row["over"] == pytest.approx(row["milliseconds"] / (1e3 * floor))
         often = max(
-            100 / (400 / 1.5), curve.operations(config, int(k), 5) / (1000 / 3)
+            100 / (400 / 1.5), curve.count_operations(config, int(k), 5) / (1000 / 3)
         )  # each meter at its median
         assert row["usually"] == pytest.approx(row["milliseconds"] / (1e3 * often))
     assert rows["8"]["against_one"] == pytest.approx(4.0 / 2.25)
@@ -108,8 +108,10 @@ def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
 
 
 def test_a_cost_that_falls_is_told_unless_the_spread_explains_it() -> None:
-    assert curve.falls({1: [1.0, 1.0], 2: [4.0, 4.0], 3: [3.0, 3.0], 4: [4.5, 4.5]}) == [3]
-    assert curve.falls({1: [1.0, 5.0, 9.0], 2: [0.9, 4.0, 8.0]}) == []
+    assert curve.find_cost_drops({1: [1.0, 1.0], 2: [4.0, 4.0], 3: [3.0, 3.0], 4: [4.5, 4.5]}) == [
+        3
+    ]
+    assert curve.find_cost_drops({1: [1.0, 5.0, 9.0], 2: [0.9, 4.0, 8.0]}) == []
 
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, replace(LLAMA, tied=False)])
@@ -122,12 +124,12 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
     attention = (
         2 * 2 * config.q_dim * config.n_layers * (3 * 10 + 1 + 2 + 3)
     )  # scores and sums, over what 3 tokens see
-    assert curve.operations(config, 3, 10) == 2 * 3 * products + attention
+    assert curve.count_operations(config, 3, 10) == 2 * 3 * products + attention
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
 def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
-    forward = curve.OwnForwards(model(LLAMA, dtype=torch.float32), cached=9)
+    forward = curve.OwnForward(model(LLAMA, dtype=torch.float32), cached=9)
     forward_log: list[ForwardRecord] = forward.session.forward_log
     for _ in range(3):
         forward.prepare(k)
@@ -139,7 +141,7 @@ def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
 
 def test_the_meters_do_what_they_say() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        meters = curve.meters(Model.random(LLAMA, dtype=dtype), mebibytes=1, side=32)
+        meters = curve.make_meters(Model.random(LLAMA, dtype=dtype), mebibytes=1, side=32)
         assert {m.kind for m in meters} == {"bandwidth", "peak"}
         assert len({(m.who, m.kind) for m in meters}) == len(meters)
         assert all(m.amount == 2**20 for m in meters if m.kind == "bandwidth")

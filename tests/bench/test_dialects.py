@@ -15,15 +15,15 @@ from tinyspec.bench.experiments.dialects import (
     KD,
     RAW,
     SAMPLED,
-    Copying,
+    CopyRefiner,
     DialectSettings,
-    Trial,
-    chart,
-    copying,
-    named,
-    said,
-    tables,
-    told,
+    DialectTrial,
+    chart_dialects,
+    describe_kind,
+    one_pass_loss,
+    one_pass_nll,
+    summarize_dialects,
+    tabulate_dialects,
 )  # fmt: skip
 from tinyspec.bench.plot import draw
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
@@ -109,20 +109,20 @@ def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(mad
             *(f"mask-predict, T {t}, l {n}" for t, n in ((1, 1), (2, 1), (2, 2))),
         ]
         assert all(len(row["verdicts"]) == 6 for row in arms.values())
-    assert told(result) == result["figures"]
+    assert summarize_dialects(result) == result["figures"]
     assert {"command", "commit", "machine", "settings"} <= result.keys()
 
 
 def test_shares_are_counted_by_the_digits() -> None:
-    of = told({"kinds": {"lex": {"arms": {"a": {"verdicts": "3326"}}}}})["lex"]["a"]
+    of = summarize_dialects({"kinds": {"lex": {"arms": {"a": {"verdicts": "3326"}}}}})["lex"]["a"]
     assert of == {"valid": 0.5, "single": 1.0, "repeated": 0.25}
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_a_committed_result_follows_from_its_verdicts(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
-    assert told(result) == result["figures"]
-    page = [f"`{result['command']}`", *(table.markdown() for table in tables(result))]
+    assert summarize_dialects(result) == result["figures"]
+    page = [f"`{result['command']}`", *(table.markdown() for table in tabulate_dialects(result))]
     assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(page) + "\n"
 
 
@@ -132,29 +132,31 @@ def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
     assert page.startswith("`tinyspec ") and page.count("| autoregressive |") == 2
     drawn = (folder / "d.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(drawn)
-    assert draw(chart(result)) == drawn
-    assert all(len(row) == len(table.header) for table in tables(result) for row in table.rows)
+    assert draw(chart_dialects(result)) == drawn
+    assert all(
+        len(row) == len(table.header) for table in tabulate_dialects(result) for row in table.rows
+    )
     assert "valid %" in shown and not (folder / "d.json.parts").exists()
-    assert named("ord") == "orders of their own"
+    assert describe_kind("ord") == "orders of their own"
 
 
 def test_an_interrupted_run_goes_on_where_it_was(
     made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, whole, _ = made
-    out, kept = tmp_path / "d.json", Trial.masked
+    out, kept = tmp_path / "d.json", DialectTrial.run_mask_predict
 
-    def stops(self: Trial, *passes: Any) -> Any:
+    def stops(self: DialectTrial, *passes: Any) -> Any:
         if self.folder.name == "fert":
             raise KeyboardInterrupt
         return kept(self, *passes)
 
-    monkeypatch.setattr(Trial, "masked", stops)
+    monkeypatch.setattr(DialectTrial, "run_mask_predict", stops)
     with pytest.raises(KeyboardInterrupt):
-        dialects.run(TINY, out, quiet=True)
+        dialects.measure_dialects(TINY, out, quiet=True)
     monkeypatch.undo()
     assert (tmp_path / "d.json.parts" / "fert" / KD.replace(", ", "-") / "state.pt").exists()
-    result = dialects.run(TINY, out, resume=True, quiet=True)
+    result = dialects.measure_dialects(TINY, out, resume=True, quiet=True)
     assert result["figures"] == whole["figures"]
 
 
@@ -177,21 +179,21 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
     source, target = padded([(4, 5, 6), (7, 4)]), padded([(8, 9, 10, 11), (11, 8)])
     alone = [
-        said(
+        one_pass_nll(
             model, source[i : i + 1, :n], target[i : i + 1, :m], model.encode(source[i : i + 1, :n])
         )
         for i, n, m in ((0, 3, 4), (1, 2, 2))
     ]
-    assert float(said(model, source, target, model.encode(source))) == pytest.approx(
+    assert float(one_pass_nll(model, source, target, model.encode(source))) == pytest.approx(
         float(sum(alone)), abs=1e-9
     )
     told_length = -model.length_logits(model.encode(source)).log_softmax(-1)[[0, 1], [4, 2]].sum()
-    assert float(copying(model, source, target)) == pytest.approx(
+    assert float(one_pass_loss(model, source, target)) == pytest.approx(
         float(sum(alone) + told_length) / 6, abs=1e-9
     )
     memory = model.encode(source[:1])
     length = int(model.length_logits(memory).argmax())
-    assert Copying(model).start((4, 5, 6), memory, None).mask.tolist() == [[True] * length]  # type: ignore[arg-type]
+    assert CopyRefiner(model).start((4, 5, 6), memory, None).mask.tolist() == [[True] * length]  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
@@ -203,7 +205,7 @@ def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_paral
         ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10), lengths=(1,),
         student_steps=1500,
     )  # fmt: skip
-    result = dialects.run(given, quiet=True)
+    result = dialects.measure_dialects(given, quiet=True)
     valid = {arm: of["valid"] for arm, of in result["figures"]["lex"].items()}
     assert min(valid[arm] for arm in (AR, KD, "mask-predict, T 10, l 1")) >= 0.95, valid
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid

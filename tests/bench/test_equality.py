@@ -38,14 +38,14 @@ def test_long_blocks_and_short_ones_leave_every_token_as_it_is(zoo: Zoo, tmp_pat
 
 
 def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = equality.greedy
+    plain = equality.decode_greedily
 
     def other(*args, **kwargs):  # type: ignore[no-untyped-def]
         ids, counted = plain(*args, **kwargs)
         return (ids if args[3] == "autoregressive" else [*ids[:-1], ids[-1] ^ 1]), counted
 
-    monkeypatch.setattr(equality, "greedy", other)
-    result = equality.run(EqualitySettings(zoo.big, tokens=8), quiet=True)
+    monkeypatch.setattr(equality, "decode_greedily", other)
+    result = equality.measure_equality(EqualitySettings(zoo.big, tokens=8), quiet=True)
     assert not result["passed"]
     assert result["mismatches"] == 6
     assert {line[5] for line in result["rows"]} == {7}
@@ -54,7 +54,7 @@ def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
 def test_an_interrupted_run_goes_on_where_it_was(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, plain, asked = tmp_path / "e.json", equality.greedy, list[str]()
+    out, plain, asked = tmp_path / "e.json", equality.decode_greedily, list[str]()
 
     def counted(*args, **kwargs) -> tuple[list[int], Statistics]:  # type: ignore[no-untyped-def]
         asked.append(args[3])
@@ -62,11 +62,13 @@ def test_an_interrupted_run_goes_on_where_it_was(
             raise KeyboardInterrupt
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(equality, "greedy", counted)
+    monkeypatch.setattr(equality, "decode_greedily", counted)
     with pytest.raises(KeyboardInterrupt):
-        equality.run(EqualitySettings(zoo.big, tokens=8), out, quiet=True)
+        equality.measure_equality(EqualitySettings(zoo.big, tokens=8), out, quiet=True)
     assert json.loads(out.read_text())["questions"] == 1
-    result = equality.run(EqualitySettings(zoo.big, tokens=8), out, resume=True, quiet=True)
+    result = equality.measure_equality(
+        EqualitySettings(zoo.big, tokens=8), out, resume=True, quiet=True
+    )
     assert result["questions"] == 3 and len(asked) == 6 + 2 * 3
     assert "was made with tokens_each 8, not 20" in failed(
         run(*CALL, "--model", zoo.big, "--out", str(out), "--resume")

@@ -61,7 +61,7 @@ def result(trained: str, texts: str) -> dict[str, Any]:
     given = exits.ExitSettings(
         trained, (0.05, 0.9), texts=(Path(texts).read_text(),), prompts=2, prompt_tokens=8, tokens=6
     )
-    made = exits.run(given, quiet=True)
+    made = exits.measure_exits(given, quiet=True)
     found: dict[str, Any] = json.loads(json.dumps(made, allow_nan=False))
     return found
 
@@ -92,7 +92,7 @@ def test_figures_follow_from_the_samples_and_the_full_model_is_one(
     result: dict[str, Any], trained: str
 ) -> None:
     config = tinyspec.load(trained).config
-    assert json.loads(json.dumps(exits.told(result, config))) == result["figures"]
+    assert json.loads(json.dumps(exits.summarize_exits(result, config))) == result["figures"]
     full = result["figures"]["full"]
     for way in ("forced", "free"):
         assert full[way]["agreement"] == full[way]["work"] == 1
@@ -119,8 +119,10 @@ def test_work_is_every_product_that_was_made() -> None:
         max_positions=16,
     )
     layer = 4 * 8 + 4 * 4 + 4 * 12 + 6 * 4  # qkv, out, gate and up, down
-    assert exits.work(config, 2, 0, 1) == 1
-    assert exits.work(config, 1, 1, 1) == pytest.approx((layer + 2 * 2 * 4 + 40) / (2 * layer + 40))
+    assert exits.relative_work(config, 2, 0, 1) == 1
+    assert exits.relative_work(config, 1, 1, 1) == pytest.approx(
+        (layer + 2 * 2 * 4 + 40) / (2 * layer + 40)
+    )
 
 
 def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> None:
@@ -136,11 +138,11 @@ def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> N
 def test_the_table_has_a_row_a_setting_and_the_picture_a_line_a_measure(
     result: dict[str, Any],
 ) -> None:
-    (grid,) = exits.tables(result)
+    (grid,) = exits.tabulate_exits(result)
     assert len(grid.rows) == len(result["figures"]) and all(
         len(row) == len(grid.header) for row in grid.rows
     )
-    chart = exits.chart(result)
+    chart = exits.chart_exits(result)
     assert [len(panel.lines) for panel in chart.panels] == [4, 4]  # type: ignore[union-attr]
     ElementTree.fromstring(draw(chart))
 
@@ -246,9 +248,9 @@ def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
         zoo.big, 0.9, 0.3, texts=(Path(texts).read_text(),), prompts=3, prompt_tokens=8, tokens=4, step=1.0, check=0,
         measure="saturation", decay="constant",
     )  # fmt: skip
-    found = calibrate.run(given, quiet=True)
+    found = calibrate.run_calibration(given, quiet=True)
     model = tinyspec.load(zoo.big)
-    drawn = exits.passages(model, [Path(texts).read_text()], 3, 8, 4, 0)
+    drawn = exits.draw_passages(model, [Path(texts).read_text()], 3, 8, 4, 0)
     for row in found["tested"]:
         losses = []
         for passage in drawn:
@@ -299,7 +301,7 @@ def test_what_calibration_cannot_do_is_said_before_anything_is_run(
         run(*words, "--texts", texts, "--measure", "classifier")
     )
     with pytest.raises(TinyspecError, match="--step is 0"):
-        calibrate.thresholds(0)
+        calibrate.list_thresholds(0)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec.bench.experiments import layerskip
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.settings import LayerSkipSettings
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--quiet")
@@ -22,8 +22,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def result(model: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(
-        dumps(
-            layerskip.run(
+        dump_json(
+            layerskip.measure_layerskip(
                 LayerSkipSettings((model,), (1, 2), gamma=3, prompts=3, tokens=9), quiet=True
             )
         )
@@ -54,14 +54,14 @@ def test_an_early_exit_is_less_sure_and_its_layers_add_up(
 
 
 def test_the_same_figures_come_again(model: str, result: dict[str, Any]) -> None:
-    again = layerskip.run(
+    again = layerskip.measure_layerskip(
         LayerSkipSettings((model,), (1, 2), gamma=3, prompts=3, tokens=9), quiet=True
     )
     assert again["models"] == result["models"], "nothing is timed"
 
 
 def test_a_sampled_guess_is_kept_about_as_often_as_the_laws_overlap(model: str) -> None:
-    made = layerskip.run(
+    made = layerskip.measure_layerskip(
         LayerSkipSettings((model,), (1,), gamma=1, temperature=1.0, prompts=20, tokens=40),
         quiet=True,
     )

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.bench.fakes import Fake, Hand, arms, jobs, noisy
 from tests.bench.fakes import settings as settled
 from tinyspec.bench import measure, tally
-from tinyspec.bench.arms import Made, balance
-from tinyspec.bench.book import Book, Sample
-from tinyspec.bench.harness import dumps
-from tinyspec.bench.plan import PLAIN, Settings
+from tinyspec.bench.arms import ArmOutput, check_token_balance
+from tinyspec.bench.book import Sample, SampleBook
+from tinyspec.bench.harness import dump_json
+from tinyspec.bench.plan import PLAIN, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
@@ -26,20 +26,22 @@ STAMP = {
 }
 
 
-def begun(path: Path | None = None, rounds: int = 2, asked: list[Job] | None = None) -> Book:
-    book = Book(settled(rounds), path, STAMP)
+def begun(path: Path | None = None, rounds: int = 2, asked: list[Job] | None = None) -> SampleBook:
+    book = SampleBook(settled(rounds), path, STAMP)
     book.expect(asked or jobs())
     book.references = {job.key: list(range(job.tokens)) for job in asked or jobs()}
     return book
 
 
-def done(book: Book, hand: Hand, contestants: list[Fake], asked: list[Job] | None = None) -> Book:
-    measure.run(book, asked or jobs(), contestants, hand)
+def done(
+    book: SampleBook, hand: Hand, contestants: list[Fake], asked: list[Job] | None = None
+) -> SampleBook:
+    measure.run_turns(book, asked or jobs(), contestants, hand)
     return book
 
 
-def reopened(path: Path) -> Book:
-    return Book.open(path, lambda _: STAMP)
+def reopened(path: Path) -> SampleBook:
+    return SampleBook.open(path, lambda _: STAMP)
 
 
 def test_every_arm_does_every_job_in_every_round_once() -> None:
@@ -55,15 +57,15 @@ def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
     order: list[str] = []
 
     class Noting(Fake):
-        def run(self, *args: Any) -> Made:
+        def run(self, *args: Any) -> ArmOutput:
             order.append(self.label)
             return super().run(*args)
 
     hand = Hand()
     contestants: list[Fake] = [Noting(label, hand, noisy(label, 1.0)) for label in "abc"]
-    book = Book(Settings(tasks=("qa",), rounds=2), None, STAMP)
+    book = SampleBook(BenchSettings(tasks=("qa",), rounds=2), None, STAMP)
     book.references = {job.key: [0] for job in jobs()}
-    measure.run(book, jobs(), contestants, hand)
+    measure.run_turns(book, jobs(), contestants, hand)
     turns = [order[i : i + 3] for i in range(0, len(order), 3)]
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     for place in range(3):
@@ -82,7 +84,7 @@ def test_times_are_those_of_the_clock_and_of_nothing_else() -> None:
 def test_warm_up_is_short_and_not_kept() -> None:
     hand = Hand()
     contestants = arms(hand)
-    measure.warm_up(contestants, jobs(tokens=100)[0], hand)
+    measure.warm_up_arms(contestants, jobs(tokens=100)[0], hand)
     assert all(len(arm.runs) == 1 for arm in contestants)
     assert hand.now < 100
 
@@ -118,7 +120,9 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
         ]
         assert [s.decode for s in book.samples] == pytest.approx([s.decode for s in whole.samples])
         labels = [arm.label for arm in arms(hand)]
-        ours, theirs = (json.loads(dumps(tally.tally(b.samples, labels))) for b in (book, whole))
+        ours, theirs = (
+            json.loads(dump_json(tally.summarize_samples(b.samples, labels))) for b in (book, whole)
+        )
         assert _rounded(ours) == _rounded(theirs)
         assert reopened(path).samples == book.samples
 
@@ -140,7 +144,7 @@ def test_what_an_interrupted_run_leaves_is_whole_turns(tmp_path: Path) -> None:
         done(book, hand, contestants)
     kept = reopened(tmp_path / "r.json")
     assert len(kept.samples) == 4 * 3
-    assert measure.left(kept, jobs(), contestants) == 2 * 3
+    assert measure.count_left(kept, jobs(), contestants) == 2 * 3
 
 
 def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
@@ -210,8 +214,8 @@ def test_no_json_and_another_prompt_of_the_same_name_are_refused(tmp_path: Path)
 
 
 def test_only_rounds_may_grow() -> None:
-    was = Settings(rounds=3, tokens=8)
-    assert was.enlarged({"rounds": 4, "tokens": 8}) == Settings(rounds=4, tokens=8)
+    was = BenchSettings(rounds=3, tokens=8)
+    assert was.enlarged({"rounds": 4, "tokens": 8}) == BenchSettings(rounds=4, tokens=8)
     with pytest.raises(TinyspecError, match="tokens 8, not 9"):
         was.enlarged({"tokens": 9})
     with pytest.raises(TinyspecError, match="only add"):
@@ -226,7 +230,7 @@ def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> 
     book.rest = {"curve": {"cached": 1}, "memory": {"llma": {"peak": 1}}}
     book.skipped = ["x: y"]
     book.save()
-    again = Book.open(tmp_path / "r.json", lambda _: {**STAMP, "commit": "def"})
+    again = SampleBook.open(tmp_path / "r.json", lambda _: {**STAMP, "commit": "def"})
     assert [stamp["commit"] for stamp in again.stamps] == ["abc", "def"]
     assert (again.rest, again.skipped, again.settings) == (book.rest, book.skipped, book.settings)
     assert (again.samples, again.references, again.prompts) == (
@@ -240,7 +244,7 @@ def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> 
 
 # ---------------------------------------------------------------------- books that do not balance (B41, B44)
 
-HONEST = Made(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)
+HONEST = ArmOutput(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)
 JOB = Job("qa", "0", 0, (1,), 6)
 
 
@@ -256,15 +260,15 @@ JOB = Job("qa", "0", 0, (1,), 6)
         HONEST._replace(ids=(1, 2, 3, 4, 5, 6, 7)),  # the end of text is counted by one arm only
     ],
 )
-def test_books_that_do_not_balance_are_refused(false: Made) -> None:
-    balance(HONEST, JOB, "x")
+def test_books_that_do_not_balance_are_refused(false: ArmOutput) -> None:
+    check_token_balance(HONEST, JOB, "x")
     with pytest.raises(RuntimeError, match="x"):
-        balance(false, JOB, "x")
+        check_token_balance(false, JOB, "x")
 
 
 def test_tokens_are_counted_from_ids_by_one_counter() -> None:
     """An arm cannot say how many tokens it made: it hands over ids, and chunks or texts do not enter."""
-    assert not {"tokens", "text", "chunks"} & set(Made._fields)
+    assert not {"tokens", "text", "chunks"} & set(ArmOutput._fields)
     hand = Hand()
     for sample in done(begun(), hand, arms(hand)).samples:
         assert sample.tokens == sample.timed == 8
@@ -272,11 +276,11 @@ def test_tokens_are_counted_from_ids_by_one_counter() -> None:
 
 def test_a_peer_whose_prefill_made_tokens_is_not_credited_with_them() -> None:
     class Early(Fake):
-        def run(self, *args: Any) -> Made:
+        def run(self, *args: Any) -> ArmOutput:
             return super().run(*args)._replace(early=2)
 
     hand = Hand()
     sample = done(begun(), hand, [Early("transformers", hand, lambda job, seed: 0.5)]).samples[0]
     assert (sample.tokens, sample.timed) == (8, 6)
-    assert tally.decode(sample) == sample.decode / 6
+    assert tally.seconds_per_token(sample) == sample.decode / 6
     assert isinstance(sample, Sample)

@@ -28,10 +28,10 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return tiny_zoo(tmp_path_factory.mktemp("zoo"))
 
 
-def layers(cached: int = 9, most: int = 8) -> parts.Layers:
+def layers(cached: int = 9, most: int = 8) -> parts.CompiledLayers:
     m = model(LLAMA, dtype=torch.float32)
     assert m.engine is not None
-    return parts.Layers(m, m.engine, cached, most)
+    return parts.CompiledLayers(m, m.engine, cached, most)
 
 
 @compiled
@@ -85,13 +85,13 @@ def test_the_parts_add_up_to_the_whole() -> None:
     def work(label: str) -> Any:
         return lambda k: hand.wind(1e-3 * k * takes[label])
 
-    arms = [parts.Alone(label, work(label)) for label in takes]
+    arms = [parts.PassPart(label, work(label)) for label in takes]
     arms[0].weights = 100
     meters = [
         curve.Meter(kind, kind, 100, lambda: hand.wind(1e-3)) for kind in ("bandwidth", "peak")
     ]
-    raw = curve.measure(arms, meters, 3, hand, ks=(1, 2), settle=hand.wind)
-    found = parts.figures(raw, LLAMA, 4, 9)
+    raw = curve.measure_curve(arms, meters, 3, hand, ks=(1, 2), settle=hand.wind)
+    found = parts.summarize_parts(raw, LLAMA, 4, 9)
     for k, of in found["milliseconds"].items():
         shares = {name: of[name] / int(k) for name in ("whole", *parts.PARTS)}
         assert shares == pytest.approx(
@@ -99,7 +99,9 @@ def test_the_parts_add_up_to_the_whole() -> None:
         )
         assert sum(of[part] for part in parts.PARTS) == pytest.approx(of["whole"])
         assert of["guesses"] == pytest.approx(30 * int(k))
-        assert of["floor"] == pytest.approx(max(1.0, curve.operations(LLAMA, int(k), 9) / 100))
+        assert of["floor"] == pytest.approx(
+            max(1.0, curve.count_operations(LLAMA, int(k), 9) / 100)
+        )
     head = 4 * LLAMA.vocab_size * LLAMA.d_model
     assert found["reads"] == pytest.approx(
         {
@@ -115,7 +117,7 @@ def test_the_command_writes_the_result_and_the_table(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(curve, "SETTLE", 0.0)
-    monkeypatch.setattr(parts.curve, "meters", lambda model: [
+    monkeypatch.setattr(parts.curve, "make_meters", lambda model: [
         curve.Meter(kind, kind, 100, lambda: sum(range(999))) for kind in ("bandwidth", "peak")
     ])  # fmt: skip
     out, page = tmp_path / "p.json", tmp_path / "p.md"
@@ -183,14 +185,14 @@ def test_without_compiled_layers_there_is_nothing_to_take_apart(
 ) -> None:
     monkeypatch.setattr(_core, "compute", None)
     with pytest.raises(TinyspecError, match="compiled"):
-        parts.forwards(model(LLAMA, dtype=torch.float32), 9, 8)
+        parts.make_timed_parts(model(LLAMA, dtype=torch.float32), 9, 8)
 
 
 @compiled
 @pytest.mark.parametrize("k", [1, 4])
 def test_guesses_one_by_one_run_a_row_each(k: int) -> None:
     m = model(LLAMA, dtype=torch.float32)
-    arm = parts.Guessing(m, 9)
+    arm = parts.DraftChain(m, 9)
     for _ in range(2):
         arm.prepare(k)
         before = len(arm.session.forward_log)

@@ -48,7 +48,7 @@ def test_the_torch_path_says_the_same_tokens(
 
 def test_a_model_on_the_torch_path_stays_there(zoo: Zoo) -> None:
     model = models.load(zoo.big, dtype="float32")
-    unpacked = peer.Torch(model.config, dict(model.weights))
+    unpacked = peer.TorchPathModel(model.config, dict(model.weights))
     unpacked.logits([1, 2, 3])
     assert isinstance(unpacked._path, Blocks)
 
@@ -61,6 +61,6 @@ def test_a_token_that_differs_is_listed_with_its_gap_and_forced(zoo: Zoo) -> Non
         wrong = right[2] ^ 1
         return [*right[:2], wrong, *peer.decode(model, [*ids, *right[:2], wrong], tokens - 3)]
 
-    found = peer.compare(model, other, [1, 2, 3], 6, "autoregressive")
+    found = peer.list_mismatches(model, other, [1, 2, 3], 6, "autoregressive")
     assert [(m["at"], m["ours"], m["theirs"]) for m in found] == [(2, right[2], right[2] ^ 1)]
     assert found[0]["gap"] > 0

@@ -11,10 +11,10 @@ from tests.lm.test_gguf import CONFIG, GPT2
 from tests.zoo import TEXT, Zoo, tiny_zoo
 from tinyspec import models
 from tinyspec.bench import gguf_export, peers
-from tinyspec.bench.arms import Own, balance
-from tinyspec.bench.curve import Forwards
-from tinyspec.bench.peers import Transformers
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.arms import TechniqueArm, check_token_balance
+from tinyspec.bench.curve import TimedForward
+from tinyspec.bench.peers import TransformersArm
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
@@ -43,16 +43,16 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
     zoo: Zoo, big: Model, label: str
 ) -> None:
     pytest.importorskip("transformers")
-    settings = Settings(model=zoo.big, dtype="float32")
+    settings = BenchSettings(model=zoo.big, dtype="float32")
     spec = ArmSpec.read(label.replace("SMALL", "s"))
     spec = ArmSpec(
         spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs)
     )
-    (arm,) = peers.arms([spec], settings, big, 96)
+    (arm,) = peers.make_peer_arms([spec], settings, big, 96)
     job = asked(big)
     made = arm.run(job, 0, time.perf_counter)
-    plain = Own(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
-    balance(made, job, arm.label)
+    plain = TechniqueArm(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
+    check_token_balance(made, job, arm.label)
     assert made.ids == plain.ids
     assert 1 <= made.early <= job.tokens
     assert made.nodes is not None
@@ -70,9 +70,9 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
 
 def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms(
+    (arm,) = peers.make_peer_arms(
         [ArmSpec("transformers")],
-        Settings(model=zoo.big, dtype="float32", temperature=1.0),
+        BenchSettings(model=zoo.big, dtype="float32", temperature=1.0),
         big,
         96,
     )
@@ -82,11 +82,11 @@ def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
 
 def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
-    (arm,) = peers.arms(
-        [ArmSpec("transformers")], Settings(model=zoo.big, dtype="float32"), big, 96
+    (arm,) = peers.make_peer_arms(
+        [ArmSpec("transformers")], BenchSettings(model=zoo.big, dtype="float32"), big, 96
     )
-    assert isinstance(arm, Transformers)
-    forwards: Forwards = arm.forwards(20)
+    assert isinstance(arm, TransformersArm)
+    forwards: TimedForward = arm.forwards(20)
     for k in (1, 5, 3):
         forwards.prepare(k)
         assert arm.forwards(20).cache.get_seq_length() == 20
@@ -97,21 +97,21 @@ def test_transformers_forwards_leave_the_cache_as_it_was(zoo: Zoo, big: Model) -
 def test_a_peer_that_is_not_installed_names_the_extra(
     zoo: Zoo, big: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(model=zoo.big, dtype="float32")
+    settings = BenchSettings(model=zoo.big, dtype="float32")
     for module, label in (("llama_cpp", "llama.cpp"), ("transformers", "transformers")):
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(
             TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"
         ):
-            peers.arms([ArmSpec(label)], settings, big, 96)
+            peers.make_peer_arms([ArmSpec(label)], settings, big, 96)
 
 
 def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
-        peers.arms(
+        peers.make_peer_arms(
             [ArmSpec.read("transformers:lokup=3")],
-            Settings(model=zoo.big, dtype="float32"),
+            BenchSettings(model=zoo.big, dtype="float32"),
             big,
             96,
         )
@@ -124,7 +124,7 @@ def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "q8_0"])
 def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -> None:
     m = Model.random(config, seed=1)
-    gguf_export.write(tmp_path / "m.gguf", m, kind)
+    gguf_export.write_gguf(tmp_path / "m.gguf", m, kind)
     parts = checkpoint.read(tmp_path / "m.gguf")
     shape = (
         "d_model",
@@ -146,7 +146,7 @@ def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -
 
 def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="q4"):
-        gguf_export.write(tmp_path / "m.gguf", Model.random(CONFIG), "q4")
+        gguf_export.write_gguf(tmp_path / "m.gguf", Model.random(CONFIG), "q4")
 
 
 # ---------------------------------------------------------------------- llama.cpp, where it is installed
@@ -173,17 +173,19 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind
     )
     m = Model.random(SHAPES[shape], seed=3, scale=0.4)
     settings, job = (
-        Settings(model="random", dtype="float32"),
+        BenchSettings(model="random", dtype="float32"),
         Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 12),
     )
-    (arm,) = peers.arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, m, 32)
+    (arm,) = peers.make_peer_arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, m, 32)
     made = arm.run(job, 0, time.perf_counter)
-    balance(made, job, arm.label)
+    check_token_balance(made, job, arm.label)
     assert made.calls == 12
     if kind == "float32":
-        assert made.ids == Own(ArmSpec(PLAIN), m, settings).run(job, 0, time.perf_counter).ids
+        assert (
+            made.ids == TechniqueArm(ArmSpec(PLAIN), m, settings).run(job, 0, time.perf_counter).ids
+        )
     assert arm.run(job, 0, time.perf_counter).ids == made.ids
-    forwards: Forwards = arm.forwards(20)  # type: ignore[attr-defined]
+    forwards: TimedForward = arm.forwards(20)  # type: ignore[attr-defined]
     for k in (1, 5, 3):
         forwards.prepare(k)
         forwards.run(k)
@@ -197,10 +199,10 @@ def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
     )
     m = Model.random(CONFIG, seed=3)
     settings, job = (
-        Settings(dtype="float32", temperature=1.0, top_p=0.9),
+        BenchSettings(dtype="float32", temperature=1.0, top_p=0.9),
         Job("qa", "0", 0, (5, 7), 12),
     )
-    (arm,) = peers.arms([ArmSpec("llama.cpp")], settings, m, 32)
+    (arm,) = peers.make_peer_arms([ArmSpec("llama.cpp")], settings, m, 32)
     texts = [arm.run(job, seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
     narrow = Model.random(replace(CONFIG, d_ff=48))
@@ -210,4 +212,4 @@ def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
         ("llama.cpp:weights=q8_0", narrow, "blocks of 32"),
     ):
         with pytest.raises(TinyspecError, match=says):
-            peers.arms([ArmSpec.read(wrong)], settings, model, 32)
+            peers.make_peer_arms([ArmSpec.read(wrong)], settings, model, 32)

@@ -10,7 +10,7 @@ import pytest
 import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.experiments import ppd
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plot import draw
 from tinyspec.early_exit.ppd import expected_cost
 from tinyspec.lm.config import Config
@@ -37,8 +37,8 @@ def deep(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def result(deep: str) -> dict[str, Any]:
-    made = ppd.run(ppd.PpdSettings(deep, (1, 5, 50), 4, 2, 8, 2), quiet=True)
-    found: dict[str, Any] = json.loads(dumps(made))
+    made = ppd.measure_ppd(ppd.PpdSettings(deep, (1, 5, 50), 4, 2, 8, 2), quiet=True)
+    found: dict[str, Any] = json.loads(dump_json(made))
     return found
 
 
@@ -73,7 +73,7 @@ def test_match_rates_grow_with_k_to_one_and_the_last_layer_always_knows(
 def test_figures_follow_from_what_was_measured_and_all_arms_write_the_same(
     result: dict[str, Any],
 ) -> None:
-    assert json.loads(dumps(ppd.told(result))) == result["figures"]
+    assert json.loads(dump_json(ppd.summarize_ppd(result))) == result["figures"]
     assert len(result["samples"]) == len(ppd.ARMS) * 2 * 2 and result["identical"] is True
     assert result["figures"]["wall"][ppd.PLAIN]["median"] == 1
 
@@ -83,20 +83,20 @@ def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
         [p, t, arm, 2.0 if arm == ppd.THREADS else 1.0] for p, t, arm, _ in result["samples"]
     ]
     slow = {**result, "samples": samples}
-    slow["figures"] = ppd.told(slow)
-    table = ppd.tables(slow)[1]
+    slow["figures"] = ppd.summarize_ppd(slow)
+    table = ppd.tabulate_ppd(slow)[1]
     assert (
         dict(table.rows)[ppd.THREADS].startswith("2.0x slower")
         and "all tokens alike" in table.title
     )
-    assert "two threads 2.0x slower" in ppd.chart(slow).summary
-    assert "TOKENS DIFFER" in ppd.tables({**slow, "identical": False})[1].title
+    assert "two threads 2.0x slower" in ppd.chart_ppd(slow).summary
+    assert "TOKENS DIFFER" in ppd.tabulate_ppd({**slow, "identical": False})[1].title
 
 
 def test_the_tables_have_a_row_a_layer_and_the_picture_both_panels(result: dict[str, Any]) -> None:
-    first, _ = ppd.tables(result)
+    first, _ = ppd.tabulate_ppd(result)
     assert len(first.rows) == 6 and all(len(row) == len(first.header) for row in first.rows)
-    chart = ppd.chart(result)
+    chart = ppd.chart_ppd(result)
     assert [len(panel.lines) for panel in chart.panels] == [3, 3]  # type: ignore[union-attr]
     ElementTree.fromstring(draw(chart))
 

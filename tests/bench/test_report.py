@@ -12,8 +12,8 @@ from tests.bench.fakes import Hand, arms, jobs, settings
 from tests.bench.test_curve import measured
 from tests.lm.small import LLAMA
 from tinyspec.bench import curve, measure, plot, report, tally
-from tinyspec.bench.book import Book
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.book import SampleBook
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plan import PLAIN
 
 LABELS = [PLAIN, "llma", "transformers"]
@@ -34,25 +34,25 @@ STAMP = {
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     hand = Hand()
-    book = Book(replace(settings(), tokens=8), None, STAMP)
+    book = SampleBook(replace(settings(), tokens=8), None, STAMP)
     book.expect(jobs())
     book.references = {
         job.key: [1] * job.tokens for job in jobs()
     }  # text that loops, and not what the arms write
-    measure.run(book, jobs(), arms(hand), hand)
+    measure.run_turns(book, jobs(), arms(hand), hand)
     book.skipped = ["medusa: needs heads"]
     book.rest = {
-        "figures": tally.tally(book.samples, LABELS),
-        "texts": tally.texts(book.references, ()),
-        "curve_figures": curve.figures(measured(), LLAMA, 4, 5),
+        "figures": tally.summarize_samples(book.samples, LABELS),
+        "texts": tally.describe_texts(book.references, ()),
+        "curve_figures": curve.summarize_curve(measured(), LLAMA, 4, 5),
         "memory": {"llma": {"peak": 3 * 2**20, "device": 0}},
     }
-    made: dict[str, Any] = json.loads(dumps(book.as_dict()))
+    made: dict[str, Any] = json.loads(dump_json(book.as_dict()))
     return made
 
 
 def test_every_arm_and_task_stands_in_the_tables(result: dict[str, Any]) -> None:
-    grids = list(report.grids(result))
+    grids = list(report.list_tables(result))
     assert [row[0] for row in grids[0].rows] == LABELS
     assert grids[0].header == ["", "QA", "edits", "mean", "least"]
     for grid in grids:
@@ -61,18 +61,18 @@ def test_every_arm_and_task_stands_in_the_tables(result: dict[str, Any]) -> None
 
 
 def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
-    first = next(report.grids(result))
+    first = next(report.list_tables(result))
     for arm, row in zip(LABELS, first.rows, strict=True):
         for task, cell in zip(("qa", "edits"), row[1:3], strict=True):
             five = result["figures"]["tasks"][task][arm]["speedup"]
             assert ("slower" in cell) == (round(five["median"], 2) < 1)
-            assert cell.startswith(report.ratio(five["median"]))
+            assert cell.startswith(report.format_speedup(five["median"]))
     assert "slower" in first.rows[1][1]
 
 
 def test_a_ratio_is_at_least_one_or_says_how_many_times_slower() -> None:
     for hundredths in range(1, 300):
-        text = report.ratio(hundredths / 100)
+        text = report.format_speedup(hundredths / 100)
         times = float(text.removesuffix("x slower"))
         assert times >= 1 if hundredths >= 100 else times > 1
         assert times == pytest.approx(
@@ -83,28 +83,28 @@ def test_a_ratio_is_at_least_one_or_says_how_many_times_slower() -> None:
 
 def test_the_terminal_and_the_page_say_the_same(result: dict[str, Any]) -> None:
     out = Console(width=240, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    out.print(report.show(result))
-    text, page = out.export_text(), report.markdown(result)
+    out.print(report.render_result(result))
+    text, page = out.export_text(), report.write_markdown(result)
     assert page.startswith("`tinyspec bench --methods llma`")
-    for grid in report.grids(result):
+    for grid in report.list_tables(result):
         for row in grid.rows:
             assert "| " + " | ".join(row) + " |" in page
             assert all(cell in text for cell in row)
-    for line in report.notes(result):
+    for line in report.list_notes(result):
         assert line in page
         assert line in text
 
 
 def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, Any]) -> None:
-    notes = "\n".join(report.notes(result))
+    notes = "\n".join(report.list_notes(result))
     assert "left out: medusa: needs heads" in notes
     assert "it loops" in notes
     mixed = {**result, "sittings": [{**STAMP, "commit": "abc"}, {**STAMP, "commit": "def"}]}
-    assert any("several commits: abc, def" in note for note in report.notes(mixed))
+    assert any("several commits: abc, def" in note for note in report.list_notes(mixed))
 
 
 def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -> None:
-    charts = report.charts(result)
+    charts = report.make_charts(result)
     assert list(charts) == ["speedups", "curve"]
     for chart in charts.values():
         text = plot.draw(chart)
@@ -117,7 +117,7 @@ def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -
 
 
 def test_a_chart_shows_medians_and_colours_slow_downs_and_peers(result: dict[str, Any]) -> None:
-    chart = report.charts(result)["speedups"]
+    chart = report.make_charts(result)["speedups"]
     panel = next(panel for panel in chart.panels if panel.title == "qa")
     assert isinstance(panel, plot.Bars)
     median = result["figures"]["tasks"]["qa"]["llma"]["speedup"]["median"]
@@ -132,5 +132,5 @@ def test_a_chart_shows_medians_and_colours_slow_downs_and_peers(result: dict[str
 
 def test_a_run_without_a_curve_has_no_chart_of_one(result: dict[str, Any]) -> None:
     bare = {name: value for name, value in result.items() if name != "curve_figures"}
-    assert list(report.charts(bare)) == ["speedups"]
-    assert len(list(report.grids(bare))) == len(list(report.grids(result))) - 1
+    assert list(report.make_charts(bare)) == ["speedups"]
+    assert len(list(report.list_tables(bare))) == len(list(report.list_tables(result))) - 1

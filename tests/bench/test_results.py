@@ -12,8 +12,14 @@ import pytest
 from tinyspec.bench import answers, curve, plot, summary, tally
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import parts
-from tinyspec.bench.harness import dumps, interleaved, ratio, save, spread
-from tinyspec.bench.plan import Settings
+from tinyspec.bench.harness import (
+    dump_json,
+    find_quartiles,
+    ratio_of_medians,
+    save_result,
+    time_interleaved,
+)
+from tinyspec.bench.plan import BenchSettings
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = sorted((ROOT / "tutorials" / "results").glob("*.json"))
@@ -118,8 +124,8 @@ def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
     result = load(path)
     samples = [Sample(*row) for row in result["samples"]]
     assert len({sample.key for sample in samples}) == len(samples)
-    labels = [arm.label for arm in Settings.from_dict(result["settings"]).arms]
-    assert json.loads(dumps(tally.tally(samples, labels))) == result["figures"]
+    labels = [arm.label for arm in BenchSettings.from_dict(result["settings"]).arms]
+    assert json.loads(dump_json(tally.summarize_samples(samples, labels))) == result["figures"]
     for sample in samples:
         assert sample.tokens == result["prompts"][sample.job][2]
         if sample.accepted is not None:
@@ -132,31 +138,35 @@ def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
 def test_a_call_taken_apart_follows_from_its_samples(path: Path) -> None:
     result = load(path)
     for cached, of in result["figures"].items():
-        found = parts.apart(result["samples"][cached])
+        found = parts.split_into_parts(result["samples"][cached])
         assert {
             k: {name: of["milliseconds"][k][name] for name in each} for k, each in found.items()
         } == found
-        tops = curve.ceilings({**result["samples"][cached], "curves": {}}, median)["bandwidth"]
+        tops = curve.find_ceilings({**result["samples"][cached], "curves": {}}, median)["bandwidth"]
         assert of["reads"]["fastest"] >= max(tops.values())
 
 
 def test_arms_are_interleaved_and_the_order_turns_round() -> None:
     seen: list[str] = []
-    interleaved({"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, warm=1)
+    time_interleaved(
+        {"a": lambda: seen.append("a"), "b": lambda: seen.append("b")}, rounds=2, warm=1
+    )
     assert "".join(seen) == "ababba"
 
 
 def test_warm_up_runs_are_not_counted() -> None:
-    assert len(interleaved({"a": lambda: None}, rounds=3, warm=5)["a"]) == 3
+    assert len(time_interleaved({"a": lambda: None}, rounds=3, warm=5)["a"]) == 3
 
 
 def test_a_ratio_is_of_medians_and_a_slow_down_is_below_one() -> None:
-    assert ratio({"slow": [1.0, 1.0, 99.0], "fast": [2.0, 2.0, 2.0]}, "slow", "fast") == 0.5
-    assert spread([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
+    assert (
+        ratio_of_medians({"slow": [1.0, 1.0, 99.0], "fast": [2.0, 2.0, 2.0]}, "slow", "fast") == 0.5
+    )
+    assert find_quartiles([5.0, 1.0, 3.0, 2.0, 4.0]) == (2.0, 4.0)
 
 
 def test_a_result_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    save(tmp_path / "deep" / "r.json", {"x": 1})
+    save_result(tmp_path / "deep" / "r.json", {"x": 1})
     assert load(tmp_path / "deep" / "r.json") == {"x": 1}
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]
 
@@ -199,7 +209,7 @@ def test_a_committed_chart_shows_what_its_result_says(file: str) -> None:
 def test_the_readme_shows_the_headline() -> None:
     """README.md must contain, line for line, what `summary.headline` returns; wherever it stands there."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert summary.headline(RESULTS[0].parent) in readme
+    assert summary.headline_table(RESULTS[0].parent) in readme
 
 
 def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict[str, str]) -> None:
@@ -215,7 +225,7 @@ def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict
 def test_links_of_the_page_lead_somewhere(pages: dict[str, str]) -> None:
     page = pages["README.md"]
     anchors = {
-        summary.anchor(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")
+        summary.anchor_of(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")
     }
     for target in re.findall(r"\]\(([^)]+)\)", page):
         if target.startswith("#"):

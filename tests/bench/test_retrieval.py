@@ -7,12 +7,12 @@ import pytest
 
 from tests.zoo import run
 from tinyspec.bench.experiments import retrieval
-from tinyspec.bench.experiments.retrieval import ARMS, ASKED, figures, text
+from tinyspec.bench.experiments.retrieval import ARMS, ASKED, make_zipf_text, summarize_lookups
 
 
 def test_the_text_is_made_from_a_seed_and_repeats_itself() -> None:
-    one = text(5000)
-    assert (one == text(5000)).all() and (one[:1000] == text(1000)).all()
+    one = make_zipf_text(5000)
+    assert (one == make_zipf_text(5000)).all() and (one[:1000] == make_zipf_text(1000)).all()
     assert one.min() >= 0 and one.max() < retrieval.VOCABULARY
     pairs = list(zip(one[:-1].tolist(), one[1:].tolist(), strict=True))
     assert len(set(pairs)) < 0.8 * len(pairs)
@@ -20,8 +20,8 @@ def test_the_text_is_made_from_a_seed_and_repeats_itself() -> None:
 
 @pytest.mark.parametrize("arm", ARMS)
 def test_every_arm_answers(arm: str) -> None:
-    sample = retrieval.timed(arm, 3000, 1)
-    told = figures(sample, 3000)
+    sample = retrieval.time_index(arm, 3000, 1)
+    told = summarize_lookups(sample, 3000)
     assert (
         told["guesses_per_call"] == pytest.approx(sample["guesses"][0] / ASKED, abs=1e-3)
         and sample["guesses"][0] > 0
@@ -49,6 +49,6 @@ def test_the_command_writes_what_its_figures_are_computed_from(tmp_path: Path) -
     assert {"command", "commit", "machine", "samples", "figures", "growth"} <= set(found)
     for arm, of in found["figures"].items():
         for size, told in of.items():
-            assert told == figures(found["samples"][arm][size], int(size))
+            assert told == summarize_lookups(found["samples"][arm][size], int(size))
     assert "us per call" in result.stdout
     assert run("bench", "retrieval", "--size", "10").exit_code == 2

@@ -11,7 +11,7 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import sizes
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plot import draw
 from tinyspec.speculative.drafting.speculative_decoding import walltime_speedup
 
@@ -25,11 +25,11 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture(scope="module")
 def result(zoo: Zoo) -> dict[str, Any]:
-    made = sizes.run(
+    made = sizes.measure_sizes(
         sizes.SizeSettings(zoo.big, (zoo.small, zoo.big), (1, 3), 2, 8, 2, 0.0, "float32"),
         quiet=True,
     )
-    found: dict[str, Any] = json.loads(dumps(made))
+    found: dict[str, Any] = json.loads(dump_json(made))
     return found
 
 
@@ -46,7 +46,7 @@ def test_alpha_is_that_of_paired_rows_and_one_where_the_draft_is_the_target(
 
 
 def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
-    assert json.loads(dumps(sizes.told(result))) == result["figures"]
+    assert json.loads(dump_json(sizes.summarize_sizes(result))) == result["figures"]
     samples = [Sample(*row) for row in result["samples"]]
     assert len(samples) == (1 + 2 * 2) * 2 * 2 == len({sample.key for sample in samples})
     own = [s for s in samples if s.arm == "big:gamma=3"]
@@ -61,10 +61,10 @@ def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
 
 
 def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[str, Any]) -> None:
-    (grid,) = sizes.tables(result)
+    (grid,) = sizes.tabulate_sizes(result)
     assert [row[0] for row in grid.rows] == ["small", "big"]  # by size
     assert all(len(row) == len(grid.header) for row in grid.rows)
-    chart = sizes.chart(result)
+    chart = sizes.chart_sizes(result)
     assert [len(panel.lines) for panel in chart.panels] == [2, 2]  # type: ignore[union-attr]
     ElementTree.fromstring(draw(chart))
 

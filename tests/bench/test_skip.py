@@ -106,14 +106,14 @@ def test_a_search_writes_what_the_knob_takes(zoo: Zoo, tmp_path: Path) -> None:
 def test_an_interrupted_search_leaves_its_evaluations(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, turn, done = tmp_path / "skip.json", skip._turn, count()
+    out, turn, done = tmp_path / "skip.json", skip._time_turn, count()
 
     def interrupted(*args: Any) -> Any:
         if next(done) == 2:
             raise KeyboardInterrupt
         return turn(*args)
 
-    monkeypatch.setattr(skip, "_turn", interrupted)
+    monkeypatch.setattr(skip, "_time_turn", interrupted)
     result = run(
         "bench", "skip", "--model", zoo.big, "--evaluations", "4", *QUICK, "--out", str(out)
     )
@@ -135,8 +135,10 @@ def test_the_fastest_set_wins_and_not_the_one_that_passes_most(
             "accepted": 1 - len(chosen) / 9,
         }  # fmt: skip
 
-    monkeypatch.setattr(skip, "_turn", turn)
-    result = skip.run(skip.SkipSettings(zoo.big, evaluations=8, prompts=1, tokens=4), quiet=True)
+    monkeypatch.setattr(skip, "_time_turn", turn)
+    result = skip.search_skip_set(
+        skip.SkipSettings(zoo.big, evaluations=8, prompts=1, tokens=4), quiet=True
+    )
     assert (
         len(parse_skip_set(result["skip"], 2)) == 3
     )  # of four sublayers; all four are never asked for
@@ -155,6 +157,6 @@ def test_bad_input_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
 
 def test_the_first_sets_are_distinct_and_none_is_everything() -> None:
     for n_layers in (1, 2, 3, 12, 30):
-        sets = skip.starts(n_layers)
+        sets = skip.initial_skip_sets(n_layers)
         assert len(set(sets)) == len(sets) and sets[0] == frozenset()
         assert all(len(chosen) < 2 * n_layers for chosen in sets)

@@ -10,7 +10,7 @@ import pytest
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import sweeps
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plot import draw
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "1", "--quiet")
@@ -24,8 +24,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def result(model: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(
-        dumps(
-            sweeps.run(
+        dump_json(
+            sweeps.measure_sweeps(
                 sweeps.SweepSettings(model, (4, 1), prompts=2, tokens=8, rounds=2), quiet=True
             )
         )
@@ -34,7 +34,7 @@ def result(model: str) -> dict[str, Any]:
 
 
 def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
-    assert json.loads(dumps(sweeps.told(result))) == result["figures"]
+    assert json.loads(dump_json(sweeps.summarize_sweeps(result))) == result["figures"]
     samples = [Sample(*row) for row in result["samples"]]
     assert len(samples) == 4 * 2 * 2 == len({sample.key for sample in samples})
     of = result["figures"]
@@ -59,10 +59,10 @@ def test_the_kept_sweeps_spell_the_text(result: dict[str, Any]) -> None:
 
 
 def test_the_table_has_a_row_a_size_and_the_picture_both_panels(result: dict[str, Any]) -> None:
-    (grid,) = sweeps.tables(result)
+    (grid,) = sweeps.tabulate_sweeps(result)
     assert [row[0] for row in grid.rows] == ["1", "4", "all (PJ)"]
     assert all(len(row) == len(grid.header) for row in grid.rows)
-    chart = sweeps.chart(result)
+    chart = sweeps.chart_sweeps(result)
     assert [len(panel.lines) for panel in chart.panels] == [1, 1]  # type: ignore[union-attr]
     ElementTree.fromstring(draw(chart))
 

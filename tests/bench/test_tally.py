@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.bench.fakes import Hand, arms, jobs, settings
 from tinyspec.bench import measure, tally
-from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.plan import PLAIN, ArmSpec, read_arms
 from tinyspec.errors import TinyspecError
 
@@ -28,35 +28,38 @@ def test_a_ratio_is_taken_within_a_turn() -> None:
         sample(PLAIN, 6.0, round=1),
         sample("x", 3.0, round=1),
     ]
-    assert tally.paired(both, PLAIN, "x") == {"qa/0/0": 2.0}
+    assert tally.paired_ratios(both, PLAIN, "x") == {"qa/0/0": 2.0}
 
 
 def test_a_ratio_is_the_median_of_ratios_and_one_outlier_does_not_move_it() -> None:
     plain = [sample(PLAIN, 2.0, round=r) for r in range(5)]
     fast = [sample("x", s, round=r) for r, s in enumerate([1.0, 1.0, 1.0, 1.0, 99.0])]
-    assert tally.paired(plain + fast, PLAIN, "x") == {"qa/0/0": 2.0}
+    assert tally.paired_ratios(plain + fast, PLAIN, "x") == {"qa/0/0": 2.0}
 
 
 def test_only_rounds_that_both_did_are_compared() -> None:
     ragged = [sample(PLAIN, 2.0), sample("x", 1.0), sample("x", 100.0, round=1)]
-    assert tally.paired(ragged, PLAIN, "x") == {"qa/0/0": 2.0}
-    assert tally.paired([sample("x", 1.0)], PLAIN, "x") == {}
+    assert tally.paired_ratios(ragged, PLAIN, "x") == {"qa/0/0": 2.0}
+    assert tally.paired_ratios([sample("x", 1.0)], PLAIN, "x") == {}
 
 
 def test_a_slow_down_is_below_one() -> None:
-    assert tally.paired([sample(PLAIN, 1.0), sample("x", 2.0)], PLAIN, "x")["qa/0/0"] == 0.5
+    assert tally.paired_ratios([sample(PLAIN, 1.0), sample("x", 2.0)], PLAIN, "x")["qa/0/0"] == 0.5
 
 
 def test_the_request_has_the_prompt_in_it_and_decode_has_not() -> None:
     pair = [sample(PLAIN, 9.0), sample("x", 4.0)]
-    assert tally.paired(pair, PLAIN, "x")["qa/0/0"] == 9 / 4
-    assert tally.paired(pair, PLAIN, "x", tally.request)["qa/0/0"] == 10 / 5
+    assert tally.paired_ratios(pair, PLAIN, "x")["qa/0/0"] == 9 / 4
+    assert (
+        tally.paired_ratios(pair, PLAIN, "x", tally.seconds_per_token_with_prompt)["qa/0/0"]
+        == 10 / 5
+    )
 
 
 def test_a_task_counts_once_however_many_prompts_it_has() -> None:
     many = [sample(a, s, prompt=str(p)) for p in range(9) for a, s in ((PLAIN, 1.0), ("x", 1.0))]
     few = [sample(PLAIN, 3.0, task="edits"), sample("x", 1.0, task="edits")]
-    found = tally.tally(many + few, [PLAIN, "x"])["overall"]["x"]
+    found = tally.summarize_samples(many + few, [PLAIN, "x"])["overall"]["x"]
     assert found["mean"] == pytest.approx(2.0)
     assert found["worst"] == ["qa", pytest.approx(1.0)]
 
@@ -78,7 +81,7 @@ def test_speedups_do_not_depend_on_the_unit_of_time_and_invert(
             for a, seconds in ((PLAIN, one), ("x", two))
             for r, s in enumerate(seconds)
         ]
-        return tally.paired(made, base, arm)
+        return tally.paired_ratios(made, base, arm)
 
     assert figures(unit, PLAIN, "x") == pytest.approx(figures(1.0, PLAIN, "x"))
     for prompt, (one, two) in enumerate(table):
@@ -88,10 +91,10 @@ def test_speedups_do_not_depend_on_the_unit_of_time_and_invert(
 
 def test_against_itself_every_arm_is_one() -> None:
     hand = Hand()
-    book = Book(settings())
+    book = SampleBook(settings())
     book.references = {job.key: list(range(8)) for job in jobs()}
-    measure.run(book, jobs(), arms(hand), hand)
-    found = tally.tally(book.samples, [PLAIN, "llma", "transformers"])
+    measure.run_turns(book, jobs(), arms(hand), hand)
+    found = tally.summarize_samples(book.samples, [PLAIN, "llma", "transformers"])
     for task in found["tasks"].values():
         assert set(task[PLAIN]["speedup"].values()) == {1.0}
     assert found["against"]["transformers"]["transformers"]["mean"] == 1.0
@@ -119,7 +122,7 @@ def test_tau_times_calls_is_tokens_and_emitted_is_accepted_plus_rounds(
                 nodes=2 * tokens,
             )
         )
-    counts = tally.counts(made)
+    counts = tally.count_samples(made)
     tokens, calls = sum(s.tokens for s in made), sum(s.calls for s in made)
     assert counts["tau"] is not None
     assert counts["calls_per_token"] is not None
@@ -136,11 +139,11 @@ def test_tau_is_of_sums_and_not_a_mean_of_ratios() -> None:
         sample("x", 1.0, tokens=90, calls=30),
         sample("x", 1.0, prompt="1", tokens=1, calls=1),
     )
-    assert tally.counts([long, short])["tau"] == 91 / 31
+    assert tally.count_samples([long, short])["tau"] == 91 / 31
 
 
 def test_a_count_that_an_arm_cannot_tell_is_no_figure() -> None:
-    counts = tally.counts([sample("x", 1.0, nodes=None, accepted=None, row_layers=None)])
+    counts = tally.count_samples([sample("x", 1.0, nodes=None, accepted=None, row_layers=None)])
     assert counts["nodes_per_token"] is counts["acceptance"] is counts["layers_per_token"] is None
     assert counts["tau"] == 2.0
 
@@ -153,13 +156,13 @@ def test_identical_means_every_token_in_every_round() -> None:
         sample("x", 1.0, prompt="1", round=1),
     ]
     plain = [s._replace(arm=PLAIN) for s in rounds]
-    assert tally.task(plain + rounds, "x")["identical"] == 2
+    assert tally.summarize_task(plain + rounds, "x")["identical"] == 2
     parted = [*rounds[:3], rounds[3]._replace(same=9)]
-    assert tally.task(plain + parted, "x")["identical"] == 1
-    assert tally.task(plain + parted, "x")["tokens_before_a_difference"] == 39 / 40
+    assert tally.summarize_task(plain + parted, "x")["identical"] == 1
+    assert tally.summarize_task(plain + parted, "x")["tokens_before_a_difference"] == 39 / 40
     sampled = [s._replace(same=None) for s in rounds]
-    assert tally.task(plain + sampled, "x")["identical"] is None
-    assert tally.tally(plain + sampled, ["x"])["overall"]["x"]["identical"] is None
+    assert tally.summarize_task(plain + sampled, "x")["identical"] is None
+    assert tally.summarize_samples(plain + sampled, ["x"])["overall"]["x"]["identical"] is None
 
 
 def test_the_best_setting_of_a_peer_is_found_for_every_task() -> None:
@@ -171,14 +174,14 @@ def test_the_best_setting_of_a_peer_is_found_for_every_task() -> None:
             for a, s in ((PLAIN, 4.0), ("x", 2.0), (slow, 3.0), (fast, 6.0))
         ),
     ]
-    best = tally.tally(made, [PLAIN, "x", slow, fast])["against"][
+    best = tally.summarize_samples(made, [PLAIN, "x", slow, fast])["against"][
         "transformers:lookup, best setting"
     ]["x"]
     assert best == pytest.approx({"qa": 3.0, "edits": 1.5, "mean": 2.25})
 
 
 def test_text_that_loops_is_told() -> None:
-    found = tally.texts({"qa/0/0": [1, 2, 3, 4] * 4, "edits/a/0": [5, 0, 7, 8]}, eos=[0])
+    found = tally.describe_texts({"qa/0/0": [1, 2, 3, 4] * 4, "edits/a/0": [5, 0, 7, 8]}, eos=[0])
     assert found["qa"]["distinct_4grams"] == 4 / 13
     assert found["edits"]["behind_the_end"] == 0.5
 

@@ -12,14 +12,18 @@ from click.testing import CliRunner
 
 from tinyspec.bench.experiments import translation
 from tinyspec.bench.experiments.translation import (
-    Sample,
+    BlockSample,
     TranslationSettings,
-    chart,
+    chart_translation,
     lines_by_iterations,
-    told,
+    summarize_translation,
 )
-from tinyspec.bench.experiments.translators import PLAIN, arms, loaded
-from tinyspec.bench.harness import dumps
+from tinyspec.bench.experiments.translators import (
+    PLAIN,
+    load_translators_by_role,
+    make_translator_arms,
+)
+from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plot import draw
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
@@ -77,8 +81,8 @@ def measured(zoo: Path, **options: Any) -> dict[str, Any]:
     }
     running = {name: options.pop(name) for name in ("out", "resume", "clock") if name in options}
     given = TranslationSettings(tuple(names(zoo)), data_folder=zoo / "data", **options)
-    made = translation.run(given, block=4, quiet=True, **running)
-    found: dict[str, Any] = json.loads(dumps(made))
+    made = translation.measure_translation(given, block=4, quiet=True, **running)
+    found: dict[str, Any] = json.loads(dump_json(made))
     return found
 
 
@@ -88,8 +92,8 @@ def result(zoo: Path) -> dict[str, Any]:
 
 
 def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
-    assert json.loads(dumps(told(result))) == result["figures"]
-    samples = [Sample.read(row) for row in result["samples"]]
+    assert json.loads(dump_json(summarize_translation(result))) == result["figures"]
+    samples = [BlockSample.read(row) for row in result["samples"]]
     assert all(len(row) == len(result["columns"]) for row in result["samples"])
     assert {sample.block for sample in samples} == {0, 1}
     assert sum(sample.sentences for sample in samples if sample.arm == PLAIN) == 8
@@ -104,7 +108,7 @@ def test_committed_results_say_what_their_samples_say() -> None:
         "translation*.json"
     ):
         kept = json.loads(path.read_text(encoding="utf-8"))
-        found = json.loads(dumps(told(kept)))
+        found = json.loads(dump_json(summarize_translation(kept)))
         for label, of in kept["figures"].items():
             assert {**found[label], "signature": ""} == {
                 **of,
@@ -115,8 +119,8 @@ def test_committed_results_say_what_their_samples_say() -> None:
 def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(
     zoo: Path, result: dict[str, Any]
 ) -> None:
-    found = loaded(names(zoo))
-    for arm in arms("table", found, (3,), (1, 2), (2,)):
+    found = load_translators_by_role(names(zoo))
+    for arm in make_translator_arms("table", found, (3,), (1, 2), (2,)):
         texts = [arm.one(text) for text in ENGLISH]
         assert (
             result["figures"][arm.label]["bleu"]
@@ -143,9 +147,9 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
 
 
 def test_a_large_batch_translates_as_one_sentence_does(zoo: Path) -> None:
-    found = {role: _wide(model) for role, model in loaded(names(zoo)).items()}
+    found = {role: _wide(model) for role, model in load_translators_by_role(names(zoo)).items()}
     ids = [found["teacher"].tokenizer.encode(text) for text in ENGLISH[:4]]
-    for arm in arms("table", found, (3,), (1, 2), (2,)):
+    for arm in make_translator_arms("table", found, (3,), (1, 2), (2,)):
         if (
             arm.many is not None and "NPD" not in arm.label
         ):  # which draws with one seed for each place in the batch
@@ -161,7 +165,7 @@ def _wide(model: Seq2Seq) -> Seq2Seq:
 def test_an_interrupted_run_goes_on(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, done = tmp_path / "t.json", translation._block
+    out, done = tmp_path / "t.json", translation._translate_block
 
     def interrupted(asked: Any, number: int, *rest: Any) -> Any:
         if number == 1:
@@ -169,7 +173,7 @@ def test_an_interrupted_run_goes_on(
         return done(asked, number, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(translation, "_block", interrupted)
+        patch.setattr(translation, "_translate_block", interrupted)
         with pytest.raises(KeyboardInterrupt):
             measured(zoo, out=out)
     first = json.loads(out.read_text())["samples"]
@@ -195,21 +199,25 @@ def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str
     assert list(lines_by_iterations(other, "bleu")) == ["1 length", "2 lengths"]
     assert list(lines_by_iterations(other, "bleu")["1 length"]) == [1, 2, 3]
     for one in (result, other):
-        (grid,) = translation.tables(one)
+        (grid,) = translation.tabulate_translation(one)
         assert grid.rows[0][0] == PLAIN
         assert all(len(row) == len(grid.header) for row in grid.rows)
-        ElementTree.fromstring(draw(chart(one)))
-    assert [len(panel.lines) for panel in chart(other).panels] == [2, 2]  # type: ignore[union-attr]
-    assert [len(panel.bars) for panel in chart(result).panels] == 2 * [len(result["figures"])]  # type: ignore[union-attr]
+        ElementTree.fromstring(draw(chart_translation(one)))
+    assert [len(panel.lines) for panel in chart_translation(other).panels] == [2, 2]  # type: ignore[union-attr]
+    assert [len(panel.bars) for panel in chart_translation(result).panels] == 2 * [
+        len(result["figures"])
+    ]  # type: ignore[union-attr]
 
 
 def test_bad_input_says_what_to_do(zoo: Path) -> None:
     with pytest.raises(TinyspecError, match="no autoregressive teacher to compare with"):
-        loaded([str(zoo / "nat")])
+        load_translators_by_role([str(zoo / "nat")])
     with pytest.raises(TinyspecError, match="both trained for nat: name one"):
-        loaded([str(zoo / "teacher"), str(zoo / "nat"), str(zoo / "nat")])
+        load_translators_by_role([str(zoo / "teacher"), str(zoo / "nat"), str(zoo / "nat")])
     with pytest.raises(TinyspecError, match="no model for mask_predict"):
-        arms("iterations", loaded([str(zoo / "teacher")]), (), (1,), (1,))
+        make_translator_arms(
+            "iterations", load_translators_by_role([str(zoo / "teacher")]), (), (1,), (1,)
+        )
     with pytest.raises(TinyspecError, match="there is no experiment tabel"):
         measured(zoo, experiment="tabel")
 

@@ -9,15 +9,22 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import parts
-from tinyspec.bench.experiments.dialects import named
+from tinyspec.bench.experiments.dialects import describe_kind
 from tinyspec.bench.plan import PLAIN
-from tinyspec.bench.report import SHORT, Grid, least, number, ratio, several
+from tinyspec.bench.report import (
+    SHORT,
+    Grid,
+    count_things,
+    find_least_speedup,
+    format_number,
+    format_speedup,
+)
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 
 Results = Mapping[str, Mapping[str, Any]]
 
 
-def join(*blocks: str) -> str:
+def join_blocks(*blocks: str) -> str:
     """Return the blocks with an empty line between each two."""
     return "\n\n".join(blocks)
 
@@ -60,7 +67,7 @@ def answer_unchanged(results: Results) -> str:
         for of, peer in (("transformers", theirs), ("our own torch path", torch))
     ]  # fmt: skip
     runs = seeds["methods"].values()
-    return join(
+    return join_blocks(
         f"Greedy speculation writes plain decoding's text on {count_identical(bits)} of {asked} "
         "Spec-Bench questions in "
         f"{bits['dtype']}; plain decoding writes transformers' on {theirs['identical']} of "
@@ -93,18 +100,18 @@ def answer_faster(results: Results) -> str:
     wide, full, race = results["bench"], results["bench-float32"], results["race"]
     auto, greedy = wide["figures"]["overall"]["auto"], race["temperature 0.0"]
     edits = wide["figures"]["tasks"]["edits"]["auto"]["speedup"]["median"]
-    return join(
-        f"On SmolLM2 `auto` is {ratio(auto['spec_bench'], 'x')} as fast as plain decoding on "
+    return join_blocks(
+        f"On SmolLM2 `auto` is {format_speedup(auto['spec_bench'], 'x')} as fast as plain decoding on "
         "Spec-Bench and "
-        f"{ratio(edits, 'x')} on text edits; with the small bundled models `{race['method']}` is "
-        f"{ratio(greedy['ratio'], 'x')}.",
+        f"{format_speedup(edits, 'x')} on text edits; with the small bundled models `{race['method']}` is "
+        f"{format_speedup(greedy['ratio'], 'x')}.",
         "### SmolLM2 in bfloat16, beside transformers and llama.cpp",
-        *peers(wide, "bench.md"),
+        *describe_run_with_peers(wide, "bench.md"),
         show_chart("bench-speedups", "Times as fast as plain decoding, by task and arm"),
-        *allowed(wide),
+        *tabulate_copying_tasks(wide),
         list_commands(wide),
         "### SmolLM2 in float32",
-        *peers(full, "bench-float32.md"),
+        *describe_run_with_peers(full, "bench-float32.md"),
         list_commands(full),
         "### The race of the bundled models",
         *describe_race(results),
@@ -122,7 +129,7 @@ def describe_race(results: Results) -> list[str]:
     )
     greedy = race["temperature 0.0"]
     rows = [
-        [key.removeprefix("temperature "), ratio(of["ratio"], "x"), f"{of['tokens_per_call']:.2f}",
+        [key.removeprefix("temperature "), format_speedup(of["ratio"], "x"), f"{of['tokens_per_call']:.2f}",
          f"{of['acceptance']:.0%}", f"{of['distinct_4grams']:.2f}"]
         for key, of in race.items() if key.startswith("temperature ")
     ]  # fmt: skip
@@ -138,7 +145,7 @@ def describe_race(results: Results) -> list[str]:
         Grid("", heads, rows).table(),
         f"`{race['model']}` and its draft on ten openings from books that neither was trained on, "
         f"{race['tokens']} tokens each, "
-        f"repetition penalty {race['repetition_penalty']}, {several(race['rounds'], 'round')}. "
+        f"repetition penalty {race['repetition_penalty']}, {count_things(race['rounds'], 'round')}. "
         "Greedy text was identical on "
         f"{greedy['identical']} of {len(greedy['prompts'])}. A greedy round with its {tokens:.2f} "
         "tokens takes as long as "
@@ -167,7 +174,7 @@ def describe_chapter(result: Mapping[str, Any], page: str) -> list[str]:
     for name, mean in means.items():
         each = [of[name]["speedup"]["median"] for of in tasks.values()]
         if round(max(each), 2) >= 1:
-            cells = map(ratio, [*each, mean] if many else each)
+            cells = map(format_speedup, [*each, mean] if many else each)
             rows.append([name, *cells, f"{overall[name]['tau']:.2f}"])
     fast = sum(round(mean, 2) >= 1 for mean in means.values())
     most = max(means, key=lambda name: overall[name]["tau"])
@@ -182,7 +189,7 @@ def describe_chapter(result: Mapping[str, Any], page: str) -> list[str]:
         Grid("", heads, rows).table(),
         f"{len(means)} techniques on {overall[most]['jobs']} requests ({', '.join(tasks)}), "
         "greedy, "
-        f"{several(settings['rounds'], 'round')}; times as fast as plain decoding. {fast} are "
+        f"{count_things(settings['rounds'], 'round')}; times as fast as plain decoding. {fast} are "
         "faster"
         f"{' in the mean of the groups' if many else ''}, the other {len(means) - fast} are "
         "slow-downs on this machine; those "
@@ -204,20 +211,20 @@ def answer_slower(results: Results) -> str:
     sweeps, ppd = results["sweeps"]["figures"], results["ppd"]["figures"]["wall"]
     pages = "[sweeps.md](sweeps.md)", "[ppd.md](ppd.md)"
     beside = [
-        ["`jacobi`, blocks of 2 tokens", ratio(sweeps["2"]["speedup"]["median"]), pages[0]],
-        ["`jacobi`, all tokens in one block", ratio(sweeps["all"]["speedup"]["median"]), pages[0]],
-        *([f"`ppd`{arm.removeprefix('ppd')}", ratio(five["median"]), pages[1]]
+        ["`jacobi`, blocks of 2 tokens", format_speedup(sweeps["2"]["speedup"]["median"]), pages[0]],
+        ["`jacobi`, all tokens in one block", format_speedup(sweeps["all"]["speedup"]["median"]), pages[0]],
+        *([f"`ppd`{arm.removeprefix('ppd')}", format_speedup(five["median"]), pages[1]]
           for arm, five in ppd.items() if arm.startswith("ppd")),
     ]  # fmt: skip
-    return join(
+    return join_blocks(
         f"Where drafting and verifying cost more than the accepted tokens save: {losses[0]} of "
         f"{len(first)} techniques on "
         f"SmolLM2, {losses[1]} of {len(second)} on the storyteller.",
         Grid("", ["", "smollm2, mean of the groups", "storyteller, books"],
-             [[name, ratio(first[name]), ratio(second[name])] for name in slow]).table(),
+             [[name, format_speedup(first[name]), format_speedup(second[name])] for name in slow]).table(),
         "`auto` measures costs and drafts only what pays. Its slowest request of all is "
-        f"{ratio(least(chat['figures'], 'auto'))} "
-        f"on SmolLM2, {ratio(least(tales['figures'], 'auto'))} on the storyteller. Techniques of "
+        f"{format_speedup(find_least_speedup(chat['figures'], 'auto'))} "
+        f"on SmolLM2, {format_speedup(find_least_speedup(tales['figures'], 'auto'))} on the storyteller. Techniques of "
         "the other chapters, on the "
         "storyteller:",
         Grid("", ["", "times as fast", "all of it"], beside).table(),
@@ -236,22 +243,22 @@ def answer_cost(results: Results) -> str:
     wide, full, taken = results["bench"], results["bench-float32"], results["parts"]
     cached, of = next(iter(taken["figures"].items()))
     one, eight = of["milliseconds"]["1"], of["milliseconds"]["8"]
-    return join(
+    return join_blocks(
         f"After {cached} tokens a forward pass of SmolLM2 takes {one['whole']:.1f} ms over 1 "
         "position and "
         f"{eight['whole']:.1f} over 8; the layers' matrices are "
         f"{one['matrices'] / one['whole']:.0%} and "
         f"{eight['matrices'] / eight['whole']:.0%} of it.",
         *parts.describe_parts(taken),
-        floors([wide, full]),
+        tabulate_pass_costs([wide, full]),
         show_chart("bench-curve", "The cost of a forward pass over k new tokens"),
         "The floor under a forward pass is the larger of its weights at the greatest bandwidth and "
         "its arithmetic at the "
         "greatest peak of the same run. The whole cost curves, with those of transformers and "
         "llama.cpp: "
         "[bench.md](bench.md), [bench-float32.md](bench-float32.md).",
-        f"The bfloat16 run. {ceilings(wide['curve_figures'])}",
-        f"The float32 run. {ceilings(full['curve_figures'])}",
+        f"The bfloat16 run. {describe_ceilings(wide['curve_figures'])}",
+        f"The float32 run. {describe_ceilings(full['curve_figures'])}",
         list_commands(taken),
     )
 
@@ -267,7 +274,7 @@ def answer_plain(results: Results) -> str:
             dtype,
             f"{pace['tinyspec']}",
             f"{pace['transformers']}",
-            ratio(result[dtype]["ratio"], "x"),
+            format_speedup(result[dtype]["ratio"], "x"),
         ]
         rows.append([*row, over])
     heads = [
@@ -281,10 +288,10 @@ def answer_plain(results: Results) -> str:
         results[name]["figures"]["against"]["llama.cpp"]["autoregressive"]["mean"]
         for name in ("bench-float32", "bench")
     ]
-    return join(
+    return join_blocks(
         f"{rows[0][3]} as fast as transformers' `generate` in float32 and {rows[1][3]} in "
         "bfloat16; against llama.cpp "
-        f"{ratio(beside[0], 'x')} and {ratio(beside[1], 'x')}.",
+        f"{format_speedup(beside[0], 'x')} and {format_speedup(beside[1], 'x')}.",
         Grid("", heads, rows).table(),
         f"SmolLM2-135M-Instruct, {result['tokens']} tokens, batch 1, the same weights. The figures "
         "against llama.cpp are means "
@@ -322,7 +329,7 @@ def answer_kernels(results: Results) -> str:
             ("verify five draft tokens", "walk", "transformers", "transformers_verify"),
         )
     ]
-    return join(
+    return join_blocks(
         f"At a vocabulary of {result['vocabulary']:,} a draw takes {micro['warp_draw']:.0f} "
         "microseconds and verifying five "
         f"draft tokens {micro['walk']:.0f}.",
@@ -337,7 +344,7 @@ def answer_lookup(results: Results, size: str = "100000") -> str:
     sizes = [int(n) for n in next(iter(result["figures"].values()))]
     for name, each in result["figures"].items():
         of = each[size]
-        added = number(of.get("us_per_append"))
+        added = format_number(of.get("us_per_append"))
         row = [
             name,
             f"{of['us_per_call']:.1f}",
@@ -355,7 +362,7 @@ def answer_lookup(results: Results, size: str = "100000") -> str:
         "growth of a lookup",
     ]
     taken = [each[size]["us_per_call"] for each in result["figures"].values()]
-    return join(
+    return join_blocks(
         f"Between {min(taken):.0f} and {max(taken):.0f} microseconds at {int(size):,} known tokens.",
         Grid("", heads, rows).table(),
         f"Medians, Python's share included. Growth: a lookup at {max(sizes):,} known tokens over "
@@ -380,15 +387,21 @@ def answer_sizes(results: Results) -> str:
         best[name] = gamma, each[gamma]
         accepted = [f"{draft['alpha']:.2f}", f"{draft['alpha_1']:.2f}", f"{draft['c']:.2f}"]
         rows.append(
-            [name, f"{draft['weights'] / 1e6:.2f}M", *accepted, ratio(each[gamma], "x"), gamma]
+            [
+                name,
+                f"{draft['weights'] / 1e6:.2f}M",
+                *accepted,
+                format_speedup(each[gamma], "x"),
+                gamma,
+            ]
         )
     winner = max(best, key=lambda name: best[name][1])
     heads = ["draft", "weights per token", "acceptance, greedy", "acceptance, temperature 1", "cost of a step, in plain steps",
              "best speed-up", "with draft tokens"]  # fmt: skip
-    return join(
+    return join_blocks(
         f"Of these drafts of the {result['model']} `{winner}` is best, "
         f"{result['drafts'][winner]['weights'] / 1e6:.2f} million "
-        f"weights per token: {ratio(best[winner][1], 'x')} with {best[winner][0]} draft tokens.",
+        f"weights per token: {format_speedup(best[winner][1], 'x')} with {best[winner][0]} draft tokens.",
         Grid("", heads, rows).table(),
         show_chart("sizes", "Acceptance rate and speed-up over the weights that a draft reads"),
         f"The best of {len(result['gammas'])} draft lengths, with quartiles and the forecast from "
@@ -425,7 +438,7 @@ def answer_exits(results: Results) -> str:
         for at, of in each["exits"].items()
     }
     name, at = max(bounds, key=lambda key: float(bounds[key]))
-    return join(
+    return join_blocks(
         f"Leaving by `{best}` costs {found[best]['work']:.2f} of the full model's work, and "
         f"{found[best]['agreement']:.1%} of the "
         "tokens are still the full model's.",
@@ -439,7 +452,7 @@ def answer_exits(results: Results) -> str:
         "vocabulary matrix after every layer. "
         "All thresholds, perplexity and free-running text: [exits.md](exits.md).",
         "An exit can also draft for the full model, without loss: LayerSkip gains at most "
-        f"{ratio(bounds[name, at], 'x')} "
+        f"{format_speedup(bounds[name, at], 'x')} "
         f"({name}, exit {at}; layers counted, [layerskip.md](layerskip.md)). Tokens that an early "
         "layer predicts, on more "
         "processors: [ppd.md](ppd.md).",
@@ -455,12 +468,12 @@ def answer_at_once(results: Results) -> str:
     settings, figures = table["settings"], table["figures"]
     greedy, nat = figures["teacher, greedy"], figures["nat, argmax"]
     rows = [
-        [label, f"{of['bleu']:.1f}", f"{of['decoder_passes']:.1f}", ratio(of["speedup"]["median"], "x"),
-         ratio(of["batch_speedup"]["median"], "x") if of["batch_speedup"] else "-"]
+        [label, f"{of['bleu']:.1f}", f"{of['decoder_passes']:.1f}", format_speedup(of["speedup"]["median"], "x"),
+         format_speedup(of["batch_speedup"]["median"], "x") if of["batch_speedup"] else "-"]
         for label, of in figures.items()
     ]  # fmt: skip
     counted = [
-        [label.split("T ")[1].split(",")[0], f"{of['bleu']:.1f}", ratio(of["speedup"]["median"], "x")]
+        [label.split("T ")[1].split(",")[0], f"{of['bleu']:.1f}", format_speedup(of["speedup"]["median"], "x")]
         for label, of in passes["figures"].items() if label.endswith("1 length")
     ]  # fmt: skip
     arms = list(dict.fromkeys(arm for of in kinds["figures"].values() for arm in of))
@@ -468,11 +481,11 @@ def answer_at_once(results: Results) -> str:
         [arm, *(f"{100 * of[arm]['valid']:.1f}" for of in kinds["figures"].values())]
         for arm in arms
     ]
-    return join(
+    return join_blocks(
         f"In translation {greedy['bleu'] - nat['bleu']:.1f} BLEU: all words in one pass reach "
         f"{nat['bleu']:.1f} where the "
         f"teacher's greedy decoding reaches {greedy['bleu']:.1f}, "
-        f"{ratio(nat['speedup']['median'], 'x')} as fast.",
+        f"{format_speedup(nat['speedup']['median'], 'x')} as fast.",
         Grid(
             "",
             ["", "BLEU", "decoder passes", "times as fast", f"in batches of {settings['batch']}"],
@@ -492,7 +505,7 @@ def answer_at_once(results: Results) -> str:
         "[translation-iterations.md](translation-iterations.md).",
         list_commands(passes),
         "### Where a source has several right translations",
-        Grid("", ["dialects with", *map(named, kinds["figures"])], shares).table(),
+        Grid("", ["dialects with", *map(describe_kind, kinds["figures"])], shares).table(),
         show_chart("dialects", "Right translations by dialects and model"),
         f"Right translations of every hundred, {kinds['settings']['modes']} dialects. *T*: passes, "
         "*l*: lengths. All of it: "
@@ -507,17 +520,17 @@ def answer_at_once(results: Results) -> str:
 LOOKUP = "transformers:lookup, best setting"
 
 
-def mean(ratios: Mapping[str, float], tasks: Iterable[str] = SPEC_BENCH) -> float:
+def mean_over_tasks(ratios: Mapping[str, float], tasks: Iterable[str] = SPEC_BENCH) -> float:
     """The mean over these groups.
 
-    >>> mean({"qa": 1.0, "rag": 2.0, "edits": 9.0}, ["qa", "rag"])
+    >>> mean_over_tasks({"qa": 1.0, "rag": 2.0, "edits": 9.0}, ["qa", "rag"])
     1.5
     """
     found = [ratios[task] for task in tasks if task in ratios]
     return sum(found) / len(found)
 
 
-def peers(result: Mapping[str, Any], page: str) -> list[str]:
+def describe_run_with_peers(result: Mapping[str, Any], page: str) -> list[str]:
     """Return the table of the run with what must be known to read it, and the table of ratios."""
     figures, settings = result["figures"], result["settings"]
     tasks, overall = figures["tasks"], figures["overall"]
@@ -526,20 +539,22 @@ def peers(result: Mapping[str, Any], page: str) -> list[str]:
         each = [of[arm]["speedup"]["median"] for of in tasks.values()]
         same = "-" if all_of["identical"] is None else f"{all_of['identical']} of {all_of['jobs']}"
         pace = f"{all_of['tokens_per_second']:.1f}"
-        rows.append([arm, *map(ratio, [*each, all_of["mean"]]), pace, same])
+        rows.append([arm, *map(format_speedup, [*each, all_of["mean"]]), pace, same])
     heads = ["", *(SHORT.get(task, task) for task in tasks), "mean", "tokens/s", "same text"]
     blocks = [
         Grid("", heads, rows).table(),
         f"Times as fast as plain decoding, after the prompt: {settings['model']}, "
         f"{settings['dtype']}, greedy, "
         f"{settings['tokens']} tokens per answer, {overall[PLAIN]['jobs']} requests, "
-        f"{several(settings['rounds'], 'round')}. *Same text*: answers that equal plain "
+        f"{count_things(settings['rounds'], 'round')}. *Same text*: answers that equal plain "
         "decoding's. Quartiles, counts, "
         f"memory and every peer against every other: [{page}]({page}).",
     ]
     if found := list_ratios(result):
         blocks.append(
-            Grid("", ["", "times as fast"], [[what, ratio(value)] for what, value in found]).table()
+            Grid(
+                "", ["", "times as fast"], [[what, format_speedup(value)] for what, value in found]
+            ).table()
         )
     return blocks
 
@@ -560,17 +575,19 @@ def list_ratios(result: Mapping[str, Any]) -> list[tuple[str, float]]:
         found.append(
             (
                 "plain decoding over llama.cpp, mean of the groups",
-                mean(against["llama.cpp"][PLAIN], of),
+                mean_over_tasks(against["llama.cpp"][PLAIN], of),
             )
         )
     if "auto" not in result["figures"]["overall"]:
         return found
     own = {task: arms["auto"]["speedup"]["median"] for task, arms in of.items()}
     if set(SPEC_BENCH) <= set(own):
-        found.append(("`auto` over plain decoding, mean of Spec-Bench's six groups", mean(own)))
+        found.append(
+            ("`auto` over plain decoding, mean of Spec-Bench's six groups", mean_over_tasks(own))
+        )
     found.append(("`auto` over plain decoding, smallest of the groups", min(own.values())))
     if set(COPYING) <= set(own):
-        copied = mean(own, COPYING)
+        copied = mean_over_tasks(own, COPYING)
         found.append(
             ("`auto` over plain decoding, mean of what copies (summaries, RAG, edits)", copied)
         )
@@ -586,7 +603,7 @@ def list_ratios(result: Mapping[str, Any]) -> list[tuple[str, float]]:
         found.append(
             (
                 "`auto` over llama.cpp, mean of Spec-Bench's six groups",
-                mean(against["llama.cpp"]["auto"]),
+                mean_over_tasks(against["llama.cpp"]["auto"]),
             )
         )
     return found
@@ -606,7 +623,7 @@ def tokens_a_call(result: Mapping[str, Any], arm: str, task: str) -> float:
     return median(median(rates) for rates in each.values())
 
 
-def allowed(result: Mapping[str, Any]) -> list[str]:
+def tabulate_copying_tasks(result: Mapping[str, Any]) -> list[str]:
     """Return, where texts copy, `auto`'s tokens per forward pass and the cost of such a pass."""
     tasks = result["figures"]["tasks"]
     rates = {task: tokens_a_call(result, "auto", task) for task in COPYING}
@@ -618,7 +635,7 @@ def allowed(result: Mapping[str, Any]) -> list[str]:
                 SHORT.get(task, task),
                 f"{rate:.2f}",
                 f"{rate / speedup:.2f}",
-                ratio(speedup),
+                format_speedup(speedup),
             ]
         )
     return [
@@ -633,11 +650,11 @@ def allowed(result: Mapping[str, Any]) -> list[str]:
             rows,
         ).table(),
         "If further positions and lookups cost nothing, the mean of these three groups would be "
-        f"{mean(rates, COPYING):.2f} times as fast as plain decoding.",
+        f"{mean_over_tasks(rates, COPYING):.2f} times as fast as plain decoding.",
     ]
 
 
-def floors(results: Iterable[Mapping[str, Any]]) -> str:
+def tabulate_pass_costs(results: Iterable[Mapping[str, Any]]) -> str:
     """Return the table of what a forward pass costs, against one position and against the floor."""
     rows = []
     for result in results:
@@ -660,7 +677,7 @@ def floors(results: Iterable[Mapping[str, Any]]) -> str:
     return Grid("", heads, rows).table()
 
 
-def ceilings(curve: Mapping[str, Any]) -> str:
+def describe_ceilings(curve: Mapping[str, Any]) -> str:
     """Return who reads and computes how fast: the fastest set the floor under a forward pass."""
     reads, peaks = curve["ceilings"]["bandwidth"], curve["ceilings"]["peak"]
     told = ", ".join(f"{who} {rate / 1e9:.1f}" for who, rate in reads.items())

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tinyspec import models
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
-from tinyspec.bench.stores import prepared
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
+from tinyspec.bench.stores import prepare_arm
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.generation import start_generation
@@ -29,7 +29,7 @@ from tinyspec.technique import find_technique
 Clock = Callable[[], float]
 
 
-class Made(NamedTuple):
+class ArmOutput(NamedTuple):
     """What an arm did for one job. Seconds, ids, and counts; a count is None where the arm cannot
     tell.
 
@@ -72,7 +72,7 @@ class Arm(Protocol):
     @property
     def label(self) -> str: ...
 
-    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """`job.tokens` new ids for the job; `seed` matters where the temperature is above 0."""
         ...
 
@@ -80,30 +80,30 @@ class Arm(Protocol):
         """Let go of what was loaded."""
 
 
-class Own:
+class TechniqueArm:
     """One of our techniques on our model."""
 
-    def __init__(self, spec: ArmSpec, model: Model, settings: Settings, draft: Draft = None):
+    def __init__(self, spec: ArmSpec, model: Model, settings: BenchSettings, draft: Draft = None):
         self.label, self.draft = spec.label, draft
         self.base, self.persistent = model, find_technique(spec.name).persistent
-        self.model, self.round, self.held = endless(model), -1, 0
+        self.model, self.round, self.held = without_eos(model), -1, 0
         self.options: dict[str, Any] = {
             "method": spec.name,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
-            **prepared(spec, model).knobs,
+            **prepare_arm(spec, model).knobs,
             **dict(spec.knobs),
         }
 
-    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """The bare loop: no text is made of the ids, and no log-probabilities.
 
         What a persistent technique remembers it may use for other requests of the same round
         (`seed`); a new round begins with nothing, for it asks the same again.
         """
         if self.persistent and seed != self.round:
-            self.model, self.round, self.held = endless(self.base), seed, 0
-        wait = waiting(self.model.device)
+            self.model, self.round, self.held = without_eos(self.base), seed, 0
+        wait = make_synchronizer(self.model.device)
         begun = clock()
         running = start_generation(
             self.model,
@@ -127,7 +127,7 @@ class Own:
         ids, state = tuple(decoder.new), kept_bytes(decoder.drafter)
         self.held = len(decoder.context) + (self.held if self.persistent else 0)
         decoder.end()
-        return Made(
+        return ArmOutput(
             read - begun, done - read, ids, stats.target_calls, stats.draft_calls, stats.drafted, stats.accepted,
             silent, truncated, stats.row_layers, 0, stopped, state, None if state is None else self.held,
         )  # fmt: skip
@@ -156,7 +156,7 @@ def kept_bytes(drafter: Any) -> int | None:
     return sum(found) if found else None
 
 
-def endless(model: Model) -> Model:
+def without_eos(model: Model) -> Model:
     """The same model, for which no token ends a text: an answer is as long as it was asked to
     be.
     """
@@ -167,7 +167,7 @@ def endless(model: Model) -> Model:
     return twin
 
 
-def waiting(device: torch.device) -> Callable[[], None]:
+def make_synchronizer(device: torch.device) -> Callable[[], None]:
     """What to call before a clock is read: a CUDA device works on after the call that set it to
     work.
     """
@@ -176,7 +176,7 @@ def waiting(device: torch.device) -> Callable[[], None]:
     return lambda: None
 
 
-def balance(made: Made, job: Job, label: str) -> None:
+def check_token_balance(made: ArmOutput, job: Job, label: str) -> None:
     """Refuse books that do not add up: every arm made what was asked, and every token is accepted
     or a round's own.
 
@@ -202,7 +202,9 @@ def collect_garbage() -> None:
     gc.collect()
 
 
-def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Model] | None]:
+def load_arm_models(
+    settings: BenchSettings, any_method: bool = False
+) -> tuple[Model, list[Model] | None]:
     """The model, and its draft models where an arm needs one and there is one; with `any_method`,
     wherever there is one.
     """
@@ -219,7 +221,7 @@ def load(settings: Settings, any_method: bool = False) -> tuple[Model, list[Mode
     ]
 
 
-def draft_names(settings: Settings, model: Model) -> list[str]:
+def draft_names(settings: BenchSettings, model: Model) -> list[str]:
     """The draft models of a run: those given, else what the model's card names, else a draft of the
     zoo made for it.
     """
@@ -229,19 +231,19 @@ def draft_names(settings: Settings, model: Model) -> list[str]:
     return [named] if isinstance(named, str) else list(named)
 
 
-def own_arms(settings: Settings, model: Model, draft: Draft) -> list[Arm]:
+def own_arms(settings: BenchSettings, model: Model, draft: Draft) -> list[Arm]:
     """Our arms, plain decoding first; a knob that is wrong is said now."""
     specs = [spec for spec in settings.arms if not spec.peer]
     for spec in specs:
         find_technique(spec.name).settings(dict(spec.knobs))
-    return [Own(spec, model, settings, draft) for spec in specs]
+    return [TechniqueArm(spec, model, settings, draft) for spec in specs]
 
 
-def reference(
+def make_reference(
     model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]
 ) -> Any:
     """Plain greedy decoding's answer to a job: from `known`, else made now and handed to `keep`."""
-    plain = Own(ArmSpec(PLAIN), model, Settings())
+    plain = TechniqueArm(ArmSpec(PLAIN), model, BenchSettings())
 
     def answer(job: Job) -> Sequence[int]:
         if job.key not in known:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tinyspec.bench.harness import save
-from tinyspec.bench.plan import Settings
+from tinyspec.bench.harness import save_result
+from tinyspec.bench.plan import BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
@@ -22,12 +22,12 @@ OLDER = 17  # columns of files of before
 
 
 class Sample(NamedTuple):
-    """One request of one arm. Seconds and counts as `arms.Made` has them.
+    """One request of one arm. Seconds and counts as `arms.ArmOutput` has them.
 
     tokens  counted from the ids
     timed   how many of them were made in `decode` seconds
     same    how many ids at the front are plain greedy decoding's; None at a temperature above 0
-    stopped, state, held  as `arms.Made` has them; files of before do not have these columns
+    stopped, state, held  as `arms.ArmOutput` has them; files of before do not have these columns
     """
 
     task: str
@@ -61,11 +61,14 @@ class Sample(NamedTuple):
         return self.job, self.arm, self.round
 
 
-class Book:
+class SampleBook:
     """All samples of a run, with what they depend on; `path` None keeps them in memory alone."""
 
     def __init__(
-        self, settings: Settings, path: Path | None = None, stamp: Mapping[str, Any] | None = None
+        self,
+        settings: BenchSettings,
+        path: Path | None = None,
+        stamp: Mapping[str, Any] | None = None,
     ):
         self.settings, self.path = settings, path
         self.stamps: list[dict[str, Any]] = [
@@ -129,10 +132,10 @@ class Book:
         """Write the file, whole or not at all."""
         if self.path is None:
             return
-        save(self.path, self.as_dict())
+        save_result(self.path, self.as_dict())
 
     @classmethod
-    def open(cls, path: Path, stamp: Callable[[Settings], Mapping[str, Any]]) -> "Book":
+    def open(cls, path: Path, stamp: Callable[[BenchSettings], Mapping[str, Any]]) -> "SampleBook":
         """The book of a file, for another sitting, whose stamp may depend on the settings found
         (the number of threads).
 
@@ -150,11 +153,11 @@ class Book:
             raise TinyspecError(
                 f"{path}: its samples have other columns: it is of another version; start anew"
             )
-        book = cls(Settings.from_dict(found["settings"]), path)
+        book = cls(BenchSettings.from_dict(found["settings"]), path)
         now = stamp(book.settings)
         if found["machine"] != now["machine"]:
             raise TinyspecError(
-                f"{path} was begun on another machine ({_difference(found['machine'], now['machine'])})"
+                f"{path} was begun on another machine ({_describe_difference(found['machine'], now['machine'])})"
             )
         book.stamps = [*found["sittings"], dict(now)]
         book.references, book.prompts, book.skipped = (
@@ -184,7 +187,7 @@ class Book:
         return book
 
 
-def _difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+def _describe_difference(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return ", ".join(
         f"{name} {a.get(name)}, now {b.get(name)}"
         for name in {**a, **b}

@@ -10,9 +10,9 @@ the reason.
 import time
 from dataclasses import replace
 
-from tinyspec.bench.arms import Own, balance, draft_names
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
-from tinyspec.bench.stores import prepared
+from tinyspec.bench.arms import TechniqueArm, check_token_balance, draft_names
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
+from tinyspec.bench.stores import prepare_arm
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.model import Model
@@ -28,9 +28,9 @@ BOOKS, CHATS = (
 
 def usual_tasks(model: Model) -> tuple[str, ...]:
     """The tasks of a chapter's table where none are named."""
-    from tinyspec.bench.tasks import expand
+    from tinyspec.bench.tasks import expand_tasks
 
-    return expand(CHATS if model.has_tokenizer and model.tokenizer.has_chat else BOOKS)
+    return expand_tasks(CHATS if model.has_tokenizer and model.tokenizer.has_chat else BOOKS)
 
 
 def methods_of(name: str) -> list[str]:
@@ -41,7 +41,9 @@ def methods_of(name: str) -> list[str]:
     if name not in known:
         raise TinyspecError(f"there is no chapter '{name}': {suggest_nearest(name, known)}")
     return [
-        method for method, card in load_techniques().items() if _of(card, name) and method != PLAIN
+        method
+        for method, card in load_techniques().items()
+        if _is_decoder_of(card, name) and method != PLAIN
     ]
 
 
@@ -54,13 +56,13 @@ def analyses_of(name: str) -> list[str]:
     ]
 
 
-def _of(card: Card, chapter: str) -> bool:
+def _is_decoder_of(card: Card, chapter: str) -> bool:
     return card.kind == "decoder" and card.build.__module__.split(".")[1] == chapter
 
 
-def contestants(
-    name: str, settings: Settings, model: Model, draft: Draft, job: Job
-) -> tuple[Settings, list[str], dict[str, str]]:
+def find_contestants(
+    name: str, settings: BenchSettings, model: Model, draft: Draft, job: Job
+) -> tuple[BenchSettings, list[str], dict[str, str]]:
     """The settings with every technique that can run here; of the others what each lacks; and what
     was built for whom.
 
@@ -71,9 +73,11 @@ def contestants(
     short = job._replace(tokens=min(job.tokens, TRIED))
     for method in methods_of(name):
         try:
-            need = prepared(ArmSpec(method), model)
-            balance(
-                Own(ArmSpec(method), model, settings, draft).run(short, 0, time.perf_counter),
+            need = prepare_arm(ArmSpec(method), model)
+            check_token_balance(
+                TechniqueArm(ArmSpec(method), model, settings, draft).run(
+                    short, 0, time.perf_counter
+                ),
                 short,
                 method,
             )

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tinyspec import _core
-from tinyspec.bench.arms import Clock, collect_garbage, waiting
-from tinyspec.bench.harness import spread
+from tinyspec.bench.arms import Clock, collect_garbage, make_synchronizer
+from tinyspec.bench.harness import find_quartiles
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import pack
 from tinyspec.lm.model import Model
@@ -33,7 +33,7 @@ CACHED = 256
 MEBIBYTE = 2**20
 
 
-class Forwards(Protocol):
+class TimedForward(Protocol):
     """Somebody's forward over k tokens behind a cache. `weights`: bytes it reads for them; None: as
     many as ours.
     """
@@ -45,13 +45,13 @@ class Forwards(Protocol):
     def run(self, k: int) -> None: ...
 
 
-class OwnForwards:
+class OwnForward:
     """Ours: a session with `cached` tokens behind it scores a chain, of which nothing is kept."""
 
     label = "tinyspec"
 
     def __init__(self, model: Model, cached: int):
-        self.model, self.cached, self.wait = model, cached, waiting(model.device)
+        self.model, self.cached, self.wait = model, cached, make_synchronizer(model.device)
         self.weights: int | None = weight_bytes(model.config, model.dtype.itemsize)
         self.session = model.session()
         self.session.extend(self._some(cached + 1))
@@ -87,7 +87,7 @@ def weight_bytes(config: Config, itemsize: int) -> int:
     )
 
 
-def operations(config: Config, k: int, cached: int) -> int:
+def count_operations(config: Config, k: int, cached: int) -> int:
     """Multiplications and additions of a forward over k tokens behind `cached` others: products and
     attention.
     """
@@ -114,7 +114,7 @@ class Meter(NamedTuple):
     work: Callable[[], object]
 
 
-def meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
+def make_meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
     """Weight reads: one row times a matrix of that many MiB, by us and by torch, and torch's sum
     over it. Products: a square of `side`, by us and by torch, in the model's type and in
     float32."""
@@ -126,10 +126,12 @@ def meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
         compiled = device.type == "cpu" and _core.compute is not None and dtype != torch.float16
         square = torch.randn(side, side).to(device, dtype)
         made.append(
-            Meter(f"torch, {name}", "peak", 2 * side**3, _waited(lambda s: s @ s.t(), square))
+            Meter(f"torch, {name}", "peak", 2 * side**3, _synchronized(lambda s: s @ s.t(), square))
         )
         if compiled:
-            made.append(Meter(f"tinyspec, {name}", "peak", 2 * side**3, _product(square, square)))
+            made.append(
+                Meter(f"tinyspec, {name}", "peak", 2 * side**3, _compiled_product(square, square))
+            )
         if dtype != model.dtype:
             continue
         weight = torch.randn(max(mebibytes * MEBIBYTE // (width * dtype.itemsize), 16), width).to(
@@ -142,18 +144,20 @@ def meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
                 f"torch, {name}",
                 "bandwidth",
                 size,
-                _waited(torch.nn.functional.linear, row, weight),
+                _synchronized(torch.nn.functional.linear, row, weight),
             )
         )
-        made.append(Meter("torch's sum", "bandwidth", size, _waited(torch.sum, words)))
+        made.append(Meter("torch's sum", "bandwidth", size, _synchronized(torch.sum, words)))
         if compiled:
-            made.append(Meter(f"tinyspec, {name}", "bandwidth", size, _product(weight, row)))
+            made.append(
+                Meter(f"tinyspec, {name}", "bandwidth", size, _compiled_product(weight, row))
+            )
     return made
 
 
-def _waited(work: Callable[..., torch.Tensor], *on: torch.Tensor) -> Callable[[], object]:
+def _synchronized(work: Callable[..., torch.Tensor], *on: torch.Tensor) -> Callable[[], object]:
     """The work, until it is done."""
-    wait = waiting(on[0].device)
+    wait = make_synchronizer(on[0].device)
 
     def run() -> None:
         work(*on)
@@ -162,7 +166,7 @@ def _waited(work: Callable[..., torch.Tensor], *on: torch.Tensor) -> Callable[[]
     return run
 
 
-def _product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
+def _compiled_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
     """x times the weight's transpose by our kernel."""
     assert _core.compute is not None
     out, inputs = weight.shape
@@ -173,8 +177,8 @@ def _product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
     return lambda: matrix.product(rows.numpy(), result.numpy(), torch.get_num_threads())
 
 
-def measure(
-    forwards: Sequence[Forwards],
+def measure_curve(
+    forwards: Sequence[TimedForward],
     meters: Sequence[Meter],
     rounds: int,
     clock: Clock,
@@ -225,7 +229,7 @@ def measure(
     }
 
 
-def ceilings(
+def find_ceilings(
     raw: Mapping[str, Any], of: Callable[[Sequence[float]], float] = min
 ) -> dict[str, dict[str, float]]:
     """What each meter reached at its best (or `of` its samples): {"bandwidth": {who: bytes/s},
@@ -244,14 +248,16 @@ def ceilings(
     return best
 
 
-def highest(tops: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
+def find_highest_ceilings(tops: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
     """Bandwidth and peak: whoever reads, and whoever multiplies fastest. 0: there was no such
     meter.
     """
     return max(tops["bandwidth"].values(), default=0.0), max(tops["peak"].values(), default=0.0)
 
 
-def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
+def summarize_curve(
+    raw: Mapping[str, Any], config: Config, itemsize: int, cached: int
+) -> dict[str, Any]:
     """The curve of each program in figures: milliseconds, quartiles, t(k)/t(1), and how near our
     own comes to the floor.
 
@@ -259,9 +265,9 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
     best meter's median: 1 is the machine's limit. `falls` lists the k whose cost is below that of a
     smaller k by more than the quartiles of both explain.
     """
-    tops = ceilings(raw)
-    bandwidth, peak = highest(tops)
-    usual = highest(ceilings(raw, median))
+    tops = find_ceilings(raw)
+    bandwidth, peak = find_highest_ceilings(tops)
+    usual = find_highest_ceilings(find_ceilings(raw, median))
     made: dict[str, Any] = {
         "cached": cached,
         "bandwidth": bandwidth,
@@ -275,7 +281,7 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
         rows = {
             str(k): {
                 "milliseconds": 1e3 * median(seconds),
-                "quartiles": [1e3 * q for q in spread(seconds)],
+                "quartiles": [1e3 * q for q in find_quartiles(seconds)],
                 "against_one": median(seconds) / one,
             }
             for k, seconds in sorted(times.items())
@@ -284,26 +290,26 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
             read = raw["weights"][label] or weight_bytes(config, itemsize)
             for k, row in ((int(k), row) for k, row in rows.items()):
                 row["floor"], often = (
-                    1e3 * max(read / reading, operations(config, k, cached) / summing)
+                    1e3 * max(read / reading, count_operations(config, k, cached) / summing)
                     for reading, summing in ((bandwidth, peak), usual)
                 )
                 row["over"], row["usually"] = (
                     row["milliseconds"] / row["floor"],
                     row["milliseconds"] / often,
                 )
-        made["curves"][label] = {"rows": rows, "falls": falls(times)}
+        made["curves"][label] = {"rows": rows, "falls": find_cost_drops(times)}
     return made
 
 
-def falls(times: Mapping[int, Sequence[float]]) -> list[int]:
+def find_cost_drops(times: Mapping[int, Sequence[float]]) -> list[int]:
     """The k that cost less than some smaller one, beyond the quartiles of both.
 
-    >>> falls({1: [1.0, 1.0, 1.0], 2: [3.0, 3.1, 3.2], 4: [2.0, 2.0, 2.1]})
+    >>> find_cost_drops({1: [1.0, 1.0, 1.0], 2: [3.0, 3.1, 3.2], 4: [2.0, 2.0, 2.1]})
     [4]
     """
     ordered = sorted(times)
     return [
         k
         for i, k in enumerate(ordered)
-        if any(spread(times[k])[1] < spread(times[j])[0] for j in ordered[:i])
+        if any(find_quartiles(times[k])[1] < find_quartiles(times[j])[0] for j in ordered[:i])
     ]

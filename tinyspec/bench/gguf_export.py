@@ -21,7 +21,7 @@ from tinyspec.lm.ops import frequencies
 KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
 
-def write(path: Path, model: Model, kind: str) -> None:
+def write_gguf(path: Path, model: Model, kind: str) -> None:
     """Write the file. Vectors stay float32, as llama.cpp wants them; matrices are of `kind`.
 
     TinyspecError for a kind it does not know, or rows that are no multiple of 32 where q8_0 needs
@@ -34,13 +34,13 @@ def write(path: Path, model: Model, kind: str) -> None:
         raise TinyspecError(f"llama.cpp's weights are {', '.join(KINDS)} here, not '{kind}'")
     c, wanted = model.config, GGMLQuantizationType[KINDS[kind]]
     writer: Any = GGUFWriter(path, FAMILIES[c.family].gguf)
-    _metadata(writer, c)
+    _write_metadata(writer, c)
     if c.rope_scaling and c.rope_scaling.get("rope_type") == "llama3":
-        writer.add_tensor("rope_freqs.weight", _slower(c))
+        writer.add_tensor("rope_freqs.weight", _frequency_divisors(c))
     for ours, source in layout(c, gguf=True).items():
         parts = torch.split(model.weights[ours].detach().cpu().float(), list(source.rows))
         for name, part in zip(source.names, parts, strict=True):
-            numbers = _permuted(part, c, name).contiguous().numpy()
+            numbers = _permute_if_llama(part, c, name).contiguous().numpy()
             if numbers.ndim == 1 or wanted == GGMLQuantizationType.F32:
                 writer.add_tensor(name, numbers)
                 continue
@@ -55,7 +55,7 @@ def write(path: Path, model: Model, kind: str) -> None:
     writer.close()
 
 
-def _metadata(writer: Any, c: Config) -> None:
+def _write_metadata(writer: Any, c: Config) -> None:
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(c.max_positions)
@@ -81,27 +81,27 @@ def _metadata(writer: Any, c: Config) -> None:
         writer.add_rope_scaling_factor(float(c.rope_scaling["factor"]))
 
 
-def _slower(c: Config) -> Any:
+def _frequency_divisors(c: Config) -> Any:
     """What llama.cpp divides each frequency by: [head_dim / 2]."""
     from dataclasses import replace
 
     return (frequencies(replace(c, rope_scaling=None)) / frequencies(c)).float().numpy()
 
 
-def _permuted(rows: Tensor, c: Config, name: str) -> Tensor:
+def _permute_if_llama(rows: Tensor, c: Config, name: str) -> Tensor:
     """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything
     else as it is.
     """
     if not FAMILIES[c.family].permuted:
         return rows
     heads = {"attn_q": c.n_heads, "attn_k": c.n_kv_heads}.get(name.split(".")[-2])
-    return rows if heads is None else permute(rows, heads)
+    return rows if heads is None else permute_heads(rows, heads)
 
 
-def permute(rows: Tensor, heads: int) -> Tensor:
+def permute_heads(rows: Tensor, heads: int) -> Tensor:
     """The rows of a head (i, i + hd/2) side by side: what `gguf_file.unpermute` undoes.
 
-    >>> permute(torch.tensor([0, 1, 2, 3]), heads=1).tolist()
+    >>> permute_heads(torch.tensor([0, 1, 2, 3]), heads=1).tolist()
     [0, 2, 1, 3]
     """
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)

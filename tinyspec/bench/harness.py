@@ -29,7 +29,7 @@ T = TypeVar("T")
 Arms = Mapping[str, Callable[[], Any]]
 
 
-def interleaved(
+def time_interleaved(
     arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
     """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time.
@@ -50,19 +50,19 @@ def interleaved(
     return samples
 
 
-def ratio(samples: Mapping[str, Sequence[float]], slow: str, fast: str) -> float:
+def ratio_of_medians(samples: Mapping[str, Sequence[float]], slow: str, fast: str) -> float:
     """How many times faster `fast` is: the ratio of the medians.
 
-    >>> ratio({"a": [2.0, 9.0, 2.0], "b": [1.0, 1.0, 5.0]}, "a", "b")
+    >>> ratio_of_medians({"a": [2.0, 9.0, 2.0], "b": [1.0, 1.0, 5.0]}, "a", "b")
     2.0
     """
     return median(samples[slow]) / median(samples[fast])
 
 
-def spread(samples: Sequence[float]) -> tuple[float, float]:
+def find_quartiles(samples: Sequence[float]) -> tuple[float, float]:
     """The quartiles of the samples, as printed beside a median.
 
-    >>> spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    >>> find_quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
     (2.0, 4.0)
     """
     ordered = sorted(samples)
@@ -70,7 +70,7 @@ def spread(samples: Sequence[float]) -> tuple[float, float]:
     return ordered[round(last * 0.25)], ordered[round(last * 0.75)]
 
 
-def machine() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """What the figures were taken on."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
@@ -96,15 +96,15 @@ def machine() -> dict[str, Any]:
     }
 
 
-def machines(results: dict[str, dict[str, Any]]) -> str:
+def describe_machines(results: dict[str, dict[str, Any]]) -> str:
     """Where and when they were measured; whichever ran elsewhere, or on another number of threads,
     than most is named.
 
     >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
-    >>> machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
+    >>> describe_machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
     ...          "c": {"machine": here, "date": "6"}})
     '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
-    >>> machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
+    >>> describe_machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
     ...          "c": {"machine": here, "date": "5"}})
     '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
     """
@@ -119,10 +119,12 @@ def machines(results: dict[str, dict[str, Any]]) -> str:
     dates = sorted({result["date"] for result in results.values()})
     threads = {name: m["threads"] for name, m in each.items()}
     most = mode(threads.values())
-    return f"{_told(places)}, {_told(threads, f'{most} threads')}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}"
+    span = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    who = _describe_majority(places), _describe_majority(threads, f"{most} threads")
+    return ", ".join([*who, span])
 
 
-def _told(of: dict[str, Any], said: str = "") -> str:
+def _describe_majority(of: dict[str, Any], said: str = "") -> str:
     """What most have, and in brackets those that have something else."""
     most, others = mode(of.values()), dict[Any, list[str]]()
     for name, value in of.items():
@@ -132,7 +134,7 @@ def _told(of: dict[str, Any], said: str = "") -> str:
     return (said or str(most)) + (f" ({aside})" if aside else "")
 
 
-def commit() -> str | None:
+def find_commit() -> str | None:
     """The commit of the source tree, with + where it was changed; None outside one."""
     try:
         here = Path(__file__).parent
@@ -147,19 +149,25 @@ def commit() -> str | None:
         return None
 
 
-def report(figures: Mapping[str, Any]) -> dict[str, Any]:
+def stamp_result(figures: Mapping[str, Any]) -> dict[str, Any]:
     """A result with where it came from: command, commit, machine, date."""
     command = "tinyspec " + " ".join(sys.argv[1:])
     stamp = datetime.now(UTC).strftime("%Y-%m-%d")
-    return {"command": command, "commit": commit(), "date": stamp, "machine": machine(), **figures}
+    return {
+        "command": command,
+        "commit": find_commit(),
+        "date": stamp,
+        "machine": describe_machine(),
+        **figures,
+    }
 
 
-def save(path: str | Path, result: Mapping[str, Any]) -> None:
+def save_result(path: str | Path, result: Mapping[str, Any]) -> None:
     """Write a result file, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    part.write_text(dumps(result), encoding="utf-8")
+    part.write_text(dump_json(result), encoding="utf-8")
     os.replace(part, path)
 
 
@@ -192,11 +200,11 @@ def read_unfinished(
     return kept
 
 
-def dumps(result: Mapping[str, Any]) -> str:
+def dump_json(result: Mapping[str, Any]) -> str:
     """JSON with one line for each sample and each short list: a file that a person can read and
     `git diff` can show.
 
-    >>> print(dumps({"a": 1, "rows": [[1, 2], [3, 4]]}))
+    >>> print(dump_json({"a": 1, "rows": [[1, 2], [3, 4]]}))
     {
      "a": 1,
      "rows": [
@@ -206,10 +214,10 @@ def dumps(result: Mapping[str, Any]) -> str:
     }
     <BLANKLINE>
     """
-    return _pretty(result, 0) + "\n"
+    return _dump_value(result, 0) + "\n"
 
 
-def _pretty(value: Any, depth: int) -> str:
+def _dump_value(value: Any, depth: int) -> str:
     flat = isinstance(value, (list, tuple)) and not any(
         isinstance(entry, (list, tuple, dict)) for entry in value
     )
@@ -218,14 +226,14 @@ def _pretty(value: Any, depth: int) -> str:
     lead = "\n" + " " * (depth + 1)
     if isinstance(value, Mapping):
         inside = [
-            f"{json.dumps(str(name), ensure_ascii=False)}: {_pretty(entry, depth + 1)}"
+            f"{json.dumps(str(name), ensure_ascii=False)}: {_dump_value(entry, depth + 1)}"
             for name, entry in value.items()
         ]
         return "{" + lead + f",{lead}".join(inside) + "\n" + " " * depth + "}"
     return (
         "["
         + lead
-        + f",{lead}".join(_pretty(entry, depth + 1) for entry in value)
+        + f",{lead}".join(_dump_value(entry, depth + 1) for entry in value)
         + "\n"
         + " " * depth
         + "]"
@@ -233,7 +241,7 @@ def _pretty(value: Any, depth: int) -> str:
 
 
 @contextmanager
-def progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
+def show_progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
     """A bar with the time left, on stderr; yields the function that moves it on by one."""
     bar = progress_bar(None if quiet else Console(stderr=True))
     with bar:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from tinyspec.bench import gguf_export
-from tinyspec.bench.arms import Clock, Made
-from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.arms import ArmOutput, Clock
+from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.model import Model
@@ -26,7 +26,7 @@ BATCH = 512  # tokens of a prompt that it reads together
 _silence: list[Any] = []  # what C calls instead of writing a log: kept, for it is called later
 
 
-def library() -> Any:
+def load_library() -> Any:
     """The bindings, silenced. TinyspecError, in one line, where they are not installed."""
     try:
         import llama_cpp
@@ -46,11 +46,11 @@ def library() -> Any:
     return lib
 
 
-def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Path:
+def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder: Path) -> Path:
     """The weights that this arm runs on, as a file in the folder. What is wrong with the arm is
     said before it is written.
     """
-    library()
+    load_library()
     knobs = dict(spec.knobs)
     if strange := next((name for name in knobs if name != "weights"), None):
         raise TinyspecError(
@@ -60,19 +60,19 @@ def export(spec: ArmSpec, settings: Settings, model: Model, folder: Path) -> Pat
         raise TinyspecError(
             "the peer llama.cpp is measured on the CPU only: leave it out with --device cuda"
         )
-    gguf_export.write(folder / "model.gguf", model, str(knobs.get("weights", settings.dtype)))
+    gguf_export.write_gguf(folder / "model.gguf", model, str(knobs.get("weights", settings.dtype)))
     return folder / "model.gguf"
 
 
-class Llama:
+class LlamaCppArm:
     """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it
     is loaded.
     """
 
-    def __init__(self, spec: ArmSpec, settings: Settings, path: Path, room: int):
+    def __init__(self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int):
         self.label, self.lib, self.sampling = (
             spec.label,
-            library(),
+            load_library(),
             (settings.temperature, settings.top_p),
         )
         how = self.lib.llama_model_default_params()
@@ -94,12 +94,12 @@ class Llama:
         self.weights: int | None = int(self.lib.llama_model_size(self.model))
 
     @classmethod
-    def of(cls, spec: ArmSpec, settings: Settings, model: Model, room: int) -> "Llama":
+    def of(cls, spec: ArmSpec, settings: BenchSettings, model: Model, room: int) -> "LlamaCppArm":
         """From a model of ours."""
         with tempfile.TemporaryDirectory() as folder:
-            return cls(spec, settings, export(spec, settings, model, Path(folder)), room)
+            return cls(spec, settings, export_weights(spec, settings, model, Path(folder)), room)
 
-    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """Its own loop: forward, sample, forward."""
         sampler = self._sampler(seed)
         self.lib.llama_memory_clear(self.memory, False)
@@ -117,7 +117,7 @@ class Llama:
             one[0] = token
         done = clock()
         self.lib.llama_sampler_free(sampler)
-        return Made(read - begun, done - read, tuple(ids), job.tokens, nodes=0)
+        return ArmOutput(read - begun, done - read, tuple(ids), job.tokens, nodes=0)
 
     def read(self, ids: Any) -> None:
         """Run ids behind what is cached, many at a time."""
@@ -127,9 +127,9 @@ class Llama:
             if self.lib.llama_decode(self.context, self.lib.llama_batch_get_one(array, len(part))):
                 raise RuntimeError("llama_decode failed")
 
-    def forwards(self, cached: int) -> "Forwards":
+    def forwards(self, cached: int) -> "LlamaCppForward":
         """What its cost curve is measured on."""
-        return Forwards(self, cached)
+        return LlamaCppForward(self, cached)
 
     def close(self) -> None:
         if self.model:
@@ -150,12 +150,12 @@ class Llama:
         return chain
 
 
-class Forwards:
+class LlamaCppForward:
     """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a
     verifier would.
     """
 
-    def __init__(self, llama: Llama, cached: int):
+    def __init__(self, llama: LlamaCppArm, cached: int):
         self.llama, self.cached, self.label, self.weights = (
             llama,
             cached,

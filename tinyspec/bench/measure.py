@@ -10,8 +10,8 @@ wall time.
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from tinyspec.bench.arms import Arm, Clock, balance, collect_garbage
-from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.arms import Arm, Clock, check_token_balance, collect_garbage
+from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.tasks import Job
 
 T = TypeVar("T")
@@ -19,11 +19,11 @@ WARM_SEED = 1 << 30  # no round's: what is remembered of a round is not remember
 WARM_UP = 8  # tokens that every arm makes before any is timed: first calls pay for caches and thread pools
 
 
-def turned(arms: Sequence[T], turn: int) -> list[T]:
+def order_of_turn(arms: Sequence[T], turn: int) -> list[T]:
     """The arms in the order of a turn: rotated by one each turn, and the other way round after
     every full rotation.
 
-    >>> ["".join(turned("abc", turn)) for turn in range(6)]
+    >>> ["".join(order_of_turn("abc", turn)) for turn in range(6)]
     ['abc', 'bca', 'cab', 'cba', 'acb', 'bac']
     """
     at = turn % len(arms)
@@ -31,21 +31,21 @@ def turned(arms: Sequence[T], turn: int) -> list[T]:
     return order if turn // len(arms) % 2 == 0 else order[::-1]
 
 
-def left(book: Book, jobs: Sequence[Job], arms: Sequence[Arm]) -> int:
+def count_left(book: SampleBook, jobs: Sequence[Job], arms: Sequence[Arm]) -> int:
     """How many requests are still to be timed."""
     labels = [arm.label for arm in arms]
     turns = ((job, round) for round in range(book.settings.rounds) for job in jobs)
     return len(arms) * sum(not book.has(job, round, labels) for job, round in turns)
 
 
-def warm_up(arms: Sequence[Arm], job: Job, clock: Clock) -> None:
+def warm_up_arms(arms: Sequence[Arm], job: Job, clock: Clock) -> None:
     """Let every arm make some tokens that are not counted."""
     for arm in arms:
         arm.run(job._replace(tokens=min(job.tokens, WARM_UP)), WARM_SEED, clock)
 
 
-def run(
-    book: Book,
+def run_turns(
+    book: SampleBook,
     jobs: Sequence[Job],
     arms: Sequence[Arm],
     clock: Clock,
@@ -59,18 +59,20 @@ def run(
             if book.has(job, round, labels):
                 continue
             done: dict[str, Sample] = {}
-            for arm in turned(arms, round * len(jobs) + number):
-                done[arm.label] = _timed(arm, job, round, book, clock, greedy)
+            for arm in order_of_turn(arms, round * len(jobs) + number):
+                done[arm.label] = _time_request(arm, job, round, book, clock, greedy)
                 tick()
             book.add([done[label] for label in labels])
             book.save()
 
 
-def _timed(arm: Arm, job: Job, round: int, book: Book, clock: Clock, greedy: bool) -> Sample:
+def _time_request(
+    arm: Arm, job: Job, round: int, book: SampleBook, clock: Clock, greedy: bool
+) -> Sample:
     collect_garbage()
     made = arm.run(job, book.settings.seed + round, clock)
-    balance(made, job, arm.label)
-    same = agreeing(made.ids, book.references[job.key]) if greedy else None
+    check_token_balance(made, job, arm.label)
+    same = count_agreeing(made.ids, book.references[job.key]) if greedy else None
     return Sample(
         job.task, job.prompt, job.turn, arm.label, round, made.prefill, made.decode, len(made.ids),
         len(made.ids) - made.early, made.calls, made.draft_calls, made.nodes, made.accepted, made.silent,
@@ -78,10 +80,10 @@ def _timed(arm: Arm, job: Job, round: int, book: Book, clock: Clock, greedy: boo
     )  # fmt: skip
 
 
-def agreeing(ids: Sequence[int], reference: Sequence[int]) -> int:
+def count_agreeing(ids: Sequence[int], reference: Sequence[int]) -> int:
     """How many ids at the front are the reference's. The reference may be longer.
 
-    >>> agreeing([1, 2, 3], [1, 2, 4, 5])
+    >>> count_agreeing([1, 2, 3], [1, 2, 4, 5])
     2
     """
     pairs = enumerate(zip(ids, reference, strict=False))

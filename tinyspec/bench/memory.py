@@ -14,14 +14,16 @@ from typing import Any
 import torch
 
 from tinyspec.bench import arms, llamacpp, peers
-from tinyspec.bench.experiments.plain import high_water
-from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.experiments.plain import peak_resident_bytes
+from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 
 
-def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str, int]:
+def measure_arm_memory(
+    spec: ArmSpec, settings: BenchSettings, model: Model, job: Job
+) -> dict[str, int]:
     """{"peak": bytes of the process, "device": bytes on a CUDA device or 0}, of one arm doing one
     job.
 
@@ -33,10 +35,10 @@ def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str,
         peers=(spec.label,) if spec.peer else (),
     )
     asked: dict[str, Any] = {"label": spec.label, "settings": alone.as_dict(), "job": job._asdict()}
-    code = "from tinyspec.bench import memory; memory.hold()"
+    code = "from tinyspec.bench import memory; memory.print_arm_memory()"
     with tempfile.TemporaryDirectory() as folder:
         if spec.name == "llama.cpp":
-            asked["file"] = str(llamacpp.export(spec, settings, model, Path(folder)))
+            asked["file"] = str(llamacpp.export_weights(spec, settings, model, Path(folder)))
         done = subprocess.run(
             [sys.executable, "-c", code], input=json.dumps(asked), capture_output=True, text=True
         )
@@ -50,23 +52,25 @@ def peak(spec: ArmSpec, settings: Settings, model: Model, job: Job) -> dict[str,
     return found
 
 
-def hold() -> None:
+def print_arm_memory() -> None:
     """In a process of its own: what standard input describes; prints the figures. A peer is alone
     in it.
     """
     asked: dict[str, Any] = json.load(sys.stdin)
-    settings, spec = Settings.from_dict(asked["settings"]), ArmSpec.read(asked["label"])
+    settings, spec = BenchSettings.from_dict(asked["settings"]), ArmSpec.read(asked["label"])
     job = Job(**{**asked["job"], "ids": tuple(asked["job"]["ids"])})
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     arm: arms.Arm
     if spec.name == "llama.cpp":
-        arm = llamacpp.Llama(spec, settings, Path(asked["file"]), len(job.ids) + job.tokens)
+        arm = llamacpp.LlamaCppArm(spec, settings, Path(asked["file"]), len(job.ids) + job.tokens)
     elif spec.peer:
-        arm = peers.Transformers(spec, peers.loaded(settings.model, settings), settings)
+        arm = peers.TransformersArm(
+            spec, peers.load_transformers(settings.model, settings), settings
+        )
     else:
-        model, draft = arms.load(settings)
-        arm = arms.Own(spec, model, settings, draft)
+        model, draft = arms.load_arm_models(settings)
+        arm = arms.TechniqueArm(spec, model, settings, draft)
     arm.run(job, settings.seed, time.perf_counter)
     device = torch.cuda.max_memory_allocated() if settings.device.startswith("cuda") else 0
-    print(json.dumps({"peak": high_water(), "device": device}))
+    print(json.dumps({"peak": peak_resident_bytes(), "device": device}))

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import Arm, Clock, Made, waiting
-from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.arms import Arm, ArmOutput, Clock, make_synchronizer
+from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.model import Model
@@ -27,30 +27,32 @@ from tinyspec.lm.model import Model
 KNOBS = ("lookup", "ngram", "assistant", "tokens")
 
 
-def arms(specs: list[ArmSpec], settings: Settings, model: Model, room: int) -> list[Arm]:
+def make_peer_arms(
+    specs: list[ArmSpec], settings: BenchSettings, model: Model, room: int
+) -> list[Arm]:
     """The peers of a run, with room for so many tokens. TinyspecError, in one line, for one that is
     not installed, or a knob that it does not have."""
     made: list[Arm] = []
     theirs: Any = None
     for spec in specs:
         if spec.name == "llama.cpp":
-            from tinyspec.bench.llamacpp import Llama
+            from tinyspec.bench.llamacpp import LlamaCppArm
 
-            made.append(Llama.of(spec, settings, model, room))
+            made.append(LlamaCppArm.of(spec, settings, model, room))
             continue
-        _known(spec)  # before transformers is imported: that takes seconds
-        theirs = theirs or loaded(settings.model, settings, model)
-        made.append(Transformers(spec, theirs, settings))
+        _check_knobs(spec)  # before transformers is imported: that takes seconds
+        theirs = theirs or load_transformers(settings.model, settings, model)
+        made.append(TransformersArm(spec, theirs, settings))
     return made
 
 
-def _known(spec: ArmSpec) -> None:
+def _check_knobs(spec: ArmSpec) -> None:
     for name, _ in spec.knobs:
         if name not in KNOBS:
             raise TinyspecError(f"{spec.name} has no knob '{name}': {suggest_nearest(name, KNOBS)}")
 
 
-def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
+def load_transformers(name: str, settings: BenchSettings, model: Model | None = None) -> Any:
     """transformers' model of the same weights; what is no folder that it reads (a .gguf file) is
     saved as one first.
     """
@@ -78,13 +80,13 @@ def loaded(name: str, settings: Settings, model: Model | None = None) -> Any:
     return theirs.to(settings.device).eval()
 
 
-class Transformers:
+class TransformersArm:
     """`generate`, as its manual says to call it."""
 
-    def __init__(self, spec: ArmSpec, theirs: Any, settings: Settings):
+    def __init__(self, spec: ArmSpec, theirs: Any, settings: BenchSettings):
         self.label, self.theirs, self.device = spec.label, theirs, torch.device(settings.device)
         knobs = dict(spec.knobs)
-        _known(spec)
+        _check_knobs(spec)
         self.assistant: Any = None
         self.options: dict[str, Any] = {"do_sample": settings.temperature > 0, "pad_token_id": 0}
         if settings.temperature > 0:
@@ -97,17 +99,17 @@ class Transformers:
             self.options["prompt_lookup_num_tokens"] = int(knobs["lookup"])
             self.options["max_matching_ngram_size"] = int(knobs.get("ngram", 2))
         if "assistant" in knobs:
-            self.assistant = loaded(str(knobs["assistant"]), settings)
+            self.assistant = load_transformers(str(knobs["assistant"]), settings)
             if "tokens" in knobs:
                 self.assistant.generation_config.num_assistant_tokens = int(knobs["tokens"])
             self.options["assistant_model"] = self.assistant
 
-    def run(self, job: Job, seed: int, clock: Clock) -> Made:
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """`generate`. The mask is passed: without one it hides the prompt's own end-of-turn
         token.
         """
         prompt = torch.tensor([job.ids], device=self.device)
-        wait, first = waiting(self.device), list[tuple[float, int]]()
+        wait, first = make_synchronizer(self.device), list[tuple[float, int]]()
 
         def step(ids: Any, *_: Any, **__: Any) -> Any:
             """Called after every step, as a rule that never stops: notes when the first ended, and
@@ -119,7 +121,7 @@ class Transformers:
             return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
         torch.manual_seed(seed)
-        rows, calls = Counted(self.theirs), Counted(self.assistant)
+        rows, calls = CallCounter(self.theirs), CallCounter(self.assistant)
         with torch.no_grad(), rows, calls:
             begun = clock()
             out = self.theirs.generate(
@@ -135,17 +137,19 @@ class Transformers:
         read, early = first[0]
         guessing = "prompt_lookup_num_tokens" in self.options or self.assistant is not None
         nodes = rows.rows - len(job.ids) - (rows.calls - 1) if guessing else 0
-        return Made(read - begun, done - read, ids, rows.calls, calls.calls, nodes, early=early)
+        return ArmOutput(
+            read - begun, done - read, ids, rows.calls, calls.calls, nodes, early=early
+        )
 
-    def forwards(self, cached: int) -> "Forwards":
+    def forwards(self, cached: int) -> "TransformersForward":
         """What its cost curve is measured on."""
-        return Forwards(self.theirs, cached, self.device)
+        return TransformersForward(self.theirs, cached, self.device)
 
     def close(self) -> None:
         self.theirs = self.assistant = None
 
 
-class Counted:
+class CallCounter:
     """Counts a model's forwards, and the rows that went into them, while it is entered. None:
     nothing to count.
     """
@@ -154,7 +158,7 @@ class Counted:
         self.model, self.calls, self.rows = model, 0, 0
         self._hook: Any = None
 
-    def __enter__(self) -> "Counted":
+    def __enter__(self) -> "CallCounter":
         if self.model is not None:
             self._hook = self.model.register_forward_pre_hook(self._count, with_kwargs=True)
         return self
@@ -169,7 +173,7 @@ class Counted:
         self.rows += int(ids.shape[1])
 
 
-class Forwards:
+class TransformersForward:
     """Forwards of transformers' model over k tokens behind `cached` others, and how many bytes of
     weights each reads.
     """
@@ -181,7 +185,7 @@ class Forwards:
 
         self.theirs, self.cached, self.device = theirs, cached, device
         self.cache: Any = DynamicCache(config=theirs.config)
-        self.wait = waiting(device)
+        self.wait = make_synchronizer(device)
         self.weights: int | None = None  # what ours read: the same weights
         self._forward(cached)
         self.added = 0

@@ -31,7 +31,9 @@ class ArmSpec:
         >>> ArmSpec("llma", (("k", 8), ("own", False))).label
         'llma:k=8:own=false'
         """
-        return ":".join([self.name, *(f"{name}={_written(value)}" for name, value in self.knobs)])
+        return ":".join(
+            [self.name, *(f"{name}={_format_value(value)}" for name, value in self.knobs)]
+        )
 
     @property
     def peer(self) -> bool:
@@ -56,11 +58,11 @@ class ArmSpec:
                 )
             if (knob := knob.strip().replace("-", "_")) in knobs:
                 raise TinyspecError(f"'{text.strip()}': {knob} is given twice")
-            knobs[knob] = _value(value.strip())
+            knobs[knob] = _parse_value(value.strip())
         return cls(name, tuple(knobs.items()))
 
 
-def _value(text: str) -> Any:
+def _parse_value(text: str) -> Any:
     try:
         value = json.loads(text)
     except ValueError:
@@ -68,7 +70,7 @@ def _value(text: str) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else text
 
 
-def _written(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -83,11 +85,11 @@ def read_arms(texts: Iterable[str]) -> list[ArmSpec]:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """Everything a sample depends on, beside the code and the machine.
 
     methods, peers  labels of arms
-    tasks           as `tinyspec.bench.tasks.expand` gives them
+    tasks           as `tinyspec.bench.tasks.expand_tasks` gives them
     prompts         how many of each task, spread over it, where its entry gives no number
     tokens          new tokens of each answer; an end-of-text id ends nothing, so that all arms make
                     the same number
@@ -136,7 +138,7 @@ class Settings:
         }
 
     @classmethod
-    def from_dict(cls, given: Mapping[str, Any]) -> "Settings":
+    def from_dict(cls, given: Mapping[str, Any]) -> "BenchSettings":
         """Back from `as_dict`. TinyspecError for a setting that this version does not know, or
         lacks.
         """
@@ -150,19 +152,19 @@ class Settings:
         }
         return cls(**values)
 
-    def enlarged(self, given: Mapping[str, Any]) -> "Settings":
+    def enlarged(self, given: Mapping[str, Any]) -> "BenchSettings":
         """These settings with what the command line gave. Only what adds samples may differ: else
         they would not agree.
 
-        >>> Settings(rounds=3).enlarged({"rounds": 5}).rounds
+        >>> BenchSettings(rounds=3).enlarged({"rounds": 5}).rounds
         5
         """
         wanted = replace(self, **given)
         for name, value in given.items():
             if name not in GROWING and value != getattr(self, name):
                 raise TinyspecError(
-                    f"--resume: the file's samples were taken with {name} {_shown(getattr(self, name))}, "
-                    f"not {_shown(value)}; leave it out, or start anew without --resume"
+                    f"--resume: the file's samples were taken with {name} {_format_setting(getattr(self, name))}, "
+                    f"not {_format_setting(value)}; leave it out, or start anew without --resume"
                 )
         if wanted.rounds < self.rounds:
             raise TinyspecError(
@@ -171,7 +173,7 @@ class Settings:
         return wanted
 
 
-def _shown(value: Any) -> str:
+def _format_setting(value: Any) -> str:
     return (
         ",".join(map(str, value))
         if isinstance(value, Sequence) and not isinstance(value, str)

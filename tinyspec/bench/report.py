@@ -42,11 +42,13 @@ class Grid:
         return "\n".join(f"| {line} |" for line in cells)
 
 
-def ratio(value: float | None, unit: str = "") -> str:
+def format_speedup(value: float | None, unit: str = "") -> str:
     """Return a speed-up as text. A slow-down is turned round: how many times slower.
 
-    >>> ratio(1.234), ratio(1.234, "x"), ratio(0.22), ratio(0.93), ratio(0.0125), ratio(None)
-    ('1.23', '1.23x', '4.5x slower', '1.08x slower', '80x slower', '-')
+    >>> [format_speedup(value) for value in (1.234, 0.22, 0.93, 0.0125, None)]
+    ['1.23', '4.5x slower', '1.08x slower', '80x slower', '-']
+    >>> format_speedup(1.234, "x")
+    '1.23x'
     """
     if value is None:
         return "-"
@@ -65,15 +67,15 @@ def _slow_down(value: float) -> str:
     )
 
 
-def speed(five: Mapping[str, float] | None) -> str:
+def format_quartiles(five: Mapping[str, float] | None) -> str:
     """Return a speed-up with its quartiles. Where all three are slow-downs, all three are told as
     such.
 
-    >>> speed({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
+    >>> format_quartiles({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
-    >>> speed({"min": 0.1, "q1": 0.2, "median": 0.25, "q3": 0.4, "max": 1})
+    >>> format_quartiles({"min": 0.1, "q1": 0.2, "median": 0.25, "q3": 0.4, "max": 1})
     '4.0x slower (2.5-5.0)'
-    >>> speed({"min": 0.5, "q1": 0.8, "median": 1.1, "q3": 1.2, "max": 1.2})
+    >>> format_quartiles({"min": 0.5, "q1": 0.8, "median": 1.1, "q3": 1.2, "max": 1.2})
     '1.10 (1.25x slower to 1.20)'
     """
     if five is None:
@@ -84,21 +86,21 @@ def speed(five: Mapping[str, float] | None) -> str:
     elif round(high, 2) < 1:
         spread = f"{_slow_down(high)}-{_slow_down(low)}"
     else:
-        spread = f"{ratio(low)} to {ratio(high)}"
-    return f"{ratio(middle)} ({spread})"
+        spread = f"{format_speedup(low)} to {format_speedup(high)}"
+    return f"{format_speedup(middle)} ({spread})"
 
 
-def least(figures: Mapping[str, Any], arm: str) -> float | None:
+def find_least_speedup(figures: Mapping[str, Any], arm: str) -> float | None:
     """The worst speed-up of any prompt."""
     found = [of[arm]["speedup"]["min"] for of in figures["tasks"].values() if of[arm]["speedup"]]
     return min(found, default=None)
 
 
-def number(value: float | None, digits: int = 2) -> str:
+def format_number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
+def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
     """All tables of a result."""
     figures, settings = result["figures"], result["settings"]
     names = list(figures["tasks"])
@@ -108,9 +110,9 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
     rows = [
         [
             arm,
-            *(speed(figures["tasks"][name][arm]["speedup"]) for name in names),
-            *([ratio(figures["overall"][arm]["mean"])] if many else []),
-            ratio(least(figures, arm)),
+            *(format_quartiles(figures["tasks"][name][arm]["speedup"]) for name in names),
+            *([format_speedup(figures["overall"][arm]["mean"])] if many else []),
+            format_speedup(find_least_speedup(figures, arm)),
         ]
         for arm in arms
     ]
@@ -122,43 +124,47 @@ def grids(result: Mapping[str, Any]) -> Iterator[Grid]:
     )
     if result.get("chapter"):
         for name in names:
-            yield _of_task(result, name)
+            yield _tabulate_task(result, name)
     yield Grid(
         "What it took",
         ["", "tokens/s", "with prompt", "tau", "target passes/token", "draft passes/token", "nodes/token",
          "position-layers/token", "same text", "peak MiB"],
-        [_counted(result, arm) for arm in arms],
+        [_count_row(result, arm) for arm in arms],
     )  # fmt: skip
     for peer, ratios in figures["against"].items():
         others = [arm for arm in arms if arm in ratios and arm != peer and ratios[arm]]
         shown = [
-            [arm, *(ratio(ratios[arm].get(n)) for n in names), ratio(ratios[arm]["mean"])]
+            [
+                arm,
+                *(format_speedup(ratios[arm].get(n)) for n in names),
+                format_speedup(ratios[arm]["mean"]),
+            ]
             for arm in others
         ]
         yield Grid(f"Times as fast as {peer}", ["", *heads, "mean"], shown)
     if "curve_figures" in result:
-        yield _curve(result["curve_figures"], settings)
+        yield _tabulate_curve(result["curve_figures"], settings)
 
 
-def _counted(result: Mapping[str, Any], arm: str) -> list[str]:
+def _count_row(result: Mapping[str, Any], arm: str) -> list[str]:
     of = result["figures"]["overall"][arm]
     held = result.get("memory", {}).get(arm)
     same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
     return [
         arm,
-        number(of["tokens_per_second"], 1),
-        ratio(of["request"]),
-        number(of["tau"]),
-        number(of["calls_per_token"]),
-        number(of["draft_calls_per_token"]),
-        number(of["nodes_per_token"]),
-        number(of["layers_per_token"], 1),
+        format_number(of["tokens_per_second"], 1),
+        format_speedup(of["request"]),
+        format_number(of["tau"]),
+        format_number(of["calls_per_token"]),
+        format_number(of["draft_calls_per_token"]),
+        format_number(of["nodes_per_token"]),
+        format_number(of["layers_per_token"], 1),
         same,
         "-" if held is None else f"{held['peak'] / 2**20:.0f}",
     ]
 
 
-def _of_task(result: Mapping[str, Any], task: str) -> Grid:
+def _tabulate_task(result: Mapping[str, Any], task: str) -> Grid:
     """All techniques on one task, a row each."""
     rows = []
     for arm, of in result["figures"]["tasks"][task].items():
@@ -173,14 +179,14 @@ def _of_task(result: Mapping[str, Any], task: str) -> Grid:
         rows.append(
             [
                 arm,
-                speed(of["speedup"]),
-                *map(number, counts),
+                format_quartiles(of["speedup"]),
+                *map(format_number, counts),
                 same,
-                number(of["state_per_token"], 0),
+                format_number(of["state_per_token"], 0),
             ]
         )
     return Grid(
-        f"{SHORT.get(task, task)}: {several(rows_of(result, task), 'request')}",
+        f"{SHORT.get(task, task)}: {count_things(rows_of(result, task), 'request')}",
         ["", "times as fast (quartiles)", "tau", "alpha", "target passes/token", "draft passes/token", "nodes/token",
          "same text", "state bytes/token"],
         rows,
@@ -192,7 +198,7 @@ def rows_of(result: Mapping[str, Any], task: str) -> int:
     return max((of["jobs"] for of in result["figures"]["tasks"][task].values()), default=0)
 
 
-def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
+def _tabulate_curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
     curves = figures["curves"]
     ks = list(next(iter(curves.values()))["rows"])
     header = [
@@ -207,9 +213,9 @@ def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
                 for curve in curves.values()
                 for row in [curve["rows"][k]]
                 for text in (
-                    number(row["milliseconds"], 1),
-                    number(row["against_one"]),
-                    number(row.get("over")),
+                    format_number(row["milliseconds"], 1),
+                    format_number(row["against_one"]),
+                    format_number(row.get("over")),
                 )
             ),
         ]
@@ -222,28 +228,28 @@ def _curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
     return Grid(
         f"One forward pass after {figures['cached']} cached tokens, {settings['dtype']}; the floor "
         "is the larger of "
-        f"weights at {tops[0]} ({_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} "
-        f"({_best(figures, 'peak')})",
+        f"weights at {tops[0]} ({_find_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} "
+        f"({_find_best(figures, 'peak')})",
         header,
         rows,
     )
 
 
-def _best(figures: Mapping[str, Any], kind: str) -> str:
+def _find_best(figures: Mapping[str, Any], kind: str) -> str:
     reached: Mapping[str, float] = figures["ceilings"][kind]
     return max(reached, key=lambda who: reached[who], default="nobody")
 
 
-def several(n: int, what: str) -> str:
+def count_things(n: int, what: str) -> str:
     """A number of things.
 
-    >>> several(1, "round"), several(2, "round")
+    >>> count_things(1, "round"), count_things(2, "round")
     ('1 round', '2 rounds')
     """
     return f"{n} {what}" + ("" if n == 1 else "s")
 
 
-def notes(result: Mapping[str, Any]) -> list[str]:
+def list_notes(result: Mapping[str, Any]) -> list[str]:
     """What must be known beside the tables, a line each."""
     settings, m = result["settings"], result["machine"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
@@ -252,8 +258,8 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, "
         f"{settings['tokens']} tokens an answer "
-        f"{end}, {several(settings['rounds'], 'round')}",
-        f"{several(m['cores'], 'core')} of {m['cpu']}{units}, {several(m['threads'], 'thread')}, "
+        f"{end}, {count_things(settings['rounds'], 'round')}",
+        f"{count_things(m['cores'], 'core')} of {m['cpu']}{units}, {count_things(m['threads'], 'thread')}, "
         f"torch {m['torch']}, "
         f"{result['date']}, commit {result['commit']}",
     ]
@@ -270,7 +276,7 @@ def notes(result: Mapping[str, Any]) -> list[str]:
             "nothing and keeps what it "
             "sees in that round"
         )
-        lines += promises(settings["methods"])
+        lines += list_lossy_arms(settings["methods"])
     lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
     lines += [f"left out: {reason}" for reason in result["skipped"]]
     for label, curve in result.get("curve_figures", {}).get("curves", {}).items():
@@ -284,10 +290,10 @@ def notes(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def promises(labels: Sequence[str]) -> list[str]:
+def list_lossy_arms(labels: Sequence[str]) -> list[str]:
     """Of arms that may write another text than plain decoding: why.
 
-    >>> promises(["llma", "speculative_decoding:lenience=0.5"])
+    >>> list_lossy_arms(["llma", "speculative_decoding:lenience=0.5"])
     ['speculative_decoding:lenience=0.5: lossy at these settings, so its text may be another']
     """
     lines = []
@@ -301,12 +307,12 @@ def promises(labels: Sequence[str]) -> list[str]:
     return lines
 
 
-def show(result: Mapping[str, Any]) -> RenderableType:
+def render_result(result: Mapping[str, Any]) -> RenderableType:
     """All of it, for a terminal."""
-    return Group(*(grid.rich() for grid in grids(result)), *notes(result))
+    return Group(*(grid.rich() for grid in list_tables(result)), *list_notes(result))
 
 
-def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
+def write_page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
     """Return a page in Markdown: the command that made the result, its tables, and what must be
     known beside them.
     """
@@ -315,12 +321,14 @@ def page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] 
     )
 
 
-def markdown(result: Mapping[str, Any]) -> str:
+def write_markdown(result: Mapping[str, Any]) -> str:
     """The same for a page. The command that made it comes first."""
-    return page(result, list(grids(result)), ["\n".join(f"- {line}" for line in notes(result))])
+    return write_page(
+        result, list(list_tables(result)), ["\n".join(f"- {line}" for line in list_notes(result))]
+    )
 
 
-def provenance(result: Mapping[str, Any]) -> str:
+def describe_provenance(result: Mapping[str, Any]) -> str:
     """Return on what, when and from which commit a result was measured."""
     machine = result["machine"]
     return (
@@ -328,7 +336,7 @@ def provenance(result: Mapping[str, Any]) -> str:
     )
 
 
-def charts(result: Mapping[str, Any]) -> dict[str, Chart]:
+def make_charts(result: Mapping[str, Any]) -> dict[str, Chart]:
     """Return the charts of a run by name: speed-ups by task, and the cost curve if it was measured."""
     drawn = {"speedups": _speedup_chart(result)}
     if "curve_figures" in result:
@@ -367,7 +375,7 @@ def _speedup_chart(result: Mapping[str, Any]) -> Chart:
     ]
     title = f"{result['settings']['model']}: times as fast as plain decoding"
     return Chart(
-        title, panels, [*about, *notes(result)[:2]], f"mean over tasks: {means}", columns=3
+        title, panels, [*about, *list_notes(result)[:2]], f"mean over tasks: {means}", columns=3
     )
 
 
@@ -396,7 +404,7 @@ def _curve_chart(result: Mapping[str, Any]) -> Chart:
             Lines(title, lines[name], "new tokens", floors[name], "the machine's floor")
             for name, title in titles.items()
         ],
-        [f"After {figures['cached']} cached tokens.", *notes(result)[:2]],
+        [f"After {figures['cached']} cached tokens.", *list_notes(result)[:2]],
         "; ".join(
             f"{label} at {max(of)} tokens {of[max(of)]:.2f}"
             for label, of in lines["against_one"].items()

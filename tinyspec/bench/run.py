@@ -19,9 +19,9 @@ import torch
 from tinyspec.bench import arms as own
 from tinyspec.bench import chapters, curve, measure, memory, peers, tally, tasks
 from tinyspec.bench.arms import Arm, Clock
-from tinyspec.bench.book import Book
-from tinyspec.bench.harness import progress, report
-from tinyspec.bench.plan import ArmSpec, Settings
+from tinyspec.bench.book import SampleBook
+from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
@@ -29,29 +29,29 @@ from tinyspec.lm.model import Model
 CURVE_ROUNDS = 7
 
 
-def begin(
-    settings: Settings, out: Path | None = None, resume: Path | None = None, **given: Any
-) -> Book:
+def open_book(
+    settings: BenchSettings, out: Path | None = None, resume: Path | None = None, **given: Any
+) -> SampleBook:
     """A new book, or that of the file to resume, in which `given` may only enlarge what was
     settled.
     """
     if resume is None:
-        return Book(settings, out, _stamp(settings))
+        return SampleBook(settings, out, _stamp_sitting(settings))
     if out is not None and out != resume:
         raise TinyspecError("--resume writes to the file that it resumes: leave --out away")
-    book = Book.open(resume, _stamp)
+    book = SampleBook.open(resume, _stamp_sitting)
     book.settings = book.settings.enlarged(given)
     return book
 
 
-def _stamp(settings: Settings) -> dict[str, Any]:
+def _stamp_sitting(settings: BenchSettings) -> dict[str, Any]:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    return report({})
+    return stamp_result({})
 
 
-def bench(
-    book: Book,
+def run_bench(
+    book: SampleBook,
     *,
     chapter: str | None = None,
     curves: bool = True,
@@ -62,55 +62,57 @@ def bench(
     """Do what the book does not have yet, and return all of it. The book is saved after every
     part.
     """
-    model, draft = own.load(book.settings, any_method=chapter is not None)
+    model, draft = own.load_arm_models(book.settings, any_method=chapter is not None)
     if chapter is not None and not book.settings.tasks:
         book.settings = replace(book.settings, tasks=chapters.usual_tasks(model))
-    jobs = asked(book, model, quiet)
+    jobs = make_jobs(book, model, quiet)
     if chapter is not None and not book.samples:
-        book.settings, book.skipped, built = chapters.contestants(
+        book.settings, book.skipped, built = chapters.find_contestants(
             chapter, book.settings, model, draft, max(jobs, key=lambda job: len(job.ids))
         )
         book.rest |= {"chapter": chapter, "built": built}
     contestants = own.own_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
-    contestants += peers.arms(
+    contestants += peers.make_peer_arms(
         [spec for spec in book.settings.arms if spec.peer], book.settings, model, room
     )
     try:
-        measure.warm_up(contestants, jobs[0], clock)
+        measure.warm_up_arms(contestants, jobs[0], clock)
         if curves and "curve" not in book.rest:
-            book.rest["curve"] = costs(model, contestants, clock, quiet)
+            book.rest["curve"] = measure_costs(model, contestants, clock, quiet)
             book.save()
-        still = measure.left(book, jobs, contestants)
-        with progress(
+        still = measure.count_left(book, jobs, contestants)
+        with show_progress(
             f"{model.name}: {len(contestants)} arms, {len(jobs)} prompts", still, quiet
         ) as tick:
-            measure.run(book, jobs, contestants, clock, tick)
+            measure.run_turns(book, jobs, contestants, clock, tick)
     finally:
         for arm in contestants:
             arm.close()
     if memories:
-        peaks(
+        measure_peaks(
             book,
             [spec for spec in book.settings.arms if spec.label not in book.rest.get("memory", {})],
             model,
             jobs,
             quiet,
         )
-    book.rest |= conclude(book, model)
+    book.rest |= add_figures(book, model)
     book.save()
     return book.as_dict()
 
 
-def asked(book: Book, model: Model, quiet: bool) -> list[Job]:
+def make_jobs(book: SampleBook, model: Model, quiet: bool) -> list[Job]:
     """The jobs, with plain greedy decoding's answer to each in the book."""
     settings = book.settings
-    found = tasks.asked(settings.tasks, settings.prompts)
-    answer = own.reference(model, book.references, book.references.__setitem__)
-    with progress("plain greedy decoding answers", len(found), quiet) as tick:
+    found = tasks.choose_items(settings.tasks, settings.prompts)
+    answer = own.make_reference(model, book.references, book.references.__setitem__)
+    with show_progress("plain greedy decoding answers", len(found), quiet) as tick:
         jobs = list[Job]()
         for item in found:
-            fresh = tasks.jobs(model, [item], settings.tokens, answer, settings.until_eos)
+            fresh = tasks.make_requests_of_items(
+                model, [item], settings.tokens, answer, settings.until_eos
+            )
             if settings.temperature == 0:
                 for job in fresh:
                     answer(job)
@@ -122,44 +124,46 @@ def asked(book: Book, model: Model, quiet: bool) -> list[Job]:
     return jobs
 
 
-def costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[str, Any]:
+def measure_costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[str, Any]:
     """Raw seconds of the forwards of ours and of every peer, and of the meters of both ceilings."""
     cached = min(curve.CACHED, model.config.max_positions - max(curve.KS) - 1)
     if cached < 1:
         raise TinyspecError(
             f"the context of {model.name} is too short for a cost curve: pass --no-curve"
         )
-    forwards: dict[str, curve.Forwards] = {}
+    forwards: dict[str, curve.TimedForward] = {}
     for arm in arms:
         made = forwards_of(arm, cached)
         if made is not None:
             forwards.setdefault(made.label, made)
-    every = [curve.OwnForwards(model, cached), *forwards.values()]
-    meters = curve.meters(model, *((256, 1024) if model.device.type == "cpu" else (2048, 8192)))
+    every = [curve.OwnForward(model, cached), *forwards.values()]
+    meters = curve.make_meters(
+        model, *((256, 1024) if model.device.type == "cpu" else (2048, 8192))
+    )
     steps = (CURVE_ROUNDS + 1) * (len(every) * len(curve.KS) + len(meters))
-    with progress("cost curve and ceilings", steps, quiet) as tick:
-        raw = curve.measure(every, meters, CURVE_ROUNDS, clock, tick)
+    with show_progress("cost curve and ceilings", steps, quiet) as tick:
+        raw = curve.measure_curve(every, meters, CURVE_ROUNDS, clock, tick)
     return {"cached": cached, **raw}
 
 
-def forwards_of(arm: Arm, cached: int) -> curve.Forwards | None:
+def forwards_of(arm: Arm, cached: int) -> curve.TimedForward | None:
     """A peer's bare forwards; None for an arm of ours."""
-    make: Callable[[int], curve.Forwards] | None = getattr(arm, "forwards", None)
+    make: Callable[[int], curve.TimedForward] | None = getattr(arm, "forwards", None)
     return None if make is None else make(cached)
 
 
-def peaks(
-    book: Book, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool
+def measure_peaks(
+    book: SampleBook, specs: Sequence[ArmSpec], model: Model, jobs: Sequence[Job], quiet: bool
 ) -> None:
     """Measure the peak memory of each arm doing the first job.
 
     Where that fails, a warning says so and the table shows "-". --resume tries again.
     """
     failures = list[str]()
-    with progress("peak memory, a process each", len(specs), quiet) as tick:
+    with show_progress("peak memory, a process each", len(specs), quiet) as tick:
         for spec in specs:
             try:
-                found = memory.peak(spec, book.settings, model, jobs[0])
+                found = memory.measure_arm_memory(spec, book.settings, model, jobs[0])
                 book.rest.setdefault("memory", {})[spec.label] = found
             except (TinyspecError, OSError) as error:
                 failures.append(str(error))
@@ -169,15 +173,15 @@ def peaks(
         print(f"warning: {failure}", file=sys.stderr)
 
 
-def conclude(book: Book, model: Model) -> Mapping[str, Any]:
+def add_figures(book: SampleBook, model: Model) -> Mapping[str, Any]:
     """Figures, from what the book holds."""
     labels = [spec.label for spec in book.settings.arms]
-    made: dict[str, Any] = {"figures": tally.tally(book.samples, labels)}
+    made: dict[str, Any] = {"figures": tally.summarize_samples(book.samples, labels)}
     if book.settings.temperature == 0:
-        made["texts"] = tally.texts(book.references, model.config.eos)
+        made["texts"] = tally.describe_texts(book.references, model.config.eos)
     if "curve" in book.rest:
         raw = book.rest["curve"]
-        made["curve_figures"] = curve.figures(
+        made["curve_figures"] = curve.summarize_curve(
             raw, model.config, model.dtype.itemsize, raw["cached"]
         )
     return made

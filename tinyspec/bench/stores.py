@@ -21,20 +21,22 @@ from tinyspec.speculative.drafting import datastore
 from tinyspec.training import corpus
 
 
-class Prepared(NamedTuple):
+class PreparedArm(NamedTuple):
     """Knobs that a technique needs, and what was built for them, in words."""
 
     knobs: Mapping[str, Any]
     built: str
 
 
-def prepared(spec: ArmSpec, model: Model) -> Prepared:
+def prepare_arm(spec: ArmSpec, model: Model) -> PreparedArm:
     """What this arm needs beside its own knobs; nothing, for nearly all."""
     wanted = PREPARE.get(spec.name)
-    return Prepared({}, "") if wanted is None or wanted[0] in dict(spec.knobs) else wanted[1](model)
+    return (
+        PreparedArm({}, "") if wanted is None or wanted[0] in dict(spec.knobs) else wanted[1](model)
+    )
 
 
-def texts(model: Model) -> tuple[list[str], str]:
+def read_datastore_texts(model: Model) -> tuple[list[str], str]:
     """Texts at hand in the model's manner, and what they are. TinyspecError where there are
     none.
     """
@@ -55,9 +57,9 @@ def texts(model: Model) -> tuple[list[str], str]:
     return found, ", ".join(names)
 
 
-def store(model: Model) -> Prepared:
+def prepare_datastore(model: Model) -> PreparedArm:
     """The datastore of the texts at hand, built where it is not in the cache yet."""
-    documents, what = texts(model)
+    documents, what = read_datastore_texts(model)
     key = zlib.crc32("\n".join([model.tokenizer.fingerprint, *documents]).encode())
     path = models.models_folder().parent / "datastores" / f"{model.name}-{key:08x}.store"
 
@@ -67,23 +69,23 @@ def store(model: Model) -> Prepared:
 
     if not path.exists():
         datastore.write_datastore(path, ids(), model.tokenizer.fingerprint, model.config.vocab_size)
-    return Prepared(
+    return PreparedArm(
         {"datastore": str(path)},
         f"a datastore of {len(datastore.open_datastore(path).tokens):,} tokens, 8 bytes each: {what}",
     )
 
 
-def retrieval(model: Model) -> Prepared:
+def prepare_retrieval_budget(model: Model) -> PreparedArm:
     """A budget that retrieves: the paper's holds all of a short context."""
     budget = max(model.config.max_positions // SHARE // CHUNK, 1) * CHUNK
-    return Prepared(
+    return PreparedArm(
         {"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context"
     )
 
 
 SHARE, CHUNK = 16, 8
-PREPARE: dict[str, tuple[str, Callable[[Model], Prepared]]] = {
-    "rest": ("datastore", store),
-    "triforce": ("budget", retrieval),
+PREPARE: dict[str, tuple[str, Callable[[Model], PreparedArm]]] = {
+    "rest": ("datastore", prepare_datastore),
+    "triforce": ("budget", prepare_retrieval_budget),
 }
 """By technique: the knob whose default does nothing on this model, and who gives it a value."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinyspec.bench import answers, report
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import machines
+from tinyspec.bench.harness import describe_machines
 from tinyspec.bench.plot import Chart, draw
 
 QUOTED = (
@@ -48,20 +48,22 @@ TABLED = (
 """The experiments that have a page of their own, by the first word of its name."""
 
 
-def load(folder: Path, name: str) -> dict[str, Any]:
+def load_result(folder: Path, name: str) -> dict[str, Any]:
     """One committed result."""
     result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return result
 
 
-def headline(folder: Path, tutorials: str = "tutorials/") -> str:
+def headline_table(folder: Path, tutorials: str = "tutorials/") -> str:
     """Return the table of three claims that README.md shows too; links go to the folder
     `tutorials`.
     """
-    return _claims({name: load(folder, name) for name in ("equality", "bench", "race")}, tutorials)
+    return _tabulate_claims(
+        {name: load_result(folder, name) for name in ("equality", "bench", "race")}, tutorials
+    )
 
 
-def _claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -> str:
+def _tabulate_claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -> str:
     bits, wide, race = (results[name] for name in ("equality", "bench", "race"))
     auto = wide["figures"]["overall"]["auto"]["spec_bench"]
     edits = wide["figures"]["tasks"]["edits"]["auto"]["speedup"]["median"]
@@ -70,10 +72,10 @@ def _claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -> str:
         "| lossless | greedy text identical to plain decoding's on "
         f"{answers.count_identical(bits)} of {bits['questions']} "
         f"Spec-Bench questions, in {bits['dtype']} | `tinyspec bench equality` |",
-        f"| faster | `auto` on SmolLM2-135M: {report.ratio(auto, 'x')} on Spec-Bench, "
-        f"{report.ratio(edits, 'x')} on text edits "
+        f"| faster | `auto` on SmolLM2-135M: {report.format_speedup(auto, 'x')} on Spec-Bench, "
+        f"{report.format_speedup(edits, 'x')} on text edits "
         f"| `tinyspec bench --methods auto`, [settings]({tutorials}results/bench.md) |",
-        f"| honest | bundled models: {report.ratio(greedy['ratio'], 'x')} ([why so "
+        f"| honest | bundled models: {report.format_speedup(greedy['ratio'], 'x')} ([why so "
         f"little]({tutorials}01_why_five_cost_one.md)) "
         f"| `tinyspec bench {' '.join(race['command'].split()[2:5])}` |",
     ]
@@ -81,25 +83,25 @@ def _claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -> str:
     return "\n".join([head, "|---|---|---|", *rows])
 
 
-def text(folder: Path) -> str:
+def write_readme(folder: Path) -> str:
     """Return the page of all measurements."""
-    results = {name: load(folder, name) for name in QUOTED}
+    results = {name: load_result(folder, name) for name in QUOTED}
     sections = [f"## {question}\n\n{answer(results)}" for question, answer in QUESTIONS.items()]
-    contents = [f"- [{question}](#{anchor(question)})" for question in QUESTIONS]
-    return answers.join(
+    contents = [f"- [{question}](#{anchor_of(question)})" for question in QUESTIONS]
+    return answers.join_blocks(
         "# Measurements",
-        _claims(results, "../"),
-        "\n".join(f"- {line}" for line in _method(results)),
+        _tabulate_claims(results, "../"),
+        "\n".join(f"- {line}" for line in _describe_method(results)),
         "\n".join(contents),
         *sections,
     ) + "\n"  # fmt: skip
 
 
-def _method(results: Mapping[str, dict[str, Any]]) -> list[str]:
+def _describe_method(results: Mapping[str, dict[str, Any]]) -> list[str]:
     """Return where, when and how it was measured, and how to read it."""
     timed = {name: result for name, result in results.items() if name not in UNTIMED}
     return [
-        f"**Machine and dates**: {machines(timed)}.",
+        f"**Machine and dates**: {describe_machines(timed)}.",
         "**Method**: arms take turns in one run. Where techniques or peers are compared by task, a "
         "ratio is taken within a turn, and the median of them is shown; the race, plain decoding and "
         "the kernels show the ratio of two medians. *The mean* is that of the groups.",
@@ -118,10 +120,10 @@ def _method(results: Mapping[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def anchor(heading: str) -> str:
+def anchor_of(heading: str) -> str:
     """Return the anchor that a heading has in Markdown.
 
-    >>> anchor("When is it slower?")
+    >>> anchor_of("When is it slower?")
     'when-is-it-slower'
     """
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
@@ -129,17 +131,17 @@ def anchor(heading: str) -> str:
 
 def list_pages(folder: Path) -> dict[str, str]:
     """Return the text of every page by its file name."""
-    pages = {"README.md": text(folder)}
+    pages = {"README.md": write_readme(folder)}
     for path in sorted(folder.glob("*.md")):
         if path.name not in pages:
-            result, kind = load(folder, path.stem), path.stem.partition("-")[0]
+            result, kind = load_result(folder, path.stem), path.stem.partition("-")[0]
             if kind in TABLED:
-                of = _experiment(kind)
+                of = _find_experiment(kind)
                 assert of.tables is not None
                 notes = of.notes(result) if of.notes else ()
-                pages[path.name] = report.page(result, of.tables(result), notes)
+                pages[path.name] = report.write_page(result, of.tables(result), notes)
             else:
-                pages[path.name] = report.markdown(result)
+                pages[path.name] = report.write_markdown(result)
     return pages
 
 
@@ -149,16 +151,16 @@ def list_charts(folder: Path) -> dict[str, Chart]:
     for path in sorted(folder.glob("*.json")):
         name, kind = path.stem, path.stem.partition("-")[0]
         if kind in TABLED:
-            of = _experiment(kind)
+            of = _find_experiment(kind)
             if of.chart:
-                charts[f"{name}.svg"] = of.chart(load(folder, name))
+                charts[f"{name}.svg"] = of.chart(load_result(folder, name))
         elif (folder / f"{name}.md").exists():  # results of `tinyspec bench` itself
-            drawn = report.charts(load(folder, name))
+            drawn = report.make_charts(load_result(folder, name))
             charts |= {f"{name}-{which}.svg": chart for which, chart in drawn.items()}
     return charts
 
 
-def _experiment(kind: str) -> Experiment:
+def _find_experiment(kind: str) -> Experiment:
     experiment: Experiment = import_module(f"tinyspec.bench.experiments.{kind}").EXPERIMENT
     return experiment
 

@@ -20,22 +20,22 @@ from tinyspec.decoding.trace import distinct_share
 Cost = Callable[[Sample], float]
 
 
-def decode(sample: Sample) -> float:
+def seconds_per_token(sample: Sample) -> float:
     """Seconds a token, once the prompt is read. An arm whose prefill made all of its tokens has
     none.
     """
     return sample.decode / sample.timed if sample.timed else 0.0
 
 
-def request(sample: Sample) -> float:
+def seconds_per_token_with_prompt(sample: Sample) -> float:
     """Seconds a token of the whole request."""
     return (sample.prefill + sample.decode) / sample.tokens
 
 
-def five(values: Sequence[float]) -> dict[str, float]:
+def five_numbers(values: Sequence[float]) -> dict[str, float]:
     """A median with its spread.
 
-    >>> five([1.0, 2.0, 3.0, 4.0, 9.0])
+    >>> five_numbers([1.0, 2.0, 3.0, 4.0, 9.0])
     {'min': 1.0, 'q1': 2.0, 'median': 3.0, 'q3': 4.0, 'max': 9.0}
     """
     q1, middle, q3 = (
@@ -44,7 +44,9 @@ def five(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "q1": q1, "median": middle, "q3": q3, "max": max(values)}
 
 
-def paired(samples: Iterable[Sample], base: str, arm: str, cost: Cost = decode) -> dict[str, float]:
+def paired_ratios(
+    samples: Iterable[Sample], base: str, arm: str, cost: Cost = seconds_per_token
+) -> dict[str, float]:
     """Of every job that both did, how many times as fast as `base` the arm was: the median over
     their common rounds.
     """
@@ -67,7 +69,7 @@ def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
     return tasks
 
 
-def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
+def count_samples(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where
     a count is.
 
@@ -100,44 +102,47 @@ def counts(samples: Sequence[Sample]) -> dict[str, float | None]:
     }
 
 
-def task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
+def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
     """All figures of one arm on one task's samples."""
     own = [s for s in samples if s.arm == arm]
     jobs = {s.job: [t for t in own if t.job == s.job] for s in own}
-    ratios = list(paired(samples, base, arm).values())
-    whole = list(paired(samples, base, arm, request).values())
-    seconds = [median(map(decode, rounds)) for rounds in jobs.values()]
+    ratios = list(paired_ratios(samples, base, arm).values())
+    whole = list(paired_ratios(samples, base, arm, seconds_per_token_with_prompt).values())
+    seconds = [median(map(seconds_per_token, rounds)) for rounds in jobs.values()]
     same = [s.same for s in own if s.same is not None]
     return {
         "jobs": len(jobs),
-        "speedup": five(ratios) if ratios else None,
-        "request": five(whole) if whole else None,
+        "speedup": five_numbers(ratios) if ratios else None,
+        "request": five_numbers(whole) if whole else None,
         "tokens_per_second": len(seconds) / sum(seconds) if sum(seconds) else None,
-        "milliseconds_per_token": five([1e3 * s for s in seconds]),
+        "milliseconds_per_token": five_numbers([1e3 * s for s in seconds]),
         "identical": sum(all(s.same == s.tokens for s in rounds) for rounds in jobs.values())
         if same
         else None,
         "tokens_before_a_difference": sum(same) / sum(s.tokens for s in own) if same else None,
-        **counts(own),
+        **count_samples(own),
     }
 
 
-def tally(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
+def summarize_samples(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
     """Figures by task and arm; of each arm over all tasks; and every arm against every peer."""
-    tasks = {name: {arm: task(own, arm) for arm in arms} for name, own in by_task(samples).items()}
+    tasks = {
+        name: {arm: summarize_task(own, arm) for arm in arms}
+        for name, own in by_task(samples).items()
+    }
     peers = [arm for arm in arms if ArmSpec.read(arm).peer]
-    against = {peer: compare(samples, arms, [peer]) for peer in peers}
-    for family, members in families(peers).items():
+    against = {peer: compare_with(samples, arms, [peer]) for peer in peers}
+    for family, members in group_by_family(peers).items():
         if len(members) > 1:
-            against[f"{family}, best setting"] = compare(samples, arms, members)
+            against[f"{family}, best setting"] = compare_with(samples, arms, members)
     return {
         "tasks": tasks,
-        "overall": {arm: overall(tasks, samples, arm) for arm in arms},
+        "overall": {arm: summarize_arm(tasks, samples, arm) for arm in arms},
         "against": against,
     }
 
 
-def overall(
+def summarize_arm(
     tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str
 ) -> dict[str, Any]:
     """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that
@@ -159,17 +164,17 @@ def overall(
         else None,
         "copying": fmean(ratios[t] for t in COPYING) if all(t in ratios for t in COPYING) else None,
         "worst": None if worst is None else [worst, ratios[worst]],
-        "request": _mean(
+        "request": _mean_or_none(
             [arms[arm]["request"]["median"] for arms in tasks.values() if arms[arm]["request"]]
         ),
-        "tokens_per_second": _mean(pace),
+        "tokens_per_second": _mean_or_none(pace),
         "jobs": sum(arms[arm]["jobs"] for arms in tasks.values()),
         "identical": None if None in found.values() else sum(found.values()),
-        **counts(own),
+        **count_samples(own),
     }
 
 
-def compare(
+def compare_with(
     samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]
 ) -> dict[str, dict[str, float]]:
     """How many times as fast as the others each arm is, by task and on the mean. Several others are
@@ -178,7 +183,9 @@ def compare(
     for arm in arms:
         ratios: dict[str, float] = {}
         for name, own in by_task(samples).items():
-            medians = [median(r.values()) for other in others if (r := paired(own, other, arm))]
+            medians = [
+                median(r.values()) for other in others if (r := paired_ratios(own, other, arm))
+            ]
             if medians:
                 ratios[name] = min(medians)
         if ratios:
@@ -186,10 +193,10 @@ def compare(
     return found
 
 
-def families(labels: Sequence[str]) -> dict[str, list[str]]:
+def group_by_family(labels: Sequence[str]) -> dict[str, list[str]]:
     """Labels that differ only in the values of their knobs.
 
-    >>> families(["transformers", "transformers:lookup=3", "transformers:lookup=10"])
+    >>> group_by_family(["transformers", "transformers:lookup=3", "transformers:lookup=10"])
     {'transformers': ['transformers'], 'transformers:lookup': ['transformers:lookup=3',
     'transformers:lookup=10']}
     """
@@ -200,7 +207,7 @@ def families(labels: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def texts(
+def describe_texts(
     references: Mapping[str, Sequence[int]], eos: Sequence[int]
 ) -> dict[str, dict[str, float]]:
     """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops
@@ -211,16 +218,16 @@ def texts(
     return {
         name: {
             "distinct_4grams": fmean(distinct_share(ids) for ids in written),
-            "behind_the_end": fmean(_behind(ids, eos) for ids in written),
+            "behind_the_end": fmean(_share_after_end(ids, eos) for ids in written),
         }
         for name, written in tasks.items()
     }
 
 
-def _behind(ids: Sequence[int], eos: Sequence[int]) -> float:
+def _share_after_end(ids: Sequence[int], eos: Sequence[int]) -> float:
     end = next((at for at, token in enumerate(ids) if token in eos), len(ids) - 1)
     return (len(ids) - 1 - end) / len(ids) if ids else 0.0
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return fmean(values) if values else None

@@ -55,11 +55,11 @@ class Job(NamedTuple):
         return f"{self.task}/{self.prompt}/{self.turn}"
 
 
-def expand(names: Sequence[str]) -> tuple[str, ...]:
+def expand_tasks(names: Sequence[str]) -> tuple[str, ...]:
     """Tasks from names of tasks and of several of them, in one order; NAME:20 asks for 20 prompts
     of it.
 
-    >>> expand(["edits:20", "spec_bench"])[-2:]
+    >>> expand_tasks(["edits:20", "spec_bench"])[-2:]
     ('rag', 'edits:20')
     """
     known, wanted = [*GROUPS, *TASKS], dict[str, str]()
@@ -73,26 +73,28 @@ def expand(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(wanted[task] for task in TASKS if task in wanted)
 
 
-def asked(entries: Sequence[str], n: int) -> list[Item]:
-    """The prompts of what `expand` gave: n of each task, or as many as its entry says.
+def choose_items(entries: Sequence[str], n: int) -> list[Item]:
+    """The prompts of what `expand_tasks` gave: n of each task, or as many as its entry says.
 
-    >>> [item.id for item in asked(["edits:2"], 5)]
+    >>> [item.id for item in choose_items(["edits:2"], 5)]
     ['proofread-1', 'config-1']
     """
     parts = [entry.partition(":") for entry in entries]
-    return [item for task, _, count in parts for item in items(task, int(count) if count else n)]
+    return [
+        item for task, _, count in parts for item in load_items(task, int(count) if count else n)
+    ]
 
 
-def spread(entries: Sequence[T], n: int) -> list[T]:
+def spread_evenly(entries: Sequence[T], n: int) -> list[T]:
     """n of the entries, evenly over all of them; all where there are no more.
 
-    >>> spread("abcdefgh", 4)
+    >>> spread_evenly("abcdefgh", 4)
     ['a', 'c', 'e', 'g']
     """
     return [entries[i * len(entries) // n] for i in range(n)] if n < len(entries) else list(entries)
 
 
-def items(task: str, n: int) -> list[Item]:
+def load_items(task: str, n: int) -> list[Item]:
     """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its
     data is not there.
     """
@@ -103,26 +105,27 @@ def items(task: str, n: int) -> list[Item]:
             for q in data.read_spec_bench()
             if q.category == task or (task == "mt_bench" and q.category not in named)
         ]
-        return [Item(task, str(q.id), q.turns) for q in spread(asked, n)]
+        return [Item(task, str(q.id), q.turns) for q in spread_evenly(asked, n)]
     if task == "human_eval":
         return [
             Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),))
-            for p in spread(data.read_human_eval(), n)
+            for p in spread_evenly(data.read_human_eval(), n)
         ]
     if task == "gsm8k":
         sums = list(enumerate(data.read_gsm8k("test")))
-        return [Item(task, str(i), (s.question,)) for i, s in spread(sums, n)]
+        return [Item(task, str(i), (s.question,)) for i, s in spread_evenly(sums, n)]
     if task == "edits":
         return [
-            Item(task, e["id"], (f"{e['instruction']}\n\n{e['text']}",)) for e in spread(edits(), n)
+            Item(task, e["id"], (f"{e['instruction']}\n\n{e['text']}",))
+            for e in spread_evenly(read_edits(), n)
         ]
     return [
         Item(task, str(i), (text,), chat=False)
-        for i, text in spread(list(enumerate(openings())), n)
+        for i, text in spread_evenly(list(enumerate(read_openings())), n)
     ]
 
 
-def edits() -> list[dict[str, str]]:
+def read_edits() -> list[dict[str, str]]:
     """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly
     copy `text`.
     """
@@ -132,7 +135,7 @@ def edits() -> list[dict[str, str]]:
     return found
 
 
-def openings() -> list[str]:
+def read_openings() -> list[str]:
     """60 openings of paragraphs from the three books that no model of the zoo was trained on,
     spread over each.
     """
@@ -144,7 +147,7 @@ def _complete(code: str) -> str:
     return f"Complete this Python function. Write out the whole function.\n\n```python\n{code.strip()}\n```"
 
 
-def jobs(
+def make_requests_of_items(
     model: Model, items: Sequence[Item], tokens: int, answer: Answer, until_eos: bool = False
 ) -> list[Job]:
     """The requests of these prompts, a turn each, in order.
@@ -166,17 +169,17 @@ def jobs(
             job = Job(item.task, item.id, turn, tuple(ids[-room:]), tokens, max(len(ids) - room, 0))
             last = turn == len(item.turns) - 1
             if until_eos or not last:
-                reply = ended(answer(job), model.config.eos)
+                reply = cut_at_eos(answer(job), model.config.eos)
                 job = job._replace(tokens=len(reply)) if until_eos else job
                 said.append({"role": "assistant", "content": model.tokenizer.decode(reply)})
             made.append(job)
     return made
 
 
-def ended(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
+def cut_at_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
     """Ids up to the first end of text, which is kept.
 
-    >>> ended([5, 0, 7], [0])
+    >>> cut_at_eos([5, 0, 7], [0])
     [5, 0]
     """
     at = next((i for i, token in enumerate(ids) if token in eos), len(ids) - 1)

@@ -88,33 +88,33 @@ def _harness(options: dict[str, Any], given: set[str]) -> None:
     from dataclasses import fields
 
     from tinyspec.bench import run
-    from tinyspec.bench.plan import Settings, read_arms
-    from tinyspec.bench.tasks import expand
+    from tinyspec.bench.plan import BenchSettings, read_arms
+    from tinyspec.bench.tasks import expand_tasks
 
     if options["chapter"] is not None:
         options |= {name: False for name in ("curves", "memories") if name not in given}
         options |= {"tasks": ()} if "tasks" not in given else {}
-    options["tasks"] = expand(
+    options["tasks"] = expand_tasks(
         [name.strip() for part in options["tasks"] for name in part.split(",") if name.strip()]
     )
     for kind in ("methods", "peers"):
         options[kind] = tuple(arm.label for arm in read_arms(options[kind]))
     if options["chapter"] is not None and "methods" not in given:
         options["methods"] = ()
-    names = [field.name for field in fields(Settings)]
+    names = [field.name for field in fields(BenchSettings)]
     resume, out = options["resume"], options["out"]
     if resume is not None and options["chapter"] is not None:
         raise click.UsageError(
             "--resume goes on with the methods of the file: leave --chapter away"
         )
-    book = run.begin(
-        Settings(**{name: options[name] for name in names}),
+    book = run.open_book(
+        BenchSettings(**{name: options[name] for name in names}),
         out,
         resume,
         **({name: options[name] for name in names if name in given} if resume is not None else {}),
     )
     try:
-        result = run.bench(
+        result = run.run_bench(
             book,
             chapter=options["chapter"],
             curves=options["curves"],
@@ -134,14 +134,14 @@ def _present(result: dict[str, Any], options: dict[str, Any], path: Path | None)
     if options["as_json"]:
         click.echo(json.dumps(result))
     else:
-        base.console().print(report.show(result), highlight=False)
+        base.console().print(report.render_result(result), highlight=False)
     if options["markdown"] is not None:
-        options["markdown"].write_text(report.markdown(result), encoding="utf-8")
+        options["markdown"].write_text(report.write_markdown(result), encoding="utf-8")
     name = "bench" if path is None else path.stem  # so that two results draw into one folder
     written = [path, options["markdown"]]
     if options["svg"] is not None:
         options["svg"].mkdir(parents=True, exist_ok=True)
-        for kind, chart in report.charts(result).items():
+        for kind, chart in report.make_charts(result).items():
             written.append(options["svg"] / f"{name}-{kind}.svg")
             written[-1].write_text(plot.draw(chart), encoding="utf-8")
     for file in written:

@@ -175,9 +175,9 @@ def _seeds(
 def _keep(out: Path | None, result: dict[str, Any]) -> None:
     """Write a result with the command, commit, machine and date it comes from."""
     if out is not None:
-        from tinyspec.bench.harness import report, save
+        from tinyspec.bench.harness import save_result, stamp_result
 
-        save(out, report(result))
+        save_result(out, stamp_result(result))
 
 
 def _matrix(what: str, verbose: bool, as_json: bool, quiet: bool) -> None:

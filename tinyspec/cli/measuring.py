@@ -193,10 +193,10 @@ def present(
     saved  whether the measurement has written --out itself
     """
     from tinyspec.bench import plot, report
-    from tinyspec.bench.harness import save
+    from tinyspec.bench.harness import save_result
 
     if out is not None and not saved:
-        save(out, result)
+        save_result(out, result)
     if as_json:
         click.echo(json.dumps(result))
     else:
@@ -207,7 +207,7 @@ def present(
     if svg is not None and chart is not None:
         _write(svg, plot.draw(chart))
     if markdown is not None:
-        _write(markdown, report.page(result, tables, notes))
+        _write(markdown, report.write_page(result, tables, notes))
     for path in (out, svg, markdown):
         if path is not None:
             click.echo(f"written: {path}", err=True)

@@ -14,8 +14,15 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.exits import Passage, classics, counted, passages, work, written
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.experiments.exits import (
+    Passage,
+    count_work,
+    decode_with_exits,
+    draw_passages,
+    read_classics,
+    relative_work,
+)
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.settings import CalibrationSettings
 from tinyspec.early_exit.calibrate import (
     calibrate,
@@ -29,10 +36,10 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 
 
-def thresholds(step: float) -> list[float]:
+def list_thresholds(step: float) -> list[float]:
     """From the safest down.
 
-    >>> thresholds(0.25)
+    >>> list_thresholds(0.25)
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if not 0 < step <= 1:
@@ -41,7 +48,7 @@ def thresholds(step: float) -> list[float]:
     return found
 
 
-def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
+def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
     """Return the threshold ("inf" where not even 1 passed: the full model), and everything that was
     tested.
     """
@@ -50,22 +57,26 @@ def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
     seed, check = given.seed, given.check
     knobs = {name: getattr(given, name) for name in ("measure", "decay", "tau", "min_exit")}
     check_examples(prompts, delta, epsilon)  # before any text is read
-    texts = given.texts or classics("valid")
-    candidates = thresholds(given.step)
+    texts = given.texts or read_classics("valid")
+    candidates = list_thresholds(given.step)
     model = models.load(given.model, dtype=given.dtype)
-    found = passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
+    found = draw_passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
     examples, fresh = found[:prompts], found[prompts:]
-    written(
+    decode_with_exits(
         model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0}
     )  # what is wrong with the knobs is said first
-    full = [written(model, p.prompt, tokens, [], {"threshold": math.inf}) for p in examples]
+    full = [
+        decode_with_exits(model, p.prompt, tokens, [], {"threshold": math.inf}) for p in examples
+    ]
     costs: dict[float, float] = {}
-    with progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
+    with show_progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
 
         def losses(threshold: float) -> list[float]:
             forward_log: list[ForwardRecord] = []
             early = [
-                written(model, p.prompt, tokens, forward_log, {**knobs, "threshold": threshold})
+                decode_with_exits(
+                    model, p.prompt, tokens, forward_log, {**knobs, "threshold": threshold}
+                )
                 for p in examples
             ]
             costs[threshold] = _work(model, forward_log, sum(map(len, early)))
@@ -99,14 +110,17 @@ def run(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
     }
     if check and fresh:
         early, full = (
-            [written(model, p.prompt, tokens, [], {**knobs, "threshold": x}) for p in fresh]
+            [
+                decode_with_exits(model, p.prompt, tokens, [], {**knobs, "threshold": x})
+                for p in fresh
+            ]
             for x in (choice, math.inf)
         )
         made["checked"] = {
             "prompts": check,
             "loss": sum(_losses(consistency, early, full, fresh)) / check,
         }
-    return report(made)
+    return stamp_result(made)
 
 
 Texts = Sequence[list[int]]
@@ -123,7 +137,7 @@ def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) 
 
 def _work(model: Model, forward_log: Sequence[ForwardRecord], tokens: int) -> float:
     """All work behind the prompts, over the full model's for as many tokens."""
-    return work(model.config, *counted(forward_log)) / max(tokens, 1)
+    return relative_work(model.config, *count_work(forward_log)) / max(tokens, 1)
 
 
 def describe_tests(result: dict[str, Any]) -> list[str]:
@@ -140,4 +154,4 @@ def describe_tests(result: dict[str, Any]) -> list[str]:
     return [*lines, f"threshold: {result['threshold']}  ({sure})"]
 
 
-EXPERIMENT = Experiment(run, closing=describe_tests)
+EXPERIMENT = Experiment(run_calibration, closing=describe_tests)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import interleaved, progress, ratio, report
+from tinyspec.bench.harness import ratio_of_medians, show_progress, stamp_result, time_interleaved
 from tinyspec.bench.settings import CoreSettings
 from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.sampling import SamplingParams
@@ -25,7 +25,7 @@ VOCABULARY = 49_152
 TIMES = 20  # calls in a timed sample
 
 
-def logits(vocabulary: int, rows: int, seed: int = 0) -> torch.Tensor:
+def make_peaked_logits(vocabulary: int, rows: int, seed: int = 0) -> torch.Tensor:
     """Rows as peaked as a language model's: a few likely tokens over a wide floor, [rows, V]
     float32.
     """
@@ -35,7 +35,7 @@ def logits(vocabulary: int, rows: int, seed: int = 0) -> torch.Tensor:
     return floor.scatter_add(1, peaks, torch.rand(rows, 40, generator=generator) * 12)
 
 
-def many(call: Any) -> Any:
+def repeat_call(call: Any) -> Any:
     def run() -> None:
         for _ in range(TIMES):
             call()
@@ -43,11 +43,11 @@ def many(call: Any) -> Any:
     return run
 
 
-def drawing(sampling: SamplingParams, line: torch.Tensor) -> Any:
+def make_draw(sampling: SamplingParams, line: torch.Tensor) -> Any:
     return lambda: sampling.draw(line, (), 0.5)
 
 
-def run(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_kernels(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
     """Return the seconds of one call of each kernel, and ratios of medians."""
     try:
         from transformers.generation import logits_process
@@ -56,7 +56,7 @@ def run(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
         raise TinyspecError(
             "bench core compares with transformers: pip install 'tinyspec[bench]'"
         ) from None
-    row = logits(VOCABULARY, 1)
+    row = make_peaked_logits(VOCABULARY, 1)
     ids = torch.tensor([[1, 2, 3]])
     heat, nucleus = (
         logits_process.TemperatureLogitsWarper(0.8),
@@ -73,7 +73,7 @@ def run(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
         law[law.cumsum(0) - law >= 0.9] = 0
         index[torch.multinomial(law, 1)]
 
-    p, q = logits(VOCABULARY, 6, seed=1), logits(VOCABULARY, 5, seed=1)
+    p, q = make_peaked_logits(VOCABULARY, 6, seed=1), make_peaked_logits(VOCABULARY, 5, seed=1)
     p_rows, q_rows = p.double().softmax(-1), q.double().softmax(-1)
     rows = {node: p_rows[node + 1].numpy() for node in range(-1, 5)}
     laws = [q_rows[i].numpy() for i in range(5)]
@@ -83,34 +83,38 @@ def run(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
     generator = np.random.default_rng(0)
 
     arms = {
-        "warp_draw": many(lambda: sampling.draw(row[0], (), 0.5)),
-        "transformers_processors": many(theirs),
-        "torch_top_k_first": many(top_first),
-        "walk": many(lambda: verify_tree(tree, rows, Replay(generator.random(6)))),  # type: ignore[arg-type]
-        "transformers_verify": many(
+        "warp_draw": repeat_call(lambda: sampling.draw(row[0], (), 0.5)),
+        "transformers_processors": repeat_call(theirs),
+        "torch_top_k_first": repeat_call(top_first),
+        "walk": repeat_call(lambda: verify_tree(tree, rows, Replay(generator.random(6)))),  # type: ignore[arg-type]
+        "transformers_verify": repeat_call(
             lambda: _speculative_sampling(
                 candidates, q_rows.log()[None].float(), 5, p_rows.log()[None].float(), False
             )
         ),
         **{
-            f"warp_draw_v{scale}": many(drawing(sampling, logits(VOCABULARY * scale, 1)[0]))
+            f"warp_draw_v{scale}": repeat_call(
+                make_draw(sampling, make_peaked_logits(VOCABULARY * scale, 1)[0])
+            )
             for scale in (2, 4)
         },
     }
-    with progress("kernels", given.rounds * len(arms), quiet) as tick:
-        samples = interleaved(arms, given.rounds, tick=tick)
+    with show_progress("kernels", given.rounds * len(arms), quiet) as tick:
+        samples = time_interleaved(arms, given.rounds, tick=tick)
     each = {name: [s / TIMES for s in taken] for name, taken in samples.items()}
-    return report(
+    return stamp_result(
         {
             "vocabulary": VOCABULARY,
             "samples": each,
             "microseconds": {name: round(1e6 * median(taken), 1) for name, taken in each.items()},
-            "warp_against_transformers": ratio(each, "warp_draw", "transformers_processors"),
-            "warp_against_top_k_first": ratio(each, "warp_draw", "torch_top_k_first"),
-            "verify_speedup": ratio(each, "transformers_verify", "walk"),
-            "growth_v_to_4v": ratio(each, "warp_draw_v4", "warp_draw"),
+            "warp_against_transformers": ratio_of_medians(
+                each, "warp_draw", "transformers_processors"
+            ),
+            "warp_against_top_k_first": ratio_of_medians(each, "warp_draw", "torch_top_k_first"),
+            "verify_speedup": ratio_of_medians(each, "transformers_verify", "walk"),
+            "growth_v_to_4v": ratio_of_medians(each, "warp_draw_v4", "warp_draw"),
         }
     )
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_kernels)

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
 from tinyspec.bench.plot import SLOWER, Bars, Chart
-from tinyspec.bench.report import Grid, number, provenance
+from tinyspec.bench.report import Grid, describe_provenance, format_number
 from tinyspec.bench.settings import DialectSettings
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import RandomSource, Seeded
@@ -55,7 +55,7 @@ def task_of(given: DialectSettings, kind: str) -> Dialects:
     return Dialects(tuple(kind.split("+")), given.modes, given.words, given.shortest, given.longest)
 
 
-class Trial:
+class DialectTrial:
     """One kind of dialects: its sentences, and the models as they are trained in `folder`."""
 
     def __init__(self, kind: str, setup: DialectSettings, folder: Path):
@@ -111,7 +111,7 @@ class Trial:
             weight.requires_grad_(False)
         return model
 
-    def ask(self, model: Seq2Seq, refiner: Refiner) -> list[list[int]]:
+    def translate_tests(self, model: Seq2Seq, refiner: Refiner) -> list[list[int]]:
         """The test sentences as a refiner writes them."""
         made = list[list[int]]()
         for at in range(0, len(self.tests), BATCH):
@@ -121,7 +121,7 @@ class Trial:
             )
         return made
 
-    def judged(
+    def judge_outputs(
         self, outputs: Sequence[Sequence[int]], passes: float, **more: float
     ) -> dict[str, Any]:
         """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a
@@ -141,37 +141,45 @@ class Trial:
 
     # ------------------------------------------------------------------ the models
 
-    def autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
+    def run_autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
         """Trained on the pairs as they are: the teacher."""
         model = self.fit(AR, forced, self.targets)
         made = [
             text
             for at in range(0, len(self.tests), BATCH)
-            for text in greedy(model, self.tests[at : at + BATCH])
+            for text in translate_greedily(model, self.tests[at : at + BATCH])
         ]
         source, target = self.held
         with torch.no_grad():
             ends = int((target != 0).sum()) + len(target)
             nats = float(forced(model, source, target)) * ends / len(target)
-        return model, self.judged(made, sum(map(len, made)) / len(made) + 1, nats=nats)
+        return model, self.judge_outputs(made, sum(map(len, made)) / len(made) + 1, nats=nats)
 
-    def one_pass(self, name: str, targets: Sequence[Sequence[int]]) -> dict[str, dict[str, Any]]:
+    def run_one_pass(
+        self, name: str, targets: Sequence[Sequence[int]]
+    ) -> dict[str, dict[str, Any]]:
         """One parallel pass from evenly spread copies of the source; only on the pairs as they are
         its nats have a floor.
         """
-        model = self.fit(name, copying, targets, self.setup.student_steps if name == KD else 0)
-        found = {name: self.judged(self.ask(model, Copying(model)), 1)}
+        model = self.fit(
+            name, one_pass_loss, targets, self.setup.student_steps if name == KD else 0
+        )
+        found = {name: self.judge_outputs(self.translate_tests(model, CopyRefiner(model)), 1)}
         if name == RAW:
             source, target = self.held
             with torch.no_grad():
                 found[name]["nats"] = float(
-                    said(model, source, target, model.encode(source))
+                    one_pass_nll(model, source, target, model.encode(source))
                 ) / len(target)
             generator = torch.Generator().manual_seed(self.setup.seed)
-            found[SAMPLED] = self.judged(self.ask(model, Copying(model, generator)), 1)
+            found[SAMPLED] = self.judge_outputs(
+                self.translate_tests(model, CopyRefiner(model, generator)), 1
+            )
         return found
 
-    def masked(self, passes: Sequence[int], lengths: Sequence[int]) -> dict[str, dict[str, Any]]:
+    def run_mask_predict(
+        self, passes: Sequence[int], lengths: Sequence[int]
+    ) -> dict[str, dict[str, Any]]:
         """Mask-Predict by its passes, with the first number of lengths; the most passes with the
         others.
         """
@@ -187,16 +195,18 @@ class Trial:
             *((max(passes), count) for count in lengths[1:]),
         ]:
             refiner = mask_predict.MaskPredictRefiner(model, t, count)
-            found[f"mask-predict, T {t}, l {count}"] = self.judged(self.ask(model, refiner), t)
+            found[f"mask-predict, T {t}, l {count}"] = self.judge_outputs(
+                self.translate_tests(model, refiner), t
+            )
         return found
 
 
-def greedy(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
+def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     """Greedy translations of a batch."""
     return write(model, sources, Writing(beam=1, factor=2.0))
 
 
-def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
+def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
     """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread
     copies of the source.
     """
@@ -205,14 +215,14 @@ def said(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) 
     return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
 
 
-def copying(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+def one_pass_loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
     """The one-pass model's loss: its words and its length, per word."""
     memory, lengths = model.encode(source), (target != 0).sum(dim=1)
     told = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
-    return (said(model, source, target, memory) + told) / lengths.sum()
+    return (one_pass_nll(model, source, target, memory) + told) / lengths.sum()
 
 
-class Copying:
+class CopyRefiner:
     """One pass from copies of the source, spread evenly over the likeliest length; words likeliest,
     or drawn one by one.
     """
@@ -249,7 +259,7 @@ class Copying:
 # ---------------------------------------------------------------------- the whole table
 
 
-def run(
+def measure_dialects(
     given: DialectSettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
     """Measure every kind with every model.
@@ -269,28 +279,31 @@ def run(
         shutil.rmtree(parts)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        progress("dialects", 4 * len(kinds), quiet) as tick,
+        show_progress("dialects", 4 * len(kinds), quiet) as tick,
     ):
         for kind in kinds:
             if kind not in done:
-                done[kind] = _kind(
-                    Trial(kind, given, (parts or Path(temporary)) / kind), passes, lengths, tick
+                done[kind] = _measure_kind(
+                    DialectTrial(kind, given, (parts or Path(temporary)) / kind),
+                    passes,
+                    lengths,
+                    tick,
                 )
                 if out is not None:
-                    save(out, report({"settings": settings, "kinds": done}))
+                    save_result(out, stamp_result({"settings": settings, "kinds": done}))
             else:
                 for _ in range(4):
                     tick()
-    result = report({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
-    result["figures"] = told(result)
+    result = stamp_result({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
+    result["figures"] = summarize_dialects(result)
     if out is not None:
-        save(out, result)
+        save_result(out, result)
         shutil.rmtree(out.with_name(out.name + ".parts"), ignore_errors=True)
     return result
 
 
-def _kind(
-    trial: Trial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]
+def _measure_kind(
+    trial: DialectTrial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]
 ) -> dict[str, Any]:
     """The arms of one kind, and the floors of its test sentences."""
     floors = [trial.task.floors(source) for source in trial.tests]
@@ -298,19 +311,19 @@ def _kind(
         name: sum(getattr(one, name) for one in floors) / len(floors)
         for name in ("sequence", "parallel")
     }
-    teacher, row = trial.autoregressive()
+    teacher, row = trial.run_autoregressive()
     arms = {AR: row}
     tick()
-    arms |= trial.one_pass(RAW, trial.targets)
+    arms |= trial.run_one_pass(RAW, trial.targets)
     tick()
     taught = [
         text
         for at in range(0, len(trial.sources), BATCH)
-        for text in greedy(teacher, trial.sources[at : at + BATCH])
+        for text in translate_greedily(teacher, trial.sources[at : at + BATCH])
     ]
-    arms |= trial.one_pass(KD, taught)
+    arms |= trial.run_one_pass(KD, taught)
     tick()
-    arms |= trial.masked(passes, lengths)
+    arms |= trial.run_mask_predict(passes, lengths)
     tick()
     return {"floors": mean, "arms": arms}
 
@@ -318,7 +331,7 @@ def _kind(
 # ---------------------------------------------------------------------- what is shown
 
 
-def told(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_dialects(result: Mapping[str, Any]) -> dict[str, Any]:
     """Shares of every arm, from its verdicts alone: a digit a sentence, 1 valid + 2 of one dialect
     + 4 repeats a token.
     """
@@ -334,16 +347,16 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def named(kind: str) -> str:
+def describe_kind(kind: str) -> str:
     """A kind in words.
 
-    >>> named("lex+fert")
+    >>> describe_kind("lex+fert")
     'words and fertilities of their own'
     """
     return " and ".join(KINDS[one].split()[0] for one in kind.split("+")) + " of their own"
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_dialects(result: Mapping[str, Any]) -> list[Grid]:
     """A table a kind, a row a model or number of passes."""
     made = []
     for kind, arms in result["figures"].items():
@@ -353,7 +366,7 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
             floor = floors["sequence" if arm == "autoregressive" else "parallel"]
             nats = f"{row['nats']:.2f} / {floor:.2f}" if "nats" in row else "-"
             shares = [f"{100 * of[name]:.1f}" for name in ("valid", "single", "repeated")]
-            rows.append([arm, *shares, number(row["passes"]), nats])
+            rows.append([arm, *shares, format_number(row["passes"]), nats])
         head = [
             "model",
             "valid %",
@@ -362,11 +375,13 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
             "decoder passes",
             "nats / the floor",
         ]
-        made.append(Grid(f"{result['settings']['modes']} dialects with {named(kind)}", head, rows))
+        made.append(
+            Grid(f"{result['settings']['modes']} dialects with {describe_kind(kind)}", head, rows)
+        )
     return made
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_dialects(result: Mapping[str, Any]) -> Chart:
     """Draw a panel a kind, a bar a model: how many outputs are a right translation."""
     shares, s = result["figures"], result["settings"]
     arms = list(dict.fromkeys(arm for of in shares.values() for arm in of))
@@ -374,7 +389,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
     for kind, of in shares.items():
         valid = {arm: 100 * of[arm]["valid"] if arm in of else None for arm in arms}
         low = {arm: SLOWER for arm, share in valid.items() if share is not None and share < 90}
-        panels.append(Bars(named(kind), valid, colours=low, top=100, named=not panels))
+        panels.append(Bars(describe_kind(kind), valid, colours=low, top=100, named=not panels))
     return Chart(
         "Right translations, of every hundred",
         panels,
@@ -382,7 +397,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
             f"T: decoder passes, l: lengths tried at once. {s['modes']} equally likely dialects, {s['shortest']} to "
             f"{s['longest']} of {s['words']} words, {s['tests']} test sentences, lengths as each model tells them.",
             f"{s['layers']} + {s['layers']} layers of {s['width']}, {s['steps']} steps of {s['batch']} sentences, "
-            f"one seed; {provenance(result)}",
+            f"one seed; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{kind}: " + ", ".join(f"{a} {100 * f['valid']:.1f}" for a, f in of.items())
@@ -392,4 +407,4 @@ def chart(result: Mapping[str, Any]) -> Chart:
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart)
+EXPERIMENT = Experiment(measure_dialects, tabulate_dialects, chart_dialects)

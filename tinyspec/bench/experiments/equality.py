@@ -18,7 +18,7 @@ from typing import Any
 
 from tinyspec import data, models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
 from tinyspec.bench.settings import EqualitySettings
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -33,7 +33,7 @@ REHEARSED, CHANGED = "rehearsed", 7
 COLUMNS = ("question", "category", "prompt", "check", "arm", "same", "calls", "drafted", "accepted")
 
 
-def greedy(
+def decode_greedily(
     model: Model,
     ids: Sequence[int],
     tokens: int,
@@ -69,30 +69,32 @@ def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
     ]
 
 
-def rows(model: Model, question: Any, tokens: int, methods: Sequence[str]) -> list[list[Any]]:
+def compare_on_question(
+    model: Model, question: Any, tokens: int, methods: Sequence[str]
+) -> list[list[Any]]:
     """One line an arm: how many ids at the front are plain decoding's, and how many calls and
     guesses it took.
     """
     ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[
         -(model.config.max_positions - tokens) :
     ]
-    plain, _ = greedy(model, ids, tokens, "autoregressive")
+    plain, _ = decode_greedily(model, ids, tokens, "autoregressive")
     check, lines = zlib.crc32(json.dumps(plain).encode()), list[list[Any]]()
     for arm in (*methods, REHEARSED):
         copied = arm == REHEARSED
         if copied:
-            got, counted = greedy(
+            got, counted = decode_greedily(
                 model, ids, tokens, "llma", [noisy_reference(ids, plain)], price=0.0
             )
         else:
-            got, counted = greedy(model, ids, tokens, arm)
+            got, counted = decode_greedily(model, ids, tokens, arm)
         same = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if a != b), tokens)
         figures = (counted.target_calls, counted.drafted, counted.accepted)
         lines.append([question.id, question.category, len(ids), check, arm, same, *figures])
     return lines
 
 
-def run(
+def measure_equality(
     given: EqualitySettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
     """Compare every question of Spec-Bench (its first turn), or some spread over it.
@@ -117,19 +119,19 @@ def run(
     if resume and out is not None:
         done = read_unfinished(out, "equality", head, lambda found: list(found["rows"])) or []
     seen = {line[0] for line in done}
-    result = _result(head, done)
-    with progress(f"{name} {dtype} against itself", len(chosen), quiet) as tick:
+    result = _summarize(head, done)
+    with show_progress(f"{name} {dtype} against itself", len(chosen), quiet) as tick:
         for question in chosen:
             if question.id not in seen:
-                done += rows(model, question, tokens, methods)
-                result = _result(head, done)
+                done += compare_on_question(model, question, tokens, methods)
+                result = _summarize(head, done)
                 if out is not None:
-                    save(out, result)
+                    save_result(out, result)
             tick()
     return result
 
 
-def _result(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
+def _summarize(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
     tokens = head["tokens_each"]
     figures = {
         "questions": len({line[0] for line in lines}),
@@ -145,7 +147,7 @@ def _result(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
             for arm in dict.fromkeys(line[4] for line in lines)
         },
     }
-    return report({**head, **figures, "columns": list(COLUMNS), "rows": lines})
+    return stamp_result({**head, **figures, "columns": list(COLUMNS), "rows": lines})
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_equality)

@@ -20,11 +20,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from tinyspec import data, models
-from tinyspec.bench.arms import endless
+from tinyspec.bench.arms import without_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, number, provenance
+from tinyspec.bench.report import Grid, describe_provenance, format_number
 from tinyspec.bench.settings import MEASURES, ExitSettings
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
@@ -40,7 +40,7 @@ from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
 
 
-def classics(split: Literal["train", "valid"]) -> list[str]:
+def read_classics(split: Literal["train", "valid"]) -> list[str]:
     """Return the books of a split."""
     return [corpus.clean(book.text) for book in data.read_books(split)]
 
@@ -55,7 +55,7 @@ class Passage(NamedTuple):
     rest: list[int]
 
 
-class Sample(NamedTuple):
+class ExitSample(NamedTuple):
     """One passage, one way, under one setting.
 
     right    forced: words of the exit that are the full model's; free: tokens that are those of its
@@ -75,7 +75,7 @@ class Sample(NamedTuple):
     heads: int
 
 
-def passages(
+def draw_passages(
     model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int
 ) -> list[Passage]:
     """n independent draws, each place of the texts as likely as any other."""
@@ -100,7 +100,7 @@ def passages(
     return found
 
 
-def decoder(
+def make_calm_decoder(
     model: Model, tokens: int, forward_log: list[ForwardRecord], knobs: Mapping[str, Any]
 ) -> Decoder:
     """CALM at temperature 0, with nothing in its text yet."""
@@ -116,7 +116,7 @@ def decoder(
     )
 
 
-def written(
+def decode_with_exits(
     model: Model,
     prompt: Sequence[int],
     tokens: int,
@@ -124,10 +124,10 @@ def written(
     knobs: Mapping[str, Any],
 ) -> list[int]:
     """The text that it writes."""
-    return decode(decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
+    return decode(make_calm_decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
 
 
-def work(config: Config, layers: float, fills: float, heads: float) -> float:
+def relative_work(config: Config, layers: float, fills: float, heads: float) -> float:
     """Multiplications of weights, over those of the full model for one token."""
     shapes = config.shapes()
     layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
@@ -141,7 +141,7 @@ def work(config: Config, layers: float, fills: float, heads: float) -> float:
 # ---------------------------------------------------------------------- the experiment
 
 
-def run(
+def measure_exits(
     given: ExitSettings, out: Path | None = None, resume: bool = False, quiet: bool = False
 ) -> dict[str, Any]:
     """Return all samples and what follows from them.
@@ -152,15 +152,15 @@ def run(
         given.thresholds, given.measures, given.prompts, given.tokens
     )  # fmt: skip
     prompt_tokens, seed = given.prompt_tokens, given.seed
-    texts = given.texts or classics("valid")
-    model = endless(models.load(given.model, dtype=given.dtype))
-    found = passages(model, texts, prompts, prompt_tokens, tokens, seed)
+    texts = given.texts or read_classics("valid")
+    model = without_eos(models.load(given.model, dtype=given.dtype))
+    found = draw_passages(model, texts, prompts, prompt_tokens, tokens, seed)
     knobs = {"decay": given.decay, "tau": given.tau, "min_exit": given.min_exit}
     if missing := [m for m in measures if m not in MEASURES]:
         raise TinyspecError(f"there is no measure '{missing[0]}': {', '.join(MEASURES)}")
     for measure in measures:  # a missing classifier is said before anything is run
         for threshold in thresholds or (0.5,):
-            decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
+            make_calm_decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
     settings = {
         "model": model.name, "n_layers": model.config.n_layers, "dtype": str(model.dtype).removeprefix("torch."),
         "prompts": prompts, "prompt_tokens": prompt_tokens, "tokens": tokens, "seed": seed, **knobs,
@@ -168,29 +168,29 @@ def run(
     done: dict[str, list[Any]] = {}
     if resume:
         done = read_unfinished(out, "exits", settings, _finished) or {}
-    asked = dict(_asked(measures, thresholds, knobs, model.config.n_layers))
+    asked = dict(_list_arms(measures, thresholds, knobs, model.config.n_layers))
     result: dict[str, Any] = {}
-    with progress(f"{model.name}: exits", len(asked), quiet) as tick:
-        whole = [_whole(model, passage) for passage in found]
+    with show_progress(f"{model.name}: exits", len(asked), quiet) as tick:
+        whole = [_run_full_model(model, passage) for passage in found]
         for label, chosen in asked.items():
             if label not in done:
                 done[label] = [
                     list(s)
                     for at, p in enumerate(found)
-                    for s in _both(model, at, p, whole[at], chosen)
+                    for s in _run_forced_and_free(model, at, p, whole[at], chosen)
                 ]
-            made = {"settings": settings, "columns": list(Sample._fields), "samples": done}
-            result = report({**made, "config": _shape(model.config)})
+            made = {"settings": settings, "columns": list(ExitSample._fields), "samples": done}
+            result = stamp_result({**made, "config": _shape_of(model.config)})
             if out is not None:
-                save(out, result)
+                save_result(out, result)
             tick()
-    result["figures"] = told(result, model.config)
+    result["figures"] = summarize_exits(result, model.config)
     if out is not None:
-        save(out, result)
+        save_result(out, result)
     return result
 
 
-def _asked(
+def _list_arms(
     measures: Sequence[str], thresholds: Sequence[float], knobs: Mapping[str, Any], depth: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Every setting with its name: the full model, fixed exits, each measure at each threshold."""
@@ -202,52 +202,52 @@ def _asked(
             yield f"{measure} {threshold:g}", {**knobs, "measure": measure, "threshold": threshold}
 
 
-def _shape(config: Config) -> dict[str, Any]:
+def _shape_of(config: Config) -> dict[str, Any]:
     names = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
     return {name: getattr(config, name) for name in names}
 
 
-class Whole(NamedTuple):
+class FullModelOutput(NamedTuple):
     """The full model on a passage: its words behind each token of it, and its own text."""
 
     words: list[int]
     text: list[int]
 
 
-def _whole(model: Model, passage: Passage) -> Whole:
+def _run_full_model(model: Model, passage: Passage) -> FullModelOutput:
     rows = model.logits([*passage.prompt, *passage.rest])[len(passage.prompt) - 1 : -1]
-    return Whole(
+    return FullModelOutput(
         rows.argmax(-1).tolist(),
-        written(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf}),
+        decode_with_exits(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf}),
     )
 
 
-def _both(
-    model: Model, at: int, passage: Passage, whole: Whole, knobs: Mapping[str, Any]
-) -> Iterator[Sample]:
+def _run_forced_and_free(
+    model: Model, at: int, passage: Passage, whole: FullModelOutput, knobs: Mapping[str, Any]
+) -> Iterator[ExitSample]:
     """A passage forced, and free."""
     n, forward_log = len(passage.rest), list[ForwardRecord]()
-    target = decoder(model, n, forward_log, knobs).target
+    target = make_calm_decoder(model, n, forward_log, knobs).target
     target.extend(passage.prompt)
     right, bits = 0, 0.0
     for word, token in zip(whole.words, passage.rest, strict=True):
         row = target.score(TokenTree()).logits[0].double()
         right, bits = right + (int(row.argmax()) == word), bits + _bits(row, token)
         target.commit((), token)
-    yield Sample("forced", at, n, right, bits, *counted(forward_log))
+    yield ExitSample("forced", at, n, right, bits, *count_work(forward_log))
     forward_log.clear()
-    text = written(model, passage.prompt, n, forward_log, knobs)
+    text = decode_with_exits(model, passage.prompt, n, forward_log, knobs)
     rows = model.logits([*passage.prompt, *text])[len(passage.prompt) - 1 : -1].double()
     same = sum(a == b for a, b in zip(text, whole.text, strict=True))
     bits = sum(_bits(row, token) for row, token in zip(rows, text, strict=True))
-    yield Sample("free", at, n, same, bits, *counted(forward_log))
+    yield ExitSample("free", at, n, same, bits, *count_work(forward_log))
 
 
 def _bits(row: Any, token: int) -> float:
     return float(row.logsumexp(0) - row[token]) / math.log(2)
 
 
-def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
+def count_work(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     """Layers, fills and head products behind the prompt."""
     calls = [call for call in forward_log if not call.prefill]
     return (
@@ -260,20 +260,21 @@ def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
 def _finished(found: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that an interrupted run has finished."""
     return {
-        str(label): [list(Sample(*row)) for row in rows] for label, rows in found["samples"].items()
+        str(label): [list(ExitSample(*row)) for row in rows]
+        for label, rows in found["samples"].items()
     }
 
 
 # ---------------------------------------------------------------------- what follows from it
 
 
-def told(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def summarize_exits(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
     """Figures by setting and way, from the samples alone; `front`: nothing else is both cheaper and
     agrees as often.
     """
     found: dict[str, Any] = {}
     for label, rows in result["samples"].items():
-        samples = [Sample(*row) for row in rows]
+        samples = [ExitSample(*row) for row in rows]
         found[label] = {
             way: _mean([s for s in samples if s.way == way], config) for way in ("forced", "free")
         }
@@ -286,7 +287,7 @@ def told(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
     return found
 
 
-def _mean(samples: Sequence[Sample], config: Config) -> dict[str, float]:
+def _mean(samples: Sequence[ExitSample], config: Config) -> dict[str, float]:
     n = sum(s.tokens for s in samples)
     layers, fills, heads = (
         sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads")
@@ -295,21 +296,21 @@ def _mean(samples: Sequence[Sample], config: Config) -> dict[str, float]:
         "layers": layers,
         "fills": fills,
         "heads": heads,
-        "work": work(config, layers, fills, heads),
+        "work": relative_work(config, layers, fills, heads),
         "agreement": sum(s.right for s in samples) / n,
         "perplexity": 2 ** (sum(s.bits for s in samples) / n),
     }
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_exits(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of settings."""
     rows = []
     for label, of in result["figures"].items():
         forced, free = of["forced"], of["free"]
         rows.append([
-            label + (" *" if of["front"] else ""), *(number(forced[k]) for k in ("layers", "fills", "heads")),
-            number(forced["work"]), f"{forced['agreement']:.1%}", number(forced["perplexity"]),
-            number(free["work"]), f"{free['agreement']:.1%}", number(free["perplexity"]),
+            label + (" *" if of["front"] else ""), *(format_number(forced[k]) for k in ("layers", "fills", "heads")),
+            format_number(forced["work"]), f"{forced['agreement']:.1%}", format_number(forced["perplexity"]),
+            format_number(free["work"]), f"{free['agreement']:.1%}", format_number(free["perplexity"]),
         ])  # fmt: skip
     head = [
         "", "layers per token", "K/V fills", "head products", "work", "agreement", "perplexity",
@@ -320,7 +321,7 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
     return [Grid(title, head, rows)]
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_exits(result: Mapping[str, Any]) -> Chart:
     """Draw agreement and perplexity on forced text over the work that was done, a line a measure."""
     of, settings = result["figures"], result["settings"]
     full = of[FULL]["forced"]["perplexity"]
@@ -341,7 +342,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
         [
             "Work: layers, fills and head products of a token, all together; the upright line is the full model.",
             f"{settings['prompts']} passages of {settings['tokens']} tokens; threshold {settings['decay']}; "
-            f"{settings['dtype']}; {provenance(result)}",
+            f"{settings['dtype']}; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{name}: agreement {max(line.values()):.2f} at best"
@@ -350,4 +351,4 @@ def chart(result: Mapping[str, Any]) -> Chart:
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart)
+EXPERIMENT = Experiment(measure_exits, tabulate_exits, chart_exits)

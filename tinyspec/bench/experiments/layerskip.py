@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import endless
+from tinyspec.bench.arms import without_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
-from tinyspec.bench.report import Grid, number, ratio
+from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.report import Grid, format_number, format_speedup
 from tinyspec.bench.settings import LayerSkipSettings
-from tinyspec.bench.tasks import openings
+from tinyspec.bench.tasks import read_openings
 from tinyspec.early_exit.layerskip import resolve_exit_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
@@ -33,7 +33,7 @@ from tinyspec.lm.model import Model
 METHOD = "layerskip"
 
 
-def run(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_layerskip(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
     """Return all figures of all models, at the exits that each has. Raises TinyspecError for none,
     and texts that do not fit.
     """
@@ -44,7 +44,7 @@ def run(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
             "there is nothing to measure: name --models and --exits, such as exits-layerskip and 2-8"
         )
     found: dict[str, Any] = {}
-    loaded = {name: endless(models.load(name, dtype=given.dtype)) for name in names}
+    loaded = {name: without_eos(models.load(name, dtype=given.dtype)) for name in names}
     for name, model in loaded.items():
         for exit in exits:
             resolve_exit_layer(exit, model.config.n_layers, name)
@@ -52,34 +52,34 @@ def run(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
             raise TinyspecError(
                 f"{tokens} new tokens do not fit into the context of {name}: fewer --tokens"
             )
-    with progress(f"{len(loaded)} models", len(loaded) * (1 + len(exits)), quiet) as tick:
+    with show_progress(f"{len(loaded)} models", len(loaded) * (1 + len(exits)), quiet) as tick:
         for name, model in loaded.items():
             texts = [
                 prompt_ids(model, text)[-(model.config.max_positions - tokens) :]
-                for text in openings()[:prompts]
+                for text in read_openings()[:prompts]
             ]
-            written = [_made(model, text, tokens, "autoregressive").new for text in texts]
-            worth = _worth(model, texts, written)
+            written = [_decode(model, text, tokens, "autoregressive").new for text in texts]
+            worth = _compare_exits(model, texts, written)
             tick()
             found[name] = {"n_layers": model.config.n_layers, "exits": {}}
             for exit in exits:
                 runs = [
-                    _made(model, text, tokens, METHOD, temperature, exit=exit, gamma=gamma)
+                    _decode(model, text, tokens, METHOD, temperature, exit=exit, gamma=gamma)
                     for text in texts
                 ]
                 found[name]["exits"][str(exit)] = {
                     **worth[exit - 1],
-                    **_counted(runs, model.config.n_layers),
+                    **_sum_rounds(runs, model.config.n_layers),
                 }
                 tick()
     settings = {
         "gamma": gamma, "temperature": temperature, "prompts": prompts, "tokens": tokens, "openings": "valid books",
         "dtype": {name: str(model.dtype).removeprefix("torch.") for name, model in loaded.items()},
     }  # fmt: skip
-    return report({"settings": settings, "models": found})
+    return stamp_result({"settings": settings, "models": found})
 
 
-class Ran(NamedTuple):
+class FinishedRun(NamedTuple):
     """A finished run: its tokens, and of every round the layers run to draft, to verify, and the
     guesses.
     """
@@ -88,14 +88,14 @@ class Ran(NamedTuple):
     rounds: list[tuple[float, float, int, int]]  # drafting, verification, drafted, kept
 
 
-def _made(
+def _decode(
     model: Model,
     prompt: Sequence[int],
     tokens: int,
     method: str,
     temperature: float = 0.0,
     **knobs: Any,
-) -> Ran:
+) -> FinishedRun:
     running = start_generation(
         model, list(prompt), method=method, max_new_tokens=tokens, temperature=temperature, **knobs
     )
@@ -108,10 +108,10 @@ def _made(
         )
         for round in running
     ]
-    return Ran(running.decoder.new, rounds)
+    return FinishedRun(running.decoder.new, rounds)
 
 
-def _worth(
+def _compare_exits(
     model: Model, prompts: Sequence[Sequence[int]], written: Sequence[Sequence[int]]
 ) -> list[dict[str, float]]:
     """Agreement and overlap of every exit with the last layer, over the rows that said the written
@@ -131,7 +131,7 @@ def _worth(
     return [{"agreement": mean(a), "overlap": mean(b)} for a, b in zip(same, common, strict=True)]
 
 
-def _counted(runs: Sequence[Ran], depth: int) -> dict[str, float]:
+def _sum_rounds(runs: Sequence[FinishedRun], depth: int) -> dict[str, float]:
     """What the rounds of some runs add up to."""
     made, rounds = (
         sum(len(run.new) for run in runs),
@@ -148,7 +148,7 @@ def _counted(runs: Sequence[Ran], depth: int) -> dict[str, float]:
     }
 
 
-def tables(result: dict[str, Any]) -> list[Grid]:
+def tabulate_layerskip(result: dict[str, Any]) -> list[Grid]:
     """A table a model, a row an exit."""
     settings, made = result["settings"], []
     header = [
@@ -158,15 +158,20 @@ def tables(result: dict[str, Any]) -> list[Grid]:
     for name, of in result["models"].items():
         rows = [
             [
-                exit, number(f["agreement"], 3), number(f["overlap"], 3), number(f["kept"], 3),
-                number(f["tokens_per_round"], 2), number(f["layers_per_token"], 2), number(f["in_a_row_per_token"], 2),
-                ratio(f["bound"], "x"),
+                exit,
+                format_number(f["agreement"], 3),
+                format_number(f["overlap"], 3),
+                format_number(f["kept"], 3),
+                format_number(f["tokens_per_round"], 2),
+                format_number(f["layers_per_token"], 2),
+                format_number(f["in_a_row_per_token"], 2),
+                format_speedup(f["bound"], "x"),
             ]
             for exit, f in of["exits"].items()
-        ]  # fmt: skip
+        ]
         title = f"{name}: {of['n_layers']} layers, gamma {settings['gamma']}, temperature {settings['temperature']:g}"
         made.append(Grid(title, header, rows))
     return made
 
 
-EXPERIMENT = Experiment(run, tables)
+EXPERIMENT = Experiment(measure_layerskip, tabulate_layerskip)

@@ -16,7 +16,7 @@ What is left over is Python.
 
 Each difference is one of medians, so a small one may come out below zero; and whatever is run alone
 wakes the threads and fills the caches for itself. The floor is the cost curve's, by the meters'
-medians (`curve.figures`).
+medians (`curve.summarize_curve`).
 """
 
 import time
@@ -30,7 +30,7 @@ import torch
 from tinyspec import models
 from tinyspec.bench import curve
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.report import Grid
 from tinyspec.bench.settings import PartsSettings
 from tinyspec.errors import TinyspecError
@@ -52,7 +52,7 @@ PARTS = ("matrices", "head", "attention", "between", "around")
 """What a call is made of; they add up to it."""
 
 
-class Alone:
+class PassPart:
     """A part of a call by itself. It computes what the call would, of rows that mean nothing."""
 
     weights: int | None = None
@@ -67,7 +67,7 @@ class Alone:
         self.work(k)
 
 
-def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwards]:
+def make_timed_parts(model: Model, cached: int, most: int = max(KS)) -> list[curve.TimedForward]:
     """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they
     were not compiled.
     """
@@ -80,18 +80,18 @@ def forwards(model: Model, cached: int, most: int = max(KS)) -> list[curve.Forwa
         raise TinyspecError(
             f"{cached} cached tokens and {most} new ones do not fit the context of {model.name}"
         )
-    layers = Layers(model, engine, cached, most)
+    layers = CompiledLayers(model, engine, cached, most)
     return [
-        curve.OwnForwards(model, cached),
-        Alone(LAYERS, lambda k: layers.run(k, [(cached + row + 1, ()) for row in range(k)])),
-        Alone(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
-        Alone(MATRICES, layers.matrices),
-        Alone(HEAD, lambda k: engine.head(layers.rows[k])),
-        Guessing(model, cached),
+        curve.OwnForward(model, cached),
+        PassPart(LAYERS, lambda k: layers.run(k, [(cached + row + 1, ()) for row in range(k)])),
+        PassPart(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
+        PassPart(MATRICES, layers.matrices),
+        PassPart(HEAD, lambda k: engine.head(layers.rows[k])),
+        DraftChain(model, cached),
     ]
 
 
-class Guessing(curve.OwnForwards):
+class DraftChain(curve.OwnForward):
     """Ours as a draft model: k guesses one after the other, each the best one behind the last."""
 
     label = GUESSED
@@ -102,7 +102,7 @@ class Guessing(curve.OwnForwards):
             raise RuntimeError("this session does not let its guesses choose each other")
 
 
-class Layers:
+class CompiledLayers:
     """The compiled layers behind a text of their own, and the matrices that they are made of."""
 
     def __init__(self, model: Model, engine: Engine, cached: int, most: int):
@@ -137,13 +137,13 @@ class Layers:
             matrix.product(x, self.made.reshape(-1)[: k * out].reshape(k, out), threads)
 
 
-def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+def split_into_parts(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     """For each k the milliseconds of the whole and of its parts, from the samples of
-    `curve.measure`.
+    `curve.measure_curve`.
 
     >>> part = {"tinyspec": [0.010], "layers": [0.008], "layers that see themselves": [0.006], "matrices": [0.005],
     ...         "head": [0.001], "guesses, one by one": [0.012]}
-    >>> [(name, round(ms)) for name, ms in apart({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
+    >>> [(name, round(ms)) for name, ms in split_into_parts({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
     [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1),
     ('guesses', 12)]
     """
@@ -162,13 +162,15 @@ def apart(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return found
 
 
-def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) -> dict[str, Any]:
+def summarize_parts(
+    raw: Mapping[str, Any], config: Config, itemsize: int, cached: int
+) -> dict[str, Any]:
     """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers'
     matrices and of the head where one row goes through them, and of the fastest meter; all in
     medians."""
     whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
-    found = curve.figures(whole, config, itemsize, cached)
-    rows, parts = found["curves"][WHOLE]["rows"], apart(raw)
+    found = curve.summarize_curve(whole, config, itemsize, cached)
+    rows, parts = found["curves"][WHOLE]["rows"], split_into_parts(raw)
     head = itemsize * config.vocab_size * config.d_model
     bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
     reads = (
@@ -180,11 +182,14 @@ def figures(raw: Mapping[str, Any], config: Config, itemsize: int, cached: int) 
         "milliseconds": {
             k: {**of, "floor": of["whole"] / rows[k]["usually"]} for k, of in parts.items()
         },
-        "reads": {**reads, "fastest": curve.highest(curve.ceilings(whole, median))[0]},
+        "reads": {
+            **reads,
+            "fastest": curve.find_highest_ceilings(curve.find_ceilings(whole, median))[0],
+        },
     }
 
 
-def run(
+def measure_parts(
     given: PartsSettings,
     quiet: bool = False,
     ks: Sequence[int] = KS,
@@ -193,25 +198,25 @@ def run(
     """Return milliseconds of each part after texts of these lengths, with all samples."""
     name, dtype, cached, rounds = given.model, given.dtype, given.cached, given.rounds
     model = models.load(name, dtype=dtype)
-    arms = {length: forwards(model, length, max(ks)) for length in cached}
-    meters = curve.meters(model)
+    arms = {length: make_timed_parts(model, length, max(ks)) for length in cached}
+    meters = curve.make_meters(model)
     samples, found = dict[str, Any](), dict[str, Any]()
     steps = (rounds + 1) * (
         sum(len(each) for each in arms.values()) * len(ks) + len(arms) * len(meters)
     )
-    with progress("calls, taken apart", steps, quiet) as tick:
+    with show_progress("calls, taken apart", steps, quiet) as tick:
         for length, each in arms.items():
-            raw = curve.measure(each, meters, rounds, clock, tick, ks)
+            raw = curve.measure_curve(each, meters, rounds, clock, tick, ks)
             samples[str(length)], found[str(length)] = (
                 raw,
-                figures(raw, model.config, model.dtype.itemsize, length),
+                summarize_parts(raw, model.config, model.dtype.itemsize, length),
             )
-    return report(
+    return stamp_result(
         {"model": name, "dtype": dtype, "rounds": rounds, "samples": samples, "figures": found}
     )
 
 
-def grid(result: Mapping[str, Any]) -> Grid:
+def tabulate_parts(result: Mapping[str, Any]) -> Grid:
     """A row for each length of text and k."""
     least = min(
         of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values()
@@ -235,7 +240,7 @@ def describe_parts(result: Mapping[str, Any]) -> list[str]:
     position to 8.
     """
     blocks = [
-        grid(result).table(),
+        tabulate_parts(result).table(),
         f'Milliseconds, {result["model"]}, {result["dtype"]}: "8 after 256" is a forward pass over 8 new tokens after a '
         "text of 256. Each part is run alone in the same rounds. *matrices*: of the layers; "
         "*attention*: over the text; "
@@ -292,4 +297,4 @@ def describe_race_round(target: Mapping[str, Any], draft: Mapping[str, Any]) -> 
     ]
 
 
-EXPERIMENT = Experiment(run, lambda result: [grid(result)])
+EXPERIMENT = Experiment(measure_parts, lambda result: [tabulate_parts(result)])

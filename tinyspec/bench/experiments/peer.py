@@ -15,8 +15,13 @@ import torch
 
 from tinyspec import data, models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.plain import decode, folder, peer, peer_decode
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.experiments.plain import (
+    decode,
+    find_model_folder,
+    load_transformers_model,
+    peer_decode,
+)
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.settings import PeerSettings
 from tinyspec.generation import prompt_ids
 from tinyspec.lm.model import Model
@@ -29,32 +34,32 @@ Peer = Callable[[list[int], int], list[int]]
 """Greedy decoding by somebody else: a prompt and how many tokens."""
 
 
-class Torch(Model):
+class TorchPathModel(Model):
     """A model that stays on the torch path."""
 
-    def pack(self) -> "Torch":
+    def pack(self) -> "TorchPathModel":
         return self
 
 
-def transformers(name: str) -> Peer:
+def load_transformers_decoder(name: str) -> Peer:
     """transformers' model of the same folder."""
-    theirs = peer(folder(name), torch.float32)
+    theirs = load_transformers_model(find_model_folder(name), torch.float32)
     return lambda ids, tokens: peer_decode(theirs, ids, tokens)
 
 
-def pure(name: str) -> Peer:
+def load_torch_decoder(name: str) -> Peer:
     """Our own model by torch's products."""
     model = models.load(name, dtype="float32")
-    unpacked = Torch(
+    unpacked = TorchPathModel(
         model.config, {key: weight.clone() for key, weight in model.weights.items()}, name=name
     )
     return lambda ids, tokens: decode(unpacked, ids, tokens)
 
 
-PEERS = {"transformers": transformers, "torch": pure}
+PEERS = {"transformers": load_transformers_decoder, "torch": load_torch_decoder}
 
 
-def compare(
+def list_mismatches(
     model: Model, theirs: Peer, ids: list[int], tokens: int, method: str
 ) -> list[dict[str, Any]]:
     """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best
@@ -78,7 +83,7 @@ def compare(
     return mismatches
 
 
-def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
     """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under
     the rule above.
     """
@@ -89,7 +94,7 @@ def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
     step = len(bank) / questions
     chosen = [bank[int(i * step)] for i in range(questions)]
     rows: list[dict[str, Any]] = []
-    with progress(f"{name} against {given.against}", questions * len(methods), quiet) as tick:
+    with show_progress(f"{name} against {given.against}", questions * len(methods), quiet) as tick:
         for question in chosen:
             ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
             ids = ids[-(model.config.max_positions - tokens) :]
@@ -100,11 +105,13 @@ def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
                     "method": method,
                     "prompt": len(ids),
                 }
-                rows.append({**row, "mismatches": compare(model, theirs, ids, tokens, method)})
+                rows.append(
+                    {**row, "mismatches": list_mismatches(model, theirs, ids, tokens, method)}
+                )
                 tick()
     wrong = [m for row in rows for m in row["mismatches"]]
     total = tokens * len(rows)
-    return report(
+    return stamp_result(
         {
             "model": name,
             "peer": given.against,
@@ -119,4 +126,4 @@ def run(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
     )
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_peer)

@@ -16,7 +16,7 @@ import torch
 
 from tinyspec import models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import interleaved, progress, ratio, report
+from tinyspec.bench.harness import ratio_of_medians, show_progress, stamp_result, time_interleaved
 from tinyspec.bench.settings import PlainSettings
 from tinyspec.decoding import trace
 from tinyspec.decoding.rng import Seeded
@@ -46,7 +46,7 @@ def decode(
     return trace.decode(find_technique(method).make(request, **knobs), ids, Seeded(0))[0]
 
 
-def peer(path: Path, dtype: torch.dtype) -> Any:
+def load_transformers_model(path: Path, dtype: torch.dtype) -> Any:
     """transformers' model of the same folder."""
     try:
         from transformers import AutoModelForCausalLM
@@ -81,7 +81,7 @@ def peer_decode(theirs: Any, ids: list[int], tokens: int) -> list[int]:
     return [int(token) for token in out[0, len(ids) :]]
 
 
-def folder(name: str) -> Path:
+def find_model_folder(name: str) -> Path:
     """The checkpoint folder of a model, or an error that says how to get it."""
     path = models.find_model(name)
     if path is None:
@@ -90,12 +90,15 @@ def folder(name: str) -> Path:
     return path
 
 
-def peak(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
+def measure_peak_memory(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
     """Return bytes: the most a fresh process held, the weights, and the cache.
 
     None, and a warning, where that process fails: the speeds beside it are worth keeping.
     """
-    code = "import sys; from tinyspec.bench.experiments import plain; plain.hold(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    code = (
+        "import sys; from tinyspec.bench.experiments import plain; "
+        "plain.print_memory(sys.argv[1], sys.argv[2], int(sys.argv[3]))"
+    )
     command = [sys.executable, "-c", code, name, dtype, str(tokens)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -108,7 +111,7 @@ def peak(name: str, dtype: str, tokens: int) -> dict[str, int] | None:
     return {"peak": most, "weights": weights, "cache": cache}
 
 
-def hold(name: str, dtype: str, tokens: int) -> None:
+def print_memory(name: str, dtype: str, tokens: int) -> None:
     """In a process of its own: load, decode, print the three figures."""
     model = models.load(name, dtype=dtype)
     ids = model.tokenizer.encode(PROMPT)
@@ -116,10 +119,10 @@ def hold(name: str, dtype: str, tokens: int) -> None:
     c = model.config
     weights = c.parameters() * model.dtype.itemsize
     cache = 2 * c.n_layers * c.kv_dim * (len(ids) + tokens) * model.dtype.itemsize
-    print(high_water(), weights, cache)
+    print(peak_resident_bytes(), weights, cache)
 
 
-def high_water() -> int:
+def peak_resident_bytes() -> int:
     """The most memory this process has held, in bytes. getrusage would also count what its parent
     held before it.
     """
@@ -132,16 +135,16 @@ def high_water() -> int:
     )
 
 
-def run(given: PlainSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_plain_decoding(given: PlainSettings, quiet: bool = False) -> dict[str, Any]:
     """Return, for each dtype: tokens per second of both, their ratio, whether the texts agree, and
     peak memory.
     """
     name, tokens, rounds = given.model, given.tokens, given.rounds
-    path = folder(name)
+    path = find_model_folder(name)
     figures: dict[str, Any] = {"model": name, "tokens": tokens, "prompt": PROMPT}
     for dtype in given.dtypes:
         model = models.load(name, dtype=dtype)
-        theirs = peer(path, model.dtype)
+        theirs = load_transformers_model(path, model.dtype)
         ids = model.tokenizer.chat([{"role": "user", "content": PROMPT}]) if model.tokenizer.has_chat else (
             model.tokenizer.encode(PROMPT)
         )  # fmt: skip
@@ -149,19 +152,19 @@ def run(given: PlainSettings, quiet: bool = False) -> dict[str, Any]:
             "tinyspec": lambda model=model, ids=ids: decode(model, ids, tokens),
             "transformers": lambda theirs=theirs, ids=ids: peer_decode(theirs, ids, tokens),
         }
-        with progress(f"{name} {dtype}", 2 * rounds, quiet) as tick:
-            samples = interleaved(arms, rounds, tick=tick)
+        with show_progress(f"{name} {dtype}", 2 * rounds, quiet) as tick:
+            samples = time_interleaved(arms, rounds, tick=tick)
         figures[dtype] = {
             "samples": samples,
             "tokens_per_second": {
                 arm: round(tokens / median(taken), 2) for arm, taken in samples.items()
             },
-            "ratio": ratio(samples, "transformers", "tinyspec"),
+            "ratio": ratio_of_medians(samples, "transformers", "tinyspec"),
             "same_tokens": decode(model, ids, tokens) == peer_decode(theirs, ids, tokens),
-            "memory": peak(name, dtype, tokens),
+            "memory": measure_peak_memory(name, dtype, tokens),
         }
         del model, theirs, arms
-    return report(figures)
+    return stamp_result(figures)
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_plain_decoding)

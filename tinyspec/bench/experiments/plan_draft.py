@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench.arms import endless
+from tinyspec.bench.arms import without_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
-from tinyspec.bench.report import Grid, number, ratio
+from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.report import Grid, format_number, format_speedup
 from tinyspec.bench.settings import PlanSettings
-from tinyspec.bench.tasks import openings
+from tinyspec.bench.tasks import read_openings
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, stopping_criteria
@@ -35,7 +35,7 @@ from tinyspec.speculative.drafting.planner import (
 from tinyspec.technique import Clock, Request
 
 
-def run(
+def plan_draft(
     given: PlanSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """Return the profile, the advice, and with `check` the measured throughput of every candidate
@@ -45,10 +45,10 @@ def run(
     half. With `numbers`, only the advice is made, from that file.
     """
     if given.numbers is not None:
-        return advise(given.numbers)
+        return advise_from_file(given.numbers)
     dtype, longest, prompts, tokens = given.dtype, given.longest, given.prompts, given.tokens
     temperature, check = given.temperature, given.check
-    model = endless(models.load(given.model, dtype=dtype))
+    model = without_eos(models.load(given.model, dtype=dtype))
     named = list(dict.fromkeys(given.drafts)) or [
         model.config.extra[key] for key in ("draft",) if key in model.config.extra
     ]
@@ -64,27 +64,32 @@ def run(
         raise TinyspecError(
             f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
         )
-    texts = [prompt_ids(model, text)[-room:] for text in openings()]
+    texts = [prompt_ids(model, text)[-room:] for text in read_openings()]
     halves = texts[::2][:prompts], texts[1::2][:prompts]
     asked = [
         {
-            label: requests(model, draft, half, tokens, SamplingParams(temperature))
+            label: make_requests(model, draft, half, tokens, SamplingParams(temperature))
             for label, draft in small.items()
         }
         for half in halves
     ]
-    with progress(f"{model.name}: {len(small)} candidates", 2 if check else 1, quiet) as tick:
+    with show_progress(f"{model.name}: {len(small)} candidates", 2 if check else 1, quiet) as tick:
         verify, profiles, advice = plan(asked[0], longest, clock)
         tick()
-        checked = hold(advice, asked[1], clock) if check else {}
+        checked = check_forecasts(advice, asked[1], clock) if check else {}
         tick()
     settings = {"prompts": prompts, "tokens": tokens, "temperature": temperature}
-    return report(
-        {"model": model.name, **settings, **_told(verify, profiles, advice), "checked": checked}
+    return stamp_result(
+        {
+            "model": model.name,
+            **settings,
+            **_as_result(verify, profiles, advice),
+            "checked": checked,
+        }
     )
 
 
-def requests(
+def make_requests(
     model: Model,
     draft: Model,
     prompts: Sequence[Sequence[int]],
@@ -110,7 +115,7 @@ def requests(
     return make
 
 
-def hold(
+def check_forecasts(
     advice: Sequence[Recommendation], asked: Mapping[str, NewRequests], clock: Clock
 ) -> dict[str, Any]:
     """Measured tokens a second and TAR of each candidate at its best length, and plain
@@ -126,8 +131,8 @@ def hold(
     return {name: {"rate": rate, "tar": tar} for name, (rate, tar) in found.items()}
 
 
-def advise(path: Path) -> dict[str, Any]:
-    """The recommendation for measured numbers: a file of `measure`, or what stands in it under
+def advise_from_file(path: Path) -> dict[str, Any]:
+    """The recommendation for measured numbers: a file of `plan_draft`, or what stands in it under
     "profile", by hand.
     """
     try:
@@ -149,10 +154,10 @@ def advise(path: Path) -> dict[str, Any]:
             raise TinyspecError(
                 f"{path}: {draft.name}: step is seconds, and reach are shares that fall from at most 1"
             )
-    return {**_told(verify, profiles, recommend_drafts(verify, profiles)), "checked": {}}
+    return {**_as_result(verify, profiles, recommend_drafts(verify, profiles)), "checked": {}}
 
 
-def _told(
+def _as_result(
     verify: Sequence[float], profiles: Sequence[DraftProfile], advice: Sequence[Recommendation]
 ) -> dict[str, Any]:
     drafts = [{"name": p.name, "step": p.step, "reach": list(p.reach)} for p in profiles]
@@ -162,7 +167,7 @@ def _told(
     }
 
 
-def advice_table(result: Mapping[str, Any]) -> Grid:
+def tabulate_advice(result: Mapping[str, Any]) -> Grid:
     """The advice as a table, the fastest first."""
     checked, steps = result["checked"], {d["name"]: d["step"] for d in result["profile"]["drafts"]}
     rows = []
@@ -178,16 +183,31 @@ def advice_table(result: Mapping[str, Any]) -> Grid:
             else f"{a['missing']:.2f}"
         )
         rows.append(
-            [name, str(a["n"]), "-" if a["draft"] is None else number(1e3 * steps[name]), number(a["tar"]),
-             number(a["rate"], 1), ratio(a["gain"]), lacks,
-             *([number(real["tar"]), number(real["rate"], 1), ratio(real["rate"] / plain["rate"])] if real and plain else [])]
-        )  # fmt: skip
+            [
+                name,
+                str(a["n"]),
+                "-" if a["draft"] is None else format_number(1e3 * steps[name]),
+                format_number(a["tar"]),
+                format_number(a["rate"], 1),
+                format_speedup(a["gain"]),
+                lacks,
+                *(
+                    [
+                        format_number(real["tar"]),
+                        format_number(real["rate"], 1),
+                        format_speedup(real["rate"] / plain["rate"]),
+                    ]
+                    if real and plain
+                    else []
+                ),
+            ]
+        )
     head = ["", "n", "ms a step", "TAR", "tokens/s", "gain", "TAR to add"]
     return Grid("Drafts at their best length, forecast from their measured steps and reach",
                 [*head, *(["measured TAR", "tokens/s", "gain"] if checked else [])], rows)  # fmt: skip
 
 
-def recommendation(result: Mapping[str, Any]) -> str:
+def recommend_command(result: Mapping[str, Any]) -> str:
     """What to do."""
     best = result["advice"][0]
     if best["draft"] is None:
@@ -199,7 +219,7 @@ def recommendation(result: Mapping[str, Any]) -> str:
 
 
 EXPERIMENT = Experiment(
-    run,
-    lambda result: [advice_table(result)],
-    closing=lambda result: [recommendation(result)],
+    plan_draft,
+    lambda result: [tabulate_advice(result)],
+    closing=lambda result: [recommend_command(result)],
 )

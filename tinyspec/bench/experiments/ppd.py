@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import Clock, endless
+from tinyspec.bench.arms import Clock, without_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.report import Grid, describe_provenance, format_number, format_quartiles
 from tinyspec.bench.settings import PpdSettings
-from tinyspec.bench.tally import five
-from tinyspec.bench.tasks import openings
+from tinyspec.bench.tally import five_numbers
+from tinyspec.bench.tasks import read_openings
 from tinyspec.early_exit.ppd import NO_DRAFT, count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
@@ -48,29 +48,31 @@ ARMS: dict[str, tuple[int, dict[str, Any]]] = {
 """Threads that a product is shared out between, and the method."""
 
 
-def run(
+def measure_ppd(
     given: PpdSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """Return all figures with their samples, at temperature 0. Raises TinyspecError for a layer out
     of range and too many tokens.
     """
     ks, prompts, tokens, rounds = given.ks, given.prompts, given.tokens, given.rounds
-    model = endless(models.load(given.model, dtype=given.dtype))
+    model = without_eos(models.load(given.model, dtype=given.dtype))
     depth, room = model.config.n_layers, model.config.max_positions - tokens
     layer = resolve_guess_layer(given.layer, depth, model.name)
     if room < 1 or tokens < 2:
         raise TinyspecError(
             f"{tokens} new tokens: give 2 to {model.config.max_positions - 1}, to fit into {model.name}"
         )
-    texts = [prompt_ids(model, text)[-room:] for text in openings()[:prompts]]
-    with progress(f"{model.name}: {depth} layers", prompts * (1 + rounds) + 1, quiet) as tick:
+    texts = [prompt_ids(model, text)[-room:] for text in read_openings()[:prompts]]
+    with show_progress(f"{model.name}: {depth} layers", prompts * (1 + rounds) + 1, quiet) as tick:
         ranks = []
         for text in texts:
-            ranks.append(ranked(model, text, _tokens(model, text, tokens, method="autoregressive")))
+            ranks.append(
+                rank_by_layer(model, text, _decode(model, text, tokens, method="autoregressive"))
+            )
             tick()
-        counted = {str(k): _counted(model, texts, tokens, layer, k) for k in ks}
+        counted = {str(k): _count_layer_steps(model, texts, tokens, layer, k) for k in ks}
         tick()
-        samples, same = _timed(model, texts, tokens, layer, rounds, clock, tick)
+        samples, same = _time_arms(model, texts, tokens, layer, rounds, clock, tick)
     made = {
         "model": model.name,
         "n_layers": depth,
@@ -85,13 +87,13 @@ def run(
         "samples": samples,
         "identical": same,
     }
-    return report({**made, "figures": told(made)})
+    return stamp_result({**made, "figures": summarize_ppd(made)})
 
 
 # ---------------------------------------------------------------------- what is measured
 
 
-def ranked(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[list[int]]:
+def rank_by_layer(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[list[int]]:
     """For every layer, the rank that it gives to each token of the text but the last, behind which
     nothing is guessed.
 
@@ -111,14 +113,14 @@ def ranked(model: Model, prompt: Sequence[int], text: Sequence[int]) -> list[lis
     return found
 
 
-def _tokens(model: Model, prompt: Sequence[int], tokens: int, **arm: Any) -> list[int]:
+def _decode(model: Model, prompt: Sequence[int], tokens: int, **arm: Any) -> list[int]:
     running = start_generation(model, prompt, max_new_tokens=tokens, **arm)
     for _ in running:
         pass
     return running.result().tokens
 
 
-def _counted(
+def _count_layer_steps(
     model: Model, texts: Sequence[Sequence[int]], tokens: int, layer: int, k: int
 ) -> list[list[float]]:
     """Layer-steps and layer evaluations of real runs, from their ledgers, a prompt each."""
@@ -139,7 +141,7 @@ def _counted(
     return found
 
 
-def _timed(
+def _time_arms(
     model: Model,
     texts: Sequence[Sequence[int]],
     tokens: int,
@@ -182,7 +184,7 @@ def _timed(
 # ---------------------------------------------------------------------- what follows from it
 
 
-def told(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_ppd(result: Mapping[str, Any]) -> dict[str, Any]:
     """Every figure from ranks, counts and samples alone.
 
     match        layer -> k -> share of tokens among the k likeliest
@@ -202,7 +204,8 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
         match[str(layer)] = {str(k): mean(rank < k for rank in ranks) for k in result["ks"]}
         if 2 * layer >= depth:
             costs = {
-                k: _gains(depth, layer, int(k), p, tokens) for k, p in match[str(layer)].items()
+                k: _forecast_gains(depth, layer, int(k), p, tokens)
+                for k, p in match[str(layer)].items()
             }
             clock[str(layer)], work[str(layer)] = (
                 {k: cost[i] for k, cost in costs.items()} for i in (0, 1)
@@ -211,11 +214,13 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     for k, runs in result["counted"].items():
         plain = depth * tokens * len(runs)
         ran, done = (sum(run[i] for run in runs) for i in (0, 1))
-        said = _gains(depth, result["layer"], int(k), match[str(result["layer"])][k], tokens)
+        said = _forecast_gains(
+            depth, result["layer"], int(k), match[str(result["layer"])][k], tokens
+        )
         counted[k] = {"clock": plain / ran, "work": done / plain, "theorem": list(said)}
     seconds = {(prompt, turn, arm): value for prompt, turn, arm, value in result["samples"]}
     wall = {
-        name: five(
+        name: five_numbers(
             [seconds[p, t, PLAIN] / value for (p, t, arm), value in seconds.items() if arm == name]
         )
         for name in ARMS
@@ -226,11 +231,13 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
     pace = median(value / tokens for (_, _, arm), value in seconds.items() if arm == PLAIN)
     return {
         "match": match, "clock": clock, "work": work, "counted": counted, "wall": wall,
-        "two_threads_against_one": five(beside), "plain_milliseconds_a_token": 1000 * pace,
+        "two_threads_against_one": five_numbers(beside), "plain_milliseconds_a_token": 1000 * pace,
     }  # fmt: skip
 
 
-def _gains(depth: int, layer: int, k: int, match: float, tokens: int) -> tuple[float, float]:
+def _forecast_gains(
+    depth: int, layer: int, k: int, match: float, tokens: int
+) -> tuple[float, float]:
     """(times as fast by the clock, times the work), against plain decoding. At the last layer
     nothing is begun.
     """
@@ -238,7 +245,7 @@ def _gains(depth: int, layer: int, k: int, match: float, tokens: int) -> tuple[f
     return depth * tokens / ran, done / (depth * tokens)
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_ppd(result: Mapping[str, Any]) -> list[Grid]:
     """Match rates and clock by layer, and the wall time of the arms."""
     of, ks = result["figures"], [str(k) for k in result["ks"]]
     rows = []
@@ -246,14 +253,18 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
         clock, work = of["clock"].get(layer), of["work"].get(layer)
         cells = [f"{clock[k]:.2f} for {work[k]:.2f}" if clock and work else "-" for k in ks]
         rows.append(
-            [f"layer {layer} of {result['n_layers']}", *(number(match[k], 3) for k in ks), *cells]
+            [
+                f"layer {layer} of {result['n_layers']}",
+                *(format_number(match[k], 3) for k in ks),
+                *cells,
+            ]
         )
     head = ["", *(f"match, k={k}" for k in ks), *(f"clock for work, k={k}" for k in ks)]
     about = (
         f"{result['model']}: tokens predicted by an early layer, and their worth on k + 1 processors "
         "(times as fast, times the work)"
     )
-    timed = [[name, speed(five)] for name, five in of["wall"].items()]
+    timed = [[name, format_quartiles(five)] for name, five in of["wall"].items()]
     forward_log = of["counted"].get("1")
     forecast = f"; the clock says {forward_log['clock']:.2f}" if forward_log else ""
     tokens = "all tokens alike" if result["identical"] else "TOKENS DIFFER"
@@ -261,11 +272,11 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
         f"Wall time at layer {result['layer']}, k=1: times as fast as plain decoding "
         f"({of['plain_milliseconds_a_token']:.2f} ms a token), {tokens}{forecast}"
     )
-    timed.append(["ppd, two threads against one", speed(of["two_threads_against_one"])])
+    timed.append(["ppd, two threads against one", format_quartiles(of["two_threads_against_one"])])
     return [Grid(about, head, rows), Grid(title, ["", "times as fast"], timed)]
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_ppd(result: Mapping[str, Any]) -> Chart:
     """Draw match rates and the clock over the layers; the notes tell what threads reach."""
     of, ks, wall = result["figures"], [str(k) for k in result["ks"]], result["figures"]["wall"]
 
@@ -273,8 +284,8 @@ def chart(result: Mapping[str, Any]) -> Chart:
         return {f"k = {k}": {int(layer): row[k] for layer, row in of[figure].items()} for k in ks}
 
     measured = (
-        f"Measured at layer {result['layer']}, k = 1, against plain decoding: one thread {speed(wall[SERIAL])}, "
-        f"two threads {speed(wall[THREADS])}; plain decoding on two threads {speed(wall[SHARED])}."
+        f"Measured at layer {result['layer']}, k = 1, against plain decoding: one thread {format_quartiles(wall[SERIAL])}, "
+        f"two threads {format_quartiles(wall[THREADS])}; plain decoding on two threads {format_quartiles(wall[SHARED])}."
     )
     return Chart(
         f"{result['model']}: the next token, predicted by an early layer",
@@ -290,10 +301,10 @@ def chart(result: Mapping[str, Any]) -> Chart:
         [
             measured,
             f"{result['dtype']}, greedy, {len(result['ranks'])} prompts, {result['tokens']} tokens, "
-            f"{result['rounds']} rounds; {provenance(result)}",
+            f"{result['rounds']} rounds; {describe_provenance(result)}",
         ],
         measured,
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart)
+EXPERIMENT = Experiment(measure_ppd, tabulate_ppd, chart_ppd)

@@ -16,13 +16,13 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.settings import RaceSettings
 from tinyspec.generation import start_generation
 from tinyspec.show.race import race, warm_up
 
 
-def prompts() -> list[dict[str, str]]:
+def read_race_prompts() -> list[dict[str, str]]:
     """The committed prompts: [{"book", "text"}]."""
     loaded: list[dict[str, str]] = json.loads(
         files("tinyspec.bench").joinpath("prompts.json").read_text("utf-8")
@@ -30,7 +30,7 @@ def prompts() -> list[dict[str, str]]:
     return loaded
 
 
-def run(
+def measure_race(
     given: RaceSettings, knobs: Mapping[str, Any] | None = None, quiet: bool = False
 ) -> dict[str, Any]:
     """Return ratios by prompt and temperature, with tokens per forward pass, distinct 4-grams, and
@@ -41,7 +41,7 @@ def run(
     knobs = dict(knobs or {})
     model = models.load(name)
     draft = models.load(model.config.extra["draft"]) if "draft" in model.config.extra else None
-    texts = prompts()
+    texts = read_race_prompts()
     figures: dict[str, Any] = {
         "model": name,
         "method": method,
@@ -50,7 +50,7 @@ def run(
         "rounds": rounds,
     }
     figures["repetition_penalty"] = repetition_penalty
-    with progress(f"{name}: {method}", len(temperatures) * len(texts) * rounds, quiet) as tick:
+    with show_progress(f"{name}: {method}", len(temperatures) * len(texts) * rounds, quiet) as tick:
         for temperature in temperatures:
             rows: list[dict[str, Any]] = []
             for number, prompt in enumerate(texts):
@@ -100,7 +100,7 @@ def run(
                 "distinct_4grams": median(row["distinct_4grams"]["autoregressive"] for row in rows),
                 "identical": sum(row["identical"] for row in rows),
             }
-    return report(figures)
+    return stamp_result(figures)
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_race)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
+from tinyspec.bench.harness import show_progress, stamp_result
 from tinyspec.bench.settings import RetrievalSettings
 from tinyspec.speculative.drafting.datastore import Datastore, index_texts
 from tinyspec.speculative.lookup import OUTPUTS
@@ -34,7 +34,7 @@ APPENDED, ASKED, LONGEST = 500, 400, 40  # tokens and questions in a round; toke
 CHUNK = 100_000
 
 
-class Index(Protocol):
+class LookupIndex(Protocol):
     """Something that drafts are looked up in."""
 
     def build(self, tokens: NDArray[np.int32]) -> None: ...
@@ -48,10 +48,10 @@ class Index(Protocol):
         ...
 
 
-def text(n: int, seed: int = 0) -> NDArray[np.int32]:
+def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
     """n ids: phrases that return by Zipf's law, of words drawn by Zipf's law.
 
-    >>> text(1000).shape, bool((text(1000) == text(2000)[:1000]).all())
+    >>> make_zipf_text(1000).shape, bool((make_zipf_text(1000) == make_zipf_text(2000)[:1000]).all())
     ((1000,), True)
     """
     rng = np.random.default_rng(seed)
@@ -64,7 +64,7 @@ def text(n: int, seed: int = 0) -> NDArray[np.int32]:
     return np.concatenate(pieces)[:n].astype(np.int32)
 
 
-class Ngrams:
+class NgramLookup:
     """As llma asks: sixteen tokens behind the longest match of up to eight."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Ngrams:
         return None
 
 
-class Grown:
+class ForestLookup:
     """A forest with everything in the tree of outputs, and a tree of the request's own that is
     empty.
     """
@@ -104,7 +104,7 @@ class Grown:
         return self.forest.bytes
 
 
-class Branches(Grown):
+class TrieLookup(ForestLookup):
     """As lookahead_trie asks."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Branches(Grown):
         )
 
 
-class Suffixes(Grown):
+class SuffixLookup(ForestLookup):
     """As suffix_decoding asks."""
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class Suffixes(Grown):
         )
 
 
-class Stored:
+class DatastoreLookup:
     """As rest asks."""
 
     store: Datastore
@@ -160,15 +160,15 @@ class Stored:
         return self.store.tokens.nbytes + self.store.order.nbytes
 
 
-ARMS: dict[str, Callable[[], Index]] = {
-    "llma": Ngrams,
-    "lookahead_trie": Branches,
-    "suffix_decoding": Suffixes,
-    "rest": Stored,
+ARMS: dict[str, Callable[[], LookupIndex]] = {
+    "llma": NgramLookup,
+    "lookahead_trie": TrieLookup,
+    "suffix_decoding": SuffixLookup,
+    "rest": DatastoreLookup,
 }
 
 
-def resident() -> int | None:
+def read_resident_bytes() -> int | None:
     """Bytes of this process in memory; None where the system does not say."""
     pages = Path("/proc/self/statm")
     return (
@@ -176,21 +176,21 @@ def resident() -> int | None:
     )
 
 
-def timed(
+def time_index(
     arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
     """One index of so many tokens: seconds of building, of every round's questions and appended
     tokens; bytes.
     """
-    whole = text(size + rounds * (APPENDED + ASKED + LONGEST))
+    whole = make_zipf_text(size + rounds * (APPENDED + ASKED + LONGEST))
     known, ahead = whole[:size], whole[size:].tolist()
     gc.collect()
-    before, index = resident(), ARMS[arm]()
+    before, index = read_resident_bytes(), ARMS[arm]()
     begun = time.perf_counter()
     index.build(known)
     built = time.perf_counter() - begun
     gc.collect()
-    after = resident()
+    after = read_resident_bytes()
     found: dict[str, Any] = {"build": built, "ask": [], "guesses": [], "append": []}
     found["bytes"] = index.bytes() or (None if before is None or after is None else after - before)
     for number in range(rounds):
@@ -209,7 +209,7 @@ def timed(
     return found
 
 
-def figures(sample: dict[str, Any], size: int) -> dict[str, Any]:
+def summarize_lookups(sample: dict[str, Any], size: int) -> dict[str, Any]:
     """What a sample says of one call, one guess and one token."""
     calls = [seconds / ASKED for seconds in sample["ask"]]
     each = [
@@ -228,20 +228,20 @@ def figures(sample: dict[str, Any], size: int) -> dict[str, Any]:
     return {name: round(value, 3) for name, value in told.items()}
 
 
-def run(given: RetrievalSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_retrieval(given: RetrievalSettings, quiet: bool = False) -> dict[str, Any]:
     """Measure every arm at every size; one index at a time is in memory."""
     sizes, arms, rounds = given.sizes, given.arms, given.rounds
     samples: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
-    with progress("look-ups", len(sizes) * len(arms) * rounds, quiet) as tick:
+    with show_progress("look-ups", len(sizes) * len(arms) * rounds, quiet) as tick:
         for size in sorted(sizes):
             for arm in arms:
-                samples[arm][str(size)] = timed(arm, size, rounds, tick)
+                samples[arm][str(size)] = time_index(arm, size, rounds, tick)
     table = {
-        arm: {size: figures(one, int(size)) for size, one in taken.items()}
+        arm: {size: summarize_lookups(one, int(size)) for size, one in taken.items()}
         for arm, taken in samples.items()
     }
     largest, smallest = str(max(sizes)), str(min(sizes))
-    return report(
+    return stamp_result(
         {
             "compiled": COMPILED,
             "vocabulary": VOCABULARY,
@@ -255,4 +255,4 @@ def run(given: RetrievalSettings, quiet: bool = False) -> dict[str, Any]:
     )
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(measure_retrieval)

@@ -15,15 +15,15 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench import measure, tally, tasks
-from tinyspec.bench.arms import Arm, Clock, Own, endless
-from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.arms import Arm, Clock, TechniqueArm, without_eos
+from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.curve import weight_bytes
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.plan_draft import requests
-from tinyspec.bench.harness import progress, report
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.experiments.plan_draft import make_requests
+from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.report import Grid, describe_provenance, format_number, format_quartiles
 from tinyspec.bench.settings import SizeSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
@@ -36,7 +36,7 @@ from tinyspec.speculative.drafting.speculative_decoding import acceptance_rate, 
 PROFILED = 3  # openings on which the cost of a draft step is measured
 
 
-def run(
+def measure_sizes(
     given: SizeSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """Return all figures with their samples. Raises TinyspecError for no drafts, a wrong
@@ -55,7 +55,7 @@ def run(
         )
     for draft in small.values():
         check_pair(model, draft)
-    settings = Settings(
+    settings = BenchSettings(
         given.model,
         ",".join(drafts),
         given.dtype,
@@ -65,25 +65,25 @@ def run(
         rounds=given.rounds,
         temperature=given.temperature,
     )
-    book = Book(settings, None, {})
+    book = SampleBook(settings, None, {})
     room = min(m.config.max_positions for m in (model, *small.values())) - tokens
     if room < 1:
         raise TinyspecError(
             f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
         )
-    jobs = [job._replace(ids=job.ids[-room:]) for job in _jobs(book, model)]
-    arms: list[Arm] = [Own(ArmSpec(PLAIN), model, settings)]
+    jobs = [job._replace(ids=job.ids[-room:]) for job in _make_jobs(book, model)]
+    arms: list[Arm] = [TechniqueArm(ArmSpec(PLAIN), model, settings)]
     for label, draft in small.items():
-        arms += [_arm(label, gamma, model, settings, draft) for gamma in dict.fromkeys(gammas)]
-    longest, steps = max(gammas), len(small) + measure.left(book, jobs, arms)
-    with progress(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
+        arms += [_make_arm(label, gamma, model, settings, draft) for gamma in dict.fromkeys(gammas)]
+    longest, steps = max(gammas), len(small) + measure.count_left(book, jobs, arms)
+    with show_progress(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
         asked = [job.ids for job in jobs[:PROFILED]]
         rows = {
-            label: _draft(label, draft, model, jobs, book, asked, longest, clock)
+            label: _profile(label, draft, model, jobs, book, asked, longest, clock)
             for label, draft in small.items()
         }
-        measure.warm_up(arms, jobs[0], clock)
-        measure.run(book, jobs, arms, clock, tick)
+        measure.warm_up_arms(arms, jobs[0], clock)
+        measure.run_turns(book, jobs, arms, clock, tick)
     made = {
         "model": model.name,
         "settings": settings.as_dict(),
@@ -92,34 +92,36 @@ def run(
         "columns": list(Sample._fields),
         "samples": [list(sample) for sample in book.samples],
     }
-    return report({**made, "figures": told(made)})
+    return stamp_result({**made, "figures": summarize_sizes(made)})
 
 
-def _jobs(book: Book, model: Model) -> list[Job]:
+def _make_jobs(book: SampleBook, model: Model) -> list[Job]:
     """The openings, with plain greedy decoding's continuation of each in the book."""
-    from tinyspec.bench.arms import reference
+    from tinyspec.bench.arms import make_reference
 
-    answer = reference(model, book.references, book.references.__setitem__)
-    found = tasks.jobs(
-        model, tasks.asked(("books",), book.settings.prompts), book.settings.tokens, answer
+    answer = make_reference(model, book.references, book.references.__setitem__)
+    found = tasks.make_requests_of_items(
+        model, tasks.choose_items(("books",), book.settings.prompts), book.settings.tokens, answer
     )
     for job in found:
         answer(job)
     return found
 
 
-def _arm(label: str, gamma: int, model: Model, settings: Settings, draft: Model) -> Own:
-    arm = Own(ArmSpec("speculative_decoding", (("gamma", gamma),)), model, settings, draft)
+def _make_arm(
+    label: str, gamma: int, model: Model, settings: BenchSettings, draft: Model
+) -> TechniqueArm:
+    arm = TechniqueArm(ArmSpec("speculative_decoding", (("gamma", gamma),)), model, settings, draft)
     arm.label = f"{label}:gamma={gamma}"
     return arm
 
 
-def _draft(
+def _profile(
     label: str,
     draft: Model,
     model: Model,
     jobs: Sequence[Job],
-    book: Book,
+    book: SampleBook,
     asked: Sequence[Sequence[int]],
     longest: int,
     clock: Clock,
@@ -138,7 +140,9 @@ def _draft(
                 )
             )
             soft.append((UNCHANGED.probs(p[at], ()), UNCHANGED.probs(q[at], ())))
-    pace = requests(endless(model), endless(draft), asked, book.settings.tokens, sampling)
+    pace = make_requests(
+        without_eos(model), without_eos(draft), asked, book.settings.tokens, sampling
+    )
     plain = profile_target(pace, 1, clock)[0]
     return {
         "layers": config.n_layers,
@@ -150,7 +154,7 @@ def _draft(
     }
 
 
-def told(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_sizes(result: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by draft and gamma, from the samples and the drafts' rows alone: tau, times as fast,
     and the forecast.
     """
@@ -161,32 +165,39 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
         for gamma in result["gammas"]:
             arm = f"{label}:gamma={gamma}"
             own = [sample for sample in samples if sample.arm == arm]
-            ratios = list(tally.paired(samples, PLAIN, arm).values())
+            ratios = list(tally.paired_ratios(samples, PLAIN, arm).values())
             same = [s.same == s.tokens for s in own if s.same is not None]
             found[label][str(gamma)] = {
                 **{
-                    name: tally.counts(own)[name]
+                    name: tally.count_samples(own)[name]
                     for name in ("tau", "alpha", "draft_calls_per_token")
                 },
-                "speedup": tally.five(ratios),
+                "speedup": tally.five_numbers(ratios),
                 "forecast": walltime_speedup(row["alpha"], gamma, row["c"]),
                 "identical": sum(same) if same else None,
             }
     return found
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_sizes(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of drafts, the smallest first."""
     gammas = [str(gamma) for gamma in result["gammas"]]
     rows = []
     for label, row in sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"]):
         of = result["figures"][label]
         best = max(gammas, key=lambda g: of[g]["speedup"]["median"])
-        rows.append([
-            label, f"{row['weights'] / 1e6:.2f}M", str(row["layers"]), number(row["alpha"], 3), number(row["alpha_1"], 3),
-            number(row["c"]), *(f"{of[g]['tau']:.2f}, {speed(of[g]['speedup'])}" for g in gammas),
-            f"{best} ({of[best]['forecast']:.2f})",
-        ])  # fmt: skip
+        rows.append(
+            [
+                label,
+                f"{row['weights'] / 1e6:.2f}M",
+                str(row["layers"]),
+                format_number(row["alpha"], 3),
+                format_number(row["alpha_1"], 3),
+                format_number(row["c"]),
+                *(f"{of[g]['tau']:.2f}, {format_quartiles(of[g]['speedup'])}" for g in gammas),
+                f"{best} ({of[best]['forecast']:.2f})",
+            ]
+        )
     head = [
         "",
         "weights per token",
@@ -200,7 +211,7 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
     return [Grid(title, [*head, "best gamma (forecast)"], rows)]
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_sizes(result: Mapping[str, Any]) -> Chart:
     """Draw alpha, and the speed-up at the best gamma, over the weights that a draft reads."""
     rows = sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"])
     best = {
@@ -232,7 +243,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
         [
             "Drafts from left to right: " + ", ".join(label for label, _ in rows) + ".",
             f"{settings['dtype']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts, "
-            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {provenance(result)}",
+            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times"
@@ -241,4 +252,4 @@ def chart(result: Mapping[str, Any]) -> Chart:
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart)
+EXPERIMENT = Experiment(measure_sizes, tabulate_sizes, chart_sizes)

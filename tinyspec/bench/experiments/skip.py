@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench.arms import endless
+from tinyspec.bench.arms import without_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, read_unfinished, report, save
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
 from tinyspec.bench.settings import SkipSettings
-from tinyspec.bench.tasks import openings
+from tinyspec.bench.tasks import read_openings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import prompt_ids, start_generation
 from tinyspec.lm.model import Model
@@ -35,7 +35,7 @@ METHOD = "self_speculative"
 CHECKS = 3  # how often the best set is timed in the end
 
 
-def starts(n_layers: int) -> list[SkipSet]:
+def initial_skip_sets(n_layers: int) -> list[SkipSet]:
     """What the search is shown first: nothing skipped, the default, and thin, regular sets of
     either kind.
     """
@@ -52,7 +52,7 @@ def starts(n_layers: int) -> list[SkipSet]:
     )
 
 
-def run(
+def search_skip_set(
     given: SkipSettings,
     out: Path | None = None,
     resume: bool = False,
@@ -65,13 +65,13 @@ def run(
     evaluations, prompts, tokens = given.evaluations, given.prompts, given.tokens
     temperature, seed = given.temperature, given.seed
     SkipSetSearch(1)  # says at once if the library is missing
-    model = endless(models.load(given.model, dtype=given.dtype))
+    model = without_eos(models.load(given.model, dtype=given.dtype))
     n_layers, room = model.config.n_layers, model.config.max_positions - tokens
     if room < 1:
         raise TinyspecError(
             f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
         )
-    texts = [prompt_ids(model, text)[-room:] for text in openings()]
+    texts = [prompt_ids(model, text)[-room:] for text in read_openings()]
     asked, fresh = texts[:prompts], texts[-prompts:]
     settings = {
         "model": model.name, "n_layers": n_layers, "dtype": str(model.dtype).removeprefix("torch."), "prompts": prompts,
@@ -79,23 +79,25 @@ def run(
     }  # fmt: skip
     done: list[dict[str, Any]] = []
     if resume:
-        done = read_unfinished(out, "skip", settings, _evaluations) or []
-    search, first = SkipSetSearch(n_layers, seed), starts(n_layers)
+        done = read_unfinished(out, "skip", settings, _read_evaluations) or []
+    search, first = SkipSetSearch(n_layers, seed), initial_skip_sets(n_layers)
     for entry in done:
         search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])
     plain = {"method": "autoregressive", "temperature": temperature}
     result: dict[str, Any] = {}
-    with progress(f"{model.name}: {2 * n_layers} sublayers", evaluations + CHECKS, quiet) as tick:
+    with show_progress(
+        f"{model.name}: {2 * n_layers} sublayers", evaluations + CHECKS, quiet
+    ) as tick:
         for number in range(evaluations):
             if number >= len(done):
                 skip = first[number] if number < len(first) else search.suggest()
-                entry = _turn(model, asked, tokens, plain, skip, number, clock)
+                entry = _time_turn(model, asked, tokens, plain, skip, number, clock)
                 search.tell(skip, entry["speed"])
                 best = max(entry["speed"], *(before["best"] for before in done[-1:]), 0.0)
                 done.append({**entry, "best": best})
                 result = {**settings, "skip": format_skip_set(search.best), "evaluations": done}
                 if out is not None:
-                    save(out, report(result))
+                    save_result(out, stamp_result(result))
             tick()
         skip = search.best
         result = {
@@ -107,7 +109,7 @@ def run(
         for what, chosen in (("checked", skip), ("default", parse_skip_set("default", n_layers))):
             turns = []
             for turn in range(CHECKS):
-                turns.append(_turn(model, fresh, tokens, plain, chosen, turn, clock))
+                turns.append(_time_turn(model, fresh, tokens, plain, chosen, turn, clock))
                 if what == "checked":
                     tick()
             result[what] = {
@@ -117,13 +119,13 @@ def run(
                     for figure in ("speed", "accepted", "seconds", "plain")
                 },
             }
-    result = report(result)
+    result = stamp_result(result)
     if out is not None:
-        save(out, result)
+        save_result(out, result)
     return result
 
 
-def _turn(
+def _time_turn(
     model: Model,
     prompts: Sequence[Any],
     tokens: int,
@@ -137,7 +139,7 @@ def _turn(
     """
     ours = {**plain, "method": METHOD, "skip": format_skip_set(skip)}
     timed = [
-        _timed(model, prompts, tokens, arm, clock)
+        _time_arm(model, prompts, tokens, arm, clock)
         for arm in ((ours, plain) if number % 2 else (plain, ours))
     ]
     (seconds, accepted), (alone, _) = timed if number % 2 else timed[::-1]
@@ -150,7 +152,7 @@ def _turn(
     }
 
 
-def _timed(
+def _time_arm(
     model: Model, prompts: Sequence[Any], tokens: int, arm: dict[str, Any], clock: Clock
 ) -> tuple[float, float]:
     """Seconds a token, without the prompt's; the share of drafted tokens that was accepted."""
@@ -164,7 +166,7 @@ def _timed(
     return seconds / made, accepted / drafted if drafted else 0.0
 
 
-def _evaluations(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _read_evaluations(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the evaluations of an interrupted search, or of one that is to be longer."""
     return [
         {**entry, "speed": float(entry["speed"]), "best": float(entry["best"])}
@@ -172,4 +174,4 @@ def _evaluations(found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-EXPERIMENT = Experiment(run)
+EXPERIMENT = Experiment(search_skip_set)

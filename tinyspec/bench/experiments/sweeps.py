@@ -12,13 +12,13 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench import measure, tally, tasks
-from tinyspec.bench.arms import Arm, Clock, Own, endless, reference
-from tinyspec.bench.book import Book, Sample
+from tinyspec.bench.arms import Arm, Clock, TechniqueArm, make_reference, without_eos
+from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import progress, report
-from tinyspec.bench.plan import PLAIN, ArmSpec, Settings
+from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, number, provenance, speed
+from tinyspec.bench.report import Grid, describe_provenance, format_number, format_quartiles
 from tinyspec.bench.settings import SweepSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
@@ -29,13 +29,13 @@ from tinyspec.technique import find_technique
 METHOD, WHOLE = "jacobi", "all"  # PJ: all tokens that are wanted are one block
 
 
-def spec(block: str, init: str) -> ArmSpec:
+def arm_of_block(block: str, init: str) -> ArmSpec:
     """The arm of a block size, or of WHOLE."""
     form: tuple[str, Any] = ("form", "pj") if block == WHOLE else ("block", int(block))
     return ArmSpec(METHOD, (form, ("init", init)))
 
 
-def run(
+def measure_sweeps(
     given: SweepSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
     """Return all figures with their samples. Raises TinyspecError for no block, and a wrong knob."""
@@ -46,10 +46,10 @@ def run(
             "there is nothing to measure: name sizes of blocks, such as --blocks 1,2,4, or leave --whole"
         )
     for label in labels:
-        find_technique(METHOD).settings(dict(spec(label, init).knobs))
+        find_technique(METHOD).settings(dict(arm_of_block(label, init).knobs))
     model = models.load(given.model, dtype=given.dtype)
     kind = str(model.dtype).removeprefix("torch.")
-    settings = Settings(
+    settings = BenchSettings(
         given.model,
         dtype=kind,
         tasks=("books",),
@@ -57,38 +57,40 @@ def run(
         tokens=tokens,
         rounds=given.rounds,
     )
-    book = Book(settings)
-    answer = reference(model, book.references, book.references.__setitem__)
-    jobs = tasks.jobs(model, tasks.asked(settings.tasks, given.prompts), tokens, answer)
+    book = SampleBook(settings)
+    answer = make_reference(model, book.references, book.references.__setitem__)
+    jobs = tasks.make_requests_of_items(
+        model, tasks.choose_items(settings.tasks, given.prompts), tokens, answer
+    )
     for job in jobs:
         answer(job)
-    arms: list[Arm] = [Own(ArmSpec(PLAIN), model, settings)]
+    arms: list[Arm] = [TechniqueArm(ArmSpec(PLAIN), model, settings)]
     for label in labels:
-        arms.append(Own(spec(label, init), model, settings))
+        arms.append(TechniqueArm(arm_of_block(label, init), model, settings))
         arms[-1].label = label  # type: ignore[misc]
-    with progress(
-        f"{model.name}: {len(labels)} sizes of blocks", measure.left(book, jobs, arms), quiet
+    with show_progress(
+        f"{model.name}: {len(labels)} sizes of blocks", measure.count_left(book, jobs, arms), quiet
     ) as tick:
-        measure.warm_up(arms, jobs[0], clock)
-        measure.run(book, jobs, arms, clock, tick)
+        measure.warm_up_arms(arms, jobs[0], clock)
+        measure.run_turns(book, jobs, arms, clock, tick)
     made = {
         "model": model.name,
         "settings": settings.as_dict(),
         "init": init,
         "blocks": labels,
-        "sweeps": _traced(model, jobs[0].ids, tokens, spec(labels[-1], init)),
+        "sweeps": _trace_sweeps(model, jobs[0].ids, tokens, arm_of_block(labels[-1], init)),
         "columns": list(Sample._fields),
         "samples": [list(sample) for sample in book.samples],
     }
-    return report({**made, "figures": told(made)})
+    return stamp_result({**made, "figures": summarize_sweeps(made)})
 
 
-def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
+def _trace_sweeps(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
     """Every sweep of one request: what stood in the block, what was said in its place, how much of
     that is final.
     """
     running = start_generation(
-        endless(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
+        without_eos(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
     told = [  # the keys are those of committed results
         {"guess": sweep.block, "said": sweep.predicted, "fixed": sweep.n_final}
@@ -97,33 +99,35 @@ def _traced(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> d
     return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
 
 
-def told(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by size, from the samples alone."""
     samples = [Sample(*row) for row in result["samples"]]
     found: dict[str, Any] = {}
     for label in result["blocks"]:
         own = [sample for sample in samples if sample.arm == label]
-        counts, tokens = tally.counts(own), sum(sample.tokens for sample in own)
+        counts, tokens = tally.count_samples(own), sum(sample.tokens for sample in own)
         same = [sample.same == sample.tokens for sample in own if sample.same is not None]
         found[label] = {
             "tau": counts["tau"],
             "passes_per_token": counts["calls_per_token"],
             "rows_per_token": sum(sample.calls + (sample.nodes or 0) for sample in own) / tokens,
             "guesses_kept": counts["acceptance"],
-            "speedup": tally.five(list(tally.paired(samples, PLAIN, label).values())),
+            "speedup": tally.five_numbers(
+                list(tally.paired_ratios(samples, PLAIN, label).values())
+            ),
             "identical": sum(same),
             "of": len(same),
         }
     return found
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_sweeps(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of block sizes."""
     rows = []
     for label, of in result["figures"].items():
         rows.append([
-            f"{label} (PJ)" if label == WHOLE else label, number(of["tau"], 3), number(of["passes_per_token"], 3),
-            number(of["rows_per_token"]), number(of["guesses_kept"], 3), speed(of["speedup"]),
+            f"{label} (PJ)" if label == WHOLE else label, format_number(of["tau"], 3), format_number(of["passes_per_token"], 3),
+            format_number(of["rows_per_token"]), format_number(of["guesses_kept"], 3), format_quartiles(of["speedup"]),
             f"{of['identical']} of {of['of']}",
         ])  # fmt: skip
     head = [
@@ -140,7 +144,7 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
     ]
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_sweeps(result: Mapping[str, Any]) -> Chart:
     """Draw the tokens that a sweep fixes, and the speed-up, over the size of a block."""
     of, settings = result["figures"], result["settings"]
     across: dict[str, Any] = {
@@ -159,7 +163,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
         [
             "In a block of 1 nothing is drafted; all: one block (PJ). The grey line is plain decoding.",
             f"{settings['dtype']}, greedy, blocks begin as {result['init']}, {settings['prompts']} prompts, "
-            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {provenance(result)}",
+            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {describe_provenance(result)}",
         ],
         "; ".join(
             f"block {b}: {f['tau']:.3f} a sweep, {f['speedup']['median']:.2f} times"
@@ -168,4 +172,4 @@ def chart(result: Mapping[str, Any]) -> Chart:
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart)
+EXPERIMENT = Experiment(measure_sweeps, tabulate_sweeps, chart_sweeps)

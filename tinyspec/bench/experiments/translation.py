@@ -20,19 +20,19 @@ from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.translators import (
     EXPERIMENTS,
     PLAIN,
-    Arm,
-    Done,
     Ids,
-    arms,
+    Translated,
+    TranslatorArm,
     label_of,
-    loaded,
+    load_translators_by_role,
+    make_translator_arms,
 )
-from tinyspec.bench.harness import progress, read_unfinished, report, save
-from tinyspec.bench.measure import turned
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plot import Bars, Chart, Lines
-from tinyspec.bench.report import Grid, number, speed
+from tinyspec.bench.report import Grid, format_number, format_quartiles
 from tinyspec.bench.settings import TranslationSettings
-from tinyspec.bench.tally import five
+from tinyspec.bench.tally import five_numbers
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.training import distilled
 from tinyspec.training.bleu import ORDER, Counts, counts, metric
@@ -42,7 +42,7 @@ ROWS = 1024  # rows of a batch, at most: a source with s candidates is s of them
 Clock = Callable[[], float]
 
 
-class Sample(NamedTuple):
+class BlockSample(NamedTuple):
     """What an arm did with a block of sentences, summed; seconds at batch 1.
 
     counts  n-grams found in the reference, then all n-grams, of 1 to ORDER words
@@ -69,18 +69,18 @@ class Sample(NamedTuple):
         return [*self[:-1], *self.counts]
 
     @classmethod
-    def read(cls, row: Sequence[Any]) -> "Sample":
+    def read(cls, row: Sequence[Any]) -> "BlockSample":
         first = len(cls._fields) - 1
         return cls._make([*row[:first], list(row[first:])])
 
 
 COLUMNS = [
-    *Sample._fields[:-1],
+    *BlockSample._fields[:-1],
     *(f"{what}_{n}" for what in ("hits", "all") for n in range(1, ORDER + 1)),
 ]
 
 
-def run(
+def measure_translation(
     given: TranslationSettings,
     out: Path | None = None,
     resume: bool = False,
@@ -101,10 +101,10 @@ def run(
     metric()  # says at once if sacrebleu is missing
     texts, found = (
         data.read_multi30k("test", given.data_folder)[: given.sentences],
-        loaded(given.models),
+        load_translators_by_role(given.models),
     )
     whole = experiment == "iterations"
-    asked = arms(
+    asked = make_translator_arms(
         experiment, found, samples,
         iterations or (range(1, 11) if whole else (1, 4, 10)),
         lengths or ((1, 3, 5) if whole else (3,)),
@@ -118,7 +118,7 @@ def run(
         "arms": [arm.label for arm in asked],
         **{"block": block, "batch": batch, "rounds": rounds, "dtype": "float32"},
     }
-    kept: list[Sample] = []
+    kept: list[BlockSample] = []
     batches: dict[str, list[float]] = {}
     if resume and (unfinished := read_unfinished(out, "translation", settings, _finished)):
         kept, batches = unfinished
@@ -131,11 +131,11 @@ def run(
             "samples": [one.row() for one in kept],
             "batches": batches,
         }
-        return report({**made, "figures": told(made)})
+        return stamp_result({**made, "figures": summarize_translation(made)})
 
     def keep() -> None:
         if out is not None:
-            save(out, result())
+            save_result(out, result())
 
     done = {one.block for one in kept}
     timed = [arm for arm in asked if arm.many is not None]
@@ -145,19 +145,19 @@ def run(
         if turn >= min((len(taken) for taken in batches.values()), default=0)
     ]
     steps = (len(blocks) - len(done)) * len(asked) + len(turns) * len(timed)
-    with progress(f"{len(asked)} ways to translate", steps, quiet) as tick:
+    with show_progress(f"{len(asked)} ways to translate", steps, quiet) as tick:
         for arm in asked if steps else ():
             arm.one(texts[0][0])  # warm up
         for number, part in enumerate(blocks):
             if number not in done:
-                kept += _block(asked, number, part, clock, tick)
+                kept += _translate_block(asked, number, part, clock, tick)
                 keep()
         some = [found["teacher"].tokenizer.encode(english) for english, _ in texts[: 4 * batch]]
         some.sort(key=len)
         for turn in turns:
             taken = {}
-            for arm in turned(timed, turn):
-                taken[arm.label] = _batched(arm, some, batch, clock)
+            for arm in order_of_turn(timed, turn):
+                taken[arm.label] = _time_batches(arm, some, batch, clock)
                 tick()
             for label, seconds in taken.items():
                 batches.setdefault(label, []).append(seconds)
@@ -165,18 +165,18 @@ def run(
     return result()
 
 
-def _block(
-    asked: Sequence[Arm],
+def _translate_block(
+    asked: Sequence[TranslatorArm],
     number: int,
     block: Sequence[tuple[str, str]],
     clock: Clock,
     tick: Callable[[], None],
-) -> list[Sample]:
+) -> list[BlockSample]:
     """Every sentence of a block by all arms in turn."""
     seconds = {arm.label: 0.0 for arm in asked}
-    made: dict[str, list[Done]] = {arm.label: [] for arm in asked}
+    made: dict[str, list[Translated]] = {arm.label: [] for arm in asked}
     for place, (english, _) in enumerate(block):
-        for arm in turned(asked, number * len(block) + place):
+        for arm in order_of_turn(asked, number * len(block) + place):
             begun = clock()
             done = arm.one(english)
             seconds[arm.label] += clock() - begun
@@ -186,7 +186,7 @@ def _block(
         own = made[arm.label]
         found = counts([one.text for one in own], [german for _, german in block])
         samples.append(
-            Sample(
+            BlockSample(
                 arm=arm.label,
                 block=number,
                 sentences=len(own),
@@ -204,7 +204,7 @@ def _block(
     return samples
 
 
-def _batched(arm: Arm, sources: Sequence[Ids], batch: int, clock: Clock) -> float:
+def _time_batches(arm: TranslatorArm, sources: Sequence[Ids], batch: int, clock: Clock) -> float:
     """Seconds a sentence where many are translated at once."""
     assert arm.many is not None
     size = max(1, min(batch, ROWS // arm.width))
@@ -214,13 +214,13 @@ def _batched(arm: Arm, sources: Sequence[Ids], batch: int, clock: Clock) -> floa
     return (clock() - begun) / len(sources)
 
 
-def told(result: Mapping[str, Any]) -> dict[str, Any]:
+def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
     """Figures by arm, from the samples alone. Times as fast as plain decoding: by block, and by
     round for batches.
     """
-    by_arm: dict[str, dict[int, Sample]] = {}
+    by_arm: dict[str, dict[int, BlockSample]] = {}
     for row in result["samples"]:
-        sample = Sample.read(row)
+        sample = BlockSample.read(row)
         by_arm.setdefault(sample.arm, {})[sample.block] = sample
     found: dict[str, Any] = {}
     for label, blocks in by_arm.items():
@@ -239,27 +239,27 @@ def told(result: Mapping[str, Any]) -> dict[str, Any]:
             "tokens": tokens / many,
             "repeated": sum(one.repeats for one in own) / max(tokens, 1),
             "milliseconds": 1000 * median(one.seconds / one.sentences for one in own),
-            "speedup": five(ratios),
+            "speedup": five_numbers(ratios),
             "batch_milliseconds": 1000 * median(batches[label]) if label in batches else None,
-            "batch_speedup": five([slow / fast for slow, fast in pairs]) if pairs else None,
+            "batch_speedup": five_numbers([slow / fast for slow, fast in pairs]) if pairs else None,
         }
     return found
 
 
-def _finished(found: dict[str, Any]) -> tuple[list[Sample], dict[str, list[float]]]:
+def _finished(found: dict[str, Any]) -> tuple[list[BlockSample], dict[str, list[float]]]:
     """Return the samples and batches of an interrupted run."""
     batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
-    return [Sample.read(row) for row in found["samples"]], batches
+    return [BlockSample.read(row) for row in found["samples"]], batches
 
 
-def tables(result: Mapping[str, Any]) -> list[Grid]:
+def tabulate_translation(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of arms."""
     settings, figures = result["settings"], result["figures"]
     rows = [
         [
-            label, number(of["bleu"]), number(of["decoder_passes"], 1), number(of["encoder_passes"], 0),
-            number(of["teacher_passes"], 0), number(of["milliseconds"], 1), speed(of["speedup"]),
-            number(of["batch_milliseconds"]), speed(of["batch_speedup"]), f"{of['repeated']:.1%}",
+            label, format_number(of["bleu"]), format_number(of["decoder_passes"], 1), format_number(of["encoder_passes"], 0),
+            format_number(of["teacher_passes"], 0), format_number(of["milliseconds"], 1), format_quartiles(of["speedup"]),
+            format_number(of["batch_milliseconds"]), format_quartiles(of["batch_speedup"]), f"{of['repeated']:.1%}",
         ]
         for label, of in figures.items()
     ]  # fmt: skip
@@ -271,7 +271,7 @@ def tables(result: Mapping[str, Any]) -> list[Grid]:
     return [Grid(title, head, rows)]
 
 
-def notes(result: Mapping[str, Any]) -> list[str]:
+def describe_translation(result: Mapping[str, Any]) -> list[str]:
     """What belongs below a table: how BLEU was computed, by what, on what."""
     machine, settings = result["machine"], result["settings"]
     signature = next(iter(result["figures"].values()))["signature"]
@@ -297,7 +297,7 @@ def lines_by_iterations(result: Mapping[str, Any], figure: str) -> dict[str, dic
     return found
 
 
-def chart(result: Mapping[str, Any]) -> Chart:
+def chart_translation(result: Mapping[str, Any]) -> Chart:
     """Draw BLEU and time side by side: bars of all methods, or lines over Mask-Predict's iterations."""
     found = result["figures"]
     shown = {"BLEU": "bleu", "milliseconds per sentence, batch 1": "milliseconds"}
@@ -310,7 +310,9 @@ def chart(result: Mapping[str, Any]) -> Chart:
             f"{label}: BLEU {of['bleu']:.1f}, {of['milliseconds']:.1f} ms"
             for label, of in found.items()
         )
-        return Chart("Ways to translate: quality and time", panels, notes(result), summary)
+        return Chart(
+            "Ways to translate: quality and time", panels, describe_translation(result), summary
+        )
     over = {title: lines_by_iterations(result, figure) for title, figure in shown.items()}
     last = max(count for line in over["BLEU"].values() for count in line)
     return Chart(
@@ -325,7 +327,7 @@ def chart(result: Mapping[str, Any]) -> Chart:
             )
             for title, figure in shown.items()
         ],
-        notes(result),
+        describe_translation(result),
         "; ".join(
             f"{label}: BLEU {line[max(line)]:.1f} at {max(line)} iterations"
             for label, line in over["BLEU"].items()
@@ -333,4 +335,6 @@ def chart(result: Mapping[str, Any]) -> Chart:
     )
 
 
-EXPERIMENT = Experiment(run, tables, chart, notes)
+EXPERIMENT = Experiment(
+    measure_translation, tabulate_translation, chart_translation, describe_translation
+)

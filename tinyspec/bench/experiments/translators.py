@@ -27,7 +27,7 @@ EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
 
 
-class Done(NamedTuple):
+class Translated(NamedTuple):
     """A sentence's translation, and the passes that it took: of its decoder, its encoder, and of a
     teacher that judged.
     """
@@ -39,7 +39,7 @@ class Done(NamedTuple):
     teacher: int
 
 
-class Arm(NamedTuple):
+class TranslatorArm(NamedTuple):
     """A way to translate.
 
     one    from a text
@@ -48,12 +48,12 @@ class Arm(NamedTuple):
     """
 
     label: str
-    one: Callable[[str], Done]
+    one: Callable[[str], Translated]
     many: Callable[[Sequence[Ids]], list[Ids]] | None
     width: int = 1
 
 
-def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
+def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
     """The models by what they were trained for; those on this machine where none is named. There
     must be a teacher.
     """
@@ -73,17 +73,17 @@ def loaded(names: Sequence[str]) -> dict[str, Seq2Seq]:
     return {role: found[role] for role in ROLES if role in found}
 
 
-def arms(
+def make_translator_arms(
     experiment: str,
     found: Mapping[str, Seq2Seq],
     samples: Sequence[int],
     iterations: Sequence[int],
     lengths: Sequence[int],
-) -> list[Arm]:
+) -> list[TranslatorArm]:
     """The arms of an experiment, plain decoding by the teacher first."""
     teacher = found["teacher"]
     made = [
-        _plain(
+        _make_plain_arm(
             PLAIN, teacher, "plain", lambda part: distilled.write(teacher, part, Writing(beam=1))
         )
     ]
@@ -93,19 +93,23 @@ def arms(
                 "no model for mask_predict on this machine: name it in --models, or train it (train mt)"
             )
     else:
-        made.append(_beam(teacher, 4))
-        made.append(_plain("teacher, jacobi", teacher, "jacobi", None))
+        made.append(_make_beam_arm(teacher, 4))
+        made.append(_make_plain_arm("teacher, jacobi", teacher, "jacobi", None))
         if "nat" in found:
             nat = found["nat"]
             made += [
-                _fertile(f"nat, {first}", nat, None, first, 1) for first in ("argmax", "average")
+                _make_nat_arm(f"nat, {first}", nat, None, first, 1)
+                for first in ("argmax", "average")
             ]
             made += [
-                _fertile(f"nat, NPD {count}", nat, teacher, "argmax", count) for count in samples
+                _make_nat_arm(f"nat, NPD {count}", nat, teacher, "argmax", count)
+                for count in samples
             ]
     if "mask_predict" in found:
         made += [
-            _masking(found["mask_predict"], count, wide) for wide in lengths for count in iterations
+            _make_mask_predict_arm(found["mask_predict"], count, wide)
+            for wide in lengths
+            for count in iterations
         ]
     return made
 
@@ -119,43 +123,47 @@ def label_of(iterations: int, lengths: int) -> str:
     return f"mask_predict, T {iterations}, {lengths} length{'s' if lengths > 1 else ''}"
 
 
-def _one(
+def _make_one(
     model: Seq2Seq, method: str, teacher: Seq2Seq | None, **knobs: Any
-) -> Callable[[str], Done]:
-    def one(text: str) -> Done:
+) -> Callable[[str], Translated]:
+    def one(text: str) -> Translated:
         made = translate(model, text, method=method, teacher=teacher, **knobs)
         assert not isinstance(made, list)
         stats = made.stats
         assert isinstance(stats, TranslationStatistics)
         tokens = [token for token in made.tokens if token != model.config.eos]
-        return Done(made.text, tokens, stats.target_calls, stats.encoder_calls, stats.teacher_calls)
+        return Translated(
+            made.text, tokens, stats.target_calls, stats.encoder_calls, stats.teacher_calls
+        )
 
     return one
 
 
-def _plain(
+def _make_plain_arm(
     label: str, model: Seq2Seq, method: str, many: Callable[[Sequence[Ids]], list[Ids]] | None
-) -> Arm:
-    return Arm(label, _one(model, method, None), many)
+) -> TranslatorArm:
+    return TranslatorArm(label, _make_one(model, method, None), many)
 
 
-def _beam(model: Seq2Seq, beam: int) -> Arm:
+def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
     writing = Writing(beam=beam)
 
-    def one(text: str) -> Done:
+    def one(text: str) -> Translated:
         forward_log: list[ForwardRecord] = []
         ids = distilled.write(model.counting(forward_log), [model.tokenizer.encode(text)], writing)[
             0
         ]
         passes = sum(call.model == model.name for call in forward_log)
-        return Done(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
+        return Translated(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
 
-    return Arm(
+    return TranslatorArm(
         f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam
     )
 
 
-def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, samples: int) -> Arm:
+def _make_nat_arm(
+    label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, samples: int
+) -> TranslatorArm:
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = NatRefiner(model, None, first, samples, 1.0)
         sources = padded(part)
@@ -176,15 +184,20 @@ def _fertile(label: str, model: Seq2Seq, teacher: Seq2Seq | None, first: str, sa
         ]
         return [canvases.canvas.text(row) for row in best]
 
-    return Arm(label, _one(model, "nat", teacher, samples=samples, fertility=first), many, samples)
+    return TranslatorArm(
+        label, _make_one(model, "nat", teacher, samples=samples, fertility=first), many, samples
+    )
 
 
-def _masking(model: Seq2Seq, iterations: int, lengths: int) -> Arm:
+def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> TranslatorArm:
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = MaskPredictRefiner(model, iterations, lengths)
         return translate_sources(model, padded(part), refiner, [Seeded(0) for _ in part])
 
     knobs = {"iterations": iterations, "lengths": lengths}
-    return Arm(
-        label_of(iterations, lengths), _one(model, "mask_predict", None, **knobs), many, lengths
+    return TranslatorArm(
+        label_of(iterations, lengths),
+        _make_one(model, "mask_predict", None, **knobs),
+        many,
+        lengths,
     )
