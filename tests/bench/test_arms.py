@@ -92,7 +92,7 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(running.decoder, "step", noted)
         return running
 
-    monkeypatch.setattr(arms, "start", noting)
+    monkeypatch.setattr(arms, "start_generation", noting)
     made = own(method).run(job(), 3, time.perf_counter)
     assert list(made.ids) == [token for round in rounds for token in round.tokens]
     assert made.calls == len(rounds)
