@@ -87,7 +87,9 @@ def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
     books = [data.Book("A", f"T{i}", "the cat sat on the mat") for i in range(3)]
     monkeypatch.setattr(data, "read_books", lambda split: books if split == "train" else [])
     monkeypatch.setattr(
-        data, "read_gsm8k", lambda split: [data.Sum("one and one?", "two")] if split == "train" else []
+        data,
+        "read_gsm8k",
+        lambda split: [data.Sum("one and one?", "two")] if split == "train" else [],
     )
     made = stores.prepare_datastore(plain)
     assert made.built.endswith("3 training books") and "GSM8K" not in made.built
