@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,6 +136,15 @@ def test_no_circle_of_imports() -> None:
 
     for name in graph:
         visit(name, ())
+
+
+def test_every_package_is_installed() -> None:
+    """A folder that is not listed is missing from the wheel, and no test from the clone would see it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {
+        ".".join(path.parent.relative_to(ROOT).parts) for path in PACKAGE.rglob("__init__.py")
+    }
+    assert set(project["tool"]["setuptools"]["packages"]) == folders
 
 
 def test_the_public_face_imports_the_package_only_inside_functions() -> None:

@@ -127,7 +127,7 @@ def test_what_is_refuted_is_told_to_the_letter(
     names: dict[str, Any] = {"__name__": path.stem}
     for cell in read_cells(path.read_text(encoding="utf-8")):
         if path == PAGE and "check" not in cell.code:
-            continue  # mutants alone: tests/laws/test_mutants.py
+            continue  # mutants alone: tests/laws/test_museum.py
         began = time.process_time()
         exec(compile(cell.code, str(path), "exec"), names)
         assert time.process_time() - began < 10, f"{path.name}, line {cell.line}"
