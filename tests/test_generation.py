@@ -232,7 +232,7 @@ def test_references_are_copied_from(model: Model) -> None:
     [
         ({"method": "speculative_decodin"}, "did you mean 'speculative_decoding'"),
         ({"method": "llma", "kk": 3}, "no knob 'kk'"),
-        ({"method": "speculative_decoding", "gamma": 0}, "gamma is 0: it must be at least 1"),
+        ({"method": "speculative_decoding", "gamma": 0}, "gamma is 0: it must be from 1 to 64"),
         ({"temperature": -1.0}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
         ({"max_new_tokens": -1}, "max_new_tokens"),

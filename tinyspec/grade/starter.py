@@ -200,7 +200,7 @@ def remove_solutions(
 
 
 def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -> str:
-    r"""Return a reference without some of its tasks, and without what only these need.
+    """Return a reference without some of its tasks, and without what only these need.
 
     names  of the functions to leave out
     tasks  all functions of the assignment that are tasks
