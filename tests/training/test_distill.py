@@ -111,7 +111,9 @@ def test_prompts_do_not_depend_on_how_many_there_are(
     monkeypatch.setattr(
         outputs.data, "read_books", lambda split, root: books if split == "train" else []
     )
-    monkeypatch.setattr(outputs.data, "read_gsm8k", lambda split, root: sums if split == "train" else [])
+    monkeypatch.setattr(
+        outputs.data, "read_gsm8k", lambda split, root: sums if split == "train" else []
+    )
     for model in (tinyspec.load(zoo.big), tinyspec.load(zoo.small)):
         few, many = (
             outputs.asks(model, Asking(texts=n, tokens=4, prompt=20, batch=2)) for n in (7, 20)
