@@ -284,9 +284,9 @@ def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
         (
             "mask_predict",
             {"method": "mask_predict", "iterations": 0},
-            "iterations is 0: it must be at least 1",
+            "iterations is 0: it must be from 1 to 1024",
         ),
-        ("nat", {"method": "nat", "samples": 0}, "samples is 0: it must be at least 1"),
+        ("nat", {"method": "nat", "samples": 0}, "samples is 0: it must be from 1 to 1024"),
         ("nat", {"method": "nat", "sample": 2}, "nat has no knob 'sample': did you mean 'samples'"),
         (
             "nat",
