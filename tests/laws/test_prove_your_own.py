@@ -4,7 +4,6 @@ That their cells run, and in which time, tests/test_tutorials.py says.
 """
 
 import re
-import time
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +122,12 @@ TOLD = {
 def test_what_is_refuted_is_told_to_the_letter(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the order of the page; no cell takes ten seconds; the lesson's last cell is a test that passes."""
+    """In the order of the page; the lesson's last cell is a test that passes."""
     names: dict[str, Any] = {"__name__": path.stem}
     for cell in read_cells(path.read_text(encoding="utf-8")):
         if path == PAGE and "check" not in cell.code:
             continue  # mutants alone: tests/laws/test_museum.py
-        began = time.process_time()
         exec(compile(cell.code, str(path), "exec"), names)
-        assert time.process_time() - began < 10, f"{path.name}, line {cell.line}"
     said, at = re.sub(r"\d+\.\d s", "# s", capsys.readouterr().out), 0
     for told in TOLD[path]:
         assert told in said[at:]
