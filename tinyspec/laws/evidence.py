@@ -114,6 +114,12 @@ def accuse(law: str, expected: Any, got: Any, **case: Any) -> None:
     raise LawViolated(Counterexample(law, case, expected, got))
 
 
+def expect_equal(law: str, expected: Any, got: Any, **case: Any) -> None:
+    """Raise LawViolated for this case unless the law got what it expected."""
+    if got != expected:
+        accuse(law, expected, got, **case)
+
+
 def format_value(value: Any) -> str:
     """Return a value as a reader would write it: 1/3 for a fraction, six digits for a float.
 
