@@ -199,72 +199,6 @@ class ConfidenceRule(ExitRule):
         return bool(self.measure.of(at) >= self.threshold(at.step))
 
 
-@technique(
-    title="CALM: confident adaptive language modeling",
-    summary="confident tokens leave early",
-    paper="Schuster et al. 2022, arXiv 2207.07061",
-    family="early exit",
-    guarantee=Guarantee.LOSSY,
-    lossy=("threshold", math.inf),
-    knobs=(
-        Knob(
-            "threshold",
-            0.9,
-            "confidence at which a token leaves; inf: never",
-            low=0.0,
-            high=1.0,
-            beyond=math.inf,
-        ),
-        Knob(
-            "measure", "softmax", "the confidence", choices=("softmax", "saturation", "classifier")
-        ),
-        Knob(
-            "decay",
-            "paper",
-            "how the threshold falls along the text",
-            choices=("paper", "t5x", "constant"),
-        ),
-        Knob("tau", 4.0, "how fast it falls; 0: not at all", low=0.0, high=1000.0),
-        Knob(
-            "min_exit", 1, "the lowest layer where a token may leave", low=1, high=1024, small=(1,)
-        ),
-        Knob(
-            "interval", 1, "layers from one possible exit to the next", low=1, high=1024, small=(1,)
-        ),
-    ),
-)
-def calm(
-    request: Request,
-    *,
-    threshold: float,
-    measure: str,
-    decay: str,
-    tau: float,
-    min_exit: int,
-    interval: int,
-) -> Decoder:
-    """Run for each token only the layers that it needs."""
-    session: Any = request.target
-    model, limit = session.model, request.stop.max_new_tokens or request.positions or math.inf
-    depth = model.config.n_layers
-    if min_exit > depth:
-        raise TinyspecError(f"min_exit is {min_exit}: {model.name} has {depth} layers")
-    rule = ExitRule()
-    if threshold < math.inf:
-        layers = range(min_exit, depth, interval)
-        rule = ConfidenceRule(
-            find_measure(measure, model),
-            lambda t: decay_threshold(decay, threshold, tau, t, limit),
-            layers,
-        )
-    return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
-        BaseDrafter(), verify_tree
-    )
-
-
-# ---------------------------------------------------------------------- the classifier (section 3.5)
-
-
 def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the labels of a text [B, T], and the states after each layer but the last.
 
@@ -339,3 +273,69 @@ def train_exit_classifier(
         **watch,
     )
     return ended, {name: weight.detach() for name, weight in weights.items()}
+
+
+@technique(
+    title="CALM: confident adaptive language modeling",
+    summary="confident tokens leave early",
+    paper="Schuster et al. 2022, arXiv 2207.07061",
+    family="early exit",
+    guarantee=Guarantee.LOSSY,
+    lossy=("threshold", math.inf),
+    knobs=(
+        Knob(
+            "threshold",
+            0.9,
+            "confidence at which a token leaves; inf: never",
+            low=0.0,
+            high=1.0,
+            beyond=math.inf,
+        ),
+        Knob(
+            "measure", "softmax", "the confidence", choices=("softmax", "saturation", "classifier")
+        ),
+        Knob(
+            "decay",
+            "paper",
+            "how the threshold falls along the text",
+            choices=("paper", "t5x", "constant"),
+        ),
+        Knob("tau", 4.0, "how fast it falls; 0: not at all", low=0.0, high=1000.0),
+        Knob(
+            "min_exit", 1, "the lowest layer where a token may leave", low=1, high=1024, small=(1,)
+        ),
+        Knob(
+            "interval", 1, "layers from one possible exit to the next", low=1, high=1024, small=(1,)
+        ),
+    ),
+)
+def calm(
+    request: Request,
+    *,
+    threshold: float,
+    measure: str,
+    decay: str,
+    tau: float,
+    min_exit: int,
+    interval: int,
+) -> Decoder:
+    """Run for each token only the layers that it needs."""
+    session: Any = request.target
+    model, limit = session.model, request.stop.max_new_tokens or request.positions or math.inf
+    depth = model.config.n_layers
+    if min_exit > depth:
+        raise TinyspecError(f"min_exit is {min_exit}: {model.name} has {depth} layers")
+    rule = ExitRule()
+    if threshold < math.inf:
+        layers = range(min_exit, depth, interval)
+        rule = ConfidenceRule(
+            find_measure(measure, model),
+            lambda t: decay_threshold(decay, threshold, tau, t, limit),
+            layers,
+        )
+    return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
+        BaseDrafter(), verify_tree
+    )
+
+
+# ---------------------------------------------------------------------- the classifier (section 3.5)

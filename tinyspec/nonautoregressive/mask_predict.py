@@ -199,29 +199,7 @@ class MaskPredictRefiner:
         return int(canvas.means().argmax())
 
 
-@technique(
-    title="Mask-Predict: conditional masked language model",
-    summary="rewrites the least certain words",
-    paper="Ghazvininejad et al. 2019, arXiv 1904.09324",
-    family="nonautoregressive",
-    guarantee=Guarantee.APPROX,
-    knobs=(
-        Knob("iterations", 10, "decoder passes T", low=1, high=1024, small=(2, 1, 4)),
-        Knob("lengths", 5, "target lengths tried at once", low=1, high=1024, small=(2, 1)),
-    ),
-    kind="refine",
-)
-def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
-    """Predict all words at once, then the least certain ones again."""
-    if not request.model.config.lengths:
-        raise TinyspecError(
-            f"{request.model.name} has no LENGTH token, so nobody says how long its translations are: use a model that "
-            "was trained for mask_predict"
-        )
-    return MaskPredictRefiner(request.model, iterations, lengths)
-
-
-# ---------------------------------------------------------------------- lengths
+# ------------------------------------------------------------------ lengths
 
 
 def length_logprobs(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
@@ -255,3 +233,25 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
             )
         found.append(chosen)
     return found
+
+
+@technique(
+    title="Mask-Predict: conditional masked language model",
+    summary="rewrites the least certain words",
+    paper="Ghazvininejad et al. 2019, arXiv 1904.09324",
+    family="nonautoregressive",
+    guarantee=Guarantee.APPROX,
+    knobs=(
+        Knob("iterations", 10, "decoder passes T", low=1, high=1024, small=(2, 1, 4)),
+        Knob("lengths", 5, "target lengths tried at once", low=1, high=1024, small=(2, 1)),
+    ),
+    kind="refine",
+)
+def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
+    """Predict all words at once, then the least certain ones again."""
+    if not request.model.config.lengths:
+        raise TinyspecError(
+            f"{request.model.name} has no LENGTH token, so nobody says how long its translations are: use a model that "
+            "was trained for mask_predict"
+        )
+    return MaskPredictRefiner(request.model, iterations, lengths)

@@ -348,62 +348,8 @@ class NatRefiner:
         return 0 if self.teacher is None else best_candidate(self.teacher, source, canvas)
 
 
-@technique(
-    title="NAT: non-autoregressive translation with fertilities",
-    summary="writes all words in one pass",
-    paper="Gu et al., ICLR 2018, arXiv 1711.02281",
-    family="nonautoregressive",
-    guarantee=Guarantee.APPROX,
-    kind="refine",
-    teacher=True,
-    knobs=(
-        Knob(
-            "samples",
-            10,
-            "fertility sequences decoded at once, of which the teacher chooses; 1: no teacher",
-            low=1,
-            high=1024,
-            small=(3, 1),
-        ),
-        Knob(
-            "fertility",
-            "argmax",
-            "the first sequence: each word's likeliest, or its average",
-            choices=("argmax", "average"),
-        ),
-        Knob(
-            "temperature",
-            1.0,
-            "of the distribution that fertilities are sampled from",
-            low=1e-3,
-            high=1e3,
-        ),
-    ),
-)
-def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> NatRefiner:
-    """Decode by noisy parallel decoding; with one sample, from one fertility sequence."""
-    model, teacher = request.model, request.teacher
-    if not (model.config.fertilities and model.config.positional):
-        lacks = "positional attention" if model.config.fertilities else "fertility head"
-        raise TinyspecError(
-            f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for method nat"
-        )
-    if samples == 1:
-        return NatRefiner(model, None, fertility, 1, temperature)
-    if teacher is None:
-        raise TinyspecError(
-            f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than {model.name}: "
-            "use the teacher it was trained with"
-        )
-    return NatRefiner(model, teacher, fertility, samples, temperature)
+# ------------------------------------------------------------------ what the decoder reads (section 3.1)
 
-
-# ---------------------------------------------------------------------- what the decoder reads (section 3.1)
 
 SPARE = 4  # target tokens beyond two for each source token: a source of one token may be a word of several
 
@@ -460,3 +406,58 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
     silent = kept.sum(dim=-1, keepdim=True) == 0
     first = torch.zeros_like(kept).scatter(-1, fertile.argmax(dim=-1, keepdim=True), 1)
     return torch.where(silent, first, kept)
+
+
+@technique(
+    title="NAT: non-autoregressive translation with fertilities",
+    summary="writes all words in one pass",
+    paper="Gu et al., ICLR 2018, arXiv 1711.02281",
+    family="nonautoregressive",
+    guarantee=Guarantee.APPROX,
+    kind="refine",
+    teacher=True,
+    knobs=(
+        Knob(
+            "samples",
+            10,
+            "fertility sequences decoded at once, of which the teacher chooses; 1: no teacher",
+            low=1,
+            high=1024,
+            small=(3, 1),
+        ),
+        Knob(
+            "fertility",
+            "argmax",
+            "the first sequence: each word's likeliest, or its average",
+            choices=("argmax", "average"),
+        ),
+        Knob(
+            "temperature",
+            1.0,
+            "of the distribution that fertilities are sampled from",
+            low=1e-3,
+            high=1e3,
+        ),
+    ),
+)
+def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> NatRefiner:
+    """Decode by noisy parallel decoding; with one sample, from one fertility sequence."""
+    model, teacher = request.model, request.teacher
+    if not (model.config.fertilities and model.config.positional):
+        lacks = "positional attention" if model.config.fertilities else "fertility head"
+        raise TinyspecError(
+            f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for method nat"
+        )
+    if samples == 1:
+        return NatRefiner(model, None, fertility, 1, temperature)
+    if teacher is None:
+        raise TinyspecError(
+            f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
+        )
+    check_teacher(model, teacher)
+    if teacher.config.max_positions < model.config.max_positions:
+        raise TinyspecError(
+            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than {model.name}: "
+            "use the teacher it was trained with"
+        )
+    return NatRefiner(model, teacher, fertility, samples, temperature)

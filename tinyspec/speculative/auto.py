@@ -329,6 +329,11 @@ def shared_cost_model(request: Request, longest: int) -> CostModel:
     return pairs[partner]
 
 
+def zero_clock() -> float:
+    """Return 0 seconds: the clock of a request without one."""
+    return 0.0
+
+
 @technique(
     title="auto: measure, then draft as much as pays",
     summary="measures, then drafts what pays",
@@ -360,8 +365,3 @@ def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
     return request.decoder(
         AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree
     )
-
-
-def zero_clock() -> float:
-    """Return 0 seconds: the clock of a request without one."""
-    return 0.0

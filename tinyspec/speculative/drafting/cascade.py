@@ -230,6 +230,16 @@ def lenient_review(lenience: float) -> Verifier:
     return judge
 
 
+def count_bigrams(draft: Any, tokens: int) -> KatzModel:
+    """Return the bigram table of a draft model, counted once and kept while the model lives."""
+    model = draft.model
+    return per_model_state(
+        draft,
+        ("bigrams", tokens),
+        lambda: KatzModel(sample_texts(model, tokens), 2, model.config.vocab_size),
+    )
+
+
 @technique(
     title="Cascade speculative drafting",
     summary="small drafters draft for larger ones",
@@ -317,13 +327,3 @@ def cascade(
         )
         below.insert(0, NestedDrafter(inner, positions=positions, truthful=truthful))
     return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)
-
-
-def count_bigrams(draft: Any, tokens: int) -> KatzModel:
-    """Return the bigram table of a draft model, counted once and kept while the model lives."""
-    model = draft.model
-    return per_model_state(
-        draft,
-        ("bigrams", tokens),
-        lambda: KatzModel(sample_texts(model, tokens), 2, model.config.vocab_size),
-    )

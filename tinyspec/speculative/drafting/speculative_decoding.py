@@ -92,32 +92,6 @@ def lenient_verifier(lenience: float) -> Verifier:
     return judge
 
 
-@technique(
-    title="Speculative decoding",
-    summary="a small model drafts a chain",
-    paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
-    family="drafting",
-    guarantee=Guarantee.EXACT,
-    drafts=1,
-    lossy=("lenience", 1.0),
-    knobs=(
-        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),
-        Knob(
-            "lenience",
-            1.0,
-            "scale on q before the comparison; below 1 it is lossy",
-            low=1e-3,
-            high=1.0,
-        ),
-    ),
-)
-def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
-    """Return a decoder whose draft model samples a chain of gamma tokens."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
-    return request.decoder(drafter, verify_tree if lenience == 1 else lenient_verifier(lenience))
-
-
 # ------------------------------------------------------------------ the analysis (sections 3.1 to 3.5)
 
 
@@ -169,3 +143,29 @@ def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
     0: drafting does not pay.
     """
     return max(range(longest + 1), key=lambda gamma: walltime_speedup(alpha, gamma, c))
+
+
+@technique(
+    title="Speculative decoding",
+    summary="a small model drafts a chain",
+    paper="Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318",
+    family="drafting",
+    guarantee=Guarantee.EXACT,
+    drafts=1,
+    lossy=("lenience", 1.0),
+    knobs=(
+        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),
+        Knob(
+            "lenience",
+            1.0,
+            "scale on q before the comparison; below 1 it is lossy",
+            low=1e-3,
+            high=1.0,
+        ),
+    ),
+)
+def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
+    """Return a decoder whose draft model samples a chain of gamma tokens."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
+    return request.decoder(drafter, verify_tree if lenience == 1 else lenient_verifier(lenience))

@@ -187,6 +187,70 @@ class TriforceDrafter(NestedDrafter):
         self.chosen_at, self.view.plan, self.hidden_layers = None, Plan(), ()
 
 
+# ------------------------------------------------------------------ retrieval (section 4.1)
+
+
+def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
+    """Return the queries of the token at `position`, rotated to it: [L, H, hd].
+
+    states  [L, d] what entered each layer (hidden layers 0 to L - 1)
+
+    A forward pass does not keep its queries, so they are computed again from the hidden states.
+    """
+    c, weights = model.config, model.weights
+    rows = list[Tensor]()
+    for layer, state in enumerate(states):
+        gain, bias = (
+            _like(state, weights.get(f"{layer}.norm1.{kind}")) for kind in ("weight", "bias")
+        )
+        if c.norm == "rms":
+            x = F.rms_norm(state, (c.d_model,), gain, c.norm_eps)
+        else:
+            x = F.layer_norm(state, (c.d_model,), gain, bias, c.norm_eps)
+        qkv, offset = (
+            _like(state, weights.get(f"{layer}.qkv.{kind}")) for kind in ("weight", "bias")
+        )
+        assert qkv is not None
+        offset = None if offset is None else offset[: c.q_dim]
+        rows.append(linear(x[None], qkv[: c.q_dim].contiguous(), offset)[0])
+    queries = torch.stack(rows).view(len(rows), c.n_heads, c.head_dim)
+    if c.qk_norm:
+        gains = [_like(state, weights[f"{i}.q_norm.weight"]) for i, state in enumerate(states)]
+        normed = zip(queries, gains, strict=True)
+        queries = torch.stack(
+            [F.rms_norm(q, (c.head_dim,), gain, c.norm_eps) for q, gain in normed]
+        )
+    if c.positions == "rope":
+        cos, sin = rotations(c, states.dtype, states.device)
+        queries = rotate(queries, cos[position], sin[position])
+    return queries
+
+
+def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
+    """Return the mean key of each of the first `chunks` chunks: [KV, chunks, hd]."""
+    keys = cache.keys[layer][:, : chunk * chunks].contiguous()
+    wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
+    means: Tensor = keys.to(wide).view(len(keys), chunks, chunk, -1).mean(dim=2)
+    return means
+
+
+def select_chunks(scores: Tensor, keep: int) -> list[list[int]]:
+    """Return for every head the `keep` chunks with the highest scores, in order.
+
+    scores  [KV, chunks]
+
+    The first chunk is always among them. Of chunks with equal scores the earlier one is kept.
+    """
+    order: Sequence[Sequence[int]] = (
+        scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
+    )
+    return [sorted([0, *(chunk + 1 for chunk in row[: keep - 1])]) for row in order]
+
+
+def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.to(state.device, state.dtype)
+
+
 @technique(
     title="TriForce",
     summary="the target drafts with few keys",
@@ -278,67 +342,3 @@ def triforce(
         forward_log=request.forward_log,
     )
     return request.decoder(TriforceDrafter(middle, gamma2, budget, chunk, rebuild), verify_tree)
-
-
-# ---------------------------------------------------------------------- retrieval (section 4.1)
-
-
-def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
-    """Return the queries of the token at `position`, rotated to it: [L, H, hd].
-
-    states  [L, d] what entered each layer (hidden layers 0 to L - 1)
-
-    A forward pass does not keep its queries, so they are computed again from the hidden states.
-    """
-    c, weights = model.config, model.weights
-    rows = list[Tensor]()
-    for layer, state in enumerate(states):
-        gain, bias = (
-            _like(state, weights.get(f"{layer}.norm1.{kind}")) for kind in ("weight", "bias")
-        )
-        if c.norm == "rms":
-            x = F.rms_norm(state, (c.d_model,), gain, c.norm_eps)
-        else:
-            x = F.layer_norm(state, (c.d_model,), gain, bias, c.norm_eps)
-        qkv, offset = (
-            _like(state, weights.get(f"{layer}.qkv.{kind}")) for kind in ("weight", "bias")
-        )
-        assert qkv is not None
-        offset = None if offset is None else offset[: c.q_dim]
-        rows.append(linear(x[None], qkv[: c.q_dim].contiguous(), offset)[0])
-    queries = torch.stack(rows).view(len(rows), c.n_heads, c.head_dim)
-    if c.qk_norm:
-        gains = [_like(state, weights[f"{i}.q_norm.weight"]) for i, state in enumerate(states)]
-        normed = zip(queries, gains, strict=True)
-        queries = torch.stack(
-            [F.rms_norm(q, (c.head_dim,), gain, c.norm_eps) for q, gain in normed]
-        )
-    if c.positions == "rope":
-        cos, sin = rotations(c, states.dtype, states.device)
-        queries = rotate(queries, cos[position], sin[position])
-    return queries
-
-
-def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
-    """Return the mean key of each of the first `chunks` chunks: [KV, chunks, hd]."""
-    keys = cache.keys[layer][:, : chunk * chunks].contiguous()
-    wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    means: Tensor = keys.to(wide).view(len(keys), chunks, chunk, -1).mean(dim=2)
-    return means
-
-
-def select_chunks(scores: Tensor, keep: int) -> list[list[int]]:
-    """Return for every head the `keep` chunks with the highest scores, in order.
-
-    scores  [KV, chunks]
-
-    The first chunk is always among them. Of chunks with equal scores the earlier one is kept.
-    """
-    order: Sequence[Sequence[int]] = (
-        scores[:, 1:].argsort(dim=-1, descending=True, stable=True).tolist()
-    )
-    return [sorted([0, *(chunk + 1 for chunk in row[: keep - 1])]) for row in order]
-
-
-def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.to(state.device, state.dtype)

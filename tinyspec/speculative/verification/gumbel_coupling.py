@@ -118,29 +118,7 @@ def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> V
         row = p[path[-1]]
 
 
-@technique(
-    title="Gumbel coupling (drafter-invariant)",
-    summary="draft and target share their noise",
-    paper="Daliri et al. 2024, arXiv 2408.07978",
-    family="verification",
-    guarantee=Guarantee.EXACT,
-    coupled=True,
-    optional_draft=True,
-    knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),),
-)
-def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
-    """Return a decoder whose draft model and target race on the same noise.
-
-    Without a draft model the text is the same, one token per forward pass.
-    """
-    drafter: Drafter = BaseDrafter()
-    if request.drafts:
-        max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
-    return request.decoder(drafter, verify_tree_by_race)
-
-
-# ---------------------------------------------------------------------- the analysis
+# ------------------------------------------------------------------ the analysis
 
 
 def match_probability(p: Probs, q: Probs) -> Any:
@@ -165,3 +143,25 @@ def match_probability(p: Probs, q: Probs) -> Any:
     a, b = a[both][order], b[both][order]
     at_least, less = p_alone + a.sum() - (a.cumsum(0) - a), q_alone + b.cumsum(0) - b
     return (1 / (at_least / a + less / b)).sum()
+
+
+@technique(
+    title="Gumbel coupling (drafter-invariant)",
+    summary="draft and target share their noise",
+    paper="Daliri et al. 2024, arXiv 2408.07978",
+    family="verification",
+    guarantee=Guarantee.EXACT,
+    coupled=True,
+    optional_draft=True,
+    knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),),
+)
+def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
+    """Return a decoder whose draft model and target race on the same noise.
+
+    Without a draft model the text is the same, one token per forward pass.
+    """
+    drafter: Drafter = BaseDrafter()
+    if request.drafts:
+        max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
+    return request.decoder(drafter, verify_tree_by_race)

@@ -61,6 +61,24 @@ def verify_siblings(p: Any, dists: Any, candidates: list[int], rng: Any) -> tupl
     return rng.choice(len(p), p=p), False
 
 
+def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
+    """Return the probability that one of k candidates drawn with replacement is accepted.
+
+        1 - (1 - beta_1) ... (1 - beta_k)        beta_i = sum over x of min(p_i(x), q(x))
+
+    p_1 is p, and p_(i+1) is the residual of p_i. Which token was rejected does not matter.
+
+    >>> from fractions import Fraction as F
+    >>> [str(sequential_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
+    ['1/3', '5/9']
+    """
+    all_rejected = 1
+    for _ in range(k):
+        all_rejected *= 1 - sum(min(a, b) for a, b in zip(p, q, strict=True))
+        p = residual(p, q)
+    return 1 - all_rejected
+
+
 @technique(
     title="Multi-candidate speculative decoding (MCSD)",
     summary="several candidates at each position",
@@ -90,21 +108,3 @@ def multi_candidate(request: Request, *, configuration: str, replacement: bool) 
         TreeDrafter(request.drafts[0], tree, request.stop.eos, max_length, replace=replacement),
         verify_tree,
     )
-
-
-def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
-    """Return the probability that one of k candidates drawn with replacement is accepted.
-
-        1 - (1 - beta_1) ... (1 - beta_k)        beta_i = sum over x of min(p_i(x), q(x))
-
-    p_1 is p, and p_(i+1) is the residual of p_i. Which token was rejected does not matter.
-
-    >>> from fractions import Fraction as F
-    >>> [str(sequential_acceptance([F(1), F(0)], [F(1, 3), F(2, 3)], k)) for k in (1, 2)]
-    ['1/3', '5/9']
-    """
-    all_rejected = 1
-    for _ in range(k):
-        all_rejected *= 1 - sum(min(a, b) for a, b in zip(p, q, strict=True))
-        p = residual(p, q)
-    return 1 - all_rejected

@@ -166,42 +166,7 @@ def _draw_index(ways: int, rng: RandomSource) -> int:
     return rng.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
 
 
-@technique(
-    title="SpecInfer: tree-based speculative inference",
-    summary="verifies a tree of draft tokens",
-    paper="Miao et al. 2024, arXiv 2305.09781",
-    family="verification",
-    guarantee=Guarantee.EXACT,
-    drafts=1,
-    several=True,
-    knobs=(
-        Knob(
-            "expansion",
-            "1x1x3x1x1x1x1x1",
-            "tokens below every node, by depth; A+B: one tree for each draft model (the last serves the others too)",
-            small=(1, "1x1+2"),
-        ),
-    ),
-)
-def specinfer(request: Request, *, expansion: str) -> Decoder:
-    """Return a decoder in which every draft model grows a tree, verified as one."""
-    trees = [branching_parents(parse_branching(word)) for word in str(expansion).split("+")]
-    if len(trees) > len(request.drafts):
-        given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
-        raise TinyspecError(
-            f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
-        )
-    max_lengths = [*request.draft_max_lengths, *[None] * len(request.drafts)]
-    drafts = [
-        TreeDrafter(
-            model, trees[min(number, len(trees) - 1)], request.stop.eos, max_lengths[number]
-        )
-        for number, model in enumerate(request.drafts)
-    ]
-    return request.decoder(SpecInferDrafter(drafts), verify_tree_multi_step)
-
-
-# ---------------------------------------------------------------------- collective boost-tuning (section 3)
+# ------------------------------------------------------------------ collective boost-tuning (section 3)
 
 
 class BoostedDrafts(NamedTuple):
@@ -331,3 +296,38 @@ def answers_match(draft: Model, texts: Tensor, length: int) -> Tensor:
         for part in _parts(texts)
     ]
     return torch.cat(same)
+
+
+@technique(
+    title="SpecInfer: tree-based speculative inference",
+    summary="verifies a tree of draft tokens",
+    paper="Miao et al. 2024, arXiv 2305.09781",
+    family="verification",
+    guarantee=Guarantee.EXACT,
+    drafts=1,
+    several=True,
+    knobs=(
+        Knob(
+            "expansion",
+            "1x1x3x1x1x1x1x1",
+            "tokens below every node, by depth; A+B: one tree for each draft model (the last serves the others too)",
+            small=(1, "1x1+2"),
+        ),
+    ),
+)
+def specinfer(request: Request, *, expansion: str) -> Decoder:
+    """Return a decoder in which every draft model grows a tree, verified as one."""
+    trees = [branching_parents(parse_branching(word)) for word in str(expansion).split("+")]
+    if len(trees) > len(request.drafts):
+        given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
+        raise TinyspecError(
+            f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
+        )
+    max_lengths = [*request.draft_max_lengths, *[None] * len(request.drafts)]
+    drafts = [
+        TreeDrafter(
+            model, trees[min(number, len(trees) - 1)], request.stop.eos, max_lengths[number]
+        )
+        for number, model in enumerate(request.drafts)
+    ]
+    return request.decoder(SpecInferDrafter(drafts), verify_tree_multi_step)

@@ -184,28 +184,7 @@ def _draws_of_one(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     ]
 
 
-@technique(
-    title="SpecTr",
-    summary="several drafts, matched by optimal transport",
-    paper="Sun et al. 2023, arXiv 2310.15141",
-    family="verification",
-    guarantee=Guarantee.EXACT,
-    drafts=1,
-    knobs=(
-        Knob("k", 8, "drafts, independent of each other", low=1, high=1024, small=(2, 3)),
-        Knob("gamma", 8, "tokens of a draft", low=1, high=64, small=(1, 2)),
-    ),
-)
-def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
-    """Return a decoder whose draft model samples k texts of gamma tokens."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafts = branching_parents((k, *[1] * (gamma - 1)))
-    return request.decoder(
-        TreeDrafter(request.drafts[0], drafts, request.stop.eos, max_length), verify_tree_k_seq
-    )
-
-
-# ---------------------------------------------------------------------- the analysis: what one position accepts
+# ------------------------------------------------------------------ the analysis: what one position accepts
 
 
 def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
@@ -236,3 +215,24 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     a, b = a[b > 0], b[b > 0]
     order = (a / b).argsort()
     return 1 + min(0, (a[order].cumsum(0) - b[order].cumsum(0) ** k).min())
+
+
+@technique(
+    title="SpecTr",
+    summary="several drafts, matched by optimal transport",
+    paper="Sun et al. 2023, arXiv 2310.15141",
+    family="verification",
+    guarantee=Guarantee.EXACT,
+    drafts=1,
+    knobs=(
+        Knob("k", 8, "drafts, independent of each other", low=1, high=1024, small=(2, 3)),
+        Knob("gamma", 8, "tokens of a draft", low=1, high=64, small=(1, 2)),
+    ),
+)
+def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
+    """Return a decoder whose draft model samples k texts of gamma tokens."""
+    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
+    drafts = branching_parents((k, *[1] * (gamma - 1)))
+    return request.decoder(
+        TreeDrafter(request.drafts[0], drafts, request.stop.eos, max_length), verify_tree_k_seq
+    )
