@@ -1,10 +1,9 @@
-"""The command line. A command imports what it needs when it runs, so that --help answers at once."""
+"""The command line. A command imports what it needs when it runs: --help answers at once."""
 
 import click
 
 import tinyspec
 from tinyspec.cli import (
-    assignment,
     bench,
     book,
     chat,
@@ -23,7 +22,7 @@ from tinyspec.cli.base import Group
 @click.group(
     "tinyspec",
     cls=Group,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 @click.version_option(tinyspec.__version__, "--version", prog_name="tinyspec")
 def main() -> None:
@@ -49,7 +48,7 @@ for command in (
     chat.chat,
     generate.replay,
     book.book,
-    assignment.assignment,
+    grade.assignment,
     grade.grade,
     methods.methods,
     laws.laws,

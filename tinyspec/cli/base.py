@@ -5,8 +5,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -17,6 +18,10 @@ from tinyspec.cli.command import KnobCommand as KnobCommand
 from tinyspec.cli.command import plugin_option as plugin_option
 from tinyspec.cli.command import read_knobs as read_knobs
 from tinyspec.errors import TinyspecError
+
+if TYPE_CHECKING:
+    from tinyspec.generation import Generation, GenerationRun
+    from tinyspec.lm.model import Model
 
 # ---------------------------------------------------------------------- files
 
@@ -45,6 +50,9 @@ class OutputPath(click.Path):
 
 INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 INPUT_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+OUTPUT_FILE = OutputPath()
+OUTPUT_FOLDER = OutputPath(folder=True)
+POSITIVE = click.IntRange(1)
 
 
 def check_output(path: Path, parents: bool = False) -> None:
@@ -147,62 +155,72 @@ def options(*chosen: Callable[[F], F]) -> Callable[[F], F]:
     return apply
 
 
-model_option = click.option(
+option = click.option
+flag = partial(click.option, is_flag=True)
+
+model_option = option(
     "--model", "-m", default="storyteller", help="Name, folder, .gguf file or hub id."
 )
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="One JSON object on standard output."
-)
-quiet_option = click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
-replay_option = click.option(
+json_option = flag("--json", "as_json", help="One JSON object on standard output.")
+quiet_option = flag("--quiet", "-q", help="No progress bar.")
+replay_option = option(
     "--replay",
-    type=OutputPath(),
+    type=OUTPUT_FILE,
     help="Write a page that plays it back; if the name ends in .json, the page's trace.",
 )
-data_option = click.option(
-    "--data",
-    "data_folder",
-    type=INPUT_FOLDER,
-    help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
-)
-knob_option = click.option(
+knob_option = option(
     "--knob",
     "-k",
     multiple=True,
     metavar="NAME=VALUE",
     help="A knob of the method; --NAME VALUE does the same.",
 )
-draft_option = click.option(
-    "--draft",
-    multiple=True,
-    metavar="NAME[,NAME...]",
-    callback=lambda _, __, given: [name for word in given for name in word.split(",") if name],
-    help="The draft model, or several. [default: the one that the model's card names]",
-)
-reference_option = click.option(
+reference_option = option(
     "--reference",
     "references",
     multiple=True,
     type=INPUT_FILE,
     help="A text that the method may copy from (llma); may be repeated.",
 )
+
+
+def list_option(*names: str, **more: Any) -> Callable[[F], F]:
+    """Return an option that takes names with commas between, and may be repeated."""
+    return option(
+        *names,
+        multiple=True,
+        callback=lambda _, __, given: [name for word in given for name in word.split(",") if name],
+        **more,
+    )
+
+
+draft_option = list_option(
+    "--draft",
+    metavar="NAME[,NAME...]",
+    help="The draft model, or several. [default: the one that the model's card names]",
+)
 where_options = options(
-    click.option("--seed", type=int, default=0, help="Same seed, same text."),
-    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
-    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
+    option("--seed", type=int, default=0, help="Same seed, same text."),
+    option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
+    option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
 )
 sampling_options = options(
-    click.option("--max-new-tokens", "-n", type=int, default=128, help="Tokens to add."),
-    click.option("--temperature", "-t", type=float, default=0.0, help="0 is greedy."),
-    click.option("--top-k", type=int, help="Keep the k most probable tokens."),
-    click.option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
-    click.option(
+    option("--max-new-tokens", "-n", type=int, default=128, help="Tokens to add."),
+    option("--temperature", "-t", type=float, default=0.0, help="0 is greedy."),
+    option("--top-k", type=int, help="Keep the k most probable tokens."),
+    option("--top-p", type=float, help="Keep the fewest tokens whose probability reaches p."),
+    option(
         "--min-p",
         type=float,
         help="Drop tokens below min-p times the most probable one's probability.",
     ),
-    click.option("--repetition-penalty", type=float, default=1.0, help="1 is off."),
+    option("--repetition-penalty", type=float, default=1.0, help="1 is off."),
 )
+
+
+def is_given(ctx: click.Context, name: str) -> bool:
+    """Return whether an option stands on the command line; else its value is the default."""
+    return ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
 
 
 @dataclass
@@ -240,9 +258,7 @@ def load_all(
     import tinyspec
     from tinyspec.technique import find_technique
 
-    cards = [
-        find_technique(method) for method in methods
-    ]  # a misspelt one is told before anything is loaded
+    cards = [find_technique(method) for method in methods]  # before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
     if not draft and any(card.drafts or card.optional_draft for card in cards):
         named = target.config.extra.get("draft") or []
@@ -281,6 +297,36 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in rows:
         table.add_row(*row)
     console().print(table, highlight=False, markup=False)
+
+
+def print_stream(running: "GenerationRun", escapes: bool, silent: bool = False) -> bool:
+    """Print a text as it grows. Return whether Ctrl-C ended it: what there is is kept.
+
+    escapes  whether control codes are shown as letters, as at a terminal
+    silent   run it, and print nothing
+    """
+    from tinyspec.generation import TextStreamer
+    from tinyspec.show.display import escape_controls
+
+    stream = TextStreamer(running)
+    try:
+        for piece in stream:
+            if not silent:
+                click.echo(escape_controls(piece) if escapes else piece, nl=False)
+    except KeyboardInterrupt:
+        running.close("interrupted")
+        if not silent:
+            click.echo(stream.rest(), nl=False)
+        return True
+    return False
+
+
+def describe_figures(model: "Model", result: "Generation") -> str:
+    """Return calls, acceptance, layers and time of a text, on one line."""
+    from tinyspec.show.display import describe_layers
+
+    layers = describe_layers(result.trace.layers_run, model.config.n_layers)
+    return result.stats.describe(result.finish_reason, layers)
 
 
 def write_replay(record: Any, path: Path) -> None:

@@ -6,46 +6,38 @@ import subprocess
 import sys
 import tempfile
 import webbrowser
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import click
 
 from tinyspec.cli import base, lessons, notebooks
+from tinyspec.cli.base import flag, option
 from tinyspec.cli.lessons import TUTORIALS
 from tinyspec.errors import TinyspecError
 
 NEEDED = ("sphinx", "myst_nb", "furo", "sphinx-mathjax-offline", "matplotlib")
 NEEDED_TO_RUN = ("myst_nb", "nbclient", "ipykernel", "matplotlib")
-NOTEBOOKS = "notebooks"  # the folder of the book that holds the lessons as notebooks
 PAGES = re.compile(r"(\d+) added, (\d+) changed, (\d+) removed")
 PAGE = re.compile(r"reading sources\.\.\. \[ *\d+%\] (\S+)")
 
 
 @click.command("book")
-@base.options(
-    click.option(
-        "--out", "-o", type=base.OutputPath(folder=True), help="[default: tutorials/_build]"
-    ),
-    click.option("--no-open", is_flag=True, help="Build it, and open no browser."),
-    click.option("--fresh", is_flag=True, help="Build every page again."),
-    click.option(
-        "--notebooks",
-        "notebook_folder",
-        type=click.Path(path_type=Path, file_okay=False),
-        is_flag=False,
-        flag_value=str(TUTORIALS / "_build" / NOTEBOOKS),
-        metavar="[DIR]",
-        help="Write the lessons as executed Jupyter notebooks instead.  [default: tutorials/_build/notebooks]",
-    ),
-    click.option(
-        "--refresh",
-        is_flag=True,
-        help="Write into the lessons what their cells draw and print, instead.",
-    ),
+@option("--out", "-o", type=base.OUTPUT_FOLDER, help="[default: tutorials/_build]")
+@flag("--no-open", help="Build it, and open no browser.")
+@flag("--fresh", help="Build every page again.")
+@option(
+    "--notebooks",
+    "notebook_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    is_flag=False,
+    flag_value=str(TUTORIALS / "_build" / "notebooks"),
+    metavar="[DIR]",
+    help="Write the lessons as executed Jupyter notebooks instead.  "
+    "[default: tutorials/_build/notebooks]",
 )
+@flag("--refresh", help="Write into the lessons what their cells draw and print, instead.")
 def book(
     out: Path | None, no_open: bool, fresh: bool, notebook_folder: Path | None, refresh: bool
 ) -> None:
@@ -81,59 +73,34 @@ def book(
         webbrowser.open(page.resolve().as_uri())
 
 
-class Advance(Protocol):
-    """What a task under way calls: the name of the page that is next, and of how many it is."""
-
-    def __call__(self, page: str, total: int) -> None: ...
-
-
 @contextmanager
-def show_pages(doing: str) -> Iterator[Advance]:
-    """Show which page of how many is worked on: a bar on a terminal, else a line for each page."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+def show_pages() -> Iterator[Callable[[str, int], None]]:
+    """Show which page of how many is executed: a bar on a terminal, else a line for each page.
 
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(doing, total=None)
-        count = 0
+    Yields what is called with the name of the page that is next, and how many there are.
+    """
+    count = 0
+    with base.show_progress(quiet=False) as show:
 
         def advance(page: str, total: int) -> None:
             nonlocal count
-            progress.update(task, description=f"{doing} {page}", completed=count, total=total)
+            show(f"executing {page}", count, total)
             count += 1
-            if not console.is_terminal:
-                click.echo(f"{doing} {page} ({count} of {total})", err=True)
+            if not sys.stderr.isatty():
+                click.echo(f"executing {page} ({count} of {total})", err=True)
 
         yield advance
 
 
 def build_html(folder: Path, fresh: bool) -> None:
     """Let Sphinx build the book, and show its progress."""
-    command = [
-        sys.executable,
-        "-m",
-        "sphinx",
-        "--no-color",
-        "-W",
-        "-b",
-        "html",
-        *(["-E", "-a"] if fresh else []),
-    ]
+    command = [sys.executable, *["-m", "sphinx", "--no-color", "-W", "-b", "html"]]
+    command += ["-E", "-a"] if fresh else []
+    command += [str(TUTORIALS), str(folder)]
     total = 0
     with (
-        show_pages("executing") as advance,
-        subprocess.Popen(
-            [*command, str(TUTORIALS), str(folder)], stdout=subprocess.PIPE, text=True
-        ) as sphinx,
+        show_pages() as advance,
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as sphinx,
     ):
         assert sphinx.stdout is not None
         for line in sphinx.stdout:
@@ -151,7 +118,7 @@ def write_notebooks(folder: Path) -> None:
 
     pages = lessons.list_pages()
     folder.mkdir(parents=True, exist_ok=True)
-    with show_pages("executing") as advance:
+    with show_pages() as advance:
         for path in pages:
             advance(path.stem, len(pages))
             notebook = notebooks.make_notebook(path)
@@ -163,7 +130,7 @@ def write_notebooks(folder: Path) -> None:
 def refresh_lessons() -> None:
     """Write what the pages show: pictures and texts below their cells, and the index's table."""
     pages = lessons.list_pages()
-    with show_pages("executing") as advance:
+    with show_pages() as advance:
         for path in pages:
             advance(path.stem, len(pages))
             for changed in lessons.refresh_page(path):

@@ -1,27 +1,31 @@
 """tinyspec chat: a conversation."""
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag, option
 from tinyspec.errors import TinyspecError
+
+if TYPE_CHECKING:
+    from tinyspec.lm.model import Model
+
+Message = dict[str, str]  # "role" and "content"
 
 HELP = "/reset forgets the conversation, /stats shows the last answer's figures, /quit ends"
 
 
 @click.command("chat", cls=base.KnobCommand)
-@base.options(
-    click.option("--model", "-m", default="smollm2", help="A model with a chat template."),
-    click.option("--method", default="llma", help="See `tinyspec methods`."),
-    base.draft_option,
-    base.knob_option,
-    click.option("--system", help="The system message."),
-    base.sampling_options,
-    base.where_options,
-    click.option("--stats", is_flag=True, help="Print figures after every answer."),
-)
+@option("--model", "-m", default="smollm2", help="A model with a chat template.")
+@option("--method", default="llma", help="See `tinyspec methods`.")
+@base.draft_option
+@base.knob_option
+@option("--system", help="The system message.")
+@base.sampling_options
+@base.where_options
+@flag("--stats", help="Print figures after every answer.")
 @click.pass_context
 def chat(ctx: click.Context, /, method: str, system: str | None, stats: bool, **given: Any) -> None:
     """Talk to a chat model, turn by turn.
@@ -42,7 +46,8 @@ def chat(ctx: click.Context, /, method: str, system: str | None, stats: bool, **
     target, drafts = chosen.load()
     if not target.tokenizer.has_chat:
         raise TinyspecError(
-            f"{target.name} has no chat template: use `tinyspec generate`, or a chat model such as smollm2"
+            f"{target.name} has no chat template: use `tinyspec generate`, or a chat model "
+            "such as smollm2"
         )
     opening = [{"role": "system", "content": system}] if system else []
     options = {"method": method, "draft": drafts, **chosen.settings, **chosen.knobs[0]}
@@ -53,7 +58,7 @@ class Conversation:
     """Messages so far, and what to answer them with. Turn i uses seed + i."""
 
     def __init__(
-        self, model: Any, opening: list[dict[str, str]], options: dict[str, Any], stats: bool
+        self, model: "Model", opening: list[Message], options: dict[str, Any], stats: bool
     ):
         self.model, self.opening, self.options, self.stats = model, opening, options, stats
         self.messages = list(opening)
@@ -85,36 +90,26 @@ class Conversation:
 
     def answer(self, message: str) -> None:
         """Answer one message. One that the context has no room for is taken back."""
-        from tinyspec.generation import TextStreamer, prompt_ids, start_generation
-        from tinyspec.show.display import describe_layers, escape_controls
+        from tinyspec.generation import prompt_ids, start_generation
 
         asked = [*self.messages, {"role": "user", "content": message}]
         ids, room = prompt_ids(self.model, asked), self.model.config.max_positions
         if len(ids) >= room:
             click.echo(
-                f"(the conversation would have {len(ids)} tokens, the context holds {room}: /reset forgets it; "
-                "your message was not added)",
+                f"(the conversation would have {len(ids)} tokens, the context holds {room}: "
+                "/reset forgets it; your message was not added)",
                 err=True,
             )
             return
         running = start_generation(self.model, ids, **self.options)
-        growing = TextStreamer(running)
-        try:
-            for piece in growing:
-                click.echo(escape_controls(piece), nl=False)
-        except KeyboardInterrupt:
-            running.close("interrupted")
-            click.echo(growing.rest(), nl=False)
+        base.print_stream(running, escapes=True)
         click.echo()
         result = running.result()
         self.options["seed"] += 1
         self.messages = [*asked, {"role": "assistant", "content": result.text}]
-        layers = describe_layers(result.trace.layers_run, self.model.config.n_layers)
-        self.figures = result.stats.describe(result.finish_reason, layers)
+        self.figures = base.describe_figures(self.model, result)
         if result.finish_reason == "context":
-            click.echo(
-                f"(cut: the context of {room} tokens is full; /reset forgets the conversation)",
-                err=True,
-            )
+            full = f"the context of {room} tokens is full"
+            click.echo(f"(cut: {full}; /reset forgets the conversation)", err=True)
         if self.stats:
             click.echo(self.figures, err=True)

@@ -1,4 +1,4 @@
-"""How every command behaves: errors in one line, --debug, plugins, and a technique's knobs as options.
+"""What every command does alike: errors in one line, --debug, plugins, knobs as options.
 
 No torch here, and none at the top of any command's file: `tinyspec --help` answers at once.
 """
@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEBUG = "tinyspec.debug"  # keys of a click context's `meta`
 KNOBS = "tinyspec.knobs"
 KNOB_OPTIONS = "tinyspec.knob_options"
+HELP_SETTINGS = {"max_content_width": 100, "show_default": True}
 
 # ---------------------------------------------------------------------- errors
 
@@ -55,7 +56,10 @@ def error_in_one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's; torch may not even be loaded here
-        return "CUDA is out of memory: use --dtype bfloat16, fewer --max-new-tokens, a smaller model, or --device cpu"
+        return (
+            "CUDA is out of memory: use --dtype bfloat16, fewer --max-new-tokens, "
+            "a smaller model, or --device cpu"
+        )
     return f"{type(error).__name__}: {message} (this is a defect; --debug shows where)"
 
 
@@ -64,13 +68,16 @@ def is_debugging(ctx: click.Context) -> bool:
     return bool(ctx.meta.get(DEBUG)) or os.environ.get("TINYSPEC_DEBUG", "0") not in ("", "0")
 
 
-def _debug_option() -> click.Option:
-    def note(ctx: click.Context, _: click.Parameter, value: bool) -> None:
+def add_debug_option(command: click.Command) -> None:
+    """Add --debug, which is remembered in the context's `meta`."""
+
+    def remember(ctx: click.Context, _: click.Parameter, value: bool) -> None:
         if value:
             ctx.meta[DEBUG] = True
 
     settings: dict[str, Any] = {"is_flag": True, "expose_value": False, "is_eager": True}
-    return click.Option(["--debug"], callback=note, help="Show a traceback on errors.", **settings)
+    help = "Show a traceback on errors."
+    command.params.append(click.Option(["--debug"], callback=remember, help=help, **settings))
 
 
 # ---------------------------------------------------------------------- techniques
@@ -130,8 +137,7 @@ class Command(click.Command):
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        kwargs.setdefault("context_settings", {}).setdefault("max_content_width", 100)
-        kwargs["context_settings"].setdefault("show_default", True)
+        kwargs["context_settings"] = HELP_SETTINGS | kwargs.get("context_settings", {})
         super().__init__(*args, **kwargs)
         self.method_options = [
             option.name
@@ -142,7 +148,7 @@ class Command(click.Command):
         ]
         if self.method_options:
             plugin_option(self)
-        self.params.append(_debug_option())
+        add_debug_option(self)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
@@ -169,8 +175,7 @@ class KnobCommand(Command):
         parser = self.make_parser(ctx)
         parser.ignore_unknown_options = True
         named = parser.parse_args(args=[*args])[0]
-        own = {name for option in self.get_params(ctx) for name in option.opts}
-        own |= {name for option in self.get_params(ctx) for name in option.secondary_opts}
+        own = {name for o in self.get_params(ctx) for name in (*o.opts, *o.secondary_opts)}
         options = [word.partition("=")[0] for word in args if word.startswith("--")]
         methods = [named[name] for name in self.method_options if name in named]
         unknown = [name for name in options if name not in own | {"--"}]
@@ -305,8 +310,9 @@ class Group(click.Group):
     command_class = Command
 
     def __init__(self, *args: Any, **kwargs: Any):
+        kwargs["context_settings"] = HELP_SETTINGS | kwargs.get("context_settings", {})
         super().__init__(*args, **kwargs)
-        self.params.append(_debug_option())
+        add_debug_option(self)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

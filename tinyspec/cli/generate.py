@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag, option
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -21,43 +22,32 @@ ROWS = 16
 """Prompts in a forward pass: enough to share the reading of the weights, few enough for memory."""
 
 UNTRAINED_EXITS = (
-    "note: nothing says that the early layers of {} were trained to predict tokens, so an early exit "
-    "may write blanks or nonsense: take --model exits-loss, or raise --threshold"
+    "note: nothing says that the early layers of {} were trained to predict tokens, so an early "
+    "exit may write blanks or nonsense: take --model exits-loss, or raise --threshold"
 )
 """What is said of a token that left early where the model's config.json names no exit loss."""
 
 
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
-@base.options(
-    base.model_option,
-    click.option("--method", default="autoregressive", help="See `tinyspec methods`."),
-    click.option(
-        "--prompts",
-        type=base.INPUT_FILE,
-        metavar="FILE",
-        help='A batch: one prompt a line; in a .jsonl file, one {"prompt": ...} a line.',
-    ),
-    base.draft_option,
-    base.knob_option,
-    click.option(
-        "--chat", is_flag=True, help="The prompt is a user's message in the model's chat template."
-    ),
-    click.option("--stop", multiple=True, help="End before this text; may be repeated."),
-    base.reference_option,
-    base.sampling_options,
-    base.where_options,
-    click.option(
-        "--stats", is_flag=True, help="Print calls, acceptance and time to standard error."
-    ),
-    click.option(
-        "--json",
-        "as_json",
-        is_flag=True,
-        help="One JSON object, or one a prompt, on standard output.",
-    ),
-    base.replay_option,
+@base.model_option
+@option("--method", default="autoregressive", help="See `tinyspec methods`.")
+@option(
+    "--prompts",
+    type=base.INPUT_FILE,
+    metavar="FILE",
+    help='A batch: one prompt a line; in a .jsonl file, one {"prompt": ...} a line.',
 )
+@base.draft_option
+@base.knob_option
+@flag("--chat", help="The prompt is a user's message in the model's chat template.")
+@option("--stop", multiple=True, help="End before this text; may be repeated.")
+@base.reference_option
+@base.sampling_options
+@base.where_options
+@flag("--stats", help="Print calls, acceptance and time to standard error.")
+@flag("--json", "as_json", help="One JSON object, or one a prompt, on standard output.")
+@base.replay_option
 @click.pass_context
 def generate(
     ctx: click.Context,
@@ -101,9 +91,6 @@ def generate(
     chosen = base.GenerateOptions.take(ctx, given, method)
     target, drafts = chosen.load()
 
-    from tinyspec.generation import TextStreamer, start_generation
-    from tinyspec.show.display import describe_layers, escape_controls
-
     stops = [s.replace("\\n", "\n").replace("\\t", "\t") for s in stop]
     options: dict[str, Any] = {"method": method, "draft": drafts, "stop": stops, "chat": chat}
     options |= {"references": texts, **chosen.settings, **chosen.knobs[0]}
@@ -111,30 +98,22 @@ def generate(
         if show_lines(target, prompts, lines, options, as_json, stats):
             ctx.exit(2)
         return
+
+    from tinyspec.generation import start_generation
+
     running = start_generation(target, text, **options)
     running.trace.detailed = replay is not None
-    growing, terminal = TextStreamer(running), sys.stdout.isatty()
-    interrupted = False
-    try:
-        for piece in growing:
-            if not as_json:
-                click.echo(escape_controls(piece) if terminal else piece, nl=False)
-    except KeyboardInterrupt:
-        interrupted = True
-        running.close("interrupted")
-        if not as_json:
-            click.echo(growing.rest(), nl=False)
+    interrupted = base.print_stream(running, escapes=sys.stdout.isatty(), silent=as_json)
     result = running.result()
     click.echo(json.dumps(as_dict(target, method, result)) if as_json else "")
     if replay is not None:
         from tinyspec.show.replay import record_rounds
 
         base.write_replay(record_rounds(target, method, result), replay)
-    layers = describe_layers(result.trace.layers_run, target.config.n_layers)
-    notes = [UNTRAINED_EXITS.format(target.name)] * (
-        bool(layers) and "exits" not in target.config.extra
-    )
-    for note in notes + make_notes(target, result, options, stats or interrupted):
+    left_early = any(layers < target.config.n_layers for layers in result.trace.layers_run)
+    if left_early and "exits" not in target.config.extra:
+        click.echo(UNTRAINED_EXITS.format(target.name), err=True)
+    for note in make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
     if interrupted:
         ctx.exit(130)
@@ -225,24 +204,21 @@ def make_notes(
     target: "Model", result: "Generation", options: dict[str, Any], stats: bool
 ) -> list[str]:
     """Return what to tell of a result: that it filled the context, and its figures if wanted."""
-    from tinyspec.show.display import describe_layers
-
     notes = list[str]()
     if result.finish_reason == "context":
         notes.append(
-            f"note: the text ends after {len(result.tokens)} of {options['max_new_tokens']} tokens: the context of "
-            f"{target.name} holds {target.config.max_positions}, the prompt's "
-            f"{len(result.trace.prompt)} among them"
+            f"note: the text ends after {len(result.tokens)} of {options['max_new_tokens']} "
+            f"tokens: the context of {target.name} holds {target.config.max_positions}, "
+            f"the prompt's {len(result.trace.prompt)} among them"
         )
     if stats:
-        layers = describe_layers(result.trace.layers_run, target.config.n_layers)
-        notes.append(result.stats.describe(result.finish_reason, layers))
+        notes.append(base.describe_figures(target, result))
     return notes
 
 
 @click.command("replay", cls=base.Command)
 @click.argument("trace", type=click.Path(path_type=Path, dir_okay=False))
-@click.option("--out", "-o", type=base.OutputPath(), help="[default: beside it, as .html]")
+@option("--out", "-o", type=base.OUTPUT_FILE, help="[default: beside it, as .html]")
 def replay(trace: Path, out: Path | None) -> None:
     """Make the page that plays back TRACE, which --replay FILE.json or the page itself has saved.
 

@@ -1,4 +1,4 @@
-"""tinyspec grade: judge a submission by the laws."""
+"""tinyspec grade: judge a submission by the laws; tinyspec assignment: list, begin and bundle."""
 
 import json
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ from typing import Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import OUTPUT_FILE, OUTPUT_FOLDER, flag, option
 from tinyspec.errors import TinyspecError
 
 STDOUT = Path("-")
+REPORT_FILE = base.OutputPath(allow_dash=True)
+SEED = click.IntRange(0)
 
-
-task_option = click.option(
+task_option = base.list_option(
     "--task",
     "tasks",
-    multiple=True,
     metavar="TASK[,TASK...]",
-    callback=lambda ctx, option, given: [t for word in given for t in word.split(",") if t],
     help="These tasks alone, as residual, A1.3 or 3; may be repeated.",
 )
 
@@ -26,17 +26,28 @@ task_option = click.option(
 @click.command("grade", cls=base.Command)
 @click.argument("name")
 @click.argument("folder", type=click.Path(path_type=Path))
-@base.options(
-    click.option("--final", is_flag=True, help="The final run: other cases, ten times as many drawn."),
-    click.option("--seed", type=click.IntRange(0), help="Of the cases that are drawn.  [default: 0; with --final drawn]"),
-    task_option,
-    click.option("--seconds", type=click.FloatRange(min=1), help="For a task's answers in all.  [default: 60; final 600]"),
-    click.option("--json", "as_json", type=base.OutputPath(allow_dash=True), metavar="FILE",
-                 help="Write the report as JSON; - is standard output."),
-    click.option("--gradescope", type=base.OutputPath(allow_dash=True), metavar="FILE",
-                 help="Write Gradescope's results.json; - is standard output."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
-)  # fmt: skip
+@flag("--final", help="The final run: other cases, ten times as many drawn.")
+@option("--seed", type=SEED, help="Of the cases that are drawn.  [default: 0; with --final drawn]")
+@task_option
+@option(
+    "--seconds",
+    type=click.FloatRange(min=1),
+    help="For a task's answers in all.  [default: 60; final 600]",
+)
+@option(
+    "--json",
+    "as_json",
+    type=REPORT_FILE,
+    metavar="FILE",
+    help="Write the report as JSON; - is standard output.",
+)
+@option(
+    "--gradescope",
+    type=REPORT_FILE,
+    metavar="FILE",
+    help="Write Gradescope's results.json; - is standard output.",
+)
+@base.quiet_option
 def grade(
     name: str,
     folder: Path,
@@ -109,3 +120,103 @@ def submission_folder(path: Path, name: str) -> Path:
         raise TinyspecError(f"{path} is a file, no folder: {hint}")
     base.check_folder(path, f"begin one with: tinyspec assignment new {name} {path}")
     return path
+
+
+# ---------------------------------------------------------------------- assignments
+
+
+@click.group("assignment", cls=base.Group)
+def assignment() -> None:
+    """Assignments: list them, begin one, or bundle its autograder.
+
+    \b
+    Examples:
+      tinyspec assignment list
+      tinyspec assignment new A1 my-a1          a hand-out and a starter
+      tinyspec grade A1 my-a1                   judge it
+      tinyspec assignment bundle A1 a1.zip      for instructors: upload it to Gradescope
+    """
+
+
+@assignment.command("list")
+@flag("--json", "as_json", help="JSON on standard output.")
+def list_assignments(as_json: bool) -> None:
+    """The assignments, their tasks and their points.
+
+    \b
+    Examples:
+      tinyspec assignment list
+      tinyspec assignment list --json
+    """
+    from tinyspec.grade.assignments import ASSIGNMENTS
+
+    listed = []
+    for one in ASSIGNMENTS.values():
+        lines = [f"{one.name} {one.title}: {one.points} points"]
+        lines += [f"  {task.title} ({task.name}): {task.points}" for task in one.tasks]
+        if not as_json:
+            click.echo("\n".join(lines))
+        tasks = [{"name": t.name, "title": t.title, "max_score": t.points} for t in one.tasks]
+        listed.append({"name": one.name, "title": one.title, "tasks": tasks})
+    if as_json:
+        click.echo(json.dumps(listed))
+
+
+@assignment.command("new")
+@click.argument("name")
+@click.argument("folder", type=OUTPUT_FOLDER)
+@task_option
+def begin_assignment(name: str, folder: Path, tasks: Sequence[str]) -> None:
+    """Begin assignment NAME in FOLDER: a hand-out, submission.py with what is to be written, and a
+    README.
+
+    Nothing that is there already is overwritten. With --task the folder has these functions alone,
+    and places for the earlier ones that they use.
+
+    \b
+    Examples:
+      tinyspec assignment new A1 my-a1
+      tinyspec assignment new A1 my-a1 --task 1,2,3,4      a part of it as a homework
+    """
+    from tinyspec.grade import assignments, starter
+
+    found = assignments.find_assignment(name).select(tasks)
+    for path in starter.write_folder(found, folder):
+        click.echo(path)
+    command = f"tinyspec grade {found.name} {folder}{starter.task_options(found)}"
+    click.echo(f"Read the hand-out, write submission.py, and see how far it is: {command}")
+
+
+@assignment.command("bundle")
+@click.argument("name")
+@click.argument("out", type=OUTPUT_FILE)
+@task_option
+@option(
+    "--seed",
+    type=SEED,
+    help="Of the final run's cases; keep it to yourself.  [default: drawn]",
+)
+def bundle_assignment(name: str, out: Path, tasks: Sequence[str], seed: int | None) -> None:
+    """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.
+
+    It holds this package's source, setup.sh and run_autograder, which makes the final run on what a
+    student handed in. It installs this package's dependencies and nothing else. The seed of the
+    final run is drawn, printed, and written into run_autograder alone.
+
+    \b
+    Examples:
+      tinyspec assignment bundle A1 a1.zip
+      tinyspec assignment bundle A1 a1.zip --seed 1848
+      tinyspec assignment bundle A1 first.zip --task 1,2,3,4
+    """
+    from tinyspec.grade import assignments, bundle, grading
+
+    found = assignments.find_assignment(name).select(tasks)
+    seed = grading.draw_seed() if seed is None else seed
+    count = bundle.write_bundle(found, out, seed)
+    size = f"{count} files, {out.stat().st_size / 1e6:.1f} MB"
+    click.echo(f"{out}: {size}; upload it as the autograder's zip file")
+    numbers = ", ".join(task.number for task in found.tasks)
+    click.echo(f"It judges {numbers}: {found.points} points.")
+    again = f"--seed {seed} writes the same file again"
+    click.echo(f"The final run has seed {seed}. Keep it to yourself; {again}.")

@@ -2,9 +2,8 @@
 
 What a page shows directly below a cell is what that cell draws or prints: an image from pictures/,
 and a fence of the kind `text`. They are committed, so that a lesson reads on any page that renders
-Markdown; `tinyspec book
---refresh` writes them, the tests compare them with what the cells do, and the book, which executes
-the cells, leaves them out.
+Markdown. `tinyspec book --refresh` writes them, and the tests compare them with what the cells do.
+The book executes the cells, and leaves them out.
 """
 
 import io
@@ -25,18 +24,18 @@ TABLE = re.compile(
     r"(?<=<!-- lessons: `tinyspec book --refresh` writes this table -->\n).*?(?=<!-- end -->)", re.S
 )
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-TOLERANCE = (
-    1.0  # points that a line of a picture may lie elsewhere: processors round sums differently
-)
+TOLERANCE = 1.0  # points that a line may lie elsewhere: processors round sums differently
 
 
 @dataclass(frozen=True)
 class Cell:
     """A code cell of a page, and the committed output below it.
 
-    line: number of the file's line that holds the first line of the code. tags: its option lines.
-    picture: file below pictures/ that the page shows as what it draws. printed: text that it is
-    said to print. shown: numbers of the lines that hold this output, counted from 0.
+    line     number of the file's line that holds the first line of the code
+    tags     its option lines
+    picture  file below pictures/ that the page shows as what the cell draws
+    printed  text that the page shows as what the cell prints
+    shown    numbers of the lines that hold this output, counted from 0
     """
 
     line: int
@@ -54,17 +53,23 @@ def list_lessons() -> list[Path]:
 
 def list_pages() -> list[Path]:
     """Return all pages that have code: the lessons, and others."""
-    others = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in list_lessons()]
-    return [
-        *list_lessons(),
-        *(path for path in others if any(read_cells(path.read_text(encoding="utf-8")))),
-    ]
+    lessons = list_lessons()
+    others = [path for path in sorted(TUTORIALS.glob("*.md")) if path not in lessons]
+    return lessons + [path for path in others if any(read_cells(path.read_text("utf-8")))]
 
 
 def read_cells(text: str) -> Iterator[Cell]:
     """Read the code cells of a MyST page, without their options."""
     lines = text.splitlines()
     at = 0
+
+    def skip_blank() -> str:
+        """Go to the next line that is not blank, and return it; "" at the end of the page."""
+        nonlocal at
+        while at < len(lines) and not lines[at]:
+            at += 1
+        return lines[at] if at < len(lines) else ""
+
     while at < len(lines):
         if not OPEN.match(lines[at]):
             at += 1
@@ -74,23 +79,18 @@ def read_cells(text: str) -> Iterator[Cell]:
         tags = ""
         while first < end and lines[first].startswith(":"):
             tags, first = tags + lines[first], first + 1
-        at = end + 1
-        picture, printed, after = None, None, at
-        while at < len(lines) and not lines[at]:
-            at += 1
-        if at < len(lines) and (found := PICTURE.match(lines[at])):
+        picture, printed, at = None, None, end + 1
+        after = at
+        if found := PICTURE.match(skip_blank()):
             picture, at = found[1], at + 1
             after = at
-            while at < len(lines) and not lines[at]:
-                at += 1
-        if at < len(lines) and lines[at] == "```text":
+        if skip_blank() == "```text":
             close = lines.index("```", at)
             printed, at = "\n".join(lines[at + 1 : close]), close + 1
             after = at
         at = after
-        yield Cell(
-            first + 1, "\n".join(lines[first:end]), tags, picture, printed, range(end + 1, after)
-        )
+        code = "\n".join(lines[first:end])
+        yield Cell(first + 1, code, tags, picture, printed, range(end + 1, after))
 
 
 def strip_outputs(text: str) -> str:
@@ -146,9 +146,7 @@ def draw_svg() -> str:
 def is_same_picture(one: str, other: str) -> bool:
     """Return whether two SVGs show the same: equal words, and lines at most a point apart."""
     ours, theirs = (list(ElementTree.fromstring(text).iter()) for text in (one, other))
-    return len(ours) == len(theirs) and all(
-        _is_same_element(a, b) for a, b in zip(ours, theirs, strict=True)
-    )
+    return len(ours) == len(theirs) and all(map(_is_same_element, ours, theirs))
 
 
 def _is_same_element(a: ElementTree.Element, b: ElementTree.Element) -> bool:
@@ -169,8 +167,8 @@ def _is_same_element(a: ElementTree.Element, b: ElementTree.Element) -> bool:
 def read_front(text: str) -> dict[str, str]:
     """Return what the block quote below a lesson's title says: "You will", "Needs" and "Time".
 
-    >>> read_front("# A\\n\\n> **You will** prove it.  \\n> **Needs** lesson 01.  \\n> **Time** 40 minutes.\\n")
-    {'You will': 'prove it.', 'Needs': 'lesson 01.', 'Time': '40 minutes.'}
+    >>> read_front("# A\\n\\n> **You will** prove it.  \\n> **Needs** lesson 01.\\n")
+    {'You will': 'prove it.', 'Needs': 'lesson 01.'}
     """
     quote = re.search(r"^# .*\n\n((?:>.*\n)+)", text, re.M)
     words = re.sub(r"^> ?|\\$", "", quote[1], flags=re.M) if quote else ""
@@ -190,9 +188,8 @@ def make_table() -> str:
         title = re.findall(r"^# (.*)$", text, re.M)[0]
         front = read_front(text)
         minutes = "".join(re.findall(r"\d+", front.get("Time", ""))[:1])
-        rows.append(
-            f"| [{title}]({path.name}) | {front.get('Needs', '').rstrip('.')} | {minutes} |"
-        )
+        needs = front.get("Needs", "").rstrip(".")
+        rows.append(f"| [{title}]({path.name}) | {needs} | {minutes} |")
     return "\n" + "\n".join(rows) + "\n\n"
 
 
@@ -207,9 +204,8 @@ def refresh_page(path: Path) -> list[Path]:
         if cell.picture:
             file = TUTORIALS / cell.picture
             file.parent.mkdir(exist_ok=True)
-            if not file.exists() or not is_same_picture(
-                file.read_text(encoding="utf-8"), output.picture
-            ):
+            committed = file.read_text(encoding="utf-8") if file.exists() else "<svg/>"
+            if not is_same_picture(committed, output.picture):
                 file.write_text(output.picture, encoding="utf-8")
                 changed.append(file)
         if cell.printed is not None and cell.printed != output.printed:

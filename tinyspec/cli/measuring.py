@@ -1,7 +1,7 @@
 """The commands of experiments: their options are made of the settings, and all end alike."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, fields
 from importlib import import_module
 from pathlib import Path
@@ -10,32 +10,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag, option
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.bench.experiment import Experiment
-    from tinyspec.bench.plot import Chart
-    from tinyspec.bench.report import Grid
     from tinyspec.bench.settings import CommandSpec, OptionSpec
 
 RAW = ("samples", "prompts", "machine", "columns")  # long, and in the file that --out writes
 
+OUTPUT_FILE = base.OutputPath(parents=True)
+
 result_options = base.options(
-    click.option(
-        "--out", type=base.OutputPath(parents=True), help="Write the result with all samples here."
-    ),
-    click.option(
-        "--json", "as_json", is_flag=True, help="The result with all samples on standard output."
-    ),
-    click.option("--quiet", "-q", is_flag=True, help="No progress bar."),
+    option("--out", type=OUTPUT_FILE, help="Write the result with all samples here."),
+    flag("--json", "as_json", help="The result with all samples on standard output."),
+    base.quiet_option,
 )
-resume_option = click.option("--resume", is_flag=True, help="Go on with the file of --out.")
-svg_option = click.option(
-    "--svg", type=base.OutputPath(parents=True), help="Draw the picture into this file."
-)
-markdown_option = click.option(
-    "--markdown", type=base.OutputPath(parents=True), help="Write the tables here."
-)
+resume_option = flag("--resume", help="Go on with the file of --out.")
+svg_option = option("--svg", type=OUTPUT_FILE, help="Draw the picture into this file.")
+markdown_option = option("--markdown", type=OUTPUT_FILE, help="Write the tables here.")
 
 
 def make_command(spec: "CommandSpec") -> click.Command:
@@ -43,8 +36,11 @@ def make_command(spec: "CommandSpec") -> click.Command:
     described = [field for field in fields(spec.settings) if "option" in field.metadata]
 
     def measure(ctx: click.Context, /, **options: Any) -> None:
+        from tinyspec.bench import plot, report
+        from tinyspec.bench.harness import save_result
+
         given = spec.settings(**{field.name: options.pop(field.name) for field in described})
-        shown = {name: options.pop(name, None) for name in ("svg", "markdown")}
+        svg, markdown = options.pop("svg", None), options.pop("markdown", None)
         as_json, out = options.pop("as_json"), options.pop("out")
         if spec.resumes:
             options["out"] = out
@@ -52,17 +48,18 @@ def make_command(spec: "CommandSpec") -> click.Command:
             (options["knobs"],) = base.read_knobs(ctx, options.pop("knob"), [given.method])
         experiment: Experiment = import_module(spec.module).EXPERIMENT
         result = experiment.run(given, **options)
-        present(
-            result,
-            experiment.tables(result) if experiment.tables else (),
-            experiment.chart(result) if experiment.chart and shown["svg"] else None,
-            experiment.notes(result) if experiment.notes else (),
-            experiment.closing(result) if experiment.closing else (),
-            out=out,
-            as_json=as_json,
-            saved=spec.resumes,
-            **shown,
-        )
+        if out is not None and not spec.resumes:
+            save_result(out, result)
+        tables = experiment.tables(result) if experiment.tables else ()
+        closing = experiment.closing(result) if experiment.closing else ()
+        lines = closing if tables or closing else list_figures(result)
+        print_result(result, as_json, [table.rich() for table in tables], lines)
+        if svg is not None and experiment.chart:
+            write_text(svg, plot.draw(experiment.chart(result)))
+        if markdown is not None:
+            notes = experiment.notes(result) if experiment.notes else ()
+            write_text(markdown, report.write_page(result, tables, notes))
+        tell_written(out, svg, markdown)
 
     measure.__doc__ = spec.settings.__doc__
     chosen: list[Any] = [make_option(field) for field in described]
@@ -103,6 +100,7 @@ def make_option(field: "Field[Any]") -> Callable[[Any], Any]:
 
 
 def _number_type(spec: "OptionSpec", example: Any) -> Any:
+    """Return the type of an option that takes one value, like `example`."""
     if spec.choices:
         return click.Choice(spec.choices)
     if isinstance(example, float):
@@ -160,11 +158,8 @@ def read_numbers(option: str, text: str, what: str, least: int = 1) -> list[int]
     found: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         first, dash, last = part.partition("-")
-        if not (
-            first.isdecimal()
-            and (not dash or last.isdecimal())
-            and least <= int(first) <= int(last or first)
-        ):
+        is_span = first.isdecimal() and (not dash or last.isdecimal())
+        if not is_span or not least <= int(first) <= int(last or first):
             raise TinyspecError(
                 f"{option} {text}: write numbers of {what} from {least} on, "
                 f"such as {least},{2 * least},{4 * least} or {least}-{16 * least}"
@@ -173,49 +168,30 @@ def read_numbers(option: str, text: str, what: str, least: int = 1) -> list[int]
     return list(dict.fromkeys(found))
 
 
-def present(
-    result: Mapping[str, Any],
-    tables: "Sequence[Grid]" = (),
-    chart: "Chart | None" = None,
-    notes: Sequence[str] = (),
-    closing: Sequence[str] = (),
-    *,
-    out: Path | None = None,
-    as_json: bool = False,
-    svg: Path | None = None,
-    markdown: Path | None = None,
-    saved: bool = False,
+def print_result(
+    result: Mapping[str, Any], as_json: bool, tables: Iterable[Any], lines: Iterable[str] = ()
 ) -> None:
-    """Print a result, and write the files that were asked for.
-
-    With --json the whole result is printed, else its tables and closing lines; a result without
-    either is printed as indented figures.
-    saved  whether the measurement has written --out itself
-    """
-    from tinyspec.bench import plot, report
-    from tinyspec.bench.harness import save_result
-
-    if out is not None and not saved:
-        save_result(out, result)
+    """Print a result as JSON, or its tables and the lines below them."""
     if as_json:
         click.echo(json.dumps(result))
     else:
         for table in tables:
-            base.console().print(table.rich(), highlight=False)
-        for line in closing if tables or closing else list_figures(result):
+            base.console().print(table, highlight=False)
+        for line in lines:
             click.echo(line)
-    if svg is not None and chart is not None:
-        _write(svg, plot.draw(chart))
-    if markdown is not None:
-        _write(markdown, report.write_page(result, tables, notes))
-    for path in (out, svg, markdown):
-        if path is not None:
-            click.echo(f"written: {path}", err=True)
 
 
-def _write(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
+    """Write a text file; its folder is made where it is missing."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
+
+
+def tell_written(*files: Path | None) -> None:
+    """Name the files that were written, on standard error."""
+    for file in files:
+        if file is not None:
+            click.echo(f"written: {file}", err=True)
 
 
 def list_figures(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
@@ -223,9 +199,8 @@ def list_figures(figures: Mapping[str, Any], depth: int = 0) -> list[str]:
     lines: list[str] = []
     for name, value in figures.items():
         lead = "  " * depth + name.replace("_", " ")
-        if name in RAW or (
-            isinstance(value, list) and value and isinstance(value[0], (dict, list))
-        ):
+        is_list_of_raw = isinstance(value, list) and value and isinstance(value[0], (dict, list))
+        if name in RAW or is_list_of_raw:
             continue
         if isinstance(value, Mapping):
             lines += [lead, *list_figures(value, depth + 1)]

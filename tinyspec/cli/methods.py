@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag
 from tinyspec.cli.command import describe_range, our_method
 
 if TYPE_CHECKING:
-    from tinyspec.technique import Card, Knob
+    from tinyspec.technique import Card
 
 HEADINGS = {
     "planning": "baseline and planning",
@@ -25,10 +26,8 @@ HEADINGS = {
 @click.command("methods", cls=base.Command)
 @click.argument("name", required=False)
 @base.plugin_option
-@click.option(
-    "--json", "as_json", is_flag=True, help="A JSON list (an object, with NAME) on standard output."
-)
-@click.option("--markdown", is_flag=True, help="The table as it stands in the README.")
+@flag("--json", "as_json", help="A JSON list (an object, with NAME) on standard output.")
+@flag("--markdown", help="The table as it stands in the README.")
 def methods(name: str | None, as_json: bool, markdown: bool) -> None:
     """Every technique: paper, family, guarantee, knobs. With NAME, what its file says of it.
 
@@ -77,11 +76,8 @@ def registry_table(cards: "Iterable[Card]") -> str:
             lines.append(f"|**{heading}**||||")
         path = card.build.__module__.replace(".", "/")
         guarantee = "an analysis" if card.kind == "analysis" else card.guarantee.value
-        guarantee += (
-            f" (exact: {card.lossy[0]} {card.lossy[1]:g})"
-            if card.guarantee.value == "lossy" and card.lossy
-            else ""
-        )
+        if card.guarantee.value == "lossy" and card.lossy:
+            guarantee += f" (exact: {card.lossy[0]} {card.lossy[1]:g})"
         what = card.summary or card.title
         lines.append(f"|[`{card.name}`]({path}.py)|{what}|{link_papers(card.paper)}|{guarantee}|")
     return "\n".join(lines)
@@ -106,7 +102,10 @@ def link_papers(papers: str) -> str:
 
 def describe_card(card: "Card") -> str:
     """Return a card in full: its file's docstring, then its knobs as command line options."""
-    lines = [card.doc.strip(), "", f"guarantee: {card.guarantee.value}" + _neutral(card)]
+    guarantee = f"guarantee: {card.guarantee.value}"
+    if card.lossy is not None:
+        guarantee += f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
+    lines = [card.doc.strip(), "", guarantee]
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:
@@ -114,24 +113,15 @@ def describe_card(card: "Card") -> str:
     if card.several:
         lines.append("uses several draft models where there are several: --draft NAME,NAME")
     if card.kind == "refine":
-        lines.append(
-            f"translates, with a model that was trained for it: tinyspec translate --method {card.name}"
-        )
+        command = f"tinyspec translate --method {card.name}"
+        lines.append(f"translates, with a model that was trained for it: {command}")
     if card.teacher:
         lines.append("its candidates are judged by a teacher: --teacher NAME")
     if card.copies:
         lines.append("copies from the prompt and from texts given by --reference FILE")
     lines.append("knobs:" if card.knobs else "knobs: none")
-    wide = max((len(_setting(knob)) for knob in card.knobs), default=0)
-    lines += [f"  {_setting(knob):{wide}}  {knob.doc}{describe_range(knob)}" for knob in card.knobs]
+    flags = [f"--{knob.name.replace('_', '-')} {knob.default}" for knob in card.knobs]
+    width = max(map(len, flags), default=0)
+    for words, knob in zip(flags, card.knobs, strict=True):
+        lines.append(f"  {words:{width}}  {knob.doc}{describe_range(knob)}")
     return "\n".join(lines)
-
-
-def _neutral(card: "Card") -> str:
-    return (
-        "" if card.lossy is None else f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
-    )
-
-
-def _setting(knob: "Knob") -> str:
-    return f"--{knob.name.replace('_', '-')} {knob.default}"

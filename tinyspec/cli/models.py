@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag, option
 
 
 @click.group("models", cls=base.Group)
@@ -21,7 +22,7 @@ def models() -> None:
 
 
 @models.command("list")
-@click.option("--json", "as_json", is_flag=True, help="A JSON list on standard output.")
+@flag("--json", "as_json", help="A JSON list on standard output.")
 def list_models(as_json: bool) -> None:
     """Every model known by name: bundled, fetched before, or to be fetched.
 
@@ -49,7 +50,7 @@ def list_models(as_json: bool) -> None:
 
 @models.command("fetch")
 @click.argument("name")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@base.quiet_option
 def fetch_model(name: str, quiet: bool) -> None:
     """Bring model NAME into the cache; prints the folder it is in. One that is here stays as it is.
 
@@ -107,7 +108,7 @@ def data() -> None:
 
 @data.command("fetch")
 @click.argument("names", nargs=-1)
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@base.quiet_option
 def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
     """Bring texts into the data folder: all of them, or those NAMED; prints where they are.
 
@@ -129,12 +130,10 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 
 @data.command("datastore")
 @click.argument("out", type=base.OutputPath(parents=True))
-@click.argument(
-    "files", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path)
-)
-@click.option("--model", "-m", default="storyteller", help="The model whose tokens it is made of.")
-@click.option("--field", default="text", help="Where the text stands in a line of a .jsonl file.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress bar.")
+@click.argument("files", nargs=-1, required=True, type=base.INPUT_FILE)
+@option("--model", "-m", default="storyteller", help="The model whose tokens it is made of.")
+@option("--field", default="text", help="Where the text stands in a line of a .jsonl file.")
+@base.quiet_option
 def build_datastore(
     out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool
 ) -> None:

@@ -47,12 +47,9 @@ def find_address() -> str | None:
 
     Continuous integration does.
     """
+    server = os.environ.get("GITHUB_SERVER_URL", "https://github.com")
     repository = os.environ.get("GITHUB_REPOSITORY")
-    return (
-        f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
-        if repository
-        else None
-    )
+    return f"{server}/{repository}" if repository else None
 
 
 def make_standalone(notebook: Any) -> Any:
@@ -67,13 +64,10 @@ def make_standalone(notebook: Any) -> Any:
         if cell.cell_type == "markdown":
             cell.source = re.sub(r"\]\((\w+)\.md\)", r"](\1.ipynb)", cell.source)
             if address:
-                cell.source = re.sub(
-                    r"\]\(\.\./([^)]+)\)", rf"]({address}/blob/main/\1)", cell.source
-                )
-    first = nbformat.v4.new_code_cell(
-        ALONE.format(fetch=FETCH.format(address=address) if address else NEEDS_CLONE)
-    )
-    notebook.cells.insert(0, first)
+                page = rf"]({address}/blob/main/\1)"
+                cell.source = re.sub(r"\]\(\.\./([^)]+)\)", page, cell.source)
+    fetch = FETCH.format(address=address) if address else NEEDS_CLONE
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(ALONE.format(fetch=fetch)))
     notebook.metadata = {
         "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"},
         "language_info": {"name": "python"},
@@ -109,15 +103,17 @@ def run_notebook(notebook: Any, path: Path, on_cell: Callable[[], None] = lambda
     try:
         client.execute()
     except (CellExecutionError, CellTimeoutError) as error:
-        raise TinyspecError(
-            f"{path}:{_find_line(notebook, path, failed, str(error))}: {_say(error)}"
-        ) from error
+        place = f"{path}:{_find_line(notebook, path, failed, str(error))}"
+        name, value = getattr(error, "ename", ""), getattr(error, "evalue", "")
+        what = f"a cell took more than {SECONDS} s"
+        if name:
+            what = f"{name}: {COLOUR.sub('', value)}".strip().splitlines()[0]
+        raise TinyspecError(f"{place}: {what}") from error
     for index, cell in enumerate(notebook.cells):
         for output in cell.get("outputs", []):
             if output.get("name") == "stderr" and (found := WARNING.search(output["text"])):
-                raise TinyspecError(
-                    f"{path}:{_find_line(notebook, path, [index], '')}: the cell shows a warning, {found[0]}"
-                )
+                place = f"{path}:{_find_line(notebook, path, [index], '')}"
+                raise TinyspecError(f"{place}: the cell shows a warning, {found[0]}")
 
 
 def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> int:
@@ -133,32 +129,13 @@ def _find_line(notebook: Any, path: Path, failed: list[int], traceback: str) -> 
     return cells[len(before) - 1].line + (int(inside[0]) - 1 if inside else 0) if before else 1
 
 
-def _say(error: Exception) -> str:
-    """Return one line for an error of a kernel: the exception's name and message."""
-    name, value = getattr(error, "ename", ""), getattr(error, "evalue", "")
-    return (
-        f"{name}: {COLOUR.sub('', value)}".strip().splitlines()[0]
-        if name
-        else f"a cell took more than {SECONDS} s"
-    )
-
-
 def prepare_kernel(folder: Path) -> None:
     """Let kernels start with this Python and without warnings that no reader can act on."""
     spec = folder / "kernels" / "python3"
     spec.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-Xfrozen_modules=off",
-        "-m",
-        "ipykernel_launcher",
-        "--log-level=ERROR",
-    ]
-    kernel = {
-        "argv": [*command, "-f", "{connection_file}"],
-        "display_name": "Python 3",
-        "language": "python",
-    }
+    options = "-Xfrozen_modules=off -m ipykernel_launcher --log-level=ERROR -f {connection_file}"
+    argv = [sys.executable, *options.split()]
+    kernel = {"argv": argv, "display_name": "Python 3", "language": "python"}
     (spec / "kernel.json").write_text(json.dumps(kernel), encoding="utf-8")
     others = os.environ.get("JUPYTER_PATH")
     os.environ["JUPYTER_PATH"] = os.pathsep.join([str(folder), *([others] if others else [])])

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import POSITIVE, flag, option
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -24,18 +26,15 @@ MOST_RACES = 9  # without --repeat
 ENOUGH_SECONDS = 10.0  # without --repeat: no further race is begun after so long
 
 # The settings of a race where the command line does not say otherwise, greedy or sampled. The
-# penalty is that of
-# `bench race`: without it a small base model writes one sentence over and over. top-p 0.6 keeps it
-# from inventing words.
-# Prompt and seed were chosen by reading, not by speed. Of some 2,400 seeds over twelve openings a
-# script kept those whose
-# two texts, the plain and the speculative, hold words, pairs and triples of words that the training
-# books hold too. Of
-# these we took one that reads well in both lanes and commits as many tokens per forward pass as
-# most seeds do: 3.76,
-# where the median of 40 seeds is 3.56.
+# penalty is that of `bench race`: without it a small base model writes one sentence over and over.
+# top-p 0.6 keeps it from inventing words. Prompt and seed were chosen by reading, not by speed. Of
+# some 2,400 seeds over twelve openings a script selected those whose two texts, the plain and the
+# speculative, hold words, pairs and triples of words that the training books hold too. Of these we
+# took one that reads well in both lanes and commits as many tokens per forward pass as most seeds
+# do: 3.76, where the median of 40 seeds is 3.56.
 STORY: dict[str, Any] = {
-    "prompt": 'One evening a fox came to the door of the old woman\'s house. "Good evening," said the fox.',
+    "prompt": "One evening a fox came to the door of the old woman's house. "
+    '"Good evening," said the fox.',
     "max_new_tokens": 64,
     "temperature": 0.8,
     "top_p": 0.6,
@@ -44,16 +43,17 @@ STORY: dict[str, Any] = {
 }
 
 # With --chat. An edit is what a technique that copies is for, and a greedy answer can be compared
-# token by token. The text
-# was chosen because SmolLM2 corrects both of its mistakes.
+# token by token. The text was chosen because SmolLM2 corrects both of its mistakes.
 EDIT: dict[str, Any] = {
     "prompt": (
-        "Correct the spelling mistakes in this text. Change nothing else, and write out the whole text.\n\n"
-        "The train stoped in the middle of the plain. The driver climbed down, walked to the front of the engine and "
-        "looked at the rails. Then he sat down on a milestone and lit his pipe. The passengers opend their windows. "
-        "A woman with a basket asked what had happened, and the driver answered that nothing had happened yet. The driver "
-        "waited for an hour. Then a cow came slowly over the hill, crossed the rails and went down to the river to drink. "
-        "The driver put his pipe away, climbed up again, and the train went on."
+        "Correct the spelling mistakes in this text. Change nothing else, and write out the whole "
+        "text.\n\n"
+        "The train stoped in the middle of the plain. The driver climbed down, walked to the "
+        "front of the engine and looked at the rails. Then he sat down on a milestone and lit "
+        "his pipe. The passengers opend their windows. A woman with a basket asked what had "
+        "happened, and the driver answered that nothing had happened yet. The driver waited for "
+        "an hour. Then a cow came slowly over the hill, crossed the rails and went down to the "
+        "river to drink. The driver put his pipe away, climbed up again, and the train went on."
     ),
     "max_new_tokens": 128,
     "temperature": 0.0,
@@ -64,50 +64,46 @@ EDIT: dict[str, Any] = {
 
 
 @click.command("race", cls=base.KnobCommand, context_settings={"default_map": STORY})
-@base.options(
-    base.model_option,
-    click.option(
-        "--method",
-        "methods",
-        multiple=True,
-        default=("speculative_decoding",),
-        help="Who races against plain decoding; may be repeated.",
-    ),
-    base.draft_option,
-    base.knob_option,
-    click.option(
-        "--prompt",
-        "-p",
-        show_default="the opening of a tale",
-        help="The text to continue; - reads stdin.",
-    ),
-    click.option(
-        "--chat",
-        is_flag=True,
-        help="The prompt is a user's message to a chat model. [default: an editing task, greedy, at most 128 tokens]",
-    ),
-    base.reference_option,
-    base.sampling_options,
-    base.where_options,
-    click.option(
-        "--repeat",
-        "-r",
-        type=click.IntRange(1),
-        help=f"Race so many times. [default: {MOST_RACES}, fewer if they take more than {ENOUGH_SECONDS:g} seconds]",
-    ),
-    click.option(
-        "--speed",
-        type=click.FloatRange(0, min_open=True),
-        help="Speed of the playback; 1 is real time. [default: 1; a race of under a second is slowed to last 8]",
-    ),
-    click.option(
-        "--no-live",
-        is_flag=True,
-        help="Do not play the race back: print the report alone, as in a pipe.",
-    ),
-    base.json_option,
-    click.option("--svg", type=base.OutputPath(), help="Write a picture here."),
+@base.model_option
+@option(
+    "--method",
+    "methods",
+    multiple=True,
+    default=("speculative_decoding",),
+    help="Who races against plain decoding; may be repeated.",
 )
+@base.draft_option
+@base.knob_option
+@option(
+    "--prompt",
+    "-p",
+    show_default="the opening of a tale",
+    help="The text to continue; - reads stdin.",
+)
+@flag(
+    "--chat",
+    help="The prompt is a user's message to a chat model. "
+    "[default: an editing task, greedy, at most 128 tokens]",
+)
+@base.reference_option
+@base.sampling_options
+@base.where_options
+@option(
+    "--repeat",
+    "-r",
+    type=POSITIVE,
+    help=f"Race so many times. [default: {MOST_RACES}, fewer if they take more than "
+    f"{ENOUGH_SECONDS:g} seconds]",
+)
+@option(
+    "--speed",
+    type=click.FloatRange(0, min_open=True),
+    help="Speed of the playback; 1 is real time. "
+    "[default: 1; a race of under a second is slowed to last 8]",
+)
+@flag("--no-live", help="Do not play the race back: print the report alone, as in a pipe.")
+@base.json_option
+@option("--svg", type=base.OUTPUT_FILE, help="Write a picture here.")
 @click.pass_context
 def race(
     ctx: click.Context,
@@ -153,82 +149,87 @@ def race(
     if speed is not None and not speed > 0:
         raise TinyspecError("--speed nan is no speed: 1 is real time")
     defaults = EDIT if chat else STORY
-    text = base.read_prompt(defaults["prompt"] if _is_default(ctx, "prompt") else prompt, "")
-    given |= {name: defaults[name] for name in given if name in defaults and _is_default(ctx, name)}
+    text = base.read_prompt(prompt if base.is_given(ctx, "prompt") else defaults["prompt"], "")
+    given |= {name: defaults[name] for name in defaults if not base.is_given(ctx, name)}
+    given.pop("prompt", None)
     contestants = [method for method in dict.fromkeys(methods) if method != PLAIN]
     if not contestants:
         raise TinyspecError(
             f"--method {PLAIN} would race against itself: choose another (`tinyspec methods`)"
         )
     chosen = base.GenerateOptions.take(ctx, given, *contestants)
-    shares, settings = chosen.knobs, chosen.settings
+    settings = chosen.settings
     if sys.stdout.isatty() and not (no_live or as_json):
         click.echo(f"loading {chosen.model} ...", err=True)  # a large model takes seconds
-    target, small = chosen.load()
+    target, drafts = chosen.load()
 
     from tinyspec.generation import start_generation
     from tinyspec.show import race as racing
     from tinyspec.technique import find_technique
 
     texts = [base.read_text(path) for path in references]
-
-    def starter(method: str, share: dict[str, Any]) -> "Start":
-        copied = texts if find_technique(method).copies else []
-        more = {"references": copied, "chat": chat, **settings, **share}
-        return lambda: start_generation(target, text, method=method, draft=small, **more)
-
-    starts = [
-        (PLAIN, starter(PLAIN, {})),
-        *((m, starter(m, s)) for m, s in zip(contestants, shares, strict=True)),
-    ]
     if texts and not any(find_technique(method).copies for method in contestants):
         raise TinyspecError(
-            f"{', '.join(contestants)} copies from no references: leave --reference out, or take llma"
+            f"{', '.join(contestants)} copies from no references: leave --reference out, "
+            "or take llma"
         )
-    for _, begin in starts:  # what is wrong with the arguments is told before the first step
-        begin()
-    racing.warm_up([begin for _, begin in starts])
+    starts: list[tuple[str, Start]] = []
+    for method, knobs in zip([PLAIN, *contestants], [{}, *chosen.knobs], strict=True):
+        copied = texts if find_technique(method).copies else []
+        more = {"references": copied, "chat": chat, **settings, **knobs}
+        start = partial(start_generation, target, text, method=method, draft=drafts, **more)
+        start()  # what is wrong with the arguments becomes an error before the first step
+        starts.append((method, start))
+    racing.warm_up([start for _, start in starts])
     out = base.console()
     live = out.is_terminal and not out.is_dumb_terminal and not (no_live or as_json)
-    repeats = _race_often(target, starts, repeat, out if live else None)
+    repeats = run_races(target, starts, repeat, out if live else None)
     outcomes = racing.compare_lanes(repeats, settings["temperature"] == 0)
     median = racing.find_median_race(outcomes[0].ratios)
     lanes = repeats[median]
-    title = f"{target.name}, {_setting(settings)}"
+    title = f"{target.name}, {describe_sampling(settings)}"
     if svg is not None:
-        _draw(svg, lanes, outcomes, title, text)
+        svg.write_text(draw_picture(lanes, outcomes, title, text), encoding="utf-8")
     if as_json:
-        click.echo(
-            json.dumps(
-                _figures(target, text, {"chat": chat, **settings}, repeats, outcomes, median)
-            )
-        )
+        first = outcomes[0]
+        figures = {
+            "model": target.name,
+            "machine": describe_machine(target),
+            "prompt": text,
+            "chat": chat,
+            **settings,
+            "method": first.method,
+            "ratio": first.ratio,
+            "identical": first.identical,
+            "tokens_per_call": lanes[1].stats.tokens_per_call,
+            "outcomes": [asdict(outcome) for outcome in outcomes],
+            "lanes": [lane.as_dict() for lane in lanes],
+            "seconds": [[lane.seconds for lane in lanes] for lanes in repeats],
+            "shown": median,  # which race the lanes are of: the one whose ratio is the median
+        }
+        click.echo(json.dumps(figures))
         return
     from rich.console import Group
 
     from tinyspec.show.display import RaceStage, choose_speed, race_report
 
-    promises = [
-        find_technique(m).promise(**s).value for m, s in zip(contestants, shares, strict=True)
+    guarantees = [
+        find_technique(method).promise(**knobs).value
+        for method, knobs in zip(contestants, chosen.knobs, strict=True)
     ]
     picture = [] if svg is None else [f"picture: {svg}"]
-    said = Group(race_report(lanes, outcomes, promises), _machine(target), *picture)
+    report = Group(race_report(lanes, outcomes, guarantees), describe_machine(target), *picture)
     if live:
         stage = RaceStage(out, text + "\n\n" if chat else text, title)
         with suppress(KeyboardInterrupt):  # whoever has seen enough still gets the report
             stage.play(lanes, speed or choose_speed(lanes))
-        room = (
-            out.height - len(out.render_lines(said, pad=False)) - 4
-        )  # title, legend, an empty line, the next prompt
-        said = Group(stage.tell(lanes[1], room), "", said) if room > 0 else said
-    out.print(title, said, sep="\n", highlight=False)
+        # Room for the text beside the report, the title, a legend, an empty line, the next prompt.
+        room = out.height - len(out.render_lines(report, pad=False)) - 4
+        report = Group(stage.tell(lanes[1], room), "", report) if room > 0 else report
+    out.print(title, report, sep="\n", highlight=False)
 
 
-def _is_default(ctx: click.Context, name: str) -> bool:
-    return ctx.get_parameter_source(name) is not click.core.ParameterSource.COMMANDLINE
-
-
-def _race_often(
+def run_races(
     model: "Model", starts: "Sequence[tuple[str, Start]]", repeat: int | None, out: Any
 ) -> "list[list[Lane]]":
     """Run the races. On a terminal (`out`) say between them how far it is.
@@ -242,7 +243,7 @@ def _race_often(
     most, began = repeat or MOST_RACES, time.monotonic()
     repeats: list[list[Lane]] = []
     shown = Live(console=out, auto_refresh=False, transient=True) if out is not None else None
-    with shown or nullcontext(), _quick_collections():
+    with shown or nullcontext(), leave_out_of_collections():
         # Without --repeat the time decides how many; an odd number has a race in the middle.
         while len(repeats) < most and (
             repeat or len(repeats) % 2 == 0 or time.monotonic() - began < ENOUGH_SECONDS
@@ -256,8 +257,8 @@ def _race_often(
 
 
 @contextmanager
-def _quick_collections() -> Iterator[None]:
-    """Keep what is loaded by now out of the garbage collections.
+def leave_out_of_collections() -> Iterator[None]:
+    """Leave what is loaded by now out of the garbage collections.
 
     Each race begins with a collection, and looking through all of torch's objects takes as long as
     a race.
@@ -270,83 +271,51 @@ def _quick_collections() -> Iterator[None]:
         gc.unfreeze()
 
 
-def _setting(sampling: dict[str, Any]) -> str:
-    """Say the sampling options in words."""
-    greedy, penalty = sampling["temperature"] == 0, sampling["repetition_penalty"]
-    said = ["greedy" if greedy else f"temperature {sampling['temperature']:g}"]
-    names = () if greedy else ("top_k", "top_p", "min_p")
-    said += [
-        f"{name.replace('_', '-')} {sampling[name]}" for name in names if sampling[name] is not None
-    ]
-    said += [f"repetition penalty {penalty:g}"] if penalty != 1 else []
-    return ", ".join([*said, *([] if greedy else [f"seed {sampling['seed']}"])])
+def describe_sampling(settings: dict[str, Any]) -> str:
+    """Return the sampling options in words."""
+    temperature, penalty = settings["temperature"], settings["repetition_penalty"]
+    words = ["greedy"]
+    if temperature != 0:
+        words = [f"temperature {temperature:g}"]
+        for name in ("top_k", "top_p", "min_p"):
+            if settings[name] is not None:
+                words.append(f"{name.replace('_', '-')} {settings[name]}")
+    if penalty != 1:
+        words.append(f"repetition penalty {penalty:g}")
+    if temperature != 0:
+        words.append(f"seed {settings['seed']}")
+    return ", ".join(words)
 
 
-def _machine(model: "Model") -> str:
+def describe_machine(model: "Model") -> str:
+    """Return the number format, the device and what computes there, in words."""
     import torch
 
-    where = (
-        f"{torch.get_num_threads()} threads"
-        if model.device.type == "cpu"
-        else torch.cuda.get_device_name(model.device)
-    )
-    return f"{str(model.dtype).removeprefix('torch.')} on {model.device}, {where}, torch {torch.__version__}"
+    dtype = str(model.dtype).removeprefix("torch.")
+    where = f"{torch.get_num_threads()} threads"
+    if model.device.type != "cpu":
+        where = torch.cuda.get_device_name(model.device)
+    return f"{dtype} on {model.device}, {where}, torch {torch.__version__}"
 
 
-def _figures(
-    model: "Model",
-    prompt: str,
-    common: dict[str, Any],
-    repeats: "Sequence[Sequence[Lane]]",
-    outcomes: "Sequence[Outcome]",
-    shown: int,
-) -> dict[str, Any]:
-    """Return the object of --json: the first contestant's figures by name, then everything."""
-    first = outcomes[0]
-    return {
-        "model": model.name,
-        "machine": _machine(model),
-        "prompt": prompt,
-        **common,
-        "method": first.method,
-        "ratio": first.ratio,
-        "identical": first.identical,
-        "tokens_per_call": repeats[shown][1].stats.tokens_per_call,
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-        "lanes": [lane.as_dict() for lane in repeats[shown]],
-        "seconds": [[lane.seconds for lane in lanes] for lanes in repeats],
-        "shown": shown,  # which race the lanes are of: the one whose ratio is the median
-    }
-
-
-def _draw(
-    path: Path, lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str
-) -> None:
+def draw_picture(
+    lanes: "Sequence[Lane]", outcomes: "Sequence[Outcome]", title: str, prompt: str
+) -> str:
+    """Return the picture of a race, as SVG."""
     from tinyspec.show.display import name_lane
     from tinyspec.show.picture import Track, draw_race
 
+    same = {True: "same text", False: "another text", None: "same distribution"}
     tracks = []
     for i, lane in enumerate(lanes):
         verdict, note = "", ""
         if i:
             ratio = lanes[0].seconds_per_token / (lane.seconds_per_token or 1)
-            verdict = (
-                f"{ratio:.2f}x as fast"
-                if ratio >= 1
-                else f"slower: {1 / (ratio or 1):.2f}x the time"
-            )
-            same = {True: "same text", False: "another text", None: "same distribution"}
+            verdict = f"{ratio:.2f}x as fast"
+            if ratio < 1:
+                verdict = f"slower: {1 / (ratio or 1):.2f}x the time"
             note = same[outcomes[i - 1].identical]
-        tracks.append(
-            Track(
-                name_lane(lane.method),
-                lane.trace,
-                lane.ends,
-                lane.prefill,
-                lane.pieces,
-                verdict,
-                note,
-                prompt,
-            )
-        )
-    path.write_text(draw_race(tracks, title), encoding="utf-8")
+        name, began = name_lane(lane.method), lane.prefill
+        track = Track(name, lane.trace, lane.ends, began, lane.pieces, verdict, note, prompt)
+        tracks.append(track)
+    return draw_race(tracks, title)

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import OUTPUT_FOLDER, POSITIVE, flag, option
 from tinyspec.errors import TinyspecError
 
 CHARACTERS = 30_000  # of each book, so that all authors have a say in an exit classifier
@@ -24,76 +25,80 @@ def train() -> None:
     """
 
 
-out_option = click.option(
-    "--out", required=True, type=base.OutputPath(folder=True), help="The folder of the checkpoint."
+out_option = option(
+    "--out", required=True, type=OUTPUT_FOLDER, help="The folder of the checkpoint."
+)
+data_option = option(
+    "--data",
+    "data_folder",
+    type=base.INPUT_FOLDER,
+    help="Where the texts lie. [default: TINYSPEC_DATA, else the cache]",
 )
 training_options = base.options(
-    base.data_option,
-    click.option(
-        "--minutes", type=float, help="Clock budget of the training, instead of the recipe's."
-    ),
-    click.option("--seed", type=int, help="Instead of the recipe's."),
-    click.option("--device", help="cpu, cuda. [default: cuda where there is one]"),
+    data_option,
+    option("--minutes", type=float, help="Clock budget of the training, instead of the recipe's."),
+    option("--seed", type=int, help="Instead of the recipe's."),
+    option("--device", help="cpu, cuda. [default: cuda where there is one]"),
 )
 recipe_options = base.options(
-    click.option(
+    option(
         "--set",
         "settings",
         multiple=True,
         metavar="KEY=VALUE",
         help="Set one value of the recipe: train.lr=2e-3.",
     ),
-    click.option(
-        "--restart",
-        is_flag=True,
-        help="Forget an interrupted training, or replace a finished model.",
-    ),
+    flag("--restart", help="Forget an interrupted training, or replace a finished model."),
 )
+
+DRAFT_SETTINGS = {
+    "layers": "shape.n_layers",
+    "draft_vocab": "distill.draft_vocab",
+    "texts": "distill.texts",
+}
+"""Where the recipe of a draft has what an option says."""
 
 
 @train.command("lm")
-@base.options(
-    click.option("--recipe", type=base.INPUT_FILE, help="The recipe (TOML)."),
-    click.option(
-        "--distill",
-        metavar="TARGET",
-        help="Make a draft of this model, from its own outputs; no recipe is needed.",
-    ),
-    out_option,
-    click.option(
-        "--layers",
-        type=click.IntRange(1),
-        help="--distill: layers of the draft, the target's first. [default: 2]",
-    ),
-    click.option(
-        "--draft-vocab",
-        type=click.IntRange(0),
-        help="--distill: words of the draft, the most frequent ones; embeddings stay the target's. [default: 0, all]",
-    ),
-    click.option(
-        "--texts",
-        type=click.IntRange(2),
-        help="--distill: texts that the target writes. [default: 1500]",
-    ),
-    click.option(
-        "--prompts",
-        type=base.INPUT_FILE,
-        help="--distill: what the target is asked, in paragraphs. [default: from the data at hand, and itself]",
-    ),
-    training_options,
-    click.option(
-        "--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]"
-    ),
-    recipe_options,
-    base.quiet_option,
+@option("--recipe", type=base.INPUT_FILE, help="The recipe (TOML).")
+@option(
+    "--distill",
+    metavar="TARGET",
+    help="Make a draft of this model, from its own outputs; no recipe is needed.",
 )
+@out_option
+@option(
+    "--layers",
+    type=POSITIVE,
+    help="--distill: layers of the draft, the target's first. [default: 2]",
+)
+@option(
+    "--draft-vocab",
+    type=click.IntRange(0),
+    help="--distill: words of the draft, the most frequent ones; embeddings stay the target's. "
+    "[default: 0, all]",
+)
+@option(
+    "--texts",
+    type=click.IntRange(2),
+    help="--distill: texts that the target writes. [default: 1500]",
+)
+@option(
+    "--prompts",
+    type=base.INPUT_FILE,
+    help="--distill: what the target is asked, in paragraphs. "
+    "[default: from the data at hand, and itself]",
+)
+@training_options
+@option(
+    "--compile/--no-compile", "compiled", default=None, help="torch.compile. [default: on cuda]"
+)
+@recipe_options
+@base.quiet_option
 def lm(
     recipe: Path | None,
     distill: str | None,
     out: Path,
-    layers: int | None,
-    draft_vocab: int | None,
-    texts: int | None,
     prompts: Path | None,
     seed: int | None,
     compiled: bool | None,
@@ -118,37 +123,39 @@ def lm(
     if (recipe is None) == (distill is None):
         raise TinyspecError("give --recipe FILE, or --distill TARGET to make a draft of a model")
     overrides = read_overrides(seed, settings)
-
-    from rich.console import Console
+    draft = {name: run.pop(name) for name in DRAFT_SETTINGS}
 
     from tinyspec.training.recipe import read_recipe
     from tinyspec.training.train_lm import train_lm
 
-    run |= {"console": None if quiet else Console(stderr=True)}
+    run |= {"console": make_console(quiet)}
     if distill is not None:
         begun = (out / ".tinyspec" / "state.pt").exists()
         if (out / "model.safetensors").exists() and not (begun or run["restart"]):
             raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
-        recipe = _write_recipe(distill, out, overrides, layers, draft_vocab, texts)
+        recipe = write_recipe(distill, out, overrides, **draft)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
-        from tinyspec.training.distill import distill as make
+        from tinyspec.training.distill import distill as train_draft
 
-        wanted = {
-            "shape.n_layers": layers,
-            "distill.draft_vocab": draft_vocab,
-            "distill.texts": texts,
-        }
-        given = {key: str(value) for key, value in wanted.items() if value is not None}
-        ended, final = make(recipe, out, prompts=prompts, overrides=given | overrides, **run)
+        given = {DRAFT_SETTINGS[name]: str(x) for name, x in draft.items() if x is not None}
+        ended, final = train_draft(recipe, out, prompts=prompts, overrides=given | overrides, **run)
         if ended.finished:
             click.echo("  ".join(f"{name} {value:.4f}" for name, value in final.items()))
     else:
-        drafts = {"layers": layers, "draft-vocab": draft_vocab, "texts": texts, "prompts": prompts}
-        if stray := [name for name, value in drafts.items() if value is not None]:
-            raise TinyspecError(f"--{stray[0]} is for drafts: the recipe has no section [distill]")
+        for name, value in (draft | {"prompts": prompts}).items():
+            if value is not None:
+                what = f"--{name.replace('_', '-')}"
+                raise TinyspecError(f"{what} is for drafts: the recipe has no section [distill]")
         ended = train_lm(recipe, out, compiled=compiled, overrides=overrides, **run)
-    _end(ended.finished, out)
+    finish(ended.finished, out)
+
+
+def make_console(quiet: bool) -> Any:
+    """Return a console on standard error, which shows how far a training is; None for quiet."""
+    from rich.console import Console
+
+    return None if quiet else Console(stderr=True)
 
 
 def read_overrides(seed: int | None, settings: tuple[str, ...]) -> dict[str, str]:
@@ -162,17 +169,18 @@ def read_overrides(seed: int | None, settings: tuple[str, ...]) -> dict[str, str
     return changed
 
 
-def _end(finished: bool, out: Path) -> None:
-    """Say where the model is; exit code 130 says that the training has not finished."""
-    if not finished:
+def finish(is_finished: bool, told: Any) -> None:
+    """Print where the model is; exit code 130 says that the training has not finished."""
+    if not is_finished:
         raise click.exceptions.Exit(130)
-    click.echo(str(out))
+    click.echo(str(told))
 
 
-def _write_recipe(
+def write_recipe(
     target: str,
     out: Path,
     overrides: dict[str, str],
+    *,
     layers: int | None,
     draft_vocab: int | None,
     texts: int | None,
@@ -191,31 +199,26 @@ def _write_recipe(
         )
     if path is None or not path.is_dir():
         raise TinyspecError(
-            f"--distill {target}: no such model as a folder on this machine (`tinyspec models list`)"
+            f"--distill {target}: no such model as a folder on this machine "
+            "(`tinyspec models list`)"
         )
     named = target if os.sep not in target else os.path.relpath(path, out)
     width = checkpoint.read_config(path).d_model
-    text = recipe_text(
-        named, out.resolve().name, layers or 2, draft_vocab or 0, texts or 1500, width
-    )
-    text = with_values(text, overrides)
+    name = out.resolve().name
+    text = recipe_text(named, name, layers or 2, draft_vocab or 0, texts or 1500, width)
     file = out / ".tinyspec" / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    file.write_text(with_values(text, overrides), encoding="utf-8")
     return file
 
 
 @train.command("mt")
-@base.options(
-    click.option("--recipe", required=True, type=base.INPUT_FILE, help="The recipe (TOML)."),
-    out_option,
-    training_options,
-    recipe_options,
-    click.option(
-        "--distill-only", is_flag=True, help="Have the teacher write the targets, and stop there."
-    ),
-    base.quiet_option,
-)
+@option("--recipe", required=True, type=base.INPUT_FILE, help="The recipe (TOML).")
+@out_option
+@training_options
+@recipe_options
+@flag("--distill-only", help="Have the teacher write the targets, and stop there.")
+@base.quiet_option
 def mt(
     recipe: Path,
     out: Path,
@@ -240,45 +243,41 @@ def mt(
     """
     overrides = read_overrides(seed, settings)
 
-    from rich.console import Console
-
     from tinyspec.training import train_mt
 
-    more: dict[str, Any] = {"overrides": overrides}
-    more |= {"console": None if quiet else Console(stderr=True)}
+    more: dict[str, Any] = {"overrides": overrides, "console": make_console(quiet)}
     if distill_only:
-        more |= {"data_folder": run["data_folder"]}
-        click.echo(str(train_mt.distill_only(recipe, out, **more)))
-        return
-    _end(train_mt.train_mt(recipe, out, **run, **more).finished, out)
+        folder = run["data_folder"]
+        click.echo(str(train_mt.distill_only(recipe, out, data_folder=folder, **more)))
+    else:
+        finish(train_mt.train_mt(recipe, out, **run, **more).finished, out)
 
 
 @train.command("boost")
-@base.options(
-    click.option("--model", "-m", default="storyteller", help="The target: name or folder."),
-    base.draft_option,
-    click.option(
-        "--out", required=True, type=base.OutputPath(folder=True), help="A folder for the drafts."
-    ),
-    base.data_option,
-    click.option("--prompts", type=click.IntRange(1), default=2000, help="Passages of the books."),
-    click.option(
-        "--prompt-tokens", type=click.IntRange(1), default=32, help="Tokens of a passage."
-    ),
-    click.option(
-        "--tokens", type=click.IntRange(1), default=4, help="Tokens of the target's answer."
-    ),
-    click.option(
-        "--steps", type=click.IntRange(1), default=300, help="Training steps of each draft."
-    ),
-    click.option("--lr", type=float, default=3e-4, help="Learning rate."),
-    click.option("--seed", type=int, default=0, help="Same seed, same drafts."),
-    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
-)
+@option("--model", "-m", default="storyteller", help="The target: name or folder.")
+@base.draft_option
+@option("--out", required=True, type=OUTPUT_FOLDER, help="A folder for the drafts.")
+@data_option
+@option("--prompts", type=POSITIVE, default=2000, help="Passages of the books.")
+@option("--prompt-tokens", type=POSITIVE, default=32, help="Tokens of a passage.")
+@option("--tokens", type=POSITIVE, default=4, help="Tokens of the target's answer.")
+@option("--steps", type=POSITIVE, default=300, help="Training steps of each draft.")
+@option("--lr", type=float, default=3e-4, help="Learning rate.")
+@option("--seed", type=int, default=0, help="Same seed, same drafts.")
+@option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
 def boost(
-    model: str, draft: list[str], out: Path, data_folder: Path | None, prompts: int, prompt_tokens: int, tokens: int,
-    steps: int, lr: float, seed: int, device: str,
-) -> None:  # fmt: skip
+    model: str,
+    draft: list[str],
+    out: Path,
+    data_folder: Path | None,
+    prompts: int,
+    prompt_tokens: int,
+    tokens: int,
+    steps: int,
+    lr: float,
+    seed: int,
+    device: str,
+) -> None:
     """Tune several draft models so that together they say what the target says (SpecInfer's
     collective boost-tuning).
 
@@ -312,36 +311,41 @@ def boost(
     found = specinfer.boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
     for number, (tuned, own, together) in enumerate(zip(*found, strict=True), start=1):
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
-        click.echo(
-            f"{out / str(number)}  says what {target.name} says on {own:.1%} of the passages, together {together:.1%}"
-        )
+        passages_alike = f"on {own:.1%} of the passages, together {together:.1%}"
+        click.echo(f"{out / str(number)}  says what {target.name} says {passages_alike}")
 
 
 @train.command("exits")
-@base.options(
-    click.option("--model", "-m", default="storyteller", help="Name or folder; it is not changed."),
-    click.option(
-        "--out", type=base.OutputPath(folder=True),
-        help="A folder for a copy with the classifier. [default: into the model's own folder]"
-    ),
-    click.option(
-        "--texts",
-        "files",
-        multiple=True,
-        type=base.INPUT_FILE,
-        help="Plain text to take passages from; may be repeated. [default: the classics]",
-    ),
-    click.option("--steps", type=click.IntRange(1), default=200, help="Steps of the training."),
-    click.option("--batch", type=click.IntRange(1), default=4, help="Passages a step."),
-    click.option("--context", type=click.IntRange(2), default=64, help="Tokens of a passage."),
-    click.option("--lr", type=click.FloatRange(0, min_open=True), default=0.01, help="Learning rate."),
-    click.option("--seed", type=int, default=0, help="Of the passages."),
-    base.quiet_option,
-)  # fmt: skip
+@option("--model", "-m", default="storyteller", help="Name or folder; it is not changed.")
+@option(
+    "--out",
+    type=OUTPUT_FOLDER,
+    help="A folder for a copy with the classifier. [default: into the model's own folder]",
+)
+@option(
+    "--texts",
+    "files",
+    multiple=True,
+    type=base.INPUT_FILE,
+    help="Plain text to take passages from; may be repeated. [default: the classics]",
+)
+@option("--steps", type=POSITIVE, default=200, help="Steps of the training.")
+@option("--batch", type=POSITIVE, default=4, help="Passages a step.")
+@option("--context", type=click.IntRange(2), default=64, help="Tokens of a passage.")
+@option("--lr", type=click.FloatRange(0, min_open=True), default=0.01, help="Learning rate.")
+@option("--seed", type=int, default=0, help="Of the passages.")
+@base.quiet_option
 def train_exits(
-    model: str, out: Path | None, files: tuple[Path, ...], steps: int, batch: int, context: int, lr: float, seed: int,
+    model: str,
+    out: Path | None,
+    files: tuple[Path, ...],
+    steps: int,
+    batch: int,
+    context: int,
+    lr: float,
+    seed: int,
     quiet: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Train CALM's exit classifier: one vector that says whether a layer's word is the top layer's.
     The model is frozen.
 
@@ -353,8 +357,6 @@ def train_exits(
       tinyspec generate --model models/mine --method calm --measure classifier "Once upon a time"
     """
     import shutil
-
-    from rich.console import Console
 
     from tinyspec import data, models
     from tinyspec.early_exit.calm import train_exit_classifier
@@ -371,46 +373,38 @@ def train_exits(
         )
     if loaded.config.n_layers < 2:
         raise TinyspecError(f"{loaded.name} has one layer: there is nowhere to exit")
-    if context > loaded.config.max_positions:
-        raise TinyspecError(
-            f"--context {context}: {loaded.name} has a context of {loaded.config.max_positions} tokens"
-        )
-    if (
-        out is not None
-        and (out / "config.json").exists()
-        and out.resolve() != (found or out / "other").resolve()
-    ):
+    if context > (longest := loaded.config.max_positions):
+        raise TinyspecError(f"--context {context}: {loaded.name} has a context of {longest} tokens")
+    is_own = out is None or (found is not None and out.resolve() == found.resolve())
+    if not is_own and (folder / "config.json").exists():
         raise TinyspecError(
             f"{out} already holds a model: name a new folder, or give --model {out}"
         )
-    end = loaded.config.eos[0] if loaded.config.eos else 0
     texts = [base.read_text(file) for file in files]
     texts = texts or [corpus.clean(book.text) for book in data.read_books("train")]
+    end = loaded.config.eos[0] if loaded.config.eos else 0
     ids = corpus.pack(loaded.tokenizer, [text[:CHARACTERS] for text in texts], end)
     if len(ids) <= context + 1:
         raise TinyspecError(
-            f"the texts have {len(ids)} tokens, a passage {context}: give more, or a smaller --context"
+            f"the texts have {len(ids)} tokens, a passage {context}: give more, "
+            "or a smaller --context"
         )
-    settings = Settings(
-        steps,
-        lr=lr,
-        warmup=min(20, steps),
-        weight_decay=0.0,
-        seed=seed,
-        log_every=20,
-        valid_every=max(20, steps // 10),
-    )
+    more: dict[str, Any] = {
+        "warmup": min(20, steps),
+        "log_every": 20,
+        "valid_every": max(20, steps // 10),
+    }
+    settings = Settings(steps, lr=lr, weight_decay=0.0, seed=seed, **more)
     state = folder / ".tinyspec" / "exits"
-    console = None if quiet else Console(stderr=True)
     ended, extras = train_exit_classifier(
-        loaded, corpus.crops(ids, batch, context), settings, state, console=console
+        loaded, corpus.crops(ids, batch, context), settings, state, console=make_console(quiet)
     )
-    if not ended.finished:
-        raise click.exceptions.Exit(130)
-    if not (folder / "config.json").exists():
-        loaded.save(folder)
-    checkpoint.write_extras(folder, extras)
-    shutil.rmtree(state)
-    if not any(state.parent.iterdir()):
-        state.parent.rmdir()
-    click.echo(f"{folder}  held-out loss {ended.best:.4f} (ln 2 = 0.6931 knows nothing)")
+    if ended.finished:
+        if not (folder / "config.json").exists():
+            loaded.save(folder)
+        checkpoint.write_extras(folder, extras)
+        shutil.rmtree(state)
+        if not any(state.parent.iterdir()):
+            state.parent.rmdir()
+    best = f"{ended.best:.4f} (ln 2 = 0.6931 knows nothing)"
+    finish(ended.finished, f"{folder}  held-out loss {best}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from tinyspec.cli import base
+from tinyspec.cli.base import flag, option
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -16,44 +17,36 @@ if TYPE_CHECKING:
 
 @click.command("translate", cls=base.KnobCommand)
 @click.argument("source", required=False)
-@base.options(
-    click.option(
-        "--model",
-        "-m",
-        help="Name or folder. [default: the one here that was trained for the method]",
-    ),
-    click.option("--method", default="plain", help="plain, nat, mask_predict, jacobi, ..."),
-    click.option(
-        "--teacher",
-        help="The model that judges candidates. [default: the one that the model's card names]",
-    ),
-    base.knob_option,
-    click.option(
-        "--max-new-tokens",
-        "-n",
-        type=int,
-        help="At most, from left to right. [default: 1.5 x source + 11]",
-    ),
-    click.option(
-        "--temperature",
-        "-t",
-        type=float,
-        help="Of what is drawn. [default: left to right, 0: greedy]",
-    ),
-    click.option("--seed", type=int, default=0, help="Same seed, same translation."),
-    click.option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
-    click.option("--dtype", help="float32, bfloat16, float16, float64. [default: float32]"),
-    click.option(
-        "--trace",
-        is_flag=True,
-        help="Show what every pass made of the canvas, or added to the text.",
-    ),
-    base.replay_option,
-    click.option("--stats", is_flag=True, help="Print passes and time to standard error."),
-    click.option(
-        "--json", "as_json", is_flag=True, help="One JSON object a sentence on standard output."
-    ),
+@option(
+    "--model",
+    "-m",
+    help="Name or folder. [default: the one here that was trained for the method]",
 )
+@option("--method", default="plain", help="plain, nat, mask_predict, jacobi, ...")
+@option(
+    "--teacher",
+    help="The model that judges candidates. [default: the one that the model's card names]",
+)
+@base.knob_option
+@option(
+    "--max-new-tokens",
+    "-n",
+    type=int,
+    help="At most, from left to right. [default: 1.5 x source + 11]",
+)
+@option(
+    "--temperature",
+    "-t",
+    type=float,
+    help="Of what is drawn. [default: left to right, 0: greedy]",
+)
+@option("--seed", type=int, default=0, help="Same seed, same translation.")
+@option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
+@option("--dtype", help="float32, bfloat16, float16, float64. [default: float32]")
+@flag("--trace", help="Show what every pass made of the canvas, or added to the text.")
+@base.replay_option
+@flag("--stats", help="Print passes and time to standard error.")
+@flag("--json", "as_json", help="One JSON object a sentence on standard output.")
 @click.pass_context
 def translate(
     ctx: click.Context,
@@ -90,13 +83,15 @@ def translate(
     missing = "there is no source: give a sentence as an argument, or pipe some in"
     text = base.read_prompt(source, missing)
 
+    from tinyspec.models import load_translator
     from tinyspec.translation import AUTOREGRESSIVE, load_for_method, start_translation
 
     (knobs,) = base.read_knobs(ctx, knob, [AUTOREGRESSIVE if method == "plain" else method])
-    translator = (
-        load_for_method(method, device, dtype) if model is None else _load(model, device, dtype)
-    )
-    judge = None if teacher is None else _load(teacher, device, dtype)
+    if model is None:
+        translator = load_for_method(method, device, dtype)
+    else:
+        translator = load_translator(model, device, dtype)
+    judge = None if teacher is None else load_translator(teacher, device, dtype)
     lines = [text] if source not in (None, "-") else text.splitlines()
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
@@ -106,12 +101,12 @@ def translate(
         running.detail(replay is not None)
         n_layers = running.model.config.decoder_layers
         try:
-            _run(running, shows=trace, grows=not (trace or as_json))
+            show_passes(running, on_lines=trace, in_place=not (trace or as_json))
         except KeyboardInterrupt:
-            _report(running.interrupted(), n_layers, as_json, stats=True)
+            print_translation(running.interrupted(), n_layers, as_json, stats=True)
             ctx.exit(130)
         done = running.result()
-        _report(done, n_layers, as_json, stats)
+        print_translation(done, n_layers, as_json, stats)
         if replay is not None:
             from tinyspec.show.replay import record_passes, record_rounds
 
@@ -119,30 +114,27 @@ def translate(
             base.write_replay(make(running.model, method, done), replay)
 
 
-def _load(name: str, device: str, dtype: str | None) -> Any:
-    from tinyspec.models import load_translator
+def show_passes(running: "ExtendingRun | RewritingRun", on_lines: bool, in_place: bool) -> None:
+    """Run a translation to its end, and show on standard error what every pass made.
 
-    return load_translator(name, device, dtype)
-
-
-def _run(running: "ExtendingRun | RewritingRun", shows: bool, grows: bool) -> None:
-    """Run to the end.
-
-    Show every pass on standard error, or, at a terminal, the text as it grows on one line.
+    on_lines  a line for each pass
+    in_place  all on one line, at a terminal only
     """
     from tinyspec.show.display import escape_controls
 
-    live = grows and sys.stderr.isatty() and sys.stdout.isatty()
+    in_place = in_place and sys.stderr.isatty() and sys.stdout.isatty()
     for number, _ in enumerate(running, 1):
-        if shows:
-            click.echo(f"{number:3}  {escape_controls(running.shown())}", err=True)
-        elif live:
-            click.echo(f"\r\x1b[K{escape_controls(running.shown())[:100]}", nl=False, err=True)
-    if live:
+        text = escape_controls(running.shown())
+        if on_lines:
+            click.echo(f"{number:3}  {text}", err=True)
+        elif in_place:
+            click.echo(f"\r\x1b[K{text[:100]}", nl=False, err=True)
+    if in_place:
         click.echo("\r\x1b[K", nl=False, err=True)
 
 
-def _report(done: "Translation", n_layers: int, as_json: bool, stats: bool) -> None:
+def print_translation(done: "Translation", n_layers: int, as_json: bool, stats: bool) -> None:
+    """Print a translation, as text or as JSON, and its figures on standard error."""
     from tinyspec.show.display import describe_layers, escape_controls
 
     if as_json:
