@@ -37,7 +37,7 @@ FLOORS = [
     (
         "bench",
         "grade",
-        "training.taught",
+        "training.translation_tasks",
         "training.train_mt",
     ),  # translators learn a chapter's losses
     ("cli", "__main__"),

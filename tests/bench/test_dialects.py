@@ -27,7 +27,7 @@ from tinyspec.bench.experiments.dialects import (
 )  # fmt: skip
 from tinyspec.bench.plot import draw
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
-from tinyspec.training.dialects import padded
+from tinyspec.training.bitext import pad_sequences
 
 RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (
@@ -177,7 +177,7 @@ def test_what_is_wrong_is_said_in_one_line(made: Any, tmp_path: Path) -> None:
 def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
     config = Seq2SeqConfig(12, 8, 2, 8, 1, 1, 24, lengths=7)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0), torch.float64)
-    source, target = padded([(4, 5, 6), (7, 4)]), padded([(8, 9, 10, 11), (11, 8)])
+    source, target = pad_sequences([(4, 5, 6), (7, 4)]), pad_sequences([(8, 9, 10, 11), (11, 8)])
     alone = [
         one_pass_nll(
             model, source[i : i + 1, :n], target[i : i + 1, :m], model.encode(source[i : i + 1, :n])

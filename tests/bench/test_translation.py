@@ -30,7 +30,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.training.bitext import train_joint_tokenizer
-from tinyspec.training.bleu import bleu
+from tinyspec.training.bleu import corpus_bleu
 
 ENGLISH = ["A dog runs.", "A red dog sleeps in the snow.", "Two dogs.", "A boy sees a dog."] * 2
 GERMAN = [
@@ -124,7 +124,7 @@ def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(
         texts = [arm.one(text) for text in ENGLISH]
         assert (
             result["figures"][arm.label]["bleu"]
-            == bleu([made.text for made in texts], GERMAN).score
+            == corpus_bleu([made.text for made in texts], GERMAN).score
         )
         assert (
             result["figures"][arm.label]["decoder_passes"]

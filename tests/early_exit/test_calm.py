@@ -40,7 +40,7 @@ from tinyspec.laws.traps import calm as traps
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Request, find_technique
-from tinyspec.training.schedule import Settings
+from tinyspec.training.schedule import TrainSettings
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("calm")
@@ -352,7 +352,7 @@ def test_training_lowers_the_held_out_loss_and_leaves_the_model_alone(tmp_path: 
     def crops(generator: torch.Generator) -> tuple[torch.Tensor, ...]:
         return (torch.randint(V, (8, 12), generator=generator),)
 
-    settings = Settings(40, lr=0.05, warmup=2, weight_decay=0.0, log_every=10, valid_every=20)
+    settings = TrainSettings(40, lr=0.05, warmup=2, weight_decay=0.0, log_every=10, valid_every=20)
     ended, extras = train_exit_classifier(M, crops, settings, tmp_path)
     assert ended.finished and ended.best is not None and ended.best < math.log(2) - 0.005
     assert extras[WEIGHT].shape == (D,) and extras[BIAS].shape == ()

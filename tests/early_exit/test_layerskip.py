@@ -33,7 +33,7 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.technique import Guarantee, Request, find_technique
-from tinyspec.training.exit_losses import Course, Exits
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 
 CARD = find_technique("layerskip")
 GREEDY = SamplingParams(temperature=0.0)
@@ -335,17 +335,17 @@ def texts(random: torch.Generator, count: int, length: int) -> torch.Tensor:
     return ids
 
 
-def trained(exits: Exits, steps: int = 90) -> Model:
+def trained(exits: ExitLosses, steps: int = 90) -> Model:
     model, course, random = (
         Model.random(TINY, scale=0.1),
-        Course(exits, 4, steps),
+        ExitLossSchedule(exits, 4, steps),
         torch.Generator().manual_seed(1),
     )
     optimizer = torch.optim.AdamW([w.requires_grad_() for w in model.weights.values()], lr=1e-2)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         for step in range(steps):
-            course.begin(step, step / steps)
+            course.begin_step(step, step / steps)
             ids = texts(random, 12, 20)
             course.loss(model.dense(), ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -355,8 +355,8 @@ def trained(exits: Exits, steps: int = 90) -> Model:
 
 def test_a_model_that_was_taught_so_drafts_better_from_its_middle_than_one_that_was_not() -> None:
     kept, prompts = {}, texts(torch.Generator().manual_seed(9), 5, 6).tolist()
-    recipe = Exits("sum", curriculum="rotational", rotation=2, p_max=0.1)
-    for name, exits in (("plain", Exits()), ("layerskip", recipe)):
+    recipe = ExitLosses("sum", curriculum="rotational", rotation=2, p_max=0.1)
+    for name, exits in (("plain", ExitLosses()), ("layerskip", recipe)):
         model, drafted, accepted = trained(exits), 0, 0
         for prompt in prompts:
             decoder = made(model.session(), exit=2, gamma=3)

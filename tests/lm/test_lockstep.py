@@ -6,8 +6,8 @@ import torch
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
-from tinyspec.training.beam import greedy
-from tinyspec.training.bitext import BOS, EOS, padded
+from tinyspec.training.beam import greedy_search
+from tinyspec.training.bitext import BOS, EOS, pad_sequences
 
 SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9]]
 
@@ -21,7 +21,7 @@ def model() -> Seq2Seq:
 
 
 def test_every_step_is_the_dense_pass(model: Seq2Seq) -> None:
-    memory = model.encode(padded(SOURCES))
+    memory = model.encode(pad_sequences(SOURCES))
     tokens = torch.randint(4, 11, (3, 6), generator=torch.Generator().manual_seed(0))
     tokens[:, 0] = BOS
     causal = torch.ones(6, 6, dtype=torch.bool).tril()
@@ -34,21 +34,23 @@ def test_every_step_is_the_dense_pass(model: Seq2Seq) -> None:
 
 
 def test_rows_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
-    rows = Lockstep(model, model.encode(padded(SOURCES)), 6)
+    rows = Lockstep(model, model.encode(pad_sequences(SOURCES)), 6)
     rows.step(torch.tensor([BOS, BOS, BOS]))
     rows.step(torch.tensor([5, 6, 7]))
     rows.select(torch.tensor([2, 0, 2]))
     found = rows.step(torch.tensor([8, 8, 9]))
     for row, (source, said) in enumerate((([2], [7, 8]), ([0], [5, 8]), ([2], [7, 9]))):
-        alone = Lockstep(model, model.encode(padded([SOURCES[source[0]]])), 6)
+        alone = Lockstep(model, model.encode(pad_sequences([SOURCES[source[0]]])), 6)
         for token in (BOS, *said):
             last = alone.step(torch.tensor([token]))
         torch.testing.assert_close(found[row], last[0], rtol=0, atol=1e-10)
 
 
 def test_greedy_translations_together_are_those_one_by_one(model: Seq2Seq) -> None:
-    together = greedy(Lockstep(model, model.encode(padded(SOURCES)), 9), BOS, EOS, [9, 5, 7])
+    together = greedy_search(
+        Lockstep(model, model.encode(pad_sequences(SOURCES)), 9), BOS, EOS, [9, 5, 7]
+    )
     for source, limit, text in zip(SOURCES, (9, 5, 7), together, strict=True):
-        assert greedy(Lockstep(model, model.encode(padded([source])), 9), BOS, EOS, [limit]) == [
-            text
-        ]
+        assert greedy_search(
+            Lockstep(model, model.encode(pad_sequences([source])), 9), BOS, EOS, [limit]
+        ) == [text]

@@ -22,10 +22,11 @@ from tinyspec.nonautoregressive import nat
 from tinyspec.nonautoregressive.nat import copy_by_fertility, copy_uniformly, make_decodable
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import RefineRequest, find_technique
-from tinyspec.training.aligner import align, fertilities
-from tinyspec.training.dialects import Dialects, padded
-from tinyspec.training.distilled import Writing, write
-from tinyspec.training.taught import forced
+from tinyspec.training.aligner import align_words, count_fertilities
+from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.dialects import Dialects
+from tinyspec.training.distilled import BeamSettings, write_translations
+from tinyspec.training.translation_tasks import teacher_forcing_loss
 
 SOURCES = [(4,), (6, 5), (4, 7, 5), (7, 7, 4, 6), (5, 4, 6, 7, 5)]
 SEEDS = range(4)
@@ -167,7 +168,7 @@ def test_one_sample_is_the_decode_of_the_named_fertilities_whatever_the_seed() -
 
 def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     model = random_student(0)
-    assert nat.translate_batch(model, padded(SOURCES)) == [
+    assert nat.translate_batch(model, pad_sequences(SOURCES)) == [
         run(model, None, source, samples=1).tokens for source in SOURCES
     ]
 
@@ -349,7 +350,9 @@ def fit(loss: Any, model: Seq2Seq, data: list[Any], steps: int, rate: float = 3e
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         rows = [data[i] for i in torch.randint(len(data), (64,), generator=generator).tolist()]
-        loss(model, tuple(padded(side) for side in zip(*rows, strict=True)), generator).backward()
+        loss(
+            model, tuple(pad_sequences(side) for side in zip(*rows, strict=True)), generator
+        ).backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
         adam.step()
         adam.zero_grad()
@@ -361,8 +364,11 @@ def fit(loss: Any, model: Seq2Seq, data: list[Any], steps: int, rate: float = 3e
 
 def aligned(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any, Any]]:
     """Sources, targets, and the fertilities that the aligner finds: by model 1, as no word stands twice."""
-    links = align([x for x, _ in pairs], [y for _, y in pairs], placed=0).links
-    return [(x, y, fertilities(link, len(x), 3)) for (x, y), link in zip(pairs, links, strict=True)]
+    links = align_words([x for x, _ in pairs], [y for _, y in pairs], model2_rounds=0).links
+    return [
+        (x, y, count_fertilities(link, len(x), 3))
+        for (x, y), link in zip(pairs, links, strict=True)
+    ]
 
 
 def shape(task: Dialects, width: int, layers: int) -> Seq2SeqConfig:
@@ -377,8 +383,8 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
 
     def pairs(count: int, seed: int) -> list[tuple[Any, Any, Any]]:
         made = []
-        for pair in task.corpus(count, seed):
-            turned = task.render(pair.source, 1)
+        for pair in task.sample_pairs(count, seed):
+            turned = task.translate(pair.source, 1)
             silent = {i for i, word in enumerate(pair.source) if word % 4 == 0}
             kept = [
                 t for t, i in zip(turned.target, turned.alignment, strict=True) if i not in silent
@@ -402,10 +408,10 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
         70,
         5e-3,
     )
-    sources = padded([x for x, _, _ in held])
+    sources = pad_sequences([x for x, _, _ in held])
     guessed = model.fertility_logits(model.encode(sources)).argmax(dim=-1)
     there = sources != 0
-    assert float((guessed == padded([f for _, _, f in held]))[there].float().mean()) > 0.95
+    assert float((guessed == pad_sequences([f for _, _, f in held]))[there].float().mean()) > 0.95
 
 
 @pytest.mark.slow
@@ -415,10 +421,10 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
     """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right translations, of 100: teacher 99;
     raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with 30 samples 99. Fifty seconds of one core."""
     task = Dialects(("lex", "fert"), modes=2, words=12, shortest=3, longest=5)
-    train = task.corpus(4000, 1)
+    train = task.sample_pairs(4000, 1)
     sources, held = (
         [p.source for p in train],
-        [p.source for p in task.corpus(100, 2, {p.source for p in train})],
+        [p.source for p in task.sample_pairs(100, 2, {p.source for p in train})],
     )
     config = shape(task, 48, 2)
     judge = Seq2Seq.create(
@@ -426,19 +432,22 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
     )
     judge.name = "teacher"
     fit(
-        lambda model, batch, _: forced(model, *batch),
+        lambda model, batch, _: teacher_forcing_loss(model, *batch),
         judge,
         [(p.source, p.target) for p in train],
         250,
     )
-    said = write(judge, sources, Writing(beam=1))
+    said = write_translations(judge, sources, BeamSettings(beam=1))
 
     def share(model: Seq2Seq, samples: int) -> float:
         refiner = find_technique("nat").refiner(RefineRequest(model, judge), samples=samples)
-        outputs = translate_sources(model, padded(held), refiner, [Seeded(0) for _ in held])
-        return task.quality(held, outputs).valid
+        outputs = translate_sources(model, pad_sequences(held), refiner, [Seeded(0) for _ in held])
+        return task.measure_quality(held, outputs).valid
 
-    assert task.quality(held, write(judge, held, Writing(beam=1))).valid > 0.95
+    assert (
+        task.measure_quality(held, write_translations(judge, held, BeamSettings(beam=1))).valid
+        > 0.95
+    )
     shares = {}
     for name, targets in (("raw", [p.target for p in train]), ("distilled", said)):
         pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if 0 < len(y) <= 3 * len(x)]

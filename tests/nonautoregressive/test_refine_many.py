@@ -12,7 +12,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, select_source, translate_sources
-from tinyspec.training.bitext import padded
+from tinyspec.training.bitext import pad_sequences
 
 SOURCES = [[4, 5, 6, 7, 9], [8], [9, 4, 9], [5, 5, 10]]
 SHAPE = {
@@ -57,8 +57,11 @@ def test_together_is_one_by_one(make: object) -> None:
             pass
         single.append(running.tokens)
         canvases.append(running.canvas)
-    assert translate_sources(one, padded(SOURCES), refiner, [Seeded(i) for i in range(4)]) == single
-    many = refine_many(one, padded(SOURCES), refiner, [Seeded(i) for i in range(4)])
+    assert (
+        translate_sources(one, pad_sequences(SOURCES), refiner, [Seeded(i) for i in range(4)])
+        == single
+    )
+    many = refine_many(one, pad_sequences(SOURCES), refiner, [Seeded(i) for i in range(4)])
     for i, canvas in enumerate(canvases):
         of = many.canvas_of(i)
         assert torch.equal(of.mask, canvas.mask)
@@ -73,7 +76,10 @@ def test_a_batch_takes_the_passes_of_one_source() -> None:
     forward_log: list[ForwardRecord] = []
     counted = one.counting(forward_log)
     refine_many(
-        counted, padded(SOURCES), MaskPredictRefiner(counted, 4, 3), [Seeded(i) for i in range(4)]
+        counted,
+        pad_sequences(SOURCES),
+        MaskPredictRefiner(counted, 4, 3),
+        [Seeded(i) for i in range(4)],
     )
     assert [call.model for call in forward_log] == ["translator/encoder"] + 4 * ["translator"]
 
@@ -81,7 +87,7 @@ def test_a_batch_takes_the_passes_of_one_source() -> None:
 def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
     teacher = model(5)
     canvases = [blank_canvas([2, 3], 6), blank_canvas([1, 4], 7)]
-    memory = teacher.encode(padded(SOURCES[:2]))
+    memory = teacher.encode(pad_sequences(SOURCES[:2]))
     for i, canvas in enumerate(canvases):
         torch.testing.assert_close(
             token_logprobs(teacher, memory.rows([i, i]), canvas),
@@ -101,4 +107,4 @@ def test_a_technique_that_draws_while_it_rewrites_is_refused() -> None:
             rng.split("noise", 0)
 
     with pytest.raises(TinyspecError, match="refined one by one"):
-        refine_many(one, padded(SOURCES), Drawing(one, 2, 2), [Seeded(i) for i in range(4)])
+        refine_many(one, pad_sequences(SOURCES), Drawing(one, 2, 2), [Seeded(i) for i in range(4)])

@@ -35,7 +35,7 @@ from tinyspec.speculative.verification.specinfer import (
     verify_tree_multi_step,
 )
 from tinyspec.technique import Request, find_technique
-from tinyspec.training.schedule import Settings
+from tinyspec.training.schedule import TrainSettings
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find_technique("specinfer")
@@ -200,7 +200,7 @@ SMALL = Config(
     d_ff=8,
     max_positions=16,
 )
-SETTINGS = Settings(steps=40, lr=2e-2, warmup=5, weight_decay=0.0, log_every=40)
+SETTINGS = TrainSettings(steps=40, lr=2e-2, warmup=5, weight_decay=0.0, log_every=40)
 
 
 def test_what_is_left_of_the_prompts_goes_to_the_next_draft_and_together_they_cover_more(

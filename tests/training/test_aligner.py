@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from tinyspec.errors import TinyspecError
-from tinyspec.training.aligner import align, fertilities
+from tinyspec.training.aligner import align_words, count_fertilities
 from tinyspec.training.dialects import Dialects
 
 
 def corpus(kinds: tuple[str, ...], modes: int, count: int = 1500) -> tuple[list, list, list]:
-    pairs = Dialects(kinds, modes).corpus(count, seed=1)
+    pairs = Dialects(kinds, modes).sample_pairs(count, seed=1)
     return [p.source for p in pairs], [p.target for p in pairs], [p.alignment for p in pairs]
 
 
@@ -23,7 +23,7 @@ def test_em_never_loses_likelihood(rounds: int, placed: int) -> None:
     random = np.random.default_rng(0)
     source = [random.integers(0, 9, random.integers(1, 7)).tolist() for _ in range(200)]
     target = [random.integers(0, 7, random.integers(1, 7)).tolist() for _ in range(200)]
-    likelihood = align(source, target, rounds=rounds, placed=placed).likelihood
+    likelihood = align_words(source, target, model1_rounds=rounds, model2_rounds=placed).likelihood
     assert len(likelihood) == rounds + placed + 1
     assert all(later >= earlier - 1e-9 for earlier, later in pairwise(likelihood))
     assert likelihood[-1] > likelihood[0]
@@ -45,7 +45,7 @@ def test_model_1_is_what_brute_force_says() -> None:
             likelihood += math.log(mass / (len(x) + 1))
             for s in (-1, *x):
                 counts[s, t] += said[s, t] / mass
-    aligned = align(source, target, rounds=1, placed=0)
+    aligned = align_words(source, target, model1_rounds=1, model2_rounds=0)
     assert aligned.likelihood[0] == pytest.approx(likelihood)
     for (s, t), p in aligned.lexicon.items():
         assert p == pytest.approx(
@@ -58,7 +58,7 @@ def test_model_1_is_what_brute_force_says() -> None:
 )
 def test_more_than_95_in_100_known_alignments_are_found(kinds: tuple[str, ...], modes: int) -> None:
     source, target, truth = corpus(kinds, modes)
-    links = align(source, target).links
+    links = align_words(source, target).links
     right = sum(
         int((link == np.array(known)).sum()) for link, known in zip(links, truth, strict=True)
     )
@@ -69,17 +69,19 @@ def test_places_settle_what_words_cannot() -> None:
     """A word that stands twice in a source is told apart by model 2 alone."""
     source = [[1, 2, 1], [2], [3, 4], [4, 5, 6], [5, 3]] * 5
     target = [[7, 8, 7], [8], [9, 10], [10, 11, 12], [11, 9]] * 5
-    assert align(source, target, placed=0).links[0].tolist() == [0, 1, 0]
-    assert align(source, target).links[0].tolist() == [0, 1, 2]
+    assert align_words(source, target, model2_rounds=0).links[0].tolist() == [0, 1, 0]
+    assert align_words(source, target).links[0].tolist() == [0, 1, 2]
 
 
 def test_fertilities_add_up_to_the_targets_length() -> None:
     source, target, truth = corpus(("fert",), 2, 300)
-    for x, y, link, known in zip(source, target, align(source, target).links, truth, strict=True):
-        assert fertilities(link, len(x)).sum() == len(y) and len(fertilities(known, len(x))) == len(
-            x
-        )
-        assert fertilities(link, len(x), most=2).max() <= 2 and fertilities(
+    for x, y, link, known in zip(
+        source, target, align_words(source, target).links, truth, strict=True
+    ):
+        assert count_fertilities(link, len(x)).sum() == len(y) and len(
+            count_fertilities(known, len(x))
+        ) == len(x)
+        assert count_fertilities(link, len(x), most=2).max() <= 2 and count_fertilities(
             link, len(x), most=2
         ).sum() == len(y)
 
@@ -90,14 +92,14 @@ def test_29_000_pairs_of_12_words_take_well_under_three_minutes() -> None:
     source = [(random.zipf(1.3, 12) % 9000).tolist() for _ in range(1450)]
     target = [(random.zipf(1.3, 12) % 9000).tolist() for _ in range(1450)]
     began = time.process_time()
-    align(source, target)
+    align_words(source, target)
     assert time.process_time() - began < 4
 
 
 def test_bad_input_is_named() -> None:
     with pytest.raises(TinyspecError, match="sentence pair 1 has an empty side"):
-        align([[1], []], [[2], [3]])
+        align_words([[1], []], [[2], [3]])
     with pytest.raises(TinyspecError, match="must be pairs"):
-        align([[1], [2]], [[2]])
+        align_words([[1], [2]], [[2]])
     with pytest.raises(TinyspecError, match="more than 2 for each"):
-        fertilities([0, 0, 0], 1, most=2)
+        count_fertilities([0, 0, 0], 1, most=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyspec.training.beam import beam_search, greedy
+from tinyspec.training.beam import beam_search, greedy_search
 
 BEGIN, EOS, V = 1, 2, 5
 
@@ -44,9 +44,9 @@ def score(source: int, text: tuple[int, ...], length_power: float) -> float:
 
 def test_rows_do_not_hear_of_each_other() -> None:
     limits = [3, 0, 7, 1, 6, 6]
-    together = greedy(Table(list(range(6))), BEGIN, EOS, limits)
+    together = greedy_search(Table(list(range(6))), BEGIN, EOS, limits)
     assert together == [
-        greedy(Table([i]), BEGIN, EOS, [limit])[0] for i, limit in enumerate(limits)
+        greedy_search(Table([i]), BEGIN, EOS, [limit])[0] for i, limit in enumerate(limits)
     ]
     together = beam_search(Table(list(range(6))), BEGIN, EOS, limits, beam=3)
     assert together == [
@@ -57,7 +57,7 @@ def test_rows_do_not_hear_of_each_other() -> None:
 def test_a_beam_of_one_is_greedy_decoding() -> None:
     sources, limits = list(range(40)), [i % 9 for i in range(40)]
     for power in (0.0, 1.0):
-        assert beam_search(Table(sources), BEGIN, EOS, limits, 1, power) == greedy(
+        assert beam_search(Table(sources), BEGIN, EOS, limits, 1, power) == greedy_search(
             Table(sources), BEGIN, EOS, limits
         )
 
@@ -75,9 +75,9 @@ def test_a_beam_as_wide_as_all_texts_finds_the_best_of_them(limit: int, power: f
 
 def test_what_has_ended_is_not_computed_any_more() -> None:
     rows = Table([3, 4])
-    texts = greedy(rows, BEGIN, EOS, [2, 2])
+    texts = greedy_search(rows, BEGIN, EOS, [2, 2])
     assert all(len(text) <= 2 for text in texts)
     assert rows.steps <= 2
     nothing = Table([3, 4])
-    assert greedy(nothing, BEGIN, EOS, [0, 0]) == [[], []]
+    assert greedy_search(nothing, BEGIN, EOS, [0, 0]) == [[], []]
     assert nothing.steps == 0

@@ -17,12 +17,12 @@ from tinyspec.training.bitext import (
     MASK,
     PAD,
     SPECIAL,
-    Pair,
-    buckets,
-    drawn,
-    encode,
+    SentencePair,
+    encode_pairs,
+    filter_pairs,
+    group_by_length,
+    make_batch_sampler,
     train_joint_tokenizer,
-    usable,
 )
 
 TEXTS = [
@@ -71,31 +71,35 @@ def test_what_is_written_in_a_text_is_no_special_token(tokenizer: Tokenizer) -> 
 
 
 def test_pairs_that_are_empty_or_long_are_not_trained_on(tokenizer: Tokenizer) -> None:
-    pairs = encode(tokenizer, [*TEXTS, ("", "Hund"), ("Dog", "Hund " * 50)])
+    pairs = encode_pairs(tokenizer, [*TEXTS, ("", "Hund"), ("Dog", "Hund " * 50)])
     assert len(pairs) == 5
-    assert usable(pairs, 20) == pairs[:3]
-    assert encode(tokenizer, []) == []
+    assert filter_pairs(pairs, 20) == pairs[:3]
+    assert encode_pairs(tokenizer, []) == []
 
 
-def library(many: int) -> list[Pair]:
+def library(many: int) -> list[SentencePair]:
     chance = random.Random(0)
-    return [Pair([5] * chance.randint(1, 30), [6] * chance.randint(1, 30)) for _ in range(many)]
+    return [
+        SentencePair([5] * chance.randint(1, 30), [6] * chance.randint(1, 30)) for _ in range(many)
+    ]
 
 
 def test_buckets_hold_every_pair_once_and_as_many_places_as_asked() -> None:
     pairs = library(200)
-    groups = buckets(pairs, 100)
+    groups = group_by_length(pairs, 100)
     assert sorted(i for group in groups for i in group) == list(range(200))
     for group in groups:
         assert len(group) * max(len(side) for i in group for side in pairs[i]) <= 100
-    assert buckets(library(1), 1) == [[0]]  # a pair that is too long for a batch is one alone
+    assert group_by_length(library(1), 1) == [
+        [0]
+    ]  # a pair that is too long for a batch is one alone
 
 
 def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_generator_alone() -> (
     None
 ):
     pairs = library(120)
-    draw = drawn(pairs, 120)
+    draw = make_batch_sampler(pairs, 120)
     seen: Counter[int] = Counter()
     for seed in range(3000):
         batch = draw(torch.Generator().manual_seed(seed))
@@ -104,11 +108,11 @@ def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_ge
         seen.update(batch)
     mean = sum(seen.values()) / len(pairs)
     assert max(abs(seen[i] - mean) for i in range(len(pairs))) < 6 * mean**0.5
-    assert draw(torch.Generator().manual_seed(7)) == drawn(pairs, 120)(
+    assert draw(torch.Generator().manual_seed(7)) == make_batch_sampler(pairs, 120)(
         torch.Generator().manual_seed(7)
     )
     with pytest.raises(TinyspecError, match="no pairs to train on"):
-        drawn([], 100)
+        make_batch_sampler([], 100)
 
 
 def test_the_vocabulary_is_saved_beside_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:

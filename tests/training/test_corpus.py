@@ -26,20 +26,20 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 def test_the_title_block_goes_and_the_text_stays() -> None:
     header = "# Title: T\n\n## Author: A\n\n## Year: 1900\n\n-------\n"
     assert (
-        corpus.clean(header + '"Go!"\r\n\r\n## Part II \r\n\r\nhe said. \r\n')
+        corpus.clean_book(header + '"Go!"\r\n\r\n## Part II \r\n\r\nhe said. \r\n')
         == '"Go!"\n\n## Part II\n\nhe said.'
     )
 
 
 @given(st.text(alphabet=st.sampled_from("ab#- \t\r\n:"), max_size=60))
 def test_cleaning_twice_is_cleaning_once(text: str) -> None:
-    once = corpus.clean("# Title: T\n\n-------\n" + text)
+    once = corpus.clean_book("# Title: T\n\n-------\n" + text)
     assert "\r" not in once
-    assert corpus.clean("-------\n" + once) == once
+    assert corpus.clean_book("-------\n" + once) == once
 
 
 def test_a_rule_in_the_middle_of_a_book_is_text() -> None:
-    assert corpus.clean("one\n\n-------\ntwo") == "one\n\n-------\ntwo"
+    assert corpus.clean_book("one\n\n-------\ntwo") == "one\n\n-------\ntwo"
 
 
 @given(
@@ -69,13 +69,13 @@ def test_training_the_tokenizer_twice_gives_the_same_one(
 
 
 def test_packing_puts_an_end_around_every_text(tokenizer: Tokenizer) -> None:
-    row = corpus.pack(tokenizer, TEXTS, 0).tolist()
+    row = corpus.pack_texts(tokenizer, TEXTS, 0).tolist()
     assert row == [0, *tokenizer.encode(TEXTS[0]), 0, *tokenizer.encode(TEXTS[1]), 0]
 
 
 def test_crops_are_consecutive_tokens_and_depend_on_the_generator_alone() -> None:
     row = torch.arange(100)
-    draw = corpus.crops(row, batch=5, context=8)
+    draw = corpus.make_crop_sampler(row, batch=5, context=8)
     inputs, targets = draw(torch.Generator().manual_seed(3))
     assert inputs.shape == targets.shape == (5, 8)
     assert (targets == inputs + 1).all()
@@ -98,7 +98,7 @@ def test_every_token_but_the_first_is_scored_once_with_enough_context(
         first += length
     seen: list[int] = []
     starts = {d.tokens[0] for d in documents}
-    for inputs, targets, scored in corpus.windows(documents, context, stride, batch=3):
+    for inputs, targets, scored in corpus.slide_windows(documents, context, stride, batch=3):
         for row, answer, mask in zip(
             inputs.tolist(), targets.tolist(), scored.tolist(), strict=True
         ):
@@ -111,7 +111,7 @@ def test_every_token_but_the_first_is_scored_once_with_enough_context(
 
 
 def test_a_uniform_law_costs_log2_of_the_vocabulary_per_token(tokenizer: Tokenizer) -> None:
-    documents = [corpus.document(tokenizer, text, 0) for text in TEXTS]
+    documents = [corpus.encode_document(tokenizer, text, 0) for text in TEXTS]
     tokens = sum(len(d.tokens) - 1 for d in documents)
     size = sum(len(text.encode()) for text in TEXTS)
     bits = corpus.bits_per_byte(
@@ -121,7 +121,7 @@ def test_a_uniform_law_costs_log2_of_the_vocabulary_per_token(tokenizer: Tokeniz
 
 
 def test_a_document_can_be_cut_and_counts_bytes_not_characters(tokenizer: Tokenizer) -> None:
-    cut = corpus.document(tokenizer, "\u00e9t\u00e9 encore", 0, characters=3)
+    cut = corpus.encode_document(tokenizer, "\u00e9t\u00e9 encore", 0, characters=3)
     assert cut.bytes == 5
     assert tokenizer.decode(cut.tokens) == "\u00e9t\u00e9"
 
@@ -130,8 +130,8 @@ def test_acceptance_is_one_for_equal_laws_and_the_overlap_else() -> None:
     documents = [Document([0, 1, 1, 0, 1], 4)]
     rows = {"p": torch.tensor([0.75, 0.25]).log(), "q": torch.tensor([0.25, 0.75]).log()}
 
-    def law(name: str) -> corpus.Teach:
+    def law(name: str) -> corpus.LogitsFn:
         return lambda ids: rows[name].expand(*ids.shape, 2)
 
-    assert corpus.acceptance(law("p"), law("p"), documents, 4, 2) == pytest.approx(1.0)
-    assert corpus.acceptance(law("p"), law("q"), documents, 4, 2) == pytest.approx(0.5)
+    assert corpus.measure_acceptance(law("p"), law("p"), documents, 4, 2) == pytest.approx(1.0)
+    assert corpus.measure_acceptance(law("p"), law("q"), documents, 4, 2) == pytest.approx(0.5)

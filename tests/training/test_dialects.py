@@ -7,7 +7,8 @@ from itertools import product
 import pytest
 
 from tinyspec.errors import TinyspecError
-from tinyspec.training.dialects import MASK, Dialects, entropy, padded
+from tinyspec.training.bitext import MASK, pad_sequences
+from tinyspec.training.dialects import Dialects, entropy
 
 TINY = {"modes": 2, "words": 4, "shortest": 2, "longest": 3}
 ALL = [("lex",), ("ord",), ("fert",), ("lex", "fert"), ("ord", "fert"), ("lex", "ord", "fert")]
@@ -17,7 +18,7 @@ def law(task: Dialects, source: tuple[int, ...]) -> dict[tuple[int, ...], float]
     """The law of the translation, over every text there is: an oracle that counts nothing together."""
     first = MASK + 1 + task.words
     found: Counter[tuple[int, ...]] = Counter()
-    for pair in task.renderings(source):
+    for pair in task.all_translations(source):
         for text in product(range(first, first + task.tokens), repeat=len(pair.target)):
             p = 1.0
             for token, right in zip(text, pair.target, strict=True):
@@ -45,7 +46,7 @@ def test_the_floors_are_those_of_the_enumerated_law(kinds: tuple[str, ...], nois
                     if len(text) == length:
                         place[text[i]] += p / share  # type: ignore[assignment]
                 parallel += share * entropy(place.values())
-        floors = task.floors(source)
+        floors = task.entropy_bounds(source)
         assert floors.sequence == pytest.approx(entropy(joint.values()))
         assert floors.length == pytest.approx(entropy(lengths.values()))
         assert floors.parallel == pytest.approx(parallel)
@@ -57,8 +58,8 @@ def test_writing_at_once_costs_the_choice_of_the_dialect_at_every_place(
     kind: str, modes: int
 ) -> None:
     task = Dialects((kind,), modes=modes)
-    for pair in task.corpus(10, seed=1):
-        floors = task.floors(pair.source)
+    for pair in task.sample_pairs(10, seed=1):
+        floors = task.entropy_bounds(pair.source)
         assert floors.length == 0
         assert floors.sequence == pytest.approx(math.log(modes))
         assert floors.parallel == pytest.approx(len(pair.source) * math.log(modes))
@@ -66,18 +67,18 @@ def test_writing_at_once_costs_the_choice_of_the_dialect_at_every_place(
 
 def test_one_dialect_without_noise_costs_nothing() -> None:
     task = Dialects(("lex", "ord", "fert"), modes=1)
-    assert task.floors(task.corpus(1)[0].source) == (0, 0, 0)
+    assert task.entropy_bounds(task.sample_pairs(1)[0].source) == (0, 0, 0)
 
 
 def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() -> None:
     task = Dialects(("fert",), modes=2)
     source = (4, 5, 7, 9, 11)  # one even word, four odd ones
-    assert [len(pair.target) for pair in task.renderings(source)] == [6, 9]
-    assert task.floors(source) == pytest.approx(
+    assert [len(pair.target) for pair in task.all_translations(source)] == [6, 9]
+    assert task.entropy_bounds(source) == pytest.approx(
         (math.log(2), math.log(2), 0)
     )  # who is told the length knows all
     same = (4, 5, 6, 7)  # two and two
-    floors = Dialects(("fert",), modes=2, shortest=4).floors(same)
+    floors = Dialects(("fert",), modes=2, shortest=4).entropy_bounds(same)
     assert floors.length == 0
     assert floors.parallel > floors.sequence
 
@@ -87,24 +88,26 @@ def test_alignments_fertilities_and_trees_tell_how_a_sentence_was_made(
     kinds: tuple[str, ...],
 ) -> None:
     task = Dialects(kinds, modes=3)
-    for pair in task.corpus(60, seed=2):
+    for pair in task.sample_pairs(60, seed=2):
         assert len(pair.alignment) == len(pair.target) == sum(pair.fertilities)
         assert [pair.alignment.count(at) for at in range(len(pair.source))] == list(
             pair.fertilities
         )
         spans = [span for phrase in pair.tree for span in phrase]
         for (begin, end), at in zip(spans, dict.fromkeys(pair.alignment), strict=True):
-            assert list(pair.target[begin:end]) == task.said(pair.source[at] - MASK - 1, pair.mode)
+            assert list(pair.target[begin:end]) == task.tokens_of_word(
+                pair.source[at] - MASK - 1, pair.mode
+            )
         assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
         assert spans[-1][1] == len(pair.target)
         assert len(set(pair.target)) == len(pair.target)
         assert max(pair.target) < task.vocab_size
-        assert len(pair.target) <= task.most
+        assert len(pair.target) <= task.max_target_length
 
 
 def test_sources_have_distinct_words_and_the_lengths_asked_for() -> None:
     task = Dialects()
-    pairs = task.corpus(400, seed=3)
+    pairs = task.sample_pairs(400, seed=3)
     assert {len(pair.source) for pair in pairs} == {5, 6, 7, 8, 9}
     assert all(len(set(pair.source)) == len(pair.source) for pair in pairs)
     assert {word for pair in pairs for word in pair.source} == set(range(4, 24))
@@ -112,24 +115,24 @@ def test_sources_have_distinct_words_and_the_lengths_asked_for() -> None:
 
 def test_dialects_are_equally_frequent_and_a_seed_gives_the_same_corpus() -> None:
     task = Dialects(modes=4)
-    pairs = task.corpus(100, seed=4)
+    pairs = task.sample_pairs(100, seed=4)
     assert Counter(pair.mode for pair in pairs) == dict.fromkeys(range(4), 25)
-    assert pairs == task.corpus(100, seed=4) != task.corpus(100, seed=5)
+    assert pairs == task.sample_pairs(100, seed=4) != task.sample_pairs(100, seed=5)
 
 
 def test_held_out_sources_do_not_come_up() -> None:
     task = Dialects(**TINY)  # type: ignore[arg-type]
-    held = {pair.source for pair in task.corpus(6, seed=6)}
-    assert not held & {pair.source for pair in task.corpus(200, seed=7, without=held)}
+    held = {pair.source for pair in task.sample_pairs(6, seed=6)}
+    assert not held & {pair.source for pair in task.sample_pairs(200, seed=7, exclude=held)}
 
 
 def test_noise_replaces_a_token_by_another_one() -> None:
     task = Dialects(noise=0.3)
-    pairs = task.corpus(300, seed=8)
+    pairs = task.sample_pairs(300, seed=8)
     wrong = sum(
         a != b
         for pair in pairs
-        for a, b in zip(pair.target, task.render(pair.source, pair.mode).target, strict=True)
+        for a, b in zip(pair.target, task.translate(pair.source, pair.mode).target, strict=True)
     )
     assert abs(wrong / sum(len(pair.target) for pair in pairs) - 0.3) < 0.04
     assert all(24 <= token < task.vocab_size for pair in pairs for token in pair.target)
@@ -138,12 +141,12 @@ def test_noise_replaces_a_token_by_another_one() -> None:
 def test_quality_tells_mixed_dialects_from_repeated_words() -> None:
     lex, order = Dialects(modes=2), Dialects(("ord",), modes=2)
     source = (4, 5, 6, 7, 8)
-    one, other = (pair.target for pair in lex.renderings(source))
-    assert lex.quality([source], [one]) == (1, 1, 0)
-    assert lex.quality([source], [(*one[:2], *other[2:])]) == (0, 0, 0)
-    assert lex.quality([source], [one[::-1]]) == (0, 1, 0)
-    assert lex.quality([source] * 2, [other, (one[0], *one[:4])]) == (0.5, 1, 0.5)
-    assert order.quality([source], [(24, 25, 26, 27, 24)]) == (0, 1, 1)
+    one, other = (pair.target for pair in lex.all_translations(source))
+    assert lex.measure_quality([source], [one]) == (1, 1, 0)
+    assert lex.measure_quality([source], [(*one[:2], *other[2:])]) == (0, 0, 0)
+    assert lex.measure_quality([source], [one[::-1]]) == (0, 1, 0)
+    assert lex.measure_quality([source] * 2, [other, (one[0], *one[:4])]) == (0.5, 1, 0.5)
+    assert order.measure_quality([source], [(24, 25, 26, 27, 24)]) == (0, 1, 1)
 
 
 def test_bad_tasks_are_refused() -> None:
@@ -157,9 +160,9 @@ def test_bad_tasks_are_refused() -> None:
         with pytest.raises(TinyspecError, match=said):
             Dialects(**given)  # type: ignore[arg-type]
     with pytest.raises(TinyspecError, match="no outputs"):
-        Dialects().quality([], [])
+        Dialects().measure_quality([], [])
 
 
 def test_rows_are_padded_to_the_longest() -> None:
-    assert padded([(4,), (5, 6)]).tolist() == [[4, 0], [5, 6]]
-    assert padded([]).shape == (0,)
+    assert pad_sequences([(4,), (5, 6)]).tolist() == [[4, 0], [5, 6]]
+    assert pad_sequences([]).shape == (0,)

@@ -16,8 +16,8 @@ from tinyspec.lm import borrowed
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.model import Model
 from tinyspec.training import distill, imitation, outputs
-from tinyspec.training.outputs import Ask, Asking, Output
-from tinyspec.training.train_lm import distillation
+from tinyspec.training.outputs import OutputSettings, TargetOutput, TargetPrompt
+from tinyspec.training.train_lm import distillation_loss
 
 SMALL = ["--texts", "8", "--set", "distill.tokens=12", "--set", "distill.prompt=8", "--set", "train.steps=30", "--set",
          "train.lr=1e-2", "--set", "distill.question=6", "--set", "train.warmup=2", "--set", "distill.batch=4"]  # fmt: skip
@@ -30,9 +30,9 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
     return tiny_zoo(tmp_path)
 
 
-def wrote(model: Model, texts: int = 4, **more: Any) -> list[Output]:
-    asking = Asking(texts=texts, tokens=10, prompt=8, question=5, batch=4, **more)
-    return outputs.batch(model, outputs.asks(model, asking), asking, 0)
+def wrote(model: Model, texts: int = 4, **more: Any) -> list[TargetOutput]:
+    asking = OutputSettings(texts=texts, tokens=10, prompt=8, question=5, batch=4, **more)
+    return outputs.sample_outputs(model, outputs.make_prompts(model, asking), asking, 0)
 
 
 # ---------------------------------------------------------------------- the outputs
@@ -41,22 +41,22 @@ def wrote(model: Model, texts: int = 4, **more: Any) -> list[Output]:
 def test_an_outputs_laws_are_the_targets_at_the_places_where_it_was_drawn(zoo: Zoo) -> None:
     model = tinyspec.load(zoo.big)
     for text in wrote(model, top=6):
-        rows = model.logits(text.ids.tolist())[text.known].softmax(-1)
+        rows = model.logits(text.ids.tolist())[text.positions].softmax(-1)
         best = rows.topk(6)
-        assert torch.equal(best.indices.int(), text.top)
-        assert torch.allclose(best.values, text.law.float(), atol=1e-3)
-        assert len(text.ids) - 1 > int(text.known[-1]) - 1
+        assert torch.equal(best.indices.int(), text.top_ids)
+        assert torch.allclose(best.values, text.top_probs.float(), atol=1e-3)
+        assert len(text.ids) - 1 > int(text.positions[-1]) - 1
 
 
 def test_a_chat_model_asks_itself_between_the_ids_of_its_template(zoo: Zoo) -> None:
     model = tinyspec.load(zoo.big)
-    lead, closing = outputs._frame(model)
+    lead, closing = outputs._split_chat_template(model)
     asked = model.tokenizer.chat([{"role": "user", "content": "Zebra"}])
     assert asked[: len(lead)] == lead and asked[len(asked) - len(closing) :] == closing
     text = wrote(model)[0]
     assert text.ids[: len(lead)].tolist() == lead
     assert not set(range(len(lead) - 1)) & set(
-        text.known.tolist()
+        text.positions.tolist()
     )  # nothing is learnt of the template
 
 
@@ -64,41 +64,44 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
     zoo: Zoo, tmp_path: Path
 ) -> None:
     model = tinyspec.load(zoo.big)
-    asking = Asking(texts=6, tokens=6, question=4, batch=4)
-    asks = outputs.asks(model, asking)
-    together = outputs.batch(model, asks, asking, 0)
-    alone = outputs.batch(model, asks[3:4], asking, 3)[0]
+    asking = OutputSettings(texts=6, tokens=6, question=4, batch=4)
+    asks = outputs.make_prompts(model, asking)
+    together = outputs.sample_outputs(model, asks, asking, 0)
+    alone = outputs.sample_outputs(model, asks[3:4], asking, 3)[0]
     assert torch.equal(alone.ids, together[3].ids)
-    first = outputs.write(model, asks, asking, tmp_path / "o")
+    first = outputs.write_outputs(model, asks, asking, tmp_path / "o")
     assert sorted(path.name for path in (tmp_path / "o").glob("*.pt")) == ["00000.pt", "00001.pt"]
     (tmp_path / "o" / "00001.pt").unlink()
     before = (tmp_path / "o" / "00000.pt").stat().st_mtime_ns
-    again = outputs.write(model, asks, asking, tmp_path / "o")
+    again = outputs.write_outputs(model, asks, asking, tmp_path / "o")
     assert (tmp_path / "o" / "00000.pt").stat().st_mtime_ns == before
     assert all(torch.equal(a.ids, b.ids) for a, b in zip(first, again, strict=True))
-    more = Asking(texts=9, tokens=6, question=4, batch=4)
+    more = OutputSettings(texts=9, tokens=6, question=4, batch=4)
     assert (
-        outputs.folder(model, more)
-        == outputs.folder(model, asking)
-        != outputs.folder(model, Asking(texts=9))
+        outputs.outputs_folder(model, more)
+        == outputs.outputs_folder(model, asking)
+        != outputs.outputs_folder(model, OutputSettings(texts=9))
     )
-    grown = outputs.write(model, outputs.asks(model, more), more, tmp_path / "o")
+    grown = outputs.write_outputs(model, outputs.make_prompts(model, more), more, tmp_path / "o")
     assert len(grown) == 9 and all(
         torch.equal(a.ids, b.ids) for a, b in zip(first, grown, strict=False)
     )
     (tmp_path / "o" / "00000.pt").write_bytes(b"broken")
     with pytest.raises(TinyspecError, match="delete it, and it is written again"):
-        outputs.write(model, asks, asking, tmp_path / "o")
+        outputs.write_outputs(model, asks, asking, tmp_path / "o")
 
 
 def test_prompts_come_from_a_file_where_one_is_given(zoo: Zoo, tmp_path: Path) -> None:
     model, file = tinyspec.load(zoo.other), tmp_path / "p.txt"
     file.write_text("the cat\n\nthe dog\n", encoding="utf-8")
-    said = {tuple(ask.ids) for ask in outputs.asks(model, Asking(texts=20, tokens=4), file)}
+    said = {
+        tuple(ask.ids)
+        for ask in outputs.make_prompts(model, OutputSettings(texts=20, tokens=4), file)
+    }
     assert said == {tuple(model.tokenizer.encode(text)) for text in ("the cat", "the dog")}
     file.write_text("\n\n", encoding="utf-8")
     with pytest.raises(TinyspecError, match="no prompts in it"):
-        outputs.asks(model, Asking(), file)
+        outputs.make_prompts(model, OutputSettings(), file)
 
 
 def test_prompts_do_not_depend_on_how_many_there_are(
@@ -116,7 +119,8 @@ def test_prompts_do_not_depend_on_how_many_there_are(
     )
     for model in (tinyspec.load(zoo.big), tinyspec.load(zoo.small)):
         few, many = (
-            outputs.asks(model, Asking(texts=n, tokens=4, prompt=20, batch=2)) for n in (7, 20)
+            outputs.make_prompts(model, OutputSettings(texts=n, tokens=4, prompt=20, batch=2))
+            for n in (7, 20)
         )
         assert many[:7] == few
         assert len({tuple(ask.ids) for ask in many}) > 2
@@ -128,8 +132,8 @@ def test_an_end_of_text_ends_a_text(zoo: Zoo) -> None:
     model = tinyspec.load(zoo.small)
     every = distill.replace(model.config, eos=tuple(range(model.config.vocab_size)))
     ending = Model(every, dict(model.weights), model.tokenizer)
-    text = outputs.batch(ending, [Ask([1, 2])], Asking(tokens=9), 0)[0]
-    assert len(text.ids) == 3 and len(text.known) == 1
+    text = outputs.sample_outputs(ending, [TargetPrompt([1, 2])], OutputSettings(tokens=9), 0)[0]
+    assert len(text.ids) == 3 and len(text.positions) == 1
 
 
 # ---------------------------------------------------------------------- words and loss
@@ -139,11 +143,13 @@ def test_the_words_are_those_the_target_wrote_most_and_always_the_end_of_text(zo
     config = distill.replace(tinyspec.load(zoo.big).config, eos=(200,))
     law = torch.tensor([[0.5], [0.5], [0.4]]).half()
     top = torch.tensor([[7], [7], [9]], dtype=torch.int32)
-    text = Output(torch.tensor([1, 7, 7, 9], dtype=torch.int32), torch.tensor([0, 1, 2]), top, law)
-    assert imitation.frequent([text], 2, config) == (7, 200)
-    assert imitation.frequent([text], 3, config) == (7, 9, 200)
-    assert imitation.frequent([text], 4, config) == (0, 7, 9, 200)
-    assert len(imitation.frequent([text], 10**6, config)) == config.vocab_size
+    text = TargetOutput(
+        torch.tensor([1, 7, 7, 9], dtype=torch.int32), torch.tensor([0, 1, 2]), top, law
+    )
+    assert imitation.most_frequent_tokens([text], 2, config) == (7, 200)
+    assert imitation.most_frequent_tokens([text], 3, config) == (7, 9, 200)
+    assert imitation.most_frequent_tokens([text], 4, config) == (0, 7, 9, 200)
+    assert len(imitation.most_frequent_tokens([text], 10**6, config)) == config.vocab_size
 
 
 def test_the_compared_alpha_is_the_overlap_of_whole_laws_where_all_of_p_is_known(zoo: Zoo) -> None:
@@ -152,49 +158,53 @@ def test_the_compared_alpha_is_the_overlap_of_whole_laws_where_all_of_p_is_known
         tinyspec.load(zoo.small, dtype="float32"),
     )
     text = wrote(target, top=target.config.vocab_size)[0]
-    batch = imitation.rows([text], small.config)([0], 96, torch.device("cpu"))
-    cross, alpha = imitation.compared(Blocks(small.config, dict(small.weights)), *batch)
+    batch = imitation.make_collate_fn([text], small.config)([0], 96, torch.device("cpu"))
+    cross, alpha = imitation.cross_entropy_and_alpha(
+        Blocks(small.config, dict(small.weights)), *batch
+    )
     ids = text.ids.tolist()
-    p, q = (model.logits(ids)[text.known] for model in (target, small))
+    p, q = (model.logits(ids)[text.positions] for model in (target, small))
     assert float(alpha) == pytest.approx(
         float(torch.minimum(p.softmax(-1), q.softmax(-1)).sum(-1).mean()), abs=2e-3
     )
     assert float(cross) == pytest.approx(
         float(-(p.softmax(-1) * q.log_softmax(-1)).sum(-1).mean()), abs=2e-2
     )
-    figures = imitation.judged(target, small, [text])
+    figures = imitation.evaluate_draft(target, small, [text])
     assert figures["alpha"] == pytest.approx(float(alpha), abs=2e-3)
-    assert imitation.judged(target, target, [text]) == pytest.approx(
+    assert imitation.evaluate_draft(target, target, [text]) == pytest.approx(
         {"alpha": 1, "agreement": 1, "sayable": 1}
     )
-    assert float(distillation(p, p)) == pytest.approx(0, abs=1e-5)
+    assert float(distillation_loss(p, p)) == pytest.approx(0, abs=1e-5)
 
 
 def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) -> None:
     target = tinyspec.load(zoo.big)
     text = wrote(target, top=5)[0]
     config = distill.replace(target.config, says=(3, 8), tied=False)
-    _, top, law, known = imitation.rows([text], config)([0], 96, torch.device("cpu"))
-    outside = ~torch.isin(text.top, torch.tensor([3, 8], dtype=torch.int32))
-    assert int(known.sum()) == len(text.known)
-    assert (law[0, text.known][outside] == 0).all()
+    _, top, law, known = imitation.make_collate_fn([text], config)([0], 96, torch.device("cpu"))
+    outside = ~torch.isin(text.top_ids, torch.tensor([3, 8], dtype=torch.int32))
+    assert int(known.sum()) == len(text.positions)
+    assert (law[0, text.positions][outside] == 0).all()
     assert int(top.max()) <= 1
 
 
 def test_a_long_text_is_cut_on_the_left(zoo: Zoo) -> None:
     target = tinyspec.load(zoo.big)
     text = wrote(target, top=3)[0]
-    inputs, _, law, known = imitation.rows([text], target.config)([0], 6, torch.device("cpu"))
+    inputs, _, law, known = imitation.make_collate_fn([text], target.config)(
+        [0], 6, torch.device("cpu")
+    )
     assert inputs[0].tolist() == text.ids[-7:-1].tolist()
-    assert torch.equal(law[0, -1], text.law[-1].float()) and known[0, -1] == 1
+    assert torch.equal(law[0, -1], text.top_probs[-1].float()) and known[0, -1] == 1
 
 
 def test_a_draft_begins_as_its_targets_first_layers(zoo: Zoo) -> None:
     target = tinyspec.load(zoo.big, dtype="float32")
     config = distill.replace(target.config, n_layers=1)
-    weights = distill.begin(config, target, seed=0, inherit=True)
+    weights = distill.initial_draft_weights(config, target, seed=0, inherit=True)
     assert all(torch.equal(weights[name], target.weights[name]) for name in weights)
-    fresh = distill.begin(config, target, seed=0, inherit=False)
+    fresh = distill.initial_draft_weights(config, target, seed=0, inherit=False)
     assert not torch.equal(fresh["embed"], target.weights["embed"])
 
 
@@ -294,7 +304,7 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
         ]
 
     assert run(*call("whole")).exit_code == 0
-    steps, compared = iter(range(100)), distill.compared
+    steps, compared = iter(range(100)), distill.cross_entropy_and_alpha
 
     def interrupted(*batch: Any) -> Any:
         if next(steps) == 12:
@@ -302,7 +312,7 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
         return compared(*batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "compared", interrupted)
+        patch.setattr(distill, "cross_entropy_and_alpha", interrupted)
         assert run(*call("stopped")).exit_code == 130
     assert not (tmp_path / "stopped" / "model.safetensors").exists()
     assert run(*call("stopped")).exit_code == 0

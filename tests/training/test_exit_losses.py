@@ -12,7 +12,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.training.exit_losses import Course, Exits, exit_logits
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule, exit_logits
 from tinyspec.training.recipe import read_recipe
 
 __all__ = ["zoo"]
@@ -29,67 +29,67 @@ CONFIG = Config(
     tied=True,
 )
 KINDS = [
-    Exits(),
-    Exits("linear"),
-    Exits("sum", e_scale=0.2),
-    Exits("sum", curriculum="rotational", rotation=3),
-    Exits("linear", curriculum="gradual"),
+    ExitLosses(),
+    ExitLosses("linear"),
+    ExitLosses("sum", e_scale=0.2),
+    ExitLosses("sum", curriculum="rotational", rotation=3),
+    ExitLosses("linear", curriculum="gradual"),
 ]
 
 
 @pytest.mark.parametrize("exits", KINDS)
 @pytest.mark.parametrize("layers", [1, 2, 5, 10])
-def test_the_weights_of_the_exits_sum_to_one_at_every_step(exits: Exits, layers: int) -> None:
+def test_the_weights_of_the_exits_sum_to_one_at_every_step(exits: ExitLosses, layers: int) -> None:
     for step in range(40):
-        shares = exits.shares(layers, step, step / 40)
+        shares = exits.normalized_weights(layers, step, step / 40)
         assert sum(shares) == pytest.approx(1)
         assert shares[-1] > 0, "the last layer is always taught"
 
 
 def test_linear_weights_are_proportional_to_the_depth() -> None:
-    assert Exits("linear").shares(4, 0, 0.0) == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    assert ExitLosses("linear").normalized_weights(4, 0, 0.0) == pytest.approx([0.1, 0.2, 0.3, 0.4])
 
 
 def test_sum_weights_are_those_of_layerskip() -> None:
     # e(l) = e_scale (0 + .. + l), and L - 1 + e_scale (0 + .. + L - 2) at the last of L = 4 layers
-    assert Exits("sum", e_scale=0.5).e(4) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
-    assert Exits("sum", e_scale=0.0).shares(4, 0, 0.0) == [0, 0, 0, 1], (
+    assert ExitLosses("sum", e_scale=0.5).loss_weights(4) == [0.0, 0.5, 1.5, 3 + 0.5 * 3]
+    assert ExitLosses("sum", e_scale=0.0).normalized_weights(4, 0, 0.0) == [0, 0, 0, 1], (
         "without a scale only the last layer counts"
     )
 
 
 def test_dropout_is_zero_at_the_bottom_and_p_max_at_the_top_of_the_end() -> None:
-    exits = Exits(p_max=0.3)
-    end = exits.dropped(10, 1.0)
+    exits = ExitLosses(p_max=0.3)
+    end = exits.dropout_rates(10, 1.0)
     assert end[0] == 0
     assert end[-1] == pytest.approx(0.3)
     assert end == sorted(end)
     assert end[3] == pytest.approx(0.3 * (math.exp(3 * math.log(2) / 9) - 1))
-    assert exits.dropped(10, 0.0) == [0.0] * 10, "from scratch it rises from none"
-    assert Exits(p_max=0.3, scratch=False).dropped(10, 0.0) == end, (
+    assert exits.dropout_rates(10, 0.0) == [0.0] * 10, "from scratch it rises from none"
+    assert ExitLosses(p_max=0.3, scratch=False).dropout_rates(10, 0.0) == end, (
         "a trained model gets all of it at once"
     )
 
 
 def test_the_last_step_of_a_course_has_all_of_the_dropout() -> None:
-    course = Course(Exits("linear", p_max=0.2), 5, steps=7)
-    course.begin(6, 6 / 7)
-    assert course.dropped[-1] == pytest.approx(0.2)
+    course = ExitLossSchedule(ExitLosses("linear", p_max=0.2), 5, steps=7)
+    course.begin_step(6, 6 / 7)
+    assert course.dropout_rates[-1] == pytest.approx(0.2)
 
 
 def test_the_rotational_curriculum_covers_every_early_layer_equally_often() -> None:
-    exits = Exits("linear", curriculum="rotational", rotation=4)
+    exits = ExitLosses("linear", curriculum="rotational", rotation=4)
     counted = [
-        sum(exits.counts(layer, 10, step, 0.0) for step in range(4 * 5)) for layer in range(10)
+        sum(exits.is_counted(layer, 10, step, 0.0) for step in range(4 * 5)) for layer in range(10)
     ]
     assert counted == [5] * 9 + [20]
-    assert [layer for layer in range(10) if exits.counts(layer, 10, 5, 0.0)] == [1, 5, 9]
+    assert [layer for layer in range(10) if exits.is_counted(layer, 10, 5, 0.0)] == [1, 5, 9]
 
 
 def test_the_gradual_curriculum_goes_down_from_the_top_and_ends_with_all_on() -> None:
-    exits = Exits("linear", curriculum="gradual")
+    exits = ExitLosses("linear", curriculum="gradual")
     on = [
-        [layer for layer in range(10) if exits.counts(layer, 10, step, step / 200)]
+        [layer for layer in range(10) if exits.is_counted(layer, 10, step, step / 200)]
         for step in range(200)
     ]
     assert on[0] == [9]
@@ -139,7 +139,7 @@ def test_a_dropped_layer_is_the_identity_for_its_sample_alone() -> None:
 def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
     model = Model.random(CONFIG, scale=0.3)
     ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
-    course = Course(Exits("linear"), 5, 10)
+    course = ExitLossSchedule(ExitLosses("linear"), 5, 10)
     each = [
         torch.nn.functional.cross_entropy(
             exit_logits(model.dense(), ids[:, :-1], e).flatten(0, 1), ids[:, 1:].flatten()
@@ -151,7 +151,7 @@ def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
         float(wanted)
     )
     assert float(
-        Course(Exits(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])
+        ExitLossSchedule(ExitLosses(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])
     ) == pytest.approx(float(each[-1]))
 
 

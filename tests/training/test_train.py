@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.training.schedule import Settings, rate
+from tinyspec.training.schedule import TrainSettings, learning_rate
 from tinyspec.training.train import train
 
 SHAPE = Config(
@@ -31,7 +31,7 @@ SHAPE = Config(
     max_positions=16,
     eos=(0,),
 )
-SETTINGS = Settings(steps=12, lr=1e-2, warmup=2, ema=0.9, log_every=2, valid_every=4, pieces=2)
+SETTINGS = TrainSettings(steps=12, lr=1e-2, warmup=2, ema=0.9, log_every=2, valid_every=4, pieces=2)
 
 
 def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def batches(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def run(
-    folder: Path, settings: Settings = SETTINGS, stop_at: int = 0, validate: Any = None
+    folder: Path, settings: TrainSettings = SETTINGS, stop_at: int = 0, validate: Any = None
 ) -> tuple[Model, Any]:
     """Train a tiny model with dropout; `stop_at`: a Ctrl-C arrives during that batch."""
     model = Model.random(SHAPE, seed=1)
@@ -76,7 +76,9 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_the_loss_falls_and_the_log_says_so(tmp_path: Path) -> None:
-    _, ended = run(tmp_path, Settings(steps=40, lr=2e-2, warmup=5, log_every=10, valid_every=20))
+    _, ended = run(
+        tmp_path, TrainSettings(steps=40, lr=2e-2, warmup=5, log_every=10, valid_every=20)
+    )
     assert ended.finished
     losses = [e["loss"] for e in entries(tmp_path) if "loss" in e]
     assert losses[-1] < 0.5 * losses[0]
@@ -145,7 +147,7 @@ def test_weight_decay_spares_norms(tmp_path: Path) -> None:
         weights,
         lambda g: (torch.zeros(2, 1),),
         nothing,
-        Settings(steps=3, weight_decay=0.5, lr=0.1),
+        TrainSettings(steps=3, weight_decay=0.5, lr=0.1),
         tmp_path,
     )
     assert (weights["norm"] == 1).all()
@@ -161,7 +163,11 @@ def test_pieces_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> None:
             return F.cross_entropy(model.training_logits(inputs).flatten(0, 1), targets.flatten())
 
         train(
-            model.weights, batches, loss, Settings(steps=2, pieces=pieces), tmp_path / str(pieces)
+            model.weights,
+            batches,
+            loss,
+            TrainSettings(steps=2, pieces=pieces),
+            tmp_path / str(pieces),
         )
         results.append(model.weights)
     for name, weight in results[0].items():
@@ -173,7 +179,9 @@ def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         "tinyspec.training.train.time", SimpleNamespace(monotonic=lambda: float(next(seconds)))
     )
-    settings = Settings(steps=10**9, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9)
+    settings = TrainSettings(
+        steps=10**9, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9
+    )
     _, ended = run(tmp_path, settings)
     assert ended.finished
     assert 120 <= ended.seconds < 130
@@ -183,8 +191,8 @@ def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_schedules_warm_up_and_end_at_the_floor() -> None:
     for schedule in ("cosine", "wsd"):
-        s = Settings(steps=100, lr=1.0, warmup=10, schedule=schedule, floor=0.1)  # type: ignore[arg-type]
-        rates = [rate(s, i) for i in range(101)]
+        s = TrainSettings(steps=100, lr=1.0, warmup=10, schedule=schedule, floor=0.1)  # type: ignore[arg-type]
+        rates = [learning_rate(s, i) for i in range(101)]
         assert rates[0] == pytest.approx(0.1, rel=0.01)
         assert rates[-1] == pytest.approx(0.1)
         assert rates[10:] == sorted(rates[10:], reverse=True)
@@ -215,5 +223,5 @@ def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
 def test_global_chance_is_left_as_it_was(tmp_path: Path) -> None:
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    run(tmp_path, Settings(steps=2, log_every=1))
+    run(tmp_path, TrainSettings(steps=2, log_every=1))
     assert torch.equal(before, torch.get_rng_state())

@@ -17,7 +17,7 @@ from tinyspec.lm import checkpoint
 from tinyspec.lm.model import Model
 from tinyspec.training import corpus
 from tinyspec.training.recipe import read_recipe
-from tinyspec.training.train_lm import distillation, train_lm
+from tinyspec.training.train_lm import distillation_loss, train_lm
 
 RECIPE = """
 name = "teller"
@@ -113,7 +113,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
     (zoo / "teller/model.safetensors").unlink()
 
     def with_a_ctrl_c(*shape: Any) -> Any:
-        draw, drawn = corpus.crops(*shape), iter(range(100))
+        draw, drawn = corpus.make_crop_sampler(*shape), iter(range(100))
 
         def interrupted(generator: torch.Generator) -> Any:
             if next(drawn) == 7:
@@ -125,7 +125,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
     with monkeypatch.context() as patch:
         patch.setattr(
             "tinyspec.training.train_lm.corpus",
-            SimpleNamespace(**{**vars(corpus), "crops": with_a_ctrl_c}),
+            SimpleNamespace(**{**vars(corpus), "make_crop_sampler": with_a_ctrl_c}),
         )
         assert not run(zoo, "teller")
     assert not (zoo / "teller/model.safetensors").exists()
@@ -136,12 +136,12 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
 
 def test_distillation_is_zero_for_equal_laws_and_pulls_the_student_to_the_teacher() -> None:
     p = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    assert float(distillation(p, p)) == pytest.approx(0, abs=1e-6)
+    assert float(distillation_loss(p, p)) == pytest.approx(0, abs=1e-6)
     q = torch.zeros(5, 7, requires_grad=True)
     optimizer = torch.optim.Adam([q], lr=0.05)
     for _ in range(300):
         optimizer.zero_grad()
-        distillation(p, q).backward()  # type: ignore[no-untyped-call]
+        distillation_loss(p, q).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     assert float(torch.minimum(p.softmax(-1), q.detach().softmax(-1)).sum(-1).mean()) > 0.97
 

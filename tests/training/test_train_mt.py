@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.training import bitext, taught
-from tinyspec.training.bitext import Pair, padded
+from tinyspec.training import bitext, translation_tasks
+from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.recipe_mt import read_translation_recipe
-from tinyspec.training.train_mt import begin, train_mt
+from tinyspec.training.train_mt import initial_model, train_mt
 
 RECIPE = """
 name = "NAME"
@@ -111,7 +111,7 @@ def test_an_interrupted_training_goes_on_to_the_same_model(
     assert run(zoo, "teacher")
     whole = Seq2Seq.load(zoo / "teacher").weights
     (zoo / "teacher/model.safetensors").unlink()
-    drawn = bitext.drawn
+    drawn = bitext.make_batch_sampler
 
     def with_a_ctrl_c(*parts: Any) -> Any:
         draw, times = drawn(*parts), iter(range(100))
@@ -124,7 +124,7 @@ def test_an_interrupted_training_goes_on_to_the_same_model(
         return interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(bitext, "drawn", with_a_ctrl_c)
+        patch.setattr(bitext, "make_batch_sampler", with_a_ctrl_c)
         assert not run(zoo, "teacher")
     assert not (zoo / "teacher/model.safetensors").exists()
     assert run(zoo, "teacher")
@@ -135,8 +135,8 @@ def test_an_interrupted_training_goes_on_to_the_same_model(
 def test_a_student_begins_with_the_weights_that_its_recipe_has_the_teacher_lend(zoo: Path) -> None:
     plan = read_translation_recipe(zoo / "nat/recipe.toml")
     other = read_translation_recipe(zoo / "teacher/recipe.toml", {"train.seed": "1"})
-    teacher = begin(other, _tokenizer(zoo), None, torch.device("cpu"))
-    student = begin(plan, teacher.tokenizer, teacher, torch.device("cpu"))
+    teacher = initial_model(other, _tokenizer(zoo), None, torch.device("cpu"))
+    student = initial_model(plan, teacher.tokenizer, teacher, torch.device("cpu"))
     for name, weight in student.weights.items():
         lent = name.startswith(("embed", "encoder"))
         if lent or weight.ndim > 1:  # a fresh gain or bias is the same everywhere
@@ -152,7 +152,7 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
 ) -> None:
     plan = read_translation_recipe(zoo / "teacher/recipe.toml")
     model = Seq2Seq.create(plan.config(20), torch.Generator().manual_seed(0), torch.float64)
-    pairs = [Pair([5, 6, 7], [8]), Pair([9], [10, 11, 12])]
+    pairs = [SentencePair([5, 6, 7], [8]), SentencePair([9], [10, 11, 12])]
     total = 0.0
     for source, target in pairs:
         read, said = [1, *target], [*target, 2]
@@ -163,8 +163,10 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
         total += float(
             F.cross_entropy(model.logits(states)[0], torch.tensor(said), reduction="sum")
         )
-    found = taught.forced(
-        model, padded([pair.source for pair in pairs]), padded([pair.target for pair in pairs])
+    found = translation_tasks.teacher_forcing_loss(
+        model,
+        pad_sequences([pair.source for pair in pairs]),
+        pad_sequences([pair.target for pair in pairs]),
     )
     assert float(found) == pytest.approx(total / 6, abs=1e-6)
 
@@ -172,8 +174,8 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
 def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) -> None:
     """And a batch holds the pairs whose numbers were drawn, although some were left out."""
     plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
-    pairs = [Pair([5], [8, 8, 8]), Pair([6], [9]), Pair([7, 7], [10, 11])]
-    told = taught.METHODS["nat"](plan, pairs, pairs, None)
+    pairs = [SentencePair([5], [8, 8, 8]), SentencePair([6], [9]), SentencePair([7, 7], [10, 11])]
+    told = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
     assert list(told.pairs) == pairs[1:]
     for number, pair in enumerate(told.pairs):
         source, target, _ = told.batch([number])
@@ -212,7 +214,7 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
     first, where = Seq2Seq.load(zoo / "nat"), torch.device("cpu")
     assert all(
         torch.equal(w, first.weights[name])
-        for name, w in begin(plan, first.tokenizer, first, where).weights.items()
+        for name, w in initial_model(plan, first.tokenizer, first, where).weights.items()
     )
     assert run(zoo, "fine")
     assert Seq2Seq.load(zoo / "fine").config.extra["trained_for"] == "nat"

@@ -42,7 +42,7 @@ def read_datastore_texts(model: Model) -> tuple[list[str], str]:
     """
     found, names = list[str](), list[str]()
     with suppress(TinyspecError):
-        books = [corpus.clean(book.text) for book in data.read_books("train")]
+        books = [corpus.clean_book(book.text) for book in data.read_books("train")]
         found, names = [*found, *books], [*names, f"{len(books)} training books"]
     if model.tokenizer.has_chat:
         with suppress(TinyspecError):

@@ -190,7 +190,7 @@ def write_recipe(
 
     from tinyspec import models
     from tinyspec.lm import checkpoint
-    from tinyspec.training.distill import recipe_text, with_values
+    from tinyspec.training.distill import draft_recipe, set_recipe_values
 
     path = models.find_model(target)
     if path is None and target in models.FETCHABLE:
@@ -205,10 +205,10 @@ def write_recipe(
     named = target if os.sep not in target else os.path.relpath(path, out)
     width = checkpoint.read_config(path).d_model
     name = out.resolve().name
-    text = recipe_text(named, name, layers or 2, draft_vocab or 0, texts or 1500, width)
+    text = draft_recipe(named, name, layers or 2, draft_vocab or 0, texts or 1500, width)
     file = out / ".tinyspec" / "recipe.toml"
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(with_values(text, overrides), encoding="utf-8")
+    file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
     return file
 
 
@@ -296,18 +296,20 @@ def boost(
     from tinyspec.pairing import check_pair
     from tinyspec.speculative.verification import specinfer
     from tinyspec.training import corpus
-    from tinyspec.training.recipe import END
-    from tinyspec.training.schedule import Settings
+    from tinyspec.training.recipe import END_ID
+    from tinyspec.training.schedule import TrainSettings
 
     target, small = base.load_all(model, draft, ["specinfer"], device, "float32")
     if small is None:
         raise TinyspecError(f"the card of {target.name} names no draft: give --draft NAME,NAME")
     for one in small:
         check_pair(target, one)
-    texts = [corpus.clean(book.text) for book in data.read_books("train", data_folder)]
-    draw = corpus.crops(corpus.pack(target.tokenizer, texts, END), prompts, prompt_tokens)
+    texts = [corpus.clean_book(book.text) for book in data.read_books("train", data_folder)]
+    draw = corpus.make_crop_sampler(
+        corpus.pack_texts(target.tokenizer, texts, END_ID), prompts, prompt_tokens
+    )
     passages, _ = draw(torch.Generator().manual_seed(seed))
-    settings = Settings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
+    settings = TrainSettings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
     found = specinfer.boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
     for number, (tuned, own, together) in enumerate(zip(*found, strict=True), start=1):
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
@@ -362,7 +364,7 @@ def train_exits(
     from tinyspec.early_exit.calm import train_exit_classifier
     from tinyspec.lm import checkpoint
     from tinyspec.training import corpus
-    from tinyspec.training.schedule import Settings
+    from tinyspec.training.schedule import TrainSettings
 
     loaded = models.load(model)
     found = models.find_model(model)
@@ -381,9 +383,9 @@ def train_exits(
             f"{out} already holds a model: name a new folder, or give --model {out}"
         )
     texts = [base.read_text(file) for file in files]
-    texts = texts or [corpus.clean(book.text) for book in data.read_books("train")]
+    texts = texts or [corpus.clean_book(book.text) for book in data.read_books("train")]
     end = loaded.config.eos[0] if loaded.config.eos else 0
-    ids = corpus.pack(loaded.tokenizer, [text[:CHARACTERS] for text in texts], end)
+    ids = corpus.pack_texts(loaded.tokenizer, [text[:CHARACTERS] for text in texts], end)
     if len(ids) <= context + 1:
         raise TinyspecError(
             f"the texts have {len(ids)} tokens, a passage {context}: give more, "
@@ -394,10 +396,14 @@ def train_exits(
         "log_every": 20,
         "valid_every": max(20, steps // 10),
     }
-    settings = Settings(steps, lr=lr, weight_decay=0.0, seed=seed, **more)
+    settings = TrainSettings(steps, lr=lr, weight_decay=0.0, seed=seed, **more)
     state = folder / ".tinyspec" / "exits"
     ended, extras = train_exit_classifier(
-        loaded, corpus.crops(ids, batch, context), settings, state, console=make_console(quiet)
+        loaded,
+        corpus.make_crop_sampler(ids, batch, context),
+        settings,
+        state,
+        console=make_console(quiet),
     )
     if ended.finished:
         if not (folder / "config.json").exists():

@@ -48,8 +48,8 @@ from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.training.schedule import Settings
-from tinyspec.training.train import Trained, train
+from tinyspec.training.schedule import TrainSettings
+from tinyspec.training.train import TrainingResult, train
 from tinyspec.tree import Probs
 
 
@@ -233,10 +233,10 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
 def train_exit_classifier(
     model: Model,
     crops: Callable[[torch.Generator], tuple[Tensor, ...]],
-    settings: Settings,
+    settings: TrainSettings,
     folder: Path,
     **watch: Any,
-) -> tuple[Trained, Mapping[str, Tensor]]:
+) -> tuple[TrainingResult, Mapping[str, Tensor]]:
     """Train the exit classifier of a frozen model.
 
     crops   draws texts [B, T]

@@ -37,7 +37,7 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.model import Model
 from tinyspec.technique import Card, Request
-from tinyspec.training.exit_losses import Course, Exits
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 
 EXIT_RULE = (
     "a token leaves at the first layer that is sure, and is copied up (CALM, arXiv 2207.07061)"
@@ -281,13 +281,13 @@ EXIT_WEIGHTS = "what an exit's loss counts"
 LAYER_DROPOUT = "how often a layer is left out"
 ONE_HEAD = "all exits speak through one norm and one head"
 
-MakeCourse = Callable[[Exits, int, int], Course]
+MakeCourse = Callable[[ExitLosses, int, int], ExitLossSchedule]
 COURSE_SHAPES = [(3, 12), (4, 40), (10, 60)]
 """Layers, steps."""
 EXIT_SECTIONS = [
-    Exits("linear"), Exits("sum", e_scale=0.25), Exits("sum", curriculum="rotational", rotation=3),
-    Exits("linear", curriculum="gradual"), Exits("sum", curriculum="gradual", p_max=0.2),
-    Exits("linear", curriculum="rotational", rotation=2, p_max=0.1), Exits("none", p_max=0.3, scratch=False),
+    ExitLosses("linear"), ExitLosses("sum", e_scale=0.25), ExitLosses("sum", curriculum="rotational", rotation=3),
+    ExitLosses("linear", curriculum="gradual"), ExitLosses("sum", curriculum="gradual", p_max=0.2),
+    ExitLosses("linear", curriculum="rotational", rotation=2, p_max=0.1), ExitLosses("none", p_max=0.3, scratch=False),
 ]  # fmt: skip
 EXIT_CONFIG = Config(
     vocab_size=7,
@@ -301,7 +301,7 @@ EXIT_CONFIG = Config(
 )
 
 
-def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[int]:
+def _counted_layers(exits: ExitLosses, layers: int, step: int, steps: int) -> list[int]:
     """Return the layers whose exits count at a step."""
     if exits.curriculum == "rotational":
         return sorted({*range(step % exits.rotation, layers, exits.rotation), layers - 1})
@@ -311,7 +311,7 @@ def _counted_layers(exits: Exits, layers: int, step: int, steps: int) -> list[in
     return list(range(layers))
 
 
-def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+def published_weights(exits: ExitLosses, layers: int, step: int, steps: int) -> list[float]:
     """Return the weight of every exit at a step, as published."""
     last = layers - 1
     if exits.weights == "linear":
@@ -329,7 +329,7 @@ def published_weights(exits: Exits, layers: int, step: int, steps: int) -> list[
     ]
 
 
-def published_dropout(exits: Exits, layers: int, step: int, steps: int) -> list[float]:
+def published_dropout(exits: ExitLosses, layers: int, step: int, steps: int) -> list[float]:
     """Return how likely each layer is left out for a sample at a step, as published."""
     rise = math.exp(step * math.log(2) / (steps - 1)) - 1 if exits.scratch else 1.0
     return [
@@ -340,11 +340,11 @@ def published_dropout(exits: Exits, layers: int, step: int, steps: int) -> list[
 
 def _course_steps(
     make: MakeCourse,
-) -> Iterator[tuple[dict[str, Any], Course, Exits, tuple[int, int, int]]]:
+) -> Iterator[tuple[dict[str, Any], ExitLossSchedule, ExitLosses, tuple[int, int, int]]]:
     for exits, (layers, steps) in product(EXIT_SECTIONS, COURSE_SHAPES):
         course = make(exits, layers, steps)
         for step in range(steps):
-            course.begin(step, step / steps)
+            course.begin_step(step, step / steps)
             yield (
                 {"section": exits, "layers": layers, "step": step, "steps": steps},
                 course,
@@ -358,8 +358,8 @@ def exit_loss_weights(make: MakeCourse) -> Evidence:
     seen = 0
     for case, course, exits, at in _course_steps(make):
         expected, seen = published_weights(exits, *at), seen + 1
-        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.shares, strict=True)):
-            accuse(EXIT_WEIGHTS, expected, course.shares, **case)
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.loss_weights, strict=True)):
+            accuse(EXIT_WEIGHTS, expected, course.loss_weights, **case)
     return Evidence(EXIT_WEIGHTS, seen)
 
 
@@ -368,18 +368,18 @@ def layer_dropout(make: MakeCourse) -> Evidence:
     seen = 0
     for case, course, exits, at in _course_steps(make):
         expected, seen = published_dropout(exits, *at), seen + 1
-        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropped, strict=True)):
-            accuse(LAYER_DROPOUT, expected, course.dropped, **case)
+        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropout_rates, strict=True)):
+            accuse(LAYER_DROPOUT, expected, course.dropout_rates, **case)
     return Evidence(LAYER_DROPOUT, seen)
 
 
-def loss_of(make: MakeCourse, exits: Exits, model: Model, step: int) -> float:
+def loss_of(make: MakeCourse, exits: ExitLosses, model: Model, step: int) -> float:
     """Return the loss of one batch at a step of ten."""
     ids = torch.randint(
         model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
     )
     course = make(exits, model.config.n_layers, 10)
-    course.begin(step, step / 10)
+    course.begin_step(step, step / 10)
     return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
 
 
@@ -417,7 +417,7 @@ def course_figures(parts: Parts) -> Any:
     """Return what can be seen without a law: weights, dropout probabilities and losses."""
     model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
     figures = [
-        (list(course.shares), list(course.dropped))
+        (list(course.loss_weights), list(course.dropout_rates))
         for _, course, _, _ in _course_steps(parts.course)
     ]
     return figures, [

@@ -605,7 +605,10 @@ def rounds_of_em(align: Align) -> Evidence:
         (c, r) for c in CORPORA for r in ((3, 0), (0, 3), (2, 2))
     ):
         want = em_by_plain_loops(source, target, rounds, placed)
-        got, seen = align(source, target, rounds=rounds, placed=placed).likelihood, seen + 1
+        got, seen = (
+            align(source, target, model1_rounds=rounds, model2_rounds=placed).likelihood,
+            seen + 1,
+        )
         if len(want) != len(got) or any(abs(a - b) > 1e-9 for a, b in zip(want, got, strict=True)):
             accuse(EM, want, got, source=source, target=target, model_1=rounds, model_2=placed)
     random = np.random.default_rng(0)
@@ -628,7 +631,7 @@ def rounds_of_em(align: Align) -> Evidence:
 def known_alignments(align: Align) -> Evidence:
     """Check that more than 95 in 100 known alignments are found, also of repeated words."""
     for kinds, modes in ((("lex",), 4), (("ord", "fert"), 3)):
-        pairs = Dialects(kinds, modes).corpus(800, seed=1)
+        pairs = Dialects(kinds, modes).sample_pairs(800, seed=1)
         links = align([p.source for p in pairs], [p.target for p in pairs]).links
         right = sum(
             sum(map(int.__eq__, link.tolist(), p.alignment))

@@ -41,8 +41,8 @@ from tinyspec.speculative.verification.gumbel_coupling import (
     verify_tree_by_race,
 )
 from tinyspec.speculative.verification.spectr import verify_tree_k_seq
-from tinyspec.training.aligner import Aligned, align
-from tinyspec.training.exit_losses import Course
+from tinyspec.training.aligner import Alignment, align_words
+from tinyspec.training.exit_losses import ExitLossSchedule
 from tinyspec.tree import ROOT, Probs
 
 Forward = Callable[[Sequence[ForwardBatch]], list[Scores]]
@@ -140,7 +140,7 @@ class Parts:
     match: Verifier = verify_tree_by_race
     jacobi: Callable[..., JacobiDrafter] = JacobiDrafter
     solve: Callable[..., Any] = solve_blocks
-    course: Callable[..., Course] = Course
+    course: Callable[..., ExitLossSchedule] = ExitLossSchedule
     given: Callable[..., Model] = Given
     judge: Callable[..., Any] = score_candidates
     refine: Callable[..., Refinement] = refine
@@ -165,7 +165,7 @@ class Parts:
     fertile: type[NatRefiner] = NatRefiner
     fertile_loss: Callable[..., Tensor] = nat_loss
     reinforce: Callable[..., Tensor] = reinforce_surrogate
-    align: Callable[..., Aligned] = align
+    align: Callable[..., Alignment] = align_words
 
 
 PARTS = Parts()

@@ -1,20 +1,23 @@
-"""Word alignment by expectation maximisation: IBM models 1 and 2, vectorised.
+"""Align words by expectation maximization: IBM models 1 and 2, vectorized.
 
 Brown, Della Pietra, Della Pietra, Mercer, Computational Linguistics 1993. Each target word is
-produced by one source word, or by the empty word NULL. Which one is hidden. Model 1 knows how often
-source word s gives target word t, t(t|s); model 2 knows also how often target place i of m looks at
-source place j of l, a(j|i, l, m). EM alternates: share each target word among the source words that
-could have produced it, then count the shares. The likelihood of the corpus never falls (a test).
+produced by one source word, or by the empty word NULL. Which one is a hidden variable.
 
-Model 1 begins uniform, and its optimum does not depend on where it begins (its log-likelihood is
-concave); model 2 begins where model 1 ended, with uniform places. A link is one (source place,
-target place) of one sentence pair; all links of a corpus lie in flat arrays, so one round of EM is
-a gather, a sum by target word and a count by table entry. 29,000 pairs of about twelve words are
+    model 1:  t(t|s)        how often source word s produces target word t
+    model 2:  a(j|i, l, m)  how often target position i of m is produced by source position j of l
+
+EM alternates two steps. It shares each target word among the source words that could have produced
+it; then it counts the shares. The likelihood of the corpus never falls (a test).
+
+Model 1 begins uniform. Its log-likelihood is concave, so its optimum does not depend on where it
+begins. Model 2 begins where model 1 ended, with uniform positions. A link is one (source position,
+target position) of one sentence pair. All links of a corpus lie in flat arrays: a round of EM is a
+gather, a sum by target word, and a count by table entry. 29,000 pairs of about twelve words have
 about five million links.
 
-Used by techniques that need a supervised reading of who produced what: fertilities (NAT) and phrase
-tables (ENAT). The NAT paper ran fast_align, which ties model 2's places to the diagonal by one
-parameter; here they are counted.
+Techniques use it that learn which source word produced which target word: fertilities (NAT) and
+phrase tables (ENAT). The NAT paper ran fast_align, which describes model 2's positions by one
+parameter, their distance from the diagonal. Here they are counted.
 """
 
 from collections.abc import Sequence
@@ -30,11 +33,11 @@ Floats = NDArray[np.float64]
 Sentences = Sequence[Sequence[int]]
 
 
-class Aligned(NamedTuple):
-    """What EM found.
+class Alignment(NamedTuple):
+    """The result of EM.
 
-    links       per pair: for each target word the place of the source word it is most likely from
-                (NULL is no answer)
+    links       per pair: for each target word the position of its most likely source word
+                (NULL is left out)
     likelihood  log-likelihood of the corpus before each round of EM, and after the last
     lexicon     (source word, target word) -> t(t|s)
     """
@@ -44,58 +47,63 @@ class Aligned(NamedTuple):
     lexicon: dict[tuple[int, int], float]
 
 
-def align(source: Sentences, target: Sentences, *, rounds: int = 5, placed: int = 5) -> Aligned:
-    """Align sentence pairs: `rounds` of model 1, then `placed` rounds of model 2.
+def align_words(
+    source: Sentences, target: Sentences, *, model1_rounds: int = 5, model2_rounds: int = 5
+) -> Alignment:
+    """Align sentence pairs by rounds of model 1, then of model 2.
 
-    >>> aligned = align([[1, 2], [1, 3], [2]], [[7, 8], [9, 7], [8]])
+    >>> aligned = align_words([[1, 2], [1, 3], [2]], [[7, 8], [9, 7], [8]])
     >>> [link.tolist() for link in aligned.links]
     [[0, 1], [1, 0], [0]]
     """
-    pairs = _Links(source, target)
-    said, seen = np.ones(len(pairs.words)), None
-    said /= np.bincount(pairs.speaker)[
-        pairs.speaker
-    ]  # uniform over what each source word was ever seen beside
+    table = _LinkTable(source, target)
+    # Uniform over the target words that each source word occurs with.
+    word_probs = 1 / np.bincount(table.source_word)[table.source_word]  # [E], t(t|s)
+    position_probs = None  # [positions], a(j|i, l, m)
     likelihood = []
-    for number in range(rounds + placed + 1):
-        if number == rounds and placed:
-            pairs.place()
-            seen = (
-                1 / np.bincount(pairs.looks)[pairs.looks]
-            )  # [places] uniform: model 2 begins as model 1
-        share = said[pairs.entry]
-        share = share / pairs.choices if seen is None else share * seen[pairs.spot]
-        mass = np.add.reduceat(
-            share, pairs.starts
-        )  # [target words] the model's probability of each
+    for number in range(model1_rounds + model2_rounds + 1):
+        if number == model1_rounds and model2_rounds:
+            table.add_positions()
+            position_probs = 1 / np.bincount(table.position_group)[table.position_group]
+        share = word_probs[table.entry]
+        if position_probs is None:
+            share = share / table.source_lengths
+        else:
+            share = share * position_probs[table.position]
+        mass = np.add.reduceat(share, table.starts)  # probability of each target word
         likelihood.append(float(np.log(mass).sum()))
-        if number == rounds + placed:
+        if number == model1_rounds + model2_rounds:
             break
-        share /= np.repeat(mass, pairs.counts)
-        said = _normalised(pairs.entry, share, pairs.speaker)
-        if seen is not None:
-            seen = _normalised(pairs.spot, share, pairs.looks)
-    share[pairs.starts] = -1  # NULL stands first in its block, and is no answer
-    best = np.maximum.reduceat(share, pairs.starts)
-    hits = np.flatnonzero(share == np.repeat(best, pairs.counts))
-    slots, first = np.unique(pairs.slot[hits], return_index=True)
-    place = hits[first] - pairs.starts[slots] - 1
-    links = np.split(place, np.cumsum(pairs.target_lengths)[:-1])
-    spoken = {
-        (int(s), int(t)): float(p) for (s, t), p in zip(pairs.words, said, strict=True) if s >= 0
+        share /= np.repeat(mass, table.counts)
+        word_probs = _normalize_counts(table.entry, share, table.source_word)
+        if position_probs is not None:
+            position_probs = _normalize_counts(table.position, share, table.position_group)
+    share[table.starts] = -1  # NULL stands first in each block, and is never the answer
+    best = np.maximum.reduceat(share, table.starts)
+    hits = np.flatnonzero(share == np.repeat(best, table.counts))
+    targets, first = np.unique(table.target[hits], return_index=True)
+    place = hits[first] - table.starts[targets] - 1
+    links = np.split(place, np.cumsum(table.target_lengths)[:-1])
+    lexicon = {
+        (int(s), int(t)): float(p)
+        for (s, t), p in zip(table.words, word_probs, strict=True)
+        if s >= 0
     }
-    return Aligned(links, likelihood, spoken)
+    return Alignment(links, likelihood, lexicon)
 
 
-def fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None) -> Ints:
-    """How many target words each of `words` source words produced; their sum is the target's
-    length.
+def count_fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None) -> Ints:
+    """Return how many target words each of `words` source words produced.
 
-    most  the largest fertility that a model knows: what a word has beyond it goes to the nearest
-          word that has room
+    Their sum is the target's length.
 
-    >>> fertilities([0, 0, 2, 0], 3).tolist(), fertilities([0, 0, 2, 0], 3, most=2).tolist()
-    ([3, 0, 1], [2, 1, 1])
+    most  the largest fertility that a model knows: a word gives what it has beyond it to the
+          nearest word that has less
+
+    >>> count_fertilities([0, 0, 2, 0], 3).tolist()
+    [3, 0, 1]
+    >>> count_fertilities([0, 0, 2, 0], 3, most=2).tolist()
+    [2, 1, 1]
     """
     counts = np.bincount(np.asarray(links, np.int64), minlength=words)
     if most is not None:
@@ -110,22 +118,27 @@ def fertilities(links: Sequence[int] | Ints, words: int, most: int | None = None
     return counts
 
 
-def _normalised(entry: Ints, share: Floats, group: Ints) -> Floats:
-    """Shares added up by entry, as probabilities within each entry's group; a group without any
-    keeps zeros.
+def _normalize_counts(entry: Ints, share: Floats, group: Ints) -> Floats:
+    """Add up shares by entry, and return them as probabilities within each entry's group.
+
+    A group without any share keeps zeros.
     """
     counts = np.bincount(entry, share, len(group)).astype(np.float64)
     total = np.bincount(group, counts)[group]
     return np.divide(counts, total, out=np.zeros_like(counts), where=total > 0)
 
 
-class _Links:
-    """All links of a corpus, by target word; within a target word NULL first, then the source from
-    left to right.
+class _LinkTable:
+    """All N links of a corpus in blocks, one for each target word.
 
-    slot [N] which target word of the corpus; entry [N] row of `words` [E, 2] (source - 1 for NULL,
-    target); starts, counts, choices: each target word's block of links, and over how many source
-    words it ranges.
+    Within a block NULL stands first, then the source from left to right.
+
+    target          [N] number of the target word in the corpus
+    entry           [N] row of `words`
+    source_lengths  [N] source words and NULL: how many links the block has
+    words           [E, 2] each pair of words that are linked: source (-1 for NULL), target
+    source_word     [E] number of the source word
+    starts, counts  of each target word's block
     """
 
     def __init__(self, source: Sentences, target: Sentences):
@@ -137,32 +150,35 @@ class _Links:
         self.target_lengths = np.array([len(sentence) for sentence in target])
         for number in np.flatnonzero((lengths == 1) | (self.target_lengths == 0))[:1]:
             raise TinyspecError(f"sentence pair {number} has an empty side: leave it out")
-        spoken = np.concatenate([[-1, *sentence] for sentence in source])  # -1: NULL
-        heard = np.concatenate([np.asarray(sentence, np.int64) for sentence in target])
+        source_words = np.concatenate([[-1, *sentence] for sentence in source])  # -1: NULL
+        target_words = np.concatenate([np.asarray(sentence, np.int64) for sentence in target])
         pair = np.repeat(np.arange(len(source)), self.target_lengths)  # [target words]
         self.counts = lengths[pair]
         self.starts = np.cumsum(self.counts) - self.counts
-        self.slot = np.repeat(np.arange(len(heard)), self.counts)  # [N]
-        self.choices = lengths[pair][self.slot]
-        offset = (
-            np.arange(len(self.slot)) - self.starts[self.slot]
-        )  # place in the source, NULL is 0
-        words = spoken[(np.cumsum(lengths) - lengths)[pair][self.slot] + offset]
-        wide = int(heard.max()) + 1
-        codes, self.entry = np.unique((words + 1) * wide + heard[self.slot], return_inverse=True)
-        self.words = np.stack([codes // wide - 1, codes % wide], 1)
-        self.speaker = codes // wide
+        self.target = np.repeat(np.arange(len(target_words)), self.counts)
+        self.source_lengths = self.counts[self.target]
+        offset = np.arange(len(self.target)) - self.starts[self.target]  # in the source; NULL is 0
+        words = source_words[(np.cumsum(lengths) - lengths)[pair][self.target] + offset]
+        width = int(target_words.max()) + 1
+        codes, self.entry = np.unique(
+            (words + 1) * width + target_words[self.target], return_inverse=True
+        )
+        self.words = np.stack([codes // width - 1, codes % width], 1)
+        self.source_word = codes // width
         self._lengths, self._pair, self._offset = lengths, pair, offset
 
-    def place(self) -> None:
-        """What model 2 tells apart: spot [N] numbers (j, i, l, m) densely; looks [places] numbers
-        its (i, l, m).
+    def add_positions(self) -> None:
+        """Number what model 2 distinguishes.
+
+        position        [N] number of the link's (j, i, l, m)
+        position_group  [positions] number of its (i, l, m)
         """
         longest = int(max(self._lengths.max(), self.target_lengths.max())) + 1
         before = np.cumsum(self.target_lengths) - self.target_lengths
         i = np.arange(len(self._pair)) - before[self._pair]
-        where = (
-            self._lengths[self._pair] * longest + self.target_lengths[self._pair]
-        ) * longest + i
-        codes, self.spot = np.unique(where[self.slot] * longest + self._offset, return_inverse=True)
-        self.looks = np.unique(codes // longest, return_inverse=True)[1]
+        sizes = self._lengths[self._pair] * longest + self.target_lengths[self._pair]
+        group = sizes * longest + i  # [target words]
+        codes, self.position = np.unique(
+            group[self.target] * longest + self._offset, return_inverse=True
+        )
+        self.position_group = np.unique(codes // longest, return_inverse=True)[1]

@@ -1,13 +1,14 @@
-"""Many texts at once: greedy decoding and beam search over rows that grow by one token a step.
+"""Decode many texts at once: greedy search and beam search.
 
-This is no loop for techniques (those are decode.py and refine.py, one text at a time): it is how a
-teacher writes thousands of translations. What computes is behind `Rows`; here is only what is
-kept.
+A teacher writes thousands of translations this way. Techniques do not use it: their loops are
+decode.py and refine.py, one text at a time. The model is a `BatchDecoder`; here tokens are chosen.
 
-Beam search keeps the `beam` most probable texts of each length, sets those aside that have ended,
-and stops when `beam` have; the best is the one with the highest log-probability divided by its
-number of tokens, the end counted, to the power `length_power` (0: none, 1: the mean). A text that
-reaches its limit must end there.
+Beam search keeps the `beam` most probable texts of each length. Texts that have ended are set
+aside, and the search stops when there are `beam` of them. It returns the text with the highest
+
+    log-probability / (number of tokens, end included) ** length_power    (0: sum, 1: mean)
+
+A text that reaches its limit must end there.
 """
 
 from collections.abc import Sequence
@@ -17,27 +18,28 @@ import torch
 from torch import Tensor
 
 
-class Rows(Protocol):
-    """Texts that a model is in the middle of, with whatever it remembers of them."""
+class BatchDecoder(Protocol):
+    """A model that is decoding N texts, with its caches."""
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Append tokens [N]; returns the logits of the next ones [N, V]."""
+        """Append tokens [N], and return the logits of the next ones [N, V]."""
         ...
 
     def select(self, rows: Tensor) -> None:
-        """From now on row i goes on from what was row rows[i]; rows that are not named end."""
+        """Continue text rows[i] as text i, and drop the texts that are not in `rows`."""
         ...
 
 
-def greedy(rows: Rows, begin: int, eos: int, limits: Sequence[int]) -> list[list[int]]:
-    """The most probable token, again and again, until `eos` or the row's limit. One text a row,
-    without the ends.
+def greedy_search(rows: BatchDecoder, bos: int, eos: int, limits: Sequence[int]) -> list[list[int]]:
+    """Return one text per row: the most probable tokens until `eos` or the row's limit.
+
+    The texts do not contain `eos`.
     """
     texts: list[list[int]] = [[] for _ in limits]
     alive = [i for i, limit in enumerate(limits) if limit > 0]
     if len(alive) < len(texts) and alive:
         rows.select(torch.tensor(alive))
-    tokens = torch.full((len(alive),), begin)
+    tokens = torch.full((len(alive),), bos)
     while alive:
         tokens = rows.step(tokens).argmax(-1)
         goes_on = []
@@ -55,21 +57,22 @@ def greedy(rows: Rows, begin: int, eos: int, limits: Sequence[int]) -> list[list
 
 
 def beam_search(
-    rows: Rows,
-    begin: int,
+    rows: BatchDecoder,
+    bos: int,
     eos: int,
     limits: Sequence[int],
     beam: int = 4,
     length_power: float = 1.0,
 ) -> list[list[int]]:
-    """The best text by the module's rule for each row of `rows`, without the ends; a limit counts
-    tokens before `eos`.
+    """Return the best text of each row by the module's rule, without `eos`.
+
+    A limit counts tokens before `eos`.
     """
     ended: list[list[tuple[float, list[int]]]] = [[] for _ in limits]
     alive: list[tuple[int, float, list[int]]] = [
         (i, 0.0, []) for i in range(len(limits))
     ]  # whose, score, text
-    tokens = torch.full((len(alive),), begin)
+    tokens = torch.full((len(alive),), bos)
     while alive:
         logs = rows.step(tokens).log_softmax(-1)  # [N, V]
         scores = (
@@ -84,7 +87,7 @@ def beam_search(
         last = scores[:, eos].tolist()
         values, choices = best.values.tolist(), best.indices.tolist()
         goes_on: list[tuple[int, int, float]] = []  # row, token, score
-        for i, its in _by_owner(alive):
+        for i, its in _group_by_text(alive):
             found = [
                 (value, row, token)
                 for row in its
@@ -113,8 +116,8 @@ def beam_search(
     return [max(texts, key=lambda one: one[0])[1] for texts in ended]
 
 
-def _by_owner(alive: Sequence[tuple[int, float, list[int]]]) -> list[tuple[int, list[int]]]:
-    """The rows of each text, in order."""
+def _group_by_text(alive: Sequence[tuple[int, float, list[int]]]) -> list[tuple[int, list[int]]]:
+    """Return each text's number and its rows, in order."""
     owned: dict[int, list[int]] = {}
     for row, (i, _, _) in enumerate(alive):
         owned.setdefault(i, []).append(row)

@@ -1,11 +1,10 @@
-"""Sentences and their translations become batches: a joint vocabulary, ids, batches of like
-lengths.
+"""Turn sentence pairs into batches: a joint vocabulary, token ids, batches of similar lengths.
 
 Both languages share one byte-level BPE vocabulary, so that source, target and output share one
-embedding. The tokenizer cleans what it reads: Unicode's composed forms (NFC), every run of white
-space one space, none at the ends. Case stays. A sentence begins with a space inside the tokenizer,
-so that a word is the same token wherever it stands; decoding takes that space away, and what is
-decoded is plain text, ready for sacrebleu: nothing is to be detokenised.
+embedding. The tokenizer normalizes text: Unicode's composed forms (NFC), one space for every run of
+white space, none at the ends. Case stays. A sentence begins with a space inside the tokenizer, so
+that a word is the same token at every position. Decoding removes that space. Decoded text is plain
+text for sacrebleu; it needs no detokenizer.
 """
 
 import json
@@ -25,16 +24,17 @@ SPECIAL = ("<pad>", "<s>", "</s>", "<mask>")
 PAD, BOS, EOS, MASK = range(4)
 
 
-class Pair(NamedTuple):
-    """A sentence and its translation as ids, without the ends."""
+class SentencePair(NamedTuple):
+    """A sentence and its translation as ids, without end tokens."""
 
     source: list[int]
     target: list[int]
 
 
 def train_joint_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
-    """Learn byte-level BPE from the sentences of both languages and save it to `folder`; ids 0 to 3
-    are SPECIAL.
+    """Learn byte-level BPE from the sentences of both languages, and save it to `folder`.
+
+    Ids 0 to 3 are SPECIAL.
     """
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Sequence(
@@ -64,34 +64,36 @@ def train_joint_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | P
     return Tokenizer.from_folder(folder)
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[Pair]:
-    """The sentences and their translations as ids."""
+def encode_pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[SentencePair]:
+    """Return the sentences and their translations as ids."""
     sources, targets = (
         (tokenizer.encode_all(side) for side in zip(*texts, strict=True)) if texts else ([], [])
     )
-    return [Pair(source, target) for source, target in zip(sources, targets, strict=True)]
+    return [SentencePair(source, target) for source, target in zip(sources, targets, strict=True)]
 
 
-def usable(pairs: Iterable[Pair], longest: int) -> list[Pair]:
-    """The pairs to train on: neither side empty, neither longer than `longest` tokens."""
+def filter_pairs(pairs: Iterable[SentencePair], longest: int) -> list[SentencePair]:
+    """Return the pairs to train on: neither side is empty or longer than `longest` tokens."""
     return [pair for pair in pairs if all(0 < len(side) <= longest for side in pair)]
 
 
-def padded(rows: Sequence[Sequence[int]], pad: int = PAD) -> Tensor:
-    """Rows of ids as one tensor [B, longest], filled up on the right.
+def pad_sequences(rows: Sequence[Sequence[int]], pad: int = PAD) -> Tensor:
+    """Return sequences of ids as one tensor [B, longest], padded on the right.
 
-    >>> padded([[5], [6, 7]]).tolist()
+    >>> pad_sequences([[5], [6, 7]]).tolist()
     [[5, 0], [6, 7]]
     """
-    longest = max(len(row) for row in rows)
-    return torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows])
+    longest = max(map(len, rows), default=0)
+    return torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], dtype=torch.long)
 
 
-def buckets(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
-    """The numbers of the pairs, by length, in groups that fill at most `tokens` places on either
-    side when padded.
+def group_by_length(pairs: Sequence[SentencePair], tokens: int) -> list[list[int]]:
+    """Return the numbers of the pairs, by length, in groups of at most `tokens` positions.
 
-    >>> buckets([Pair([1] * n, [1] * n) for n in (3, 1, 2, 1)], tokens=4)
+    The positions of a group are counted after padding, on its longer side.
+
+    >>> pairs = [SentencePair([1] * n, [1] * n) for n in (3, 1, 2, 1)]
+    >>> group_by_length(pairs, tokens=4)
     [[1, 3], [2], [0]]
     """
     order = sorted(range(len(pairs)), key=lambda i: (len(pairs[i].target), len(pairs[i].source), i))
@@ -108,19 +110,18 @@ def buckets(pairs: Sequence[Pair], tokens: int) -> list[list[int]]:
     return groups
 
 
-def drawn(
-    pairs: Sequence[Pair], tokens: int, pool: int = 8
+def make_batch_sampler(
+    pairs: Sequence[SentencePair], tokens: int, pool: int = 8
 ) -> Callable[[torch.Generator], list[int]]:
-    """Random training batches as numbers of pairs, of like lengths, filling about `tokens` places
-    on either side.
+    """Return a function that samples a training batch: numbers of pairs of similar lengths.
 
-    A batch is drawn from a pool of `pool` batches' pairs of like lengths, so that it is a new one
-    every time, while a step needs no memory of the steps before it. Every pair is as likely as any
-    other to be in the next batch.
+    A batch fills about `tokens` positions on its longer side. It is sampled from a group as large
+    as `pool` batches, so batches differ, and no step needs to remember the steps before it. Every
+    pair is equally likely to be in the next batch.
     """
     if not pairs:
         raise TinyspecError("no pairs to train on: all of them are empty or too long for the model")
-    pools = buckets(pairs, tokens * pool)
+    pools = group_by_length(pairs, tokens * pool)
     sizes = [
         max(1, min(len(group), tokens // max(len(side) for i in group for side in pairs[i])))
         for group in pools

@@ -1,6 +1,4 @@
-"""BLEU by sacrebleu, on raw text: what a translation is measured with, and the signature that says
-how.
-"""
+"""Measure translations: BLEU by sacrebleu on raw text, with its signature."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,45 +9,55 @@ from tinyspec.errors import TinyspecError
 ORDER = 4  # n-grams of up to so many words
 
 
-class Bleu(NamedTuple):
+class BleuScore(NamedTuple):
     score: float  # 0 to 100
     signature: str
 
 
-class Counts(NamedTuple):
-    """What BLEU is computed from, which can be added up: n-grams found in the reference, n-grams,
-    words of the references.
+class BleuCounts(NamedTuple):
+    """The counts from which BLEU is computed. They can be added up.
 
-    >>> Counts((2, 1, 0, 0), (2, 1, 0, 0), 3) + Counts((1, 0, 0, 0), (2, 1, 0, 0), 2)
-    Counts(hits=(3, 1, 0, 0), all=(4, 2, 0, 0), wanted=5)
+    matches           n-grams that occur in the reference, for n = 1 to ORDER
+    totals            all n-grams, for n = 1 to ORDER
+    reference_length  words of the references
+
+    >>> BleuCounts((2, 1, 0, 0), (2, 1, 0, 0), 3) + BleuCounts((1, 0, 0, 0), (2, 1, 0, 0), 2)
+    BleuCounts(matches=(3, 1, 0, 0), totals=(4, 2, 0, 0), reference_length=5)
     """
 
-    hits: tuple[int, ...]
-    all: tuple[int, ...]
-    wanted: int
+    matches: tuple[int, ...]
+    totals: tuple[int, ...]
+    reference_length: int
 
-    def __add__(self, other: "Counts") -> "Counts":  # type: ignore[override]
+    def __add__(self, other: "BleuCounts") -> "BleuCounts":  # type: ignore[override]
         hits, all = (
             tuple(x + y for x, y in zip(a, b, strict=True))
-            for a, b in ((self.hits, other.hits), (self.all, other.all))
+            for a, b in ((self.matches, other.matches), (self.totals, other.totals))
         )
-        return Counts(hits, all, self.wanted + other.wanted)
+        return BleuCounts(hits, all, self.reference_length + other.reference_length)
 
     @property
-    def bleu(self) -> Bleu:
-        """The score of all that was counted, by sacrebleu's settings."""
-        judge = metric()
+    def bleu(self) -> BleuScore:
+        """Return the score of these counts, by sacrebleu's default settings."""
+        judge = load_bleu()
         score = judge.compute_bleu(
-            list(self.hits), list(self.all), self.all[0], self.wanted, smooth_method="exp"
+            list(self.matches),
+            list(self.totals),
+            self.totals[0],
+            self.reference_length,
+            smooth_method="exp",
         ).score
         judge.corpus_score(
             ["a"], [["a"]]
         )  # the signature knows the number of references only after a score
-        return Bleu(round(float(score), 4), str(judge.get_signature()))
+        return BleuScore(round(float(score), 4), str(judge.get_signature()))
 
 
-def metric() -> Any:
-    """sacrebleu's BLEU with its usual settings. TinyspecError where it is not installed."""
+def load_bleu() -> Any:
+    """Return sacrebleu's BLEU with its default settings.
+
+    Raises TinyspecError if sacrebleu is not installed.
+    """
     try:
         from sacrebleu.metrics.bleu import BLEU
     except ImportError:
@@ -59,34 +67,36 @@ def metric() -> Any:
     return BLEU()
 
 
-def counts(found: Sequence[str], wanted: Sequence[str]) -> Counts:
-    """What sacrebleu counts in translations against one reference each: case kept, its own
-    tokenisation (13a).
+def count_ngrams(found: Sequence[str], wanted: Sequence[str]) -> BleuCounts:
+    """Count n-grams in translations against one reference each, as sacrebleu does.
+
+    Case is kept; the tokenization is sacrebleu's own (13a).
     """
     if len(found) != len(wanted):
         raise TinyspecError(
             f"{len(found)} translations of {len(wanted)} sentences cannot be scored"
         )
     if not found:
-        return Counts((0,) * ORDER, (0,) * ORDER, 0)
-    made = metric().corpus_score(list(found), [list(wanted)])
-    return Counts(tuple(made.counts), tuple(made.totals), int(made.ref_len))
+        return BleuCounts((0,) * ORDER, (0,) * ORDER, 0)
+    made = load_bleu().corpus_score(list(found), [list(wanted)])
+    return BleuCounts(tuple(made.counts), tuple(made.totals), int(made.ref_len))
 
 
-def bleu(found: Sequence[str], wanted: Sequence[str]) -> Bleu:
-    """Corpus BLEU of translations against one reference each.
+def corpus_bleu(found: Sequence[str], wanted: Sequence[str]) -> BleuScore:
+    """Return the BLEU of translations against one reference each.
 
-    >>> bleu(["Ein Mann mit Hut."], ["Ein Mann mit Hut."]).score
+    >>> corpus_bleu(["Ein Mann mit Hut."], ["Ein Mann mit Hut."]).score
     100.0
     """
-    return counts(found, wanted).bleu
+    return count_ngrams(found, wanted).bleu
 
 
-def repeated(texts: Sequence[Sequence[int]]) -> float:
-    """The share of tokens that equal the one before: what translations whose words were chosen
-    apart are known by.
+def repetition_rate(texts: Sequence[Sequence[int]]) -> float:
+    """Return the share of tokens that equal the token before.
 
-    >>> repeated([[5, 5, 6, 6], [7]])
+    It is high if tokens are chosen independently of each other.
+
+    >>> repetition_rate([[5, 5, 6, 6], [7]])
     0.4
     """
     total = sum(map(len, texts))

@@ -10,10 +10,10 @@ import torch
 
 from tinyspec.lm.model import Model
 from tinyspec.training.recipe import Recipe
-from tinyspec.training.train import Trained
+from tinyspec.training.train import TrainingResult
 
 
-def sample(
+def sample_continuation(
     model: Model, prompt: str, seed: int, temperature: float = 0.8, tokens: int = 120
 ) -> str:
     """A continuation of `prompt`, drawn plainly: the whole text is run anew for every token. Stops
@@ -30,11 +30,13 @@ def sample(
     return model.tokenizer.decode(ids[len(start) :])
 
 
-def curve(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, title: str) -> str:
+def draw_curve(
+    series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, title: str
+) -> str:
     """An SVG line chart, legible on light and dark pages. The first series is solid, the second
     dashed.
 
-    >>> curve({"loss": [(0, 2.0), (10, 1.0)]}, "step", "a curve").count("<polyline")
+    >>> draw_curve({"loss": [(0, 2.0), (10, 1.0)]}, "step", "a curve").count("<polyline")
     1
     """
     width, height, left, bottom, top = 640, 300, 56, 44, 34
@@ -69,7 +71,7 @@ def curve(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, tit
         )
         x = x_high * i / 4
         parts.append(
-            f'<text x="{at(x, low).split(",")[0]}" y="{height - bottom + 18}" text-anchor="middle">{_short(x)}</text>'
+            f'<text x="{at(x, low).split(",")[0]}" y="{height - bottom + 18}" text-anchor="middle">{_format_count(x)}</text>'
         )
     parts.append(f'<text x="{width / 2}" y="{height - 8}" text-anchor="middle">{x_label}</text>')
     for i, (name, line) in enumerate(series.items()):
@@ -83,10 +85,10 @@ def curve(series: Mapping[str, Sequence[tuple[float, float]]], x_label: str, tit
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _short(number: float) -> str:
+def _format_count(number: float) -> str:
     """1234567 as 1.2M.
 
-    >>> _short(1234567), _short(40e6), _short(950)
+    >>> _format_count(1234567), _format_count(40e6), _format_count(950)
     ('1.2M', '40M', '950')
     """
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -99,13 +101,13 @@ def write_card(
     out: Path,
     model: Model,
     recipe: Recipe,
-    ended: Trained,
+    ended: TrainingResult,
     final: Mapping[str, float],
     bytes_per_token: float,
     device: torch.device,
 ) -> None:
     """Write README.md and loss.svg into `out`. `final`: figures over all valid books, by name."""
-    mixed = recipe.exits is not None and recipe.exits.taught
+    mixed = recipe.exits is not None and recipe.exits.changes_training
     per_byte = (
         1.0 if recipe.teacher else 1 / (math.log(2) * bytes_per_token)
     )  # nats a token to bits a byte
@@ -122,7 +124,7 @@ def write_card(
             (e["tokens"], e[figure]) for e in ended.log if figure in e
         ],
     }
-    svg = curve(
+    svg = draw_curve(
         {name: line for name, line in series.items() if line},
         "tokens seen",
         f"training of {recipe.name}",
@@ -133,7 +135,7 @@ def write_card(
     )
 
 
-def machine(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """What it was trained on."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
@@ -144,7 +146,7 @@ def machine(device: torch.device) -> str:
 def _text(
     model: Model,
     recipe: Recipe,
-    ended: Trained,
+    ended: TrainingResult,
     final: Mapping[str, float],
     bytes_per_token: float,
     device: torch.device,
@@ -177,10 +179,10 @@ def _text(
     if recipe.start:
         what += f" It goes on from the weights of `{Path(recipe.start).name}`."
     if recipe.exits is not None:
-        what += " " + recipe.exits.said()
+        what += " " + recipe.exits.describe()
         quality += ".\n" + _exits(recipe, final)
     samples = "\n\n".join(
-        f"Seed {seed}:\n\n" + _quote(f"**{prompt}**" + sample(model, prompt, seed))
+        f"Seed {seed}:\n\n" + _quote(f"**{prompt}**" + sample_continuation(model, prompt, seed))
         for seed, prompt in enumerate(recipe.prompts)
     )
     return f"""# {recipe.name}
@@ -192,7 +194,7 @@ def _text(
 - **quality**: {quality}
 {pair}- **data**: 107 books of `mlschmitt/classic-books-markdown` (GitHub), {bytes_per_token:.2f} bytes a token; three
   more, by Doyle, Kipling and Nesbit, are the valid books: neither the model nor its tokenizer was trained on them
-- **training**: {ended.tokens:,} tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine(device)}
+- **training**: {ended.tokens:,} tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {describe_device(device)}
 - **licence**: weights MIT; the texts are in the public domain
 
 Made by `recipe.toml`, with this command (log in `log.jsonl`):

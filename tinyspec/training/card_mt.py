@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.training.card import curve, machine
+from tinyspec.training.card import describe_device, draw_curve
 from tinyspec.training.recipe_mt import TranslationRecipe
-from tinyspec.training.train import Trained
+from tinyspec.training.train import TrainingResult
 
 SHOWN = 5  # examples on a card: the first valid sentences
 WHAT = {
@@ -27,7 +27,7 @@ def write_card(
     out: Path,
     model: Seq2Seq,
     recipe: TranslationRecipe,
-    ended: Trained,
+    ended: TrainingResult,
     final: Mapping[str, float],
     translate: Callable[[Seq2Seq, Sequence[Sequence[int]]], list[list[int]]],
     held: Sequence[tuple[str, str]],
@@ -40,7 +40,7 @@ def write_card(
         "training loss": [(e["tokens"], e["loss"]) for e in ended.log if "loss" in e],
         "valid loss": [(e["tokens"], e["valid_loss"]) for e in ended.log if "valid_loss" in e],
     }
-    svg = curve(
+    svg = draw_curve(
         {name: line for name, line in series.items() if line},
         "tokens seen",
         f"training of {recipe.name}",
@@ -72,6 +72,7 @@ def write_card(
             f"; it is `{Path(recipe.finetune).name}`, fine-tuned by its teacher's word-level laws"
         )
     lent = f"; its {', '.join(recipe.inherit)} began as the teacher's" if recipe.inherit else ""
+    machine = describe_device(device)
     text = f"""# {recipe.name}
 
 English to German, captions of pictures. {WHAT[recipe.method]}.
@@ -83,7 +84,7 @@ English to German, captions of pictures. {WHAT[recipe.method]}.
   kept); the test sentences are measured by `tinyspec bench translation`
 - **data**: Multi30k task 1 (Elliott et al. 2016), 29,000 pairs, for research; trained on {targets}{lent}
 - **text**: composed Unicode (NFC), runs of white space as one space, case kept; output is plain text
-- **training**: {ended.tokens:,} source tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine(device)};
+- **training**: {ended.tokens:,} source tokens in {ended.step:,} steps, {ended.seconds / 60:.1f} minutes on {machine};
   the best weights by BLEU on the valid sentences
 - **licence**: weights MIT
 

@@ -1,8 +1,7 @@
-"""Text becomes tokens, and tokens become a score: cleaning, the tokenizer, packing, bits per byte,
-acceptance.
+"""Turn books into tokens, and score models on them: bits per byte, acceptance rate.
 
-Bits per UTF-8 byte is the one quality measure here, because it does not depend on the tokenizer:
-the negative log2 likelihood of a text divided by its length in bytes.
+Bits per UTF-8 byte is the negative log2 likelihood of a text, divided by its length in bytes. It is
+the quality measure here because it does not depend on the tokenizer.
 """
 
 import math
@@ -19,16 +18,18 @@ from torch.nn import functional as F
 
 from tinyspec.lm.tokenizer import Tokenizer
 
-END = "<|endoftext|>"  # stands between documents; id 0
-Teach = Callable[[Tensor], Tensor]  # ids [B, T] -> logits [B, T, V]
+END_TOKEN = "<|endoftext|>"  # stands between documents; id 0
+LogitsFn = Callable[[Tensor], Tensor]  # ids [B, T] -> logits [B, T, V]
 
 _HEADER = re.compile(r"\A(?:[ \t]*\n|#+ *(?:Title|Author|Year):[^\n]*\n)*-{3,}[ \t]*\n")
 
 
-def clean(text: str) -> str:
-    r"""A book as the models read it: unix line ends, no title block, no spaces at line ends, no blank edges.
+def clean_book(text: str) -> str:
+    r"""Return a book as the models read it.
 
-    >>> clean("# Title: A\n\n## Author: B\n\n## Year: 1900\n\n-------\n\n## Part I \r\n\r\nIt rained. \r\n")
+    It has unix line ends, no title block, no spaces at line ends, no blank lines at its ends.
+
+    >>> clean_book("# Title: A\n\n## Author: B\n\n## Year: 1900\n\n-------\n\n## Part I \r\n\r\nIt rained. \r\n")
     '## Part I\n\nIt rained.'
     """
     text = _HEADER.sub("", text.replace("\r\n", "\n").replace("\r", "\n"), count=1)
@@ -36,11 +37,10 @@ def clean(text: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -> Tokenizer:
-    """Learn byte-level BPE from `texts` and save it to `folder`. Any string can be encoded; END is
-    id 0.
+    """Learn byte-level BPE from `texts`, and save it to `folder`.
 
-    Carriage returns are dropped before a line feed, as they are from the training text: the models
-    never saw one.
+    Any string can be encoded. END_TOKEN has id 0. A carriage return before a line feed is dropped,
+    as it is from the training text.
     """
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.normalizer = normalizers.Replace("\r\n", "\n")
@@ -48,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END],
+        special_tokens=[END_TOKEN],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
@@ -58,14 +58,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(
         '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "clean_up_tokenization_spaces": false,\n'
-        f'  "eos_token": "{END}"\n}}\n',
+        f'  "eos_token": "{END_TOKEN}"\n}}\n',
         encoding="utf-8",
     )
     return Tokenizer.from_folder(folder)
 
 
-def pack(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
-    """All texts in a row, each after an `end` token, closed by one more: int64 [n]."""
+def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
+    """Return all texts in one row of ids [n], with an `end` token before each and after the last."""
     ids = [end]
     for text in texts:
         ids += tokenizer.encode(text)
@@ -73,13 +73,12 @@ def pack(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
     return torch.tensor(ids)
 
 
-def crops(
+def make_crop_sampler(
     tokens: Tensor, batch: int, context: int
 ) -> Callable[[torch.Generator], tuple[Tensor, Tensor]]:
-    """Random training batches of a token row: (inputs, targets), each [batch, context], on the
-    row's device.
+    """Return a function that samples a training batch: (inputs, targets), each [batch, context].
 
-    The whole corpus is one tensor where the model is, so a batch is one gather and no loader is
+    The whole corpus is one tensor on the model's device. So a batch is one gather, and no loader is
     needed.
     """
     if len(tokens) <= context:
@@ -97,36 +96,36 @@ def crops(
 
 
 class Document(NamedTuple):
-    """A text to be scored: its tokens after an end-of-text token, and its length in UTF-8 bytes."""
+    """A text to score: its tokens after an end-of-text token, and its length in UTF-8 bytes."""
 
     tokens: list[int]
     bytes: int
 
 
-def document(tokenizer: Tokenizer, text: str, end: int, characters: int | None = None) -> Document:
-    """A text, or its first `characters`, ready to be scored."""
+def encode_document(
+    tokenizer: Tokenizer, text: str, end: int, characters: int | None = None
+) -> Document:
+    """Return a text, or its first `characters`, as a document."""
     text = text[:characters]
     return Document([end, *tokenizer.encode(text)], len(text.encode()))
 
 
-class Windows(NamedTuple):
-    """A batch of windows: inputs and targets [B, T], and which targets are scored in it (bool [B,
-    T]).
-    """
+class WindowBatch(NamedTuple):
+    """A batch of windows: inputs and targets [B, T], and whether a target is scored (bool [B, T])."""
 
     inputs: Tensor
     targets: Tensor
     scored: Tensor
 
 
-def windows(
+def slide_windows(
     documents: Sequence[Document], context: int, stride: int, batch: int = 16
-) -> Iterator[Windows]:
-    """Slide over each document so that every token but the first is scored once.
+) -> Iterator[WindowBatch]:
+    """Slide a window over each document so that every token but the first is scored once.
 
-    The first window of a document scores all it holds, each later one only its last `stride`
-    targets, which have at least context - stride tokens before them. Short windows are filled up on
-    the right: a causal model cannot see it.
+    The first window of a document scores all its targets. Each later one scores only its last
+    `stride` targets, which have at least context - stride tokens before them. Short windows are
+    padded on the right, which a causal model cannot see.
     """
     rows: list[
         tuple[list[int], int]
@@ -146,21 +145,21 @@ def windows(
         for i, (window, old) in enumerate(part):
             full[i, : len(window)] = torch.tensor(window)
             scored[i, old : len(window) - 1] = True
-        yield Windows(full[:, :-1], full[:, 1:], scored)
+        yield WindowBatch(full[:, :-1], full[:, 1:], scored)
 
 
 @torch.no_grad()
 def bits_per_byte(
-    teach: Teach,
+    teach: LogitsFn,
     documents: Sequence[Document],
     context: int = 512,
     stride: int = 256,
     device: torch.device | str = "cpu",
     batch: int = 16,
 ) -> float:
-    """Negative log2 likelihood per UTF-8 byte of the documents' text."""
+    """Return the negative log2 likelihood per UTF-8 byte of the documents' text."""
     nats = torch.zeros((), dtype=torch.float64, device=device)
-    for inputs, targets, scored in windows(documents, context, stride, batch):
+    for inputs, targets, scored in slide_windows(documents, context, stride, batch):
         logits = teach(inputs.to(device)).float()
         losses = F.cross_entropy(
             logits.flatten(0, 1), targets.to(device).flatten(), reduction="none"
@@ -170,21 +169,22 @@ def bits_per_byte(
 
 
 @torch.no_grad()
-def acceptance(
-    target: Teach,
-    draft: Teach,
+def measure_acceptance(
+    target: LogitsFn,
+    draft: LogitsFn,
     documents: Sequence[Document],
     context: int = 512,
     stride: int = 256,
     device: torch.device | str = "cpu",
     batch: int = 16,
 ) -> float:
-    """alpha: the mean over all scored tokens of sum_x min(p(x), q(x)), the chance that a drafted
-    token is accepted.
+    """Return alpha, the probability that a draft token is accepted.
+
+    alpha = mean over all scored positions of sum_x min(p(x), q(x))
     """
     total = torch.zeros((), dtype=torch.float64, device=device)
     count = 0
-    for inputs, _, scored in windows(documents, context, stride, batch):
+    for inputs, _, scored in slide_windows(documents, context, stride, batch):
         p = target(inputs.to(device)).float().softmax(-1)
         q = draft(inputs.to(device)).float().softmax(-1)
         total += torch.minimum(p, q).sum(-1)[scored.to(device)].sum(dtype=torch.float64)

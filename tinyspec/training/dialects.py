@@ -1,20 +1,20 @@
-"""A translation task with several right answers: its multimodality is a knob, and the best a model
-can do is known exactly.
+"""Make a translation task with several right answers, and compute the best that a model can do.
 
-A source is n distinct words. Whoever translates picks one of K dialects, each with probability 1/K,
-says nobody which, and keeps to it for the whole sentence. Dialects differ in one or several ways:
+A source is n distinct words. A translator picks one of K dialects, each with probability 1/K, and
+uses it for the whole sentence. Dialects differ in one or several ways:
 
-    lex   words     each dialect has a lexicon of its own
-    ord   order     dialect z rotates the sentence by z words
-    fert  fertility a word w is said with two tokens in dialect w mod K and with one in the others,
-          so lengths differ too
+    lex   words      each dialect has its own lexicon
+    ord   order      dialect z rotates the sentence by z words
+    fert  fertility  word w becomes two tokens in dialect w mod K, and one token in the others; so
+                     lengths differ too
 
-and each token may be replaced by any other with probability `noise`. A model that reads what it
-wrote needs H(Y|x) nats for a sentence, that is ln K, the choice of the dialect; one that writes all
-places at once needs the sum of the places' entropies, n ln K, and mixes dialects when it takes the
-likeliest token of each. The choice is uniform on purpose: where one dialect is likelier, the
-likeliest token is of that one everywhere, and a model that knows nothing of its other tokens looks
-perfect.
+With probability `noise` each token is replaced by another one. Without noise, a model that reads
+what it has written needs H(Y|x) = ln K nats for a sentence: the choice of the dialect. A model that
+writes all positions at once needs the sum of the positions' entropies, n ln K. It mixes dialects
+if it takes the most probable token of each position.
+
+The dialects are equally probable on purpose. If one were more probable, its tokens would be the
+most probable ones at every position, and a model that ignores its other tokens would look perfect.
 
 Alignments, fertilities and a tree of phrases are known for every pair.
 """
@@ -26,23 +26,21 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.training.bitext import MASK
 
-PAD, BOS, EOS, MASK = range(4)
 KINDS = ("lex", "ord", "fert")
 Span = tuple[int, int]
 
 
-class Pair(NamedTuple):
-    """A source, one of its translations, and all that is known of it.
+class DialectPair(NamedTuple):
+    """A source, one of its translations, and how it was made.
 
     mode         the dialect
-    alignment    the place in the source of the word that each target token says
-    fertilities  how many target tokens say each source word
-    tree         phrases of words, a word being the span (begin, end) of its target tokens; an even
+    alignment    for each target token, the position of its word in the source
+    fertilities  for each source word, how many target tokens it has
+    tree         phrases of words, each word the span (begin, end) of its target tokens; an even
                  word ends a phrase
     """
 
@@ -54,12 +52,12 @@ class Pair(NamedTuple):
     tree: tuple[tuple[Span, ...], ...]
 
 
-class Floors(NamedTuple):
-    """The least nats a sentence can cost, in the mean over a source's translations.
+class EntropyBounds(NamedTuple):
+    """The least mean number of nats that a translation of a source can cost.
 
-    length    of the length alone, H(T|x)
-    sequence  of a model that reads what it wrote, and ends by itself: H(Y|x)
-    parallel  of a model that is told the length and writes all places at once: sum of H(Y_i|x, T)
+    length    of the length alone: H(T|x)
+    sequence  for a model that reads what it has written, and decides where to end: H(Y|x)
+    parallel  for a model that knows the length and writes all positions at once: sum H(Y_i|x, T)
     """
 
     length: float
@@ -68,11 +66,11 @@ class Floors(NamedTuple):
 
 
 class Quality(NamedTuple):
-    """Shares of the outputs.
+    """Shares of outputs with a property.
 
-    valid     one of the K right translations, word by word
-    single    made of tokens that some one dialect would use for this source, in whatever order
-    repeated  with a token twice: no right translation has one
+    valid     equal to one of the K right translations
+    single    all tokens are tokens of one dialect's translation, in any order
+    repeated  a token occurs twice, which happens in no right translation
     """
 
     valid: float
@@ -82,7 +80,7 @@ class Quality(NamedTuple):
 
 @dataclass(frozen=True)
 class Dialects:
-    """The task. Ids: the four special ones, the source's words, then the target's tokens."""
+    """A task. Its ids: four special ones, the source's words, then the target's tokens."""
 
     kinds: tuple[str, ...] = ("lex",)
     modes: int = 4
@@ -112,7 +110,7 @@ class Dialects:
 
     @property
     def tokens(self) -> int:
-        """Distinct target tokens."""
+        """Return the number of distinct target tokens."""
         return (
             self.words
             * (self.modes if "lex" in self.kinds else 1)
@@ -124,12 +122,12 @@ class Dialects:
         return MASK + 1 + self.words + self.tokens
 
     @property
-    def most(self) -> int:
-        """Tokens of the longest translation."""
+    def max_target_length(self) -> int:
+        """Return the number of tokens of the longest translation."""
         return self.longest * (2 if "fert" in self.kinds else 1)
 
-    def said(self, word: int, mode: int) -> list[int]:
-        """The target tokens that say a word (0 to words - 1) in a dialect."""
+    def tokens_of_word(self, word: int, mode: int) -> list[int]:
+        """Return the target tokens of a word (0 to words - 1) in a dialect."""
         parts = 2 if "fert" in self.kinds else 1
         first = (
             MASK
@@ -139,10 +137,11 @@ class Dialects:
         )
         return [first, first + 1] if parts == 2 and word % self.modes == mode else [first]
 
-    def render(self, source: Sequence[int], mode: int) -> Pair:
-        """The translation into a dialect, without noise.
+    def translate(self, source: Sequence[int], mode: int) -> DialectPair:
+        """Return the translation into a dialect, without noise.
 
-        >>> Dialects(("ord",), modes=2, words=3, shortest=2, longest=3).render((4, 5, 6), 1).target
+        >>> task = Dialects(("ord",), modes=2, words=3, shortest=2, longest=3)
+        >>> task.translate((4, 5, 6), 1).target
         (8, 9, 7)
         """
         n = len(source)
@@ -156,45 +155,42 @@ class Dialects:
         fertilities = [0] * n
         for place, at in enumerate(order):
             word = source[at] - MASK - 1
-            said = self.said(word, mode)
-            phrase.append((len(target), len(target) + len(said)))
-            target += said
-            alignment += [at] * len(said)
-            fertilities[at] = len(said)
+            tokens = self.tokens_of_word(word, mode)
+            phrase.append((len(target), len(target) + len(tokens)))
+            target += tokens
+            alignment += [at] * len(tokens)
+            fertilities[at] = len(tokens)
             if word % 2 == 0 or place == n - 1:
                 tree.append(tuple(phrase))
                 phrase = []
-        return Pair(
+        return DialectPair(
             tuple(source), tuple(target), mode, tuple(alignment), tuple(fertilities), tuple(tree)
         )
 
-    def renderings(self, source: Sequence[int]) -> list[Pair]:
-        """All right translations, by dialect; in a few sources of `fert` two dialects say the
-        same.
-        """
-        return [self.render(source, mode) for mode in range(self.modes)]
+    def all_translations(self, source: Sequence[int]) -> list[DialectPair]:
+        """Return the translation into each dialect.
 
-    def corpus(
-        self, count: int, seed: int = 0, without: Collection[tuple[int, ...]] = ()
-    ) -> list[Pair]:
-        """So many pairs with the dialects in turn, equally often; sources of `exclude_token` are
-        held out.
+        With `fert`, two dialects translate a few sources alike.
         """
+        return [self.translate(source, mode) for mode in range(self.modes)]
+
+    def sample_pairs(
+        self, count: int, seed: int = 0, exclude: Collection[tuple[int, ...]] = ()
+    ) -> list[DialectPair]:
+        """Return `count` pairs, whose dialects take turns; no source is one of `exclude`."""
         random = np.random.default_rng(seed)
-        first, held = MASK + 1 + self.words, set(without)
-        pairs = list[Pair]()
+        first, held = MASK + 1 + self.words, set(exclude)
+        pairs = list[DialectPair]()
         while len(pairs) < count:
             n = int(random.integers(self.shortest, self.longest + 1))
             source = tuple(int(word) + MASK + 1 for word in random.permutation(self.words)[:n])
             if source in held:
                 continue
-            pair = self.render(source, len(pairs) % self.modes)
+            pair = self.translate(source, len(pairs) % self.modes)
             if self.noise:
                 target = list(pair.target)
-                for i in np.flatnonzero(
-                    random.random(len(target)) < self.noise
-                ):  # any token but the right one
-                    other = int(random.integers(self.tokens - 1))
+                for i in np.flatnonzero(random.random(len(target)) < self.noise):
+                    other = int(random.integers(self.tokens - 1))  # any token but the right one
                     target[i] = first + other + (first + other >= target[i])
                 pair = pair._replace(target=tuple(target))
             pairs.append(pair)
@@ -202,26 +198,27 @@ class Dialects:
 
     # ------------------------------------------------------------------ what a model can reach
 
-    def floors(self, source: Sequence[int]) -> Floors:
-        """Exact, for any kind and any noise: by the dialects of each length, and place by place."""
+    def entropy_bounds(self, source: Sequence[int]) -> EntropyBounds:
+        """Return the exact bounds, for any kind and any noise."""
         groups: dict[int, list[tuple[int, ...]]] = {}
-        for pair in self.renderings(source):
+        for pair in self.all_translations(source):
             groups.setdefault(len(pair.target), []).append(pair.target)
         length = entropy(len(group) / self.modes for group in groups.values())
         sequence, parallel = length, 0.0
         for group in groups.values():
             share = len(group) / self.modes
-            sequence += share * self._together(group)
+            sequence += share * self._mixture_entropy(group)
             parallel += share * sum(
-                self._together([(target[i],) for target in group]) for i in range(len(group[0]))
+                self._mixture_entropy([(target[i],) for target in group])
+                for i in range(len(group[0]))
             )
-        return Floors(length, sequence, parallel)
+        return EntropyBounds(length, sequence, parallel)
 
-    def _together(self, group: Sequence[tuple[int, ...]]) -> float:
-        """H of a noisy copy of one of these equally long, equally likely texts.
+    def _mixture_entropy(self, group: Sequence[tuple[int, ...]]) -> float:
+        """Return the entropy of a noisy copy of one of these equally long, equally probable texts.
 
-        How likely a text is depends only on how many tokens it shares with each of them, so texts
-        are counted by that.
+        The probability of a copy depends only on how many tokens it shares with each of them. So
+        copies are counted by these numbers.
         """
         right, wrong = 1 - self.noise, self.noise / max(self.tokens - 1, 1)
         counted = Counter({(0,) * len(group): 1})
@@ -245,38 +242,29 @@ class Dialects:
             total -= texts * p * math.log(p) if p > 0 else 0.0
         return total
 
-    def judge(self, source: Sequence[int], output: Sequence[int]) -> tuple[bool, bool, bool]:
-        """Whether one output is valid, of a single dialect, and repeats a token: see `Quality`."""
-        right = [pair.target for pair in self.renderings(source)]
+    def judge_output(self, source: Sequence[int], output: Sequence[int]) -> tuple[bool, bool, bool]:
+        """Return whether one output is valid, single, and repeated: see `Quality`."""
+        right = [pair.target for pair in self.all_translations(source)]
         single = any(set(output) <= set(target) for target in right)
         return tuple(output) in right, single, len(set(output)) < len(output)
 
-    def quality(
+    def measure_quality(
         self, sources: Iterable[Sequence[int]], outputs: Iterable[Sequence[int]]
     ) -> Quality:
-        """How good outputs are, each for the source in its place."""
+        """Return the quality of outputs, one for each source."""
         judged = [
-            self.judge(source, output) for source, output in zip(sources, outputs, strict=True)
+            self.judge_output(source, output)
+            for source, output in zip(sources, outputs, strict=True)
         ]
         if not judged:
             raise TinyspecError("there are no outputs to judge: give at least one source")
         return Quality(*(sum(one) / len(judged) for one in zip(*judged, strict=True)))
 
 
-def entropy(law: Iterable[float]) -> float:
-    """In nats.
+def entropy(probs: Iterable[float]) -> float:
+    """Return the entropy of a distribution, in nats.
 
     >>> entropy([0.5, 0.5]) == math.log(2)
     True
     """
-    return 0.0 - sum(p * math.log(p) for p in law if p > 0)
-
-
-def padded(rows: Sequence[Sequence[int]], pad: int = PAD) -> Tensor:
-    """Rows of different lengths as one tensor [B, longest].
-
-    >>> padded([(5, 6), (7,)]).tolist()
-    [[5, 6], [7, 0]]
-    """
-    longest = max(map(len, rows), default=0)
-    return torch.tensor([[*row, *[pad] * (longest - len(row))] for row in rows], dtype=torch.long)
+    return 0.0 - sum(p * math.log(p) for p in probs if p > 0)

@@ -33,18 +33,23 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.training import outputs
-from tinyspec.training.card import curve
-from tinyspec.training.imitation import compared, frequent, judged, rows
-from tinyspec.training.outputs import Asking
+from tinyspec.training.card import draw_curve
+from tinyspec.training.imitation import (
+    cross_entropy_and_alpha,
+    evaluate_draft,
+    make_collate_fn,
+    most_frequent_tokens,
+)
+from tinyspec.training.outputs import OutputSettings
 from tinyspec.training.recipe import Recipe, read_recipe
-from tinyspec.training.train import Batch, Trained, train
-from tinyspec.training.train_lm import _autocast as autocast
+from tinyspec.training.train import Batch, TrainingResult, train
+from tinyspec.training.train_lm import autocast as autocast
 
 HELD = 20  # every so many texts, one is held out
 JUDGED = 24  # held-out texts on which the figures at the end are exact
 
 
-def recipe_text(
+def draft_recipe(
     target: str, name: str, layers: int, draft_vocab: int, texts: int, width: int
 ) -> str:
     """The recipe of a draft. `width` is the target's: Muon is cheap where matrices are small."""
@@ -79,10 +84,11 @@ valid_every = 250
 """
 
 
-def with_values(text: str, overrides: Mapping[str, str]) -> str:
+def set_recipe_values(text: str, overrides: Mapping[str, str]) -> str:
     """A recipe with single values set, so that the file says what was followed.
 
-    >>> with_values('name = "a"\\n\\n[train]\\nlr = 1e-3\\n', {"train.lr": "2e-3", "train.seed": "4", "context": "64"})
+    >>> text = 'name = "a"\\n\\n[train]\\nlr = 1e-3\\n'
+    >>> set_recipe_values(text, {"train.lr": "2e-3", "train.seed": "4", "context": "64"})
     'context = 64\\nname = "a"\\n\\n[train]\\nseed = 4\\nlr = 2e-3\\n'
     """
     for key, value in overrides.items():
@@ -113,7 +119,7 @@ def distill(
     restart: bool = False,
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
-) -> tuple[Trained, dict[str, float]]:
+) -> tuple[TrainingResult, dict[str, float]]:
     """Train the draft of a recipe with a section [distill] into the folder `out`; how it ended, and
     its figures.
 
@@ -128,7 +134,7 @@ def distill(
         **({} if minutes is None else {"train.minutes": str(float(minutes))}),
     }
     plan = read_recipe(path, changed)
-    words, asking = settings(plan, path)
+    words, asking = read_distill_section(plan, path)
     state = out / ".tinyspec"
     if restart:
         kept = path.read_bytes()
@@ -140,28 +146,28 @@ def distill(
     say = (console or Console(quiet=True)).print
 
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    source = teacher(plan.teacher, path.parent, out)
+    source = find_target(plan.teacher, path.parent, out)
     target = models.load(source, device=where)
-    config = shape(plan, target, words, source, out)
-    asked = outputs.asks(target, asking, prompts, data_folder)
-    kept_at = outputs.folder(target, asking, prompts)
+    config = draft_config(plan, target, words, source, out)
+    asked = outputs.make_prompts(target, asking, prompts, data_folder)
+    kept_at = outputs.outputs_folder(target, asking, prompts)
     say(f"texts of {target.name}: {len(asked)}, {asking.tokens} tokens each, in {kept_at}")
-    texts = outputs.write(target, asked, asking, kept_at, console)
+    texts = outputs.write_outputs(target, asked, asking, kept_at, console)
     if words:
-        config = replace(config, says=frequent(texts, words, config))
-    weights = begin(config, target, plan.settings.seed, plan.inherit)
+        config = replace(config, says=most_frequent_tokens(texts, words, config))
+    weights = initial_draft_weights(config, target, plan.settings.seed, plan.inherit)
     learnt = {name: w for name, w in weights.items() if not (words and name in ("embed", "head"))}
     held, seen = texts[::HELD], [text for i, text in enumerate(texts) if i % HELD] or texts
     say(f"{plan.name}: {sum(w.numel() for w in learnt.values()):,} weights are trained, on {where}")
 
     blocks = Blocks(config, {name: w.to(where) for name, w in weights.items()})
     learnt = {name: blocks.weights[name] for name in learnt}
-    row = rows(seen, config)
-    check = rows(held, config)
+    row = make_collate_fn(seen, config)
+    check = make_collate_fn(held, config)
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(where):
-            cross, alpha = compared(blocks, *batch)
+            cross, alpha = cross_entropy_and_alpha(blocks, *batch)
         lead = torch.exp(-3 * alpha.detach())
         return lead * cross + (1 - lead) * (1 - alpha)
 
@@ -171,7 +177,10 @@ def distill(
         known = sum(float(part[3].sum()) for part in parts)
         with autocast(where):
             alpha = (
-                sum(float(compared(blocks, *part)[1]) * float(part[3].sum()) for part in parts)
+                sum(
+                    float(cross_entropy_and_alpha(blocks, *part)[1]) * float(part[3].sum())
+                    for part in parts
+                )
                 / known
             )
         return {"refused": 1 - alpha, "alpha": alpha}
@@ -198,7 +207,7 @@ def distill(
     made = {name: w.detach().to("cpu", torch.bfloat16) for name, w in blocks.weights.items()}
     stored = Model(config, made, target.tokenizer if target.has_tokenizer else None, plan.name)
     stored.save(out)
-    final = judged(target, models.load(out, device=where), held[:JUDGED])
+    final = evaluate_draft(target, models.load(out, device=where), held[:JUDGED])
     say(
         "  ".join(f"{name} {value:.4f}" for name, value in final.items())
         + f" over {len(held[:JUDGED])} held-out texts"
@@ -211,11 +220,11 @@ def distill(
     return ended, final
 
 
-def settings(plan: Recipe, path: Path) -> tuple[int, Asking]:
+def read_distill_section(plan: Recipe, path: Path) -> tuple[int, OutputSettings]:
     """Section [distill]: how many words the draft has (0: all), and what is asked of the target."""
     given = dict(plan.distill)
     words = given.pop("draft_vocab", 0)
-    known = {field.name for field in fields(Asking)}
+    known = {field.name for field in fields(OutputSettings)}
     for name in given:
         if name not in known:
             raise TinyspecError(
@@ -229,15 +238,15 @@ def settings(plan: Recipe, path: Path) -> tuple[int, Asking]:
         raise TinyspecError(
             f"{path}: [distill] draft_vocab is {words!r}: a number of tokens, or 0 for all of them"
         )
-    return words, Asking(**given)
+    return words, OutputSettings(**given)
 
 
-def teacher(name: str, *beside: Path) -> str | Path:
+def find_target(name: str, *beside: Path) -> str | Path:
     """The target: a folder beside the recipe or the draft, or a model by name."""
     return next((at / name for at in beside if (at / name / "config.json").is_file()), name)
 
 
-def shape(plan: Recipe, target: Model, words: int, source: str | Path, out: Path) -> Config:
+def draft_config(plan: Recipe, target: Model, words: int, source: str | Path, out: Path) -> Config:
     """The draft's config: the target's, but for what the recipe says."""
     theirs = target.config
     path = models.find_model(source)
@@ -268,7 +277,9 @@ def shape(plan: Recipe, target: Model, words: int, source: str | Path, out: Path
     return replace(config, tied=False, extra={**extra, borrowed.FROM: str(named)})
 
 
-def begin(config: Config, target: Model, seed: int, inherit: bool) -> dict[str, Tensor]:
+def initial_draft_weights(
+    config: Config, target: Model, seed: int, inherit: bool
+) -> dict[str, Tensor]:
     """float32 weights: random, but for those that the target has in the same shape under the same
     name.
     """
@@ -286,8 +297,8 @@ def write_card(
     model: Model,
     plan: Recipe,
     target: Model,
-    asking: Asking,
-    ended: Trained,
+    asking: OutputSettings,
+    ended: TrainingResult,
     final: Mapping[str, float],
     texts: int,
     device: torch.device,
@@ -298,7 +309,7 @@ def write_card(
         "training loss": [(e["tokens"], e["loss"]) for e in ended.log if "loss" in e],
         "alpha, held out": [(e["tokens"], e["alpha"]) for e in ended.log if "alpha" in e],
     }
-    svg = curve(
+    svg = draw_curve(
         {name: line for name, line in series.items() if line},
         "tokens seen",
         f"training of {plan.name}",

@@ -23,12 +23,12 @@ from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.progress import progress_bar
-from tinyspec.training.beam import beam_search, greedy
-from tinyspec.training.bitext import padded
+from tinyspec.training.beam import beam_search, greedy_search
+from tinyspec.training.bitext import pad_sequences
 
 
 @dataclass(frozen=True)
-class Writing:
+class BeamSettings:
     """How a teacher writes.
 
     beam          texts kept by beam search; 1: greedy decoding
@@ -56,23 +56,23 @@ class Writing:
         return min(int(self.factor * len(source)) + self.more, model.config.max_positions - 1)
 
 
-def write(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing = Writing()
+def write_translations(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: BeamSettings = BeamSettings()
 ) -> list[list[int]]:
     """Translations of these sources, computed together: ids without the ends."""
     if not all(sources):
         raise TinyspecError("a source is empty: give at least one token")
     limits = [writing.limit(model, source) for source in sources]
     with torch.inference_mode():
-        memory = model.encode(padded(sources, model.config.pad).to(model.device))
+        memory = model.encode(pad_sequences(sources, model.config.pad).to(model.device))
     rows = Lockstep(model, memory, max(limits) + 1)
     c = model.config
     if writing.beam == 1:
-        return greedy(rows, c.bos, c.eos, limits)
+        return greedy_search(rows, c.bos, c.eos, limits)
     return beam_search(rows, c.bos, c.eos, limits, writing.beam, writing.length_power)
 
 
-def fingerprint(model: Seq2Seq) -> str:
+def hash_weights(model: Seq2Seq) -> str:
     """A hash of its weights, in float32."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.weights.items()):
@@ -81,17 +81,19 @@ def fingerprint(model: Seq2Seq) -> str:
     return digest.hexdigest()
 
 
-def folder(model: Seq2Seq, sources: Sequence[Sequence[int]], writing: Writing) -> Path:
+def translations_folder(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: BeamSettings
+) -> Path:
     """Where the translations of these sources, by this teacher, written so, are kept."""
-    asked = [fingerprint(model), [list(source) for source in sources], asdict(writing)]
+    asked = [hash_weights(model), [list(source) for source in sources], asdict(writing)]
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
     return models.models_folder().parent / "distilled" / f"{model.name}-{key}"
 
 
-def translations(
+def distill_translations(
     model: Seq2Seq,
     sources: Sequence[Sequence[int]],
-    writing: Writing = Writing(),
+    writing: BeamSettings = BeamSettings(),
     where: Path | None = None,
     batch: int = 128,
     console: Console | None = None,
@@ -99,7 +101,7 @@ def translations(
     """All translations, in the order of `sources`: those that are in the folder, and the others,
     written now.
     """
-    where = where or folder(model, sources, writing)
+    where = where or translations_folder(model, sources, writing)
     where.mkdir(parents=True, exist_ok=True)
     order = sorted(
         range(len(sources)), key=lambda i: (len(sources[i]), i)
@@ -112,7 +114,7 @@ def translations(
             part, path = order[at : at + batch], where / f"{at:06d}-{batch}.json"
             texts = _read(path, len(part)) if path.exists() else None
             if texts is None:
-                texts = write(model, [sources[i] for i in part], writing)
+                texts = write_translations(model, [sources[i] for i in part], writing)
                 beside = path.with_suffix(".part")
                 beside.write_text(json.dumps(texts), encoding="utf-8")
                 os.replace(beside, path)

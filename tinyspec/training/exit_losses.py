@@ -1,10 +1,9 @@
-"""How early layers learn to speak: exit losses with a curriculum, and layer dropout. Section
-[exits] of a recipe.
+"""Train early layers to predict tokens: exit losses with a curriculum, and layer dropout.
 
-The state after every layer goes through the one final norm and the one head of the model, and each
-exit's cross-entropy counts with a weight; nothing is added to the model. Layers l are counted from
-0 here, as LayerSkip (Elhoushi et al., ACL 2024, arXiv 2404.16710, section 4.1) counts them; steps t
-of T likewise.
+The section [exits] of a recipe. The hidden state after every layer goes through the model's one
+final norm and one head. The cross-entropy of each exit has a weight in the loss. Nothing is added
+to the model. Layers l and steps t of T are counted from 0, as in LayerSkip (Elhoushi et al.,
+ACL 2024, arXiv 2404.16710, section 4.1).
 
     loss(t) = sum_l e(t, l) CE(head(norm(x_{l+1})), y),    e(t, l) = C(t, l) e(l) / sum_k C(t, k) e(k)
 
@@ -12,14 +11,16 @@ of T likewise.
     "sum"     e(l) = e_scale (0 + 1 + ... + l) below the last layer, (L-1) + e_scale (0 + ... + L-2)
               at it: LayerSkip. The exit after the first layer has weight 0, as published.
 
-The curriculum C says which exits count at a step; the last always does. "rotational": every R-th
-layer, moved on by one at each step. "gradual": the last, then one more below it each T / (2 L)
-steps, all from T / 2 on.
+The curriculum C(t, l) is 1 if the exit after layer l counts at step t, else 0. The last exit always
+counts. "rotational": every R-th layer, and the next ones at the next step. "gradual": first the
+last exit, then one more below it every T / (2 L) steps; all exits from step T / 2 on.
 
-Layer dropout leaves layer l out for a sample with the chance p(t, l) = S(t) D(l) p_max, where D(l)
-= 2^{l / (L-1)} - 1 rises from 0 to 1 and S(t) = 2^{t / (T-1)} - 1 in a training from scratch, 1
-where a trained model is continued. What is left out is the identity for that sample; the others are
-not scaled up.
+Layer dropout leaves out layer l for one sample with probability
+
+    p(t, l) = S(t) D(l) p_max,    D(l) = 2^{l / (L-1)} - 1,    S(t) = 2^{t / (T-1)} - 1
+
+with S(t) = 1 if a trained model is continued. For that sample the layer is the identity. The
+remaining layers are not scaled up.
 """
 
 import itertools
@@ -38,20 +39,25 @@ Curriculum = Literal["none", "rotational", "gradual"]
 
 
 @dataclass(frozen=True)
-class Exits:
-    """Section [exits] of a recipe. Without any loss or dropout it only asks for figures of the
-    exits.
+class ExitLosses:
+    """The section [exits] of a recipe. With its defaults it only asks for figures of the exits.
+
+    weights     losses of the early exits; none: only the last layer has a loss
+    e_scale     weight of the early exits, relative to the last
+    curriculum  which exits count at a step; none: all of them
+    rotation    R of the rotational curriculum
+    p_max       layer dropout of the last layer at the last step
+    scratch     true: dropout rises during the training; false: a trained model is continued
+    report      exits whose bits per byte are logged, each a number of layers
     """
 
-    weights: Weights = "none"  # none: the last layer alone is taught
-    e_scale: float = 1.0  # what early exits count, against the last
-    curriculum: Curriculum = "none"  # none: all exits count at each step
-    rotation: int = 4  # R of the rotational curriculum
-    p_max: float = 0.0  # layer dropout of the last layer at the end
-    scratch: bool = (
-        True  # dropout rises in the course of the training; false: a trained model is continued
-    )
-    report: tuple[int, ...] = ()  # exits whose bits per byte are logged: after so many layers
+    weights: Weights = "none"
+    e_scale: float = 1.0
+    curriculum: Curriculum = "none"
+    rotation: int = 4
+    p_max: float = 0.0
+    scratch: bool = True
+    report: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for value, kinds in (
@@ -66,13 +72,13 @@ class Exits:
             raise TinyspecError("[exits] wants 0 <= p_max < 1, e_scale >= 0, rotation >= 1")
 
     @property
-    def taught(self) -> bool:
-        """Whether the training differs from one without the section."""
+    def changes_training(self) -> bool:
+        """Return whether a training with this section differs from one without it."""
         return self.weights != "none" or self.p_max > 0
 
-    def said(self) -> str:
-        """The section as a sentence of a card."""
-        if not self.taught:
+    def describe(self) -> str:
+        """Return the section as a sentence for a model's card."""
+        if not self.changes_training:
             return "Only its last layer was taught to speak; it is what the exits checkpoints are compared with."
         losses = "early exits were taught along, their losses weighted "
         kind = {
@@ -92,8 +98,8 @@ class Exits:
         sentence = "; ".join(part for part in parts if part)
         return sentence[0].upper() + sentence[1:] + "."
 
-    def e(self, n_layers: int) -> list[float]:
-        """The weights e(l) of all layers, not yet normalised."""
+    def loss_weights(self, n_layers: int) -> list[float]:
+        """Return e(l) of all layers, not yet normalized."""
         last = n_layers - 1
         if self.weights == "none":
             return [0.0] * last + [1.0]
@@ -103,9 +109,10 @@ class Exits:
             last + self.e_scale * (last - 1) * last / 2
         ]
 
-    def counts(self, layer: int, n_layers: int, step: int, done: float) -> bool:
-        """C(t, l): whether the exit of a layer counts at a step, `done` being the share of the
-        training before it.
+    def is_counted(self, layer: int, n_layers: int, step: int, done: float) -> bool:
+        """Return C(t, l): whether a layer's exit counts at a step.
+
+        `done` is the share of the training before the step.
         """
         if layer == n_layers - 1 or self.curriculum == "none":
             return True
@@ -113,18 +120,18 @@ class Exits:
             return layer % self.rotation == step % self.rotation
         return done >= (n_layers - 1 - layer) / (2 * n_layers)
 
-    def shares(self, n_layers: int, step: int, done: float) -> list[float]:
-        """e(t, l) of all layers: they sum to 1."""
+    def normalized_weights(self, n_layers: int, step: int, done: float) -> list[float]:
+        """Return e(t, l) of all layers. They sum to 1."""
         counted = [
-            e if self.counts(layer, n_layers, step, done) else 0.0
-            for layer, e in enumerate(self.e(n_layers))
+            e if self.is_counted(layer, n_layers, step, done) else 0.0
+            for layer, e in enumerate(self.loss_weights(n_layers))
         ]
         return (
             [e / sum(counted) for e in counted] if sum(counted) else [0.0] * (n_layers - 1) + [1.0]
         )
 
-    def dropped(self, n_layers: int, done: float) -> list[float]:
-        """p(t, l) of all layers, `done` being t / (T-1)."""
+    def dropout_rates(self, n_layers: int, done: float) -> list[float]:
+        """Return p(t, l) of all layers. `done` is t / (T-1)."""
         rise = 2**done - 1 if self.scratch else 1.0
         return [
             rise * (2 ** (layer / max(n_layers - 1, 1)) - 1) * self.p_max
@@ -132,38 +139,41 @@ class Exits:
         ]
 
 
-class Course:
-    """A training under [exits]: the weights and the chances of the step in hand, and its loss."""
+class ExitLossSchedule:
+    """The loss of a training with [exits]: its weights and dropout rates at the current step."""
 
-    def __init__(self, exits: Exits, n_layers: int, steps: int):
+    def __init__(self, exits: ExitLosses, n_layers: int, steps: int):
         self.exits, self.n_layers, self.steps = exits, n_layers, steps
-        self.begin(0, 0.0)
+        self.begin_step(0, 0.0)
 
-    def begin(self, step: int, progress: float) -> None:
-        """Turn to a step, `progress` being the share of the training before it: t / T, or more by
-        the clock.
+    def begin_step(self, step: int, progress: float) -> None:
+        """Set the weights and dropout rates of a step.
+
+        `progress` is the share of the training before it: t / T, or more by the clock.
         """
-        self.shares = self.exits.shares(self.n_layers, step, progress)
+        self.loss_weights = self.exits.normalized_weights(self.n_layers, step, progress)
         done = min(
             1.0, progress * self.steps / max(self.steps - 1, 1)
         )  # t / (T-1): the last step has 1
-        self.dropped = self.exits.dropped(self.n_layers, done)
+        self.dropout_rates = self.exits.dropout_rates(self.n_layers, done)
 
     def loss(self, blocks: Blocks, inputs: Tensor, targets: Tensor, dropout: float = 0.0) -> Tensor:
-        """The loss of a batch, inputs and targets [B, T]. An exit that does not count costs
-        nothing.
+        """Return the loss of a batch, inputs and targets [B, T].
+
+        No logits are computed for an exit whose weight is 0.
         """
         total = torch.zeros((), device=inputs.device)
-        for share, x in zip(self.shares, blocks.stream(inputs, dropout, self.dropped), strict=True):
-            if share:
-                total = total + share * F.cross_entropy(
-                    blocks.head(x).flatten(0, 1), targets.flatten()
-                )
+        states = blocks.stream(inputs, dropout, self.dropout_rates)
+        for weight, x in zip(self.loss_weights, states, strict=True):
+            if weight:
+                loss = F.cross_entropy(blocks.head(x).flatten(0, 1), targets.flatten())
+                total = total + weight * loss
         return total
 
 
 def exit_logits(blocks: Blocks, ids: Tensor, layers: int) -> Tensor:
-    """What the exit after so many layers says, ids [B, T]: [B, T, V]. The layers above it are not
-    run.
+    """Return the logits [B, T, V] of the exit after so many layers, for ids [B, T].
+
+    The layers above it are not run.
     """
     return blocks.head(next(itertools.islice(blocks.stream(ids), layers - 1, None)))

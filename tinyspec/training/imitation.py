@@ -1,6 +1,4 @@
-"""What a draft is trained with when it imitates a target: the words it may say, the rows of a step,
-the loss, the figures.
-"""
+"""Train a draft on its target's outputs: its vocabulary, its batches, its loss, its figures."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,19 +8,22 @@ from torch import Tensor
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.training.outputs import Output
+from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.train import Batch
 
 
-def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, ...]:
-    """The ids that the target wrote most often, ends of text among them; the lower id where two are
-    even. Rising.
+def most_frequent_tokens(
+    texts: Sequence[TargetOutput], words: int, config: Config
+) -> tuple[int, ...]:
+    """Return the ids that the target wrote most often, in rising order.
+
+    Ends of text are always among them. Of two equally frequent ids the lower one comes first.
     """
     counts = torch.zeros(config.vocab_size, dtype=torch.float64)
     for text in texts:
-        counts += torch.bincount(text.ids.long()[text.known + 1], minlength=config.vocab_size)
+        counts += torch.bincount(text.ids.long()[text.positions + 1], minlength=config.vocab_size)
         counts.index_put_(
-            (text.top.long().flatten(),), text.law.double().flatten(), accumulate=True
+            (text.top_ids.long().flatten(),), text.top_probs.double().flatten(), accumulate=True
         )
     counts[list(config.eos)] = torch.inf
     order = torch.sort(counts, descending=True, stable=True).indices[
@@ -31,67 +32,70 @@ def frequent(texts: Sequence[Output], words: int, config: Config) -> tuple[int, 
     return tuple(sorted(order.tolist()))
 
 
-def rows(
-    texts: Sequence[Output], config: Config
+def make_collate_fn(
+    texts: Sequence[TargetOutput], config: Config
 ) -> Callable[[Sequence[int], int, torch.device], Batch]:
-    """What a step is made of: (inputs [B, T], top [B, T, k], law [B, T, k], known [B, T]) of some
-    of the texts.
+    """Return a function that makes a batch of texts with these numbers.
 
-    top are places in the head's rows; where the head has none, the probability is 0. A text is cut
-    on the left.
+    inputs      [B, T] ids; a long text is cut on the left
+    head_rows   [B, T, k] rows of the draft's head for the target's most probable tokens
+    top_probs   [B, T, k] the target's probabilities; 0 for a token that the head has no row for
+    is_known    [B, T] 1 at positions where the target's probabilities are known, else 0
     """
-    place = torch.arange(config.vocab_size)
+    head_row = torch.arange(config.vocab_size)  # of each token; -1: it has none
     if config.says:
-        place = torch.full((config.vocab_size,), -1)
-        place[torch.tensor(config.says)] = torch.arange(len(config.says))
+        head_row = torch.full((config.vocab_size,), -1)
+        head_row[torch.tensor(config.says)] = torch.arange(len(config.says))
 
-    def draw(chosen: Sequence[int], context: int, device: torch.device) -> Batch:
-        width = min(max(len(texts[i].ids) for i in chosen) - 1, context)
-        k = max(texts[i].top.shape[1] for i in chosen)
+    def collate(numbers: Sequence[int], context: int, device: torch.device) -> Batch:
+        chosen = [texts[i] for i in numbers]
+        width = min(max(len(text.ids) for text in chosen) - 1, context)
+        k = max(text.top_ids.shape[1] for text in chosen)
         inputs = torch.zeros(len(chosen), width, dtype=torch.long)
-        top, law = (
-            torch.zeros(len(chosen), width, k, dtype=torch.long),
-            torch.zeros(len(chosen), width, k),
-        )
-        known = torch.zeros(len(chosen), width)
-        for at, i in enumerate(chosen):
-            text = texts[i]
+        head_rows = torch.zeros(len(chosen), width, k, dtype=torch.long)
+        top_probs = torch.zeros(len(chosen), width, k)
+        is_known = torch.zeros(len(chosen), width)
+        for b, text in enumerate(chosen):
             cut = max(len(text.ids) - 1 - width, 0)
             ids = text.ids[cut:-1].long()
-            inputs[at, : len(ids)] = ids
-            inside = text.known >= cut
-            where = text.known[inside] - cut
-            places = place[text.top[inside].long()]
-            top[at, where] = places.clamp_min(0)
-            law[at, where] = text.law[inside].float() * (places >= 0)
-            known[at, where] = 1
-        return tuple(t.to(device) for t in (inputs, top, law, known))
+            inputs[b, : len(ids)] = ids
+            inside = text.positions >= cut
+            at = text.positions[inside] - cut
+            rows = head_row[text.top_ids[inside].long()]
+            head_rows[b, at] = rows.clamp_min(0)
+            top_probs[b, at] = text.top_probs[inside].float() * (rows >= 0)
+            is_known[b, at] = 1
+        return tuple(t.to(device) for t in (inputs, head_rows, top_probs, is_known))
 
-    return draw
+    return collate
 
 
-def compared(
-    blocks: Blocks, inputs: Tensor, top: Tensor, law: Tensor, known: Tensor
+def cross_entropy_and_alpha(
+    blocks: Blocks, inputs: Tensor, head_rows: Tensor, top_probs: Tensor, is_known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and alpha against the known part of the target's laws, each a mean over the
-    places where it is known.
+    """Return cross-entropy and alpha against the known part of the target's distributions.
+
+    Each is a mean over the positions where the target's probabilities are known.
     """
-    there = known.bool()
-    logits = torch.nn.functional.linear(blocks.states(inputs)[there], blocks.vocabulary).float()
-    logq = logits.log_softmax(-1).gather(-1, top[there])
-    p = law[there]
-    return -(p * logq).sum(-1).mean(), torch.minimum(p, logq.exp()).sum(-1).mean()
+    known = is_known.bool()
+    logits = torch.nn.functional.linear(blocks.states(inputs)[known], blocks.vocabulary).float()
+    log_q = logits.log_softmax(-1).gather(-1, head_rows[known])
+    p = top_probs[known]
+    return -(p * log_q).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
 
 
 @torch.no_grad()
-def judged(target: Model, draft: Model, texts: Sequence[Output]) -> dict[str, float]:
-    """Over whole laws, at the places where the target wrote: alpha = mean sum min(p, q) at
-    temperature 1, the share of places where both would say the same at temperature 0, and the share
-    of p on tokens that the draft can say."""
+def evaluate_draft(target: Model, draft: Model, texts: Sequence[TargetOutput]) -> dict[str, float]:
+    """Return figures over whole distributions, at the positions where the target wrote.
+
+    alpha      mean of sum min(p, q) at temperature 1
+    agreement  share of positions where both have the same most probable token
+    sayable    probability of p on tokens in the draft's vocabulary
+    """
     alpha = agree = sayable = 0.0
     count = 0
     for text in texts:
-        ids, at = text.ids.tolist(), text.known.tolist()
+        ids, at = text.ids.tolist(), text.positions.tolist()
         p, q = (model.logits(ids)[at].float().softmax(-1) for model in (target, draft))
         alpha += float(torch.minimum(p, q).sum())
         agree += float((p.argmax(-1) == q.argmax(-1)).sum())

@@ -1,9 +1,9 @@
-"""Muon: momentum whose update is made orthogonal, for matrices inside the network.
+"""Optimize matrices inside the network by Muon: momentum whose update is made orthogonal.
 
-Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon); the step is scaled to AdamW's as in
-Liu et al. 2025, arXiv 2502.16982, so that both share one learning rate. torch has a Muon of its
-own, which iterates in bfloat16: on a processor that only emulates bfloat16 that costs more than the
-step it improves, so here it runs in float32, all layers of one shape at once.
+Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The step is scaled to AdamW's as in
+Liu et al. 2025, arXiv 2502.16982, so that both optimizers share one learning rate. torch's own Muon
+iterates in bfloat16, which is slow on a processor that only emulates it. Here it runs in float32,
+on all matrices of one shape at once.
 """
 
 from collections import defaultdict
@@ -13,16 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # of the quintic whose iteration drives singular values towards 1
+# Coefficients of the quintic polynomial whose iteration drives singular values towards 1.
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
-    """The nearest semi-orthogonal matrix of each g [n, out, in], roughly: singular values end
-    between 0.7 and 1.2.
+def orthogonalize(g: Tensor, steps: int = 5) -> Tensor:
+    """Return roughly the nearest semi-orthogonal matrix of each g [n, out, in].
+
+    The singular values of the result are between 0.7 and 1.2.
     """
     a, b, c = COEFFICIENTS
     wide = g.shape[-2] <= g.shape[-1]
@@ -35,7 +33,7 @@ def orthogonal(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """For matrices [out, in] only; embeddings, gains and biases belong to AdamW."""
+    """The optimizer of matrices [out, in]. Embeddings, gains and biases belong to AdamW."""
 
     def __init__(
         self,
@@ -65,5 +63,5 @@ class Muon(torch.optim.Optimizer):
                     if w.grad is not None
                 ]
                 scale = 0.2 * max(shape) ** 0.5 * group["lr"]
-                for w, update in zip(weights, orthogonal(torch.stack(ahead)), strict=True):
+                for w, update in zip(weights, orthogonalize(torch.stack(ahead)), strict=True):
                     w.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-scale)

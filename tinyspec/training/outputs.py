@@ -37,7 +37,7 @@ from tinyspec.tree import TokenTree
 
 
 @dataclass(frozen=True)
-class Asking:
+class OutputSettings:
     """What is written. Texts of several drafts are shared where all of it agrees.
 
     texts        how many
@@ -69,7 +69,7 @@ class Asking:
             )
 
 
-class Output(NamedTuple):
+class TargetOutput(NamedTuple):
     """A text of the target.
 
     ids    [n] prompt, answer
@@ -79,12 +79,12 @@ class Output(NamedTuple):
     """
 
     ids: Tensor
-    known: Tensor
-    top: Tensor
-    law: Tensor
+    positions: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
 
 
-class Ask(NamedTuple):
+class TargetPrompt(NamedTuple):
     """A prompt; with `closing`, the model asks a question behind it first, and these ids follow its
     question.
     """
@@ -96,12 +96,15 @@ class Ask(NamedTuple):
 # ---------------------------------------------------------------------- prompts
 
 
-Kind = Callable[[random.Random], str]
+PromptSource = Callable[[random.Random], str]
 
 
-def asks(
-    model: Model, asking: Asking, file: Path | None = None, data_folder: str | Path | None = None
-) -> list[Ask]:
+def make_prompts(
+    model: Model,
+    asking: OutputSettings,
+    file: Path | None = None,
+    data_folder: str | Path | None = None,
+) -> list[TargetPrompt]:
     """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not
     on how many there are.
     """
@@ -114,10 +117,12 @@ def asks(
             raise TinyspecError(
                 f"{file}: no prompts in it; they are paragraphs, split at blank lines"
             )
-        kinds: list[Kind] = [lambda chance: chance.choice(own)]
+        kinds: list[PromptSource] = [lambda chance: chance.choice(own)]
     else:
-        kinds = list(_questions(data_folder)) if chat else _openings(data_folder)
-    itself = Ask(*_frame(model)) if chat else Ask(_start(model))
+        kinds = list(_find_questions(data_folder)) if chat else _find_openings(data_folder)
+    itself = (
+        TargetPrompt(*_split_chat_template(model)) if chat else TargetPrompt(_empty_prompt(model))
+    )
     room = model.config.max_positions - asking.tokens - asking.question
     made = []
     for i in range(asking.texts):
@@ -129,15 +134,15 @@ def asks(
             made.append(itself)
         elif chat:
             ids = model.tokenizer.chat([{"role": "user", "content": kinds[kind](chance)}])
-            made.append(Ask(ids) if len(ids) <= room else itself)
+            made.append(TargetPrompt(ids) if len(ids) <= room else itself)
         else:
-            ids = _plain(model, kinds[kind](chance))
+            ids = _encode_plain_prompt(model, kinds[kind](chance))
             length = len(ids) if file is not None else chance.randint(8, max(asking.prompt, 8))
-            made.append(Ask(ids[: min(length, room)] or itself.ids))
+            made.append(TargetPrompt(ids[: min(length, room)] or itself.ids))
     return made
 
 
-def _questions(root: str | Path | None) -> Iterator[Kind]:
+def _find_questions(root: str | Path | None) -> Iterator[PromptSource]:
     """Kinds of questions, of the data that is here."""
     with suppress(TinyspecError):
         sums = [s.question for s in data.read_gsm8k("train", root)]
@@ -149,7 +154,7 @@ def _questions(root: str | Path | None) -> Iterator[Kind]:
         parts = [
             part
             for book in data.read_books("train", root)
-            for part in corpus.clean(book.text).split("\n\n")
+            for part in corpus.clean_book(book.text).split("\n\n")
         ]
         parts = [part for part in parts if 200 < len(part) < 500]
         lead = (
@@ -161,10 +166,12 @@ def _questions(root: str | Path | None) -> Iterator[Kind]:
         yield lambda chance: f"{chance.choice(lead)} {chance.choice(parts)}"
 
 
-def _openings(root: str | Path | None) -> list[Kind]:
+def _find_openings(root: str | Path | None) -> list[PromptSource]:
     """Paragraphs of the training books with what follows them; nothing where there are none."""
     try:
-        books = [corpus.clean(book.text).split("\n\n") for book in data.read_books("train", root)]
+        books = [
+            corpus.clean_book(book.text).split("\n\n") for book in data.read_books("train", root)
+        ]
     except TinyspecError:
         return []
 
@@ -175,7 +182,7 @@ def _openings(root: str | Path | None) -> list[Kind]:
     return [opening]
 
 
-def _frame(model: Model) -> tuple[list[int], list[int]]:
+def _split_chat_template(model: Model) -> tuple[list[int], list[int]]:
     """What stands before a user's question in the chat template, and what stands behind it."""
     one, two = (
         model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please")
@@ -187,12 +194,12 @@ def _frame(model: Model) -> tuple[list[int], list[int]]:
     return common(one, two), common(one[::-1], two[::-1])[::-1]
 
 
-def _plain(model: Model, text: str) -> list[int]:
+def _encode_plain_prompt(model: Model, text: str) -> list[int]:
     bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
     return bos + model.tokenizer.encode(text)
 
 
-def _start(model: Model) -> list[int]:
+def _empty_prompt(model: Model) -> list[int]:
     """The prompt that says nothing."""
     return [model.config.bos if model.config.bos is not None else next(iter(model.config.eos), 0)]
 
@@ -200,7 +207,7 @@ def _start(model: Model) -> list[int]:
 # ---------------------------------------------------------------------- writing
 
 
-def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
+def outputs_folder(model: Model, asking: OutputSettings, prompts: Path | None = None) -> Path:
     """Where the outputs of this target, asked so, are kept."""
     said = "" if prompts is None else prompts.read_text(encoding="utf-8")
     asked = {
@@ -214,9 +221,13 @@ def folder(model: Model, asking: Asking, prompts: Path | None = None) -> Path:
     )
 
 
-def write(
-    model: Model, asks: Sequence[Ask], asking: Asking, where: Path, console: Console | None = None
-) -> list[Output]:
+def write_outputs(
+    model: Model,
+    asks: Sequence[TargetPrompt],
+    asking: OutputSettings,
+    where: Path,
+    console: Console | None = None,
+) -> list[TargetOutput]:
     """All outputs: those that are in the folder already, and the others, written now, a file a
     batch.
     """
@@ -225,14 +236,14 @@ def write(
         json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"
     )
     bar = progress_bar(console)
-    made: list[Output] = []
+    made: list[TargetOutput] = []
     with bar:
         task = bar.add_task(f"texts of {model.name}", total=len(asks))
         for at in range(0, len(asks), asking.batch):
             path, part = where / f"{at // asking.batch:05d}.pt", asks[at : at + asking.batch]
-            found = read(path) if path.exists() else []
+            found = read_outputs(path) if path.exists() else []
             if len(found) < len(part):
-                found = batch(model, part, asking, at)
+                found = sample_outputs(model, part, asking, at)
                 torch.save([tuple(output) for output in found], path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
             made += found[: len(part)]
@@ -240,26 +251,30 @@ def write(
     return made
 
 
-def read(path: Path) -> list[Output]:
+def read_outputs(path: Path) -> list[TargetOutput]:
     """The outputs of a file. TinyspecError where it is damaged."""
     try:
-        return [Output(*parts) for parts in torch.load(path, weights_only=True)]
+        return [TargetOutput(*parts) for parts in torch.load(path, weights_only=True)]
     except Exception as error:
         raise TinyspecError(
             f"{path}: damaged ({type(error).__name__}); delete it, and it is written again"
         ) from error
 
 
-def batch(model: Model, asks: Sequence[Ask], asking: Asking, first: int) -> list[Output]:
+def sample_outputs(
+    model: Model, asks: Sequence[TargetPrompt], asking: OutputSettings, first: int
+) -> list[TargetOutput]:
     """Outputs for these prompts, in one ragged batch; `first` is the number of the first."""
 
     def job(row: int) -> Any:
-        return lambda gate: _one(model, asks[row], asking, first + row, gate)
+        return lambda gate: _sample_output(model, asks[row], asking, first + row, gate)
 
     return run_together([job(row) for row in range(len(asks))])
 
 
-def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: BatchBarrier) -> Output:
+def _sample_output(
+    model: Model, ask: TargetPrompt, asking: OutputSettings, number: int, gate: BatchBarrier
+) -> TargetOutput:
     """One text, drawn token by token."""
     generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
     session = model.session(gate=gate)
@@ -295,7 +310,7 @@ def _one(model: Model, ask: Ask, asking: Asking, number: int, gate: BatchBarrier
         ids += closing
         session.extend(closing)
     draw(asking.tokens)
-    return Output(
+    return TargetOutput(
         torch.tensor(ids, dtype=torch.int32),
         torch.tensor(known),
         torch.stack(tops),

@@ -8,11 +8,13 @@ from typing import Any
 
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config
-from tinyspec.training.exit_losses import Exits
-from tinyspec.training.own import Own
-from tinyspec.training.schedule import Settings
+from tinyspec.training.exit_losses import ExitLosses
+from tinyspec.training.own_texts import OwnTextSettings
+from tinyspec.training.schedule import TrainSettings
 
-END = 0  # the id of the end-of-text token: the first special token of the tokenizers trained here
+END_ID = (
+    0  # the id of the end-of-text token: the first special token of the tokenizers trained here
+)
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Recipe:
 
     name: str
     shape: Mapping[str, Any]
-    settings: Settings
+    settings: TrainSettings
     vocab_size: int = 4096
     batch: int = 64  # crops per step
     context: int = 512  # tokens per crop
@@ -39,8 +41,8 @@ class Recipe:
     valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
     prompts: tuple[str, ...] = ("Once upon a time",) * 3
     extra: Mapping[str, Any] = field(default_factory=dict)
-    exits: Exits | None = None
-    own: Own | None = None
+    exits: ExitLosses | None = None
+    own: OwnTextSettings | None = None
     distill: Mapping[str, Any] = field(
         default_factory=dict
     )  # section [distill]: from the teacher's own outputs
@@ -51,9 +53,9 @@ class Recipe:
             extra["draft_of"] = Path(self.teacher).name
         if self.draft:
             extra["draft"] = self.draft
-        if self.exits is not None and self.exits.taught:
+        if self.exits is not None and self.exits.changes_training:
             extra["exits"] = self.exits.weights
-        shape = {"max_positions": self.context, "bos": None, "eos": (END,), **self.shape}
+        shape = {"max_positions": self.context, "bos": None, "eos": (END_ID,), **self.shape}
         try:
             config = Config(vocab_size=self.vocab_size, extra=extra, **shape)
         except TypeError as error:
@@ -88,7 +90,9 @@ def read_sections(
         raise TinyspecError(f"{path}: {error}") from error
 
 
-def check_names(path: str | Path, given: Iterable[str], kind: type, section: str = "") -> None:
+def reject_unknown_keys(
+    path: str | Path, given: Iterable[str], kind: type, section: str = ""
+) -> None:
     """Raise TinyspecError, with the nearest name, where a recipe names something that `kind` has no
     field for.
     """
@@ -105,14 +109,14 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
     TOML.
     """
     values, shape, settings = read_sections(path, overrides)
-    check_names(path, values, Recipe)
-    check_names(path, settings, Settings, "[train] ")
-    check_names(path, values.get("exits", ()), Exits, "[exits] ")
-    check_names(path, values.get("own", ()), Own, "[own] ")
+    reject_unknown_keys(path, values, Recipe)
+    reject_unknown_keys(path, settings, TrainSettings, "[train] ")
+    reject_unknown_keys(path, values.get("exits", ()), ExitLosses, "[exits] ")
+    reject_unknown_keys(path, values.get("own", ()), OwnTextSettings, "[own] ")
     try:
         values["prompts"] = tuple(values.get("prompts", Recipe.prompts))
         if "exits" in values:
-            values["exits"] = Exits(
+            values["exits"] = ExitLosses(
                 **{**values["exits"], "report": tuple(values["exits"].get("report", ()))}
             )
         if "own" in values:
@@ -125,7 +129,7 @@ def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) ->
                 for key in ("temperatures", "penalties")
                 if key in values["own"]
             }
-            values["own"] = Own(**{**values["own"], **lists})
-        return Recipe(shape=shape, settings=Settings(**settings), **values)
+            values["own"] = OwnTextSettings(**{**values["own"], **lists})
+        return Recipe(shape=shape, settings=TrainSettings(**settings), **values)
     except TypeError as error:
         raise TinyspecError(f"{path}: {error}") from error

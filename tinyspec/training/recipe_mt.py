@@ -10,9 +10,9 @@ from typing import Any
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
-from tinyspec.training.distilled import Writing
-from tinyspec.training.recipe import check_names, read_sections
-from tinyspec.training.schedule import Settings
+from tinyspec.training.distilled import BeamSettings
+from tinyspec.training.recipe import read_sections, reject_unknown_keys
+from tinyspec.training.schedule import TrainSettings
 
 METHODS = ("teacher", "nat", "mask_predict")
 
@@ -25,7 +25,7 @@ class TranslationRecipe:
 
     name: str
     shape: Mapping[str, Any]
-    settings: Settings
+    settings: TrainSettings
     method: str = "teacher"  # whose loss: teacher (autoregressive), nat, mask_predict
     vocab_size: int = 4800  # of the tokenizer that is trained, where there is no teacher
     tokens: int = 2048  # places of a batch, on either side
@@ -41,7 +41,7 @@ class TranslationRecipe:
     finetune: str = ""  # nat: a folder beside the recipe's own, whose NAT is fine-tuned by the teacher's word-level laws
     judged: int = 1014  # valid sentences that are translated at each validation
     extra: Mapping[str, Any] = field(default_factory=dict)
-    distill: Writing | None = (
+    distill: BeamSettings | None = (
         None  # how the teacher wrote the targets; none: the targets are people's
     )
 
@@ -71,16 +71,16 @@ def read_translation_recipe(
     TOML.
     """
     values, shape, settings = read_sections(path, overrides)
-    check_names(path, values, TranslationRecipe)
-    check_names(path, settings, Settings, "[train] ")
-    check_names(path, values.get("distill", ()), Writing, "[distill] ")
+    reject_unknown_keys(path, values, TranslationRecipe)
+    reject_unknown_keys(path, settings, TrainSettings, "[train] ")
+    reject_unknown_keys(path, values.get("distill", ()), BeamSettings, "[distill] ")
     try:
         if "betas" in settings:
             settings["betas"] = tuple(settings["betas"])
         if "distill" in values:
-            values["distill"] = Writing(**values["distill"])
+            values["distill"] = BeamSettings(**values["distill"])
         values["inherit"] = tuple(values.get("inherit", ()))
-        plan = TranslationRecipe(shape=shape, settings=Settings(**settings), **values)
+        plan = TranslationRecipe(shape=shape, settings=TrainSettings(**settings), **values)
     except TypeError as error:
         raise TinyspecError(f"{path}: {error}") from error
     if plan.method not in METHODS:

@@ -1,14 +1,15 @@
-"""One trainer for everything that is trained here: models, drafts, exits, heads.
+"""Train anything: models, drafts, exits, heads. They differ in loss and batches; the loop is this.
 
-What differs is the loss. The loop is the same: AdamW with weight decay on matrices only (or Muon
-for the matrices inside), a warm-up, then a cosine or a plateau with a linear end (WSD), clipped
-gradients, an optional average of the weights (EMA), the best weights by validation. The schedule
-runs on progress, the larger of the share of the steps and the share of the minutes, so a clock
-budget shortens a training without leaving it half annealed.
+The optimizer is AdamW with weight decay on matrices only (or Muon for the matrices inside the
+network). The learning rate has a warm-up, then a cosine or a plateau with a linear end (WSD).
+Gradients are clipped. An average of the weights (EMA) is optional. The result is the best weights
+by validation. The schedule follows the progress, which is the larger of the share of the steps and
+the share of the minutes. So a clock budget shortens a training, and the learning rate still
+decreases to its end.
 
-Batches and dropout of step s are drawn from generators seeded with (seed, s). A training that was
-interrupted and goes on is therefore the training that was never interrupted, bit for bit where the
-arithmetic is deterministic and no clock is set.
+Batches and dropout of step s are drawn from generators seeded with (seed, s). So a training that
+was interrupted continues bit for bit as if it had not been, if the arithmetic is deterministic and
+there is no clock budget.
 """
 
 import json
@@ -31,7 +32,7 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
 from tinyspec.training.muon import Muon
-from tinyspec.training.schedule import Settings, progress, rate
+from tinyspec.training.schedule import TrainSettings, learning_rate, training_progress
 
 Batch = tuple[Tensor, ...]
 Batches = Callable[[torch.Generator], Batch]
@@ -39,12 +40,17 @@ Loss = Callable[..., Tensor]  # loss(*batch) -> scalar, the mean over the batch
 
 
 @dataclass
-class Trained:
-    """How a training ended. The weights now hold the best ones by validation (the last where there
-    is none).
+class TrainingResult:
+    """How a training ended.
+
+    A finished training has put the best weights by validation in place (without validation, the
+    last ones).
+
+    finished  False: it was stopped by Ctrl-C and saved; the same call continues it
+    best      the lowest first figure of a validation
     """
 
-    finished: bool  # False: stopped by Ctrl-C, saved, goes on with the same call
+    finished: bool
     step: int
     tokens: int
     seconds: float
@@ -56,29 +62,28 @@ def train(
     weights: Mapping[str, Tensor],
     batches: Batches,
     loss: Loss,
-    settings: Settings,
+    settings: TrainSettings,
     folder: str | Path,
     *,
     validate: Callable[[], Mapping[str, float]] | None = None,
-    before: Callable[[int, float], None] | None = None,
+    before_step: Callable[[int, float], None] | None = None,
     console: Console | None = None,
     title: str = "train",
-) -> Trained:
-    """Train `weights` in place; state and log live in `folder` (state.pt, log.jsonl).
+) -> TrainingResult:
+    """Train `weights` in place, with state and log in `folder` (state.pt, log.jsonl).
 
-    weights   float32 leaf tensors, on the device where everything runs
-    batches   draws a batch from a generator: a tuple of tensors [B, ...]
-    loss      of a batch: a scalar
-    validate  figures to log; the first is what "best" means, lower is better
-    before    told the number of each step and the progress before it, for what changes in the
-              course of a training
+    weights      float32 leaf tensors, on the device where everything runs
+    batches      samples a batch with a generator: a tuple of tensors [B, ...]
+    loss         of a batch: a scalar
+    validate     returns figures to log; the first decides which weights are best, lower is better
+    before_step  is called with the number of each step and the progress before it
 
-    Raises TinyspecError when the loss is no longer finite, or when the state in `folder` is of
+    Raises TinyspecError if the loss is no longer finite, or if the state in `folder` belongs to
     another training.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    run = _Run(dict(weights), settings, folder)
+    run = _TrainingState(dict(weights), settings, folder)
     run.resume()
     shown = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
@@ -86,17 +91,17 @@ def train(
     recent: list[Tensor] = []
     started = time.monotonic() - run.seconds
     saved, since, mark = started + run.seconds, run.tokens, started + run.seconds
-    with _stop_signals() as stop, shown, torch.random.fork_rng(devices=cuda):
+    with _catch_stop_signals() as stop, shown, torch.random.fork_rng(devices=cuda):
         task = shown.add_task(title, total=settings.steps, completed=run.step, note="")
         while run.progress < 1 and not stop.is_set():
             seed = settings.seed * 1_000_003 + run.step
             torch.manual_seed(seed)
             generator.manual_seed(seed)
-            if before is not None:
-                before(run.step, run.progress)
+            if before_step is not None:
+                before_step(run.step, run.progress)
             batch = batches(generator)
-            recent.append(_backward(loss, batch, settings.pieces))
-            run.update(batch[0].numel())
+            recent.append(_accumulate_gradients(loss, batch, settings.pieces))
+            run.apply_gradients(batch[0].numel())
             run.seconds = time.monotonic() - started
             if run.step % settings.log_every == 0 or run.progress >= 1:
                 mean = float(torch.stack(recent).mean())  # waits for the device
@@ -107,7 +112,7 @@ def train(
                 now = time.monotonic()
                 pace = round((run.tokens - since) / (now - mark))
                 recent, since, mark, run.seconds = [], run.tokens, now, now - started
-                run.write(loss=mean, lr=run.lr, tokens_per_second=pace)
+                run.append_log(loss=mean, lr=run.lr, tokens_per_second=pace)
                 done = round(run.progress * settings.steps)  # by the clock, if that is further
                 shown.update(task, completed=done, note=f"loss {mean:.3f}  {pace:,} tokens/s")
             if (
@@ -115,10 +120,10 @@ def train(
                 and run.checked < run.step
                 and (run.step % settings.valid_every == 0 or run.progress >= 1)
             ):
-                with run.averaged():
-                    run.check(validate())
+                with run.use_average():
+                    run.record_validation(validate())
                 if console is not None:
-                    shown.console.print(_line(run.log[-1]), highlight=False)
+                    shown.console.print(_format_log_entry(run.log[-1]), highlight=False)
                 mark += time.monotonic() - started - run.seconds
                 run.seconds = time.monotonic() - started
             if time.monotonic() - saved > 60 * settings.save_minutes:
@@ -126,12 +131,12 @@ def train(
                 saved = time.monotonic()
         run.save()
     if finished := run.progress >= 1:
-        run.use_best()
-    return Trained(finished, run.step, run.tokens, run.seconds, run.best, run.log)
+        run.restore_best()
+    return TrainingResult(finished, run.step, run.tokens, run.seconds, run.best, run.log)
 
 
-def _backward(loss: Loss, batch: Batch, pieces: int) -> Tensor:
-    """Gradients of the batch's mean loss, computed piece by piece; returns the loss, detached."""
+def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int) -> Tensor:
+    """Compute the gradients of the batch's mean loss piece by piece, and return the loss, detached."""
     total = torch.zeros((), device=batch[0].device)
     for part in zip(*(t.chunk(pieces) for t in batch), strict=True):
         share = len(part[0]) / len(batch[0])
@@ -141,18 +146,18 @@ def _backward(loss: Loss, batch: Batch, pieces: int) -> Tensor:
     return total
 
 
-def _line(entry: Mapping[str, Any]) -> str:
+def _format_log_entry(entry: Mapping[str, Any]) -> str:
     return "  ".join(
         f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v:,}" for k, v in entry.items()
     )
 
 
-class _Run:
-    """What a training remembers between two steps, on disk and in memory."""
+class _TrainingState:
+    """The state of a training between two steps, in memory and on disk."""
 
-    kept = ("average", "best", "best_weights", "step", "tokens", "checked", "seconds")
+    SAVED = ("average", "best", "best_weights", "step", "tokens", "checked", "seconds")
 
-    def __init__(self, weights: dict[str, Tensor], settings: Settings, folder: Path):
+    def __init__(self, weights: dict[str, Tensor], settings: TrainSettings, folder: Path):
         self.weights, self.settings, self.folder = weights, settings, folder
         self.tensors = [w.requires_grad_() for w in weights.values()]
         self.device = self.tensors[0].device
@@ -182,11 +187,11 @@ class _Run:
 
     @property
     def progress(self) -> float:
-        return progress(self.settings, self.step, self.seconds)
+        return training_progress(self.settings, self.step, self.seconds)
 
-    def update(self, tokens: int) -> None:
-        """One optimizer step, and one of the average."""
-        self.lr = rate(self.settings, self.step, self.seconds)
+    def apply_gradients(self, tokens: int) -> None:
+        """Take one step of the optimizers, and one of the average."""
+        self.lr = learning_rate(self.settings, self.step, self.seconds)
         torch.nn.utils.clip_grad_norm_(self.tensors, self.settings.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -194,41 +199,39 @@ class _Run:
             optimizer.step()
             optimizer.zero_grad()
         if self.average:
-            keep = min(
-                self.settings.ema, (1 + self.step) / (10 + self.step)
-            )  # the first steps are soon forgotten
+            # A lower share at the beginning: the first weights are soon forgotten.
+            keep = min(self.settings.ema, (1 + self.step) / (10 + self.step))
             torch._foreach_lerp_(self.average, [w.detach() for w in self.tensors], 1 - keep)
         self.step += 1
         self.tokens += tokens
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within, the weights are their average (where one is kept)."""
+    def use_average(self) -> Iterator[None]:
+        """Replace the weights by their average, if there is one, until the context ends."""
         live = [w.detach().clone() for w in self.tensors] if self.average else []
-        self._put(self.average)
+        self._copy_weights(self.average)
         try:
             yield
         finally:
-            self._put(live)
+            self._copy_weights(live)
 
-    def _put(self, values: Sequence[Tensor]) -> None:
+    def _copy_weights(self, values: Sequence[Tensor]) -> None:
         for w, value in zip(self.tensors, values, strict=False) if values else ():
             w.data.copy_(value)
 
-    def check(self, figures: Mapping[str, float]) -> None:
-        """Log the figures of a validation; remember the weights if the first figure is the lowest
-        so far.
-        """
+    def record_validation(self, figures: Mapping[str, float]) -> None:
+        """Log the figures of a validation, and keep the weights if the first figure is the lowest."""
         figure = next(iter(figures.values()))
         if self.best is None or figure < self.best:
             self.best, self.best_weights = figure, [w.detach().clone() for w in self.tensors]
         self.checked = self.step
-        self.write(**figures)
+        self.append_log(**figures)
 
-    def use_best(self) -> None:
-        self._put(self.best_weights or self.average)
+    def restore_best(self) -> None:
+        """Put the best weights by validation in place; without validation, the average."""
+        self._copy_weights(self.best_weights or self.average)
 
-    def write(self, **figures: float) -> None:
+    def append_log(self, **figures: float) -> None:
         """Append a line to the log."""
         self.log.append(
             {"step": self.step, "tokens": self.tokens, **figures, "seconds": round(self.seconds, 2)}
@@ -237,25 +240,24 @@ class _Run:
             file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
-        """Write the state beside its place, then move it there: a reader sees the old one or the
-        new one.
-        """
+        """Write the state to a temporary file, then move it: a reader sees the old or the new one."""
         if not all(bool(w.isfinite().all()) for w in self.weights.values()):
             raise TinyspecError(
-                f"weights are no longer finite at step {self.step}: lower [train] lr, or raise warmup"
+                f"weights are no longer finite at step {self.step}: "
+                "lower [train] lr, or raise warmup"
             )
         state = {
             "names": list(self.weights),
             "weights": [w.detach() for w in self.tensors],
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            **{name: getattr(self, name) for name in self.kept},
+            **{name: getattr(self, name) for name in self.SAVED},
         }
         part = self.folder / "state.pt.part"
         torch.save(state, part)
         os.replace(part, self.folder / "state.pt")
 
     def resume(self) -> None:
-        """Go on from state.pt if there is one, and take back what the log says beyond it."""
+        """Load state.pt if there is one, and remove later lines from the log."""
         path, log = self.folder / "state.pt", self.folder / "log.jsonl"
         if not path.exists():
             log.unlink(missing_ok=True)
@@ -270,10 +272,10 @@ class _Run:
             raise TinyspecError(
                 f"{path} is of a training with other weights: --restart begins anew"
             )
-        self._put(state["weights"])
+        self._copy_weights(state["weights"])
         for optimizer, kept in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(kept)
-        for name in self.kept:
+        for name in self.SAVED:
             setattr(self, name, state[name])
         lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
         for line in lines:
@@ -289,9 +291,10 @@ class _Run:
 
 
 @contextmanager
-def _stop_signals() -> Iterator[threading.Event]:
-    """Ctrl-C and SIGTERM set the event, so that the step in hand is completed; a second Ctrl-C
-    interrupts at once.
+def _catch_stop_signals() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C and SIGTERM set, so that the current step is completed.
+
+    A second Ctrl-C interrupts at once.
     """
     stop = threading.Event()
     if threading.current_thread() is not threading.main_thread():

@@ -36,13 +36,13 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.training import corpus
 from tinyspec.training.card import write_card
-from tinyspec.training.exit_losses import Course, Exits, exit_logits
-from tinyspec.training.own import Written, penalised, write
-from tinyspec.training.recipe import END, read_recipe
-from tinyspec.training.train import Batches, Loss, Trained, train
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule, exit_logits
+from tinyspec.training.own_texts import OwnTexts, apply_repetition_penalty, write_own_texts
+from tinyspec.training.recipe import END_ID, read_recipe
+from tinyspec.training.train import Batches, Loss, TrainingResult, train
 
 
-def distillation(p_logits: Tensor, q_logits: Tensor) -> Tensor:
+def distillation_loss(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """The module's loss, from the teacher's and the student's logits [..., V]: a scalar."""
     p_log, q_log = p_logits.float().log_softmax(-1), q_logits.float().log_softmax(-1)
     p, q = p_log.exp(), q_log.exp()
@@ -63,7 +63,7 @@ def train_lm(
     restart: bool = False,
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md,
     loss.svg, recipe.toml.
 
@@ -94,8 +94,8 @@ def train_lm(
         raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
     say = (console or Console(quiet=True)).print
 
-    texts = [corpus.clean(book.text) for book in data.read_books("train", data_folder)]
-    held_out = [corpus.clean(book.text) for book in data.read_books("valid", data_folder)]
+    texts = [corpus.clean_book(book.text) for book in data.read_books("train", data_folder)]
+    held_out = [corpus.clean_book(book.text) for book in data.read_books("valid", data_folder)]
     teacher = parent = None
     if plan.start:
         parent = Model(*checkpoint.read(path.parent / plan.start)).to(dtype=torch.float32)
@@ -113,7 +113,7 @@ def train_lm(
     else:
         tokenizer = corpus.train_tokenizer(texts, plan.vocab_size, state)
     config = plan.config()
-    tokens = corpus.pack(tokenizer, texts, END).to(where)
+    tokens = corpus.pack_texts(tokenizer, texts, END_ID).to(where)
     say(
         f"{len(texts)} books, {len(tokens):,} tokens; {plan.name}: {config.parameters():,} weights on {where}"
     )
@@ -124,16 +124,24 @@ def train_lm(
         )
     parent = teacher if plan.inherit else parent
     model = _fresh(config, plan.settings.seed, parent).to(where)
-    exits = plan.exits or Exits()
-    course = Course(exits, config.n_layers, plan.settings.steps) if exits.taught else None
+    exits = plan.exits or ExitLosses()
+    course = (
+        ExitLossSchedule(exits, config.n_layers, plan.settings.steps)
+        if exits.changes_training
+        else None
+    )
     compiled = (where.type == "cuda" and course is None) if compiled is None else compiled
-    loss = _loss(model, teacher, course, plan.dropout, where, compiled)
+    loss = _make_loss(model, teacher, course, plan.dropout, where, compiled)
     written = None
     if plan.own is not None:
         writer = Model(*checkpoint.read(path.parent / plan.teacher)).to(where)
-        written = Written(*write(writer, tokens, plan.own, state / "own", console), plan.own)
-    excerpt = [corpus.document(tokenizer, text, END, plan.valid_characters) for text in held_out]
-    whole = [corpus.document(tokenizer, text, END) for text in held_out]
+        written = OwnTexts(
+            *write_own_texts(writer, tokens, plan.own, state / "own", console), plan.own
+        )
+    excerpt = [
+        corpus.encode_document(tokenizer, text, END_ID, plan.valid_characters) for text in held_out
+    ]
+    whole = [corpus.encode_document(tokenizer, text, END_ID) for text in held_out]
 
     def figures(
         judged: Model, documents: list[corpus.Document], shown: Sequence[int]
@@ -141,12 +149,12 @@ def train_lm(
         size = plan.context, plan.context // 2, where
         bits = corpus.bits_per_byte(judged.training_logits, documents, *size)
         if teacher is not None:
-            alpha = corpus.acceptance(
+            alpha = corpus.measure_acceptance(
                 teacher.training_logits, judged.training_logits, documents, *size
             )
             if written is None:
                 return {"refused": 1 - alpha, "alpha": alpha, "valid_bits_per_byte": bits}
-            own = written.alpha(teacher.training_logits, judged.training_logits)
+            own = written.measure_acceptance(teacher.training_logits, judged.training_logits)
             return {
                 "refused": 1 - (alpha + own) / 2,
                 "alpha": alpha,
@@ -162,12 +170,14 @@ def train_lm(
         return {"valid_bits_per_byte": bits, **early}
 
     def validate() -> dict[str, float]:
-        with _autocast(where):
+        with autocast(where):
             return figures(model, excerpt, exits.report)
 
-    batches: Batches = corpus.crops(tokens, plan.batch, plan.context)
+    batches: Batches = corpus.make_crop_sampler(tokens, plan.batch, plan.context)
     if written is not None:
-        batches = written.among(batches, max(plan.batch * plan.context // written.own.tokens, 1))
+        batches = written.mix_batches(
+            batches, max(plan.batch * plan.context // written.own.tokens, 1)
+        )
     try:
         ended = train(
             model.weights,
@@ -176,7 +186,7 @@ def train_lm(
             plan.settings,
             state,
             validate=validate,
-            before=None if course is None else course.begin,
+            before_step=None if course is None else course.begin_step,
             console=console,
             title=plan.name,
         )
@@ -219,7 +229,7 @@ def _fresh(config: Config, seed: int, parent: Model | None) -> Model:
     return Model(config, weights)
 
 
-def _autocast(device: torch.device) -> torch.autocast:
+def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 where the device multiplies it. A processor that emulates it takes ten times as long
     as in float32.
     """
@@ -232,10 +242,10 @@ def _autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
-def _loss(
+def _make_loss(
     model: Model,
     teacher: Model | None,
-    course: Course | None,
+    course: ExitLossSchedule | None,
     dropout: float,
     device: torch.device,
     compiled: bool,
@@ -258,10 +268,10 @@ def _loss(
         said = model.training_logits(inputs, dropout)
         if penalty is not None:
             law, said = (
-                penalised(law.float(), inputs, penalty),
-                penalised(said.float(), inputs, penalty),
+                apply_repetition_penalty(law.float(), inputs, penalty),
+                apply_repetition_penalty(said.float(), inputs, penalty),
             )
-        return distillation(law, said)
+        return distillation_loss(law, said)
 
     def course_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         assert course is not None
@@ -272,7 +282,7 @@ def _loss(
         loss = torch.compile(loss)
 
     def mixed(*batch: Tensor) -> Tensor:
-        with _autocast(device):
+        with autocast(device):
             return loss(*batch)
 
     return mixed

@@ -21,12 +21,12 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.training import bitext, distilled
-from tinyspec.training.bitext import Pair
-from tinyspec.training.bleu import bleu, metric
+from tinyspec.training.bitext import SentencePair
+from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.card_mt import write_card
 from tinyspec.training.recipe_mt import TranslationRecipe, read_translation_recipe
-from tinyspec.training.taught import METHODS
-from tinyspec.training.train import Batch, Trained, train
+from tinyspec.training.train import Batch, TrainingResult, train
+from tinyspec.training.translation_tasks import TASKS
 
 
 def train_mt(
@@ -39,7 +39,7 @@ def train_mt(
     restart: bool = False,
     overrides: Mapping[str, str] | None = None,
     console: Console | None = None,
-) -> Trained:
+) -> TrainingResult:
     """Train the model of a recipe into the folder `out`: checkpoint, log.jsonl, README.md,
     loss.svg, recipe.toml.
 
@@ -64,14 +64,14 @@ def train_mt(
         shutil.rmtree(state, ignore_errors=True)
     elif (out / "model.safetensors").exists() and not (state / "state.pt").exists():
         raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
-    metric()  # says at once if sacrebleu is missing
+    load_bleu()  # says at once if sacrebleu is missing
     say = (console or Console(quiet=True)).print
 
     texts, held = (
         data.read_multi30k("train", data_folder),
         data.read_multi30k("valid", data_folder)[: plan.judged],
     )
-    teacher = load_model(plan, plan.teacher, path.parent, out)
+    teacher = load_named_model(plan, plan.teacher, path.parent, out)
     if teacher is not None:
         tokenizer = teacher.tokenizer
     elif (state / "tokenizer.json").exists():
@@ -80,23 +80,27 @@ def train_mt(
         tokenizer = bitext.train_joint_tokenizer(
             (side for pair in texts for side in pair), plan.vocab_size, state
         )
-    pairs, valid = bitext.encode(tokenizer, texts), bitext.encode(tokenizer, held)
+    pairs, valid = bitext.encode_pairs(tokenizer, texts), bitext.encode_pairs(tokenizer, held)
     if teacher is not None and plan.distill is not None:
-        written = distilled.translations(
+        written = distilled.distill_translations(
             teacher, [pair.source for pair in pairs], plan.distill, console=console
         )
-        pairs = [Pair(pair.source, target) for pair, target in zip(pairs, written, strict=True)]
-    seen = bitext.usable(pairs, plan.longest)
-    parent = load_model(plan, plan.finetune, path.parent, out)
-    model = begin(plan, tokenizer, parent or teacher, where)
-    taught = METHODS[plan.method](plan, seen, valid, teacher)
+        pairs = [
+            SentencePair(pair.source, target) for pair, target in zip(pairs, written, strict=True)
+        ]
+    seen = bitext.filter_pairs(pairs, plan.longest)
+    parent = load_named_model(plan, plan.finetune, path.parent, out)
+    model = initial_model(plan, tokenizer, parent or teacher, where)
+    taught = TASKS[plan.method](plan, seen, valid, teacher)
     say(
         f"{len(taught.pairs):,} pairs; {plan.name}: {model.config.parameters():,} weights on {where}"
     )
 
     def judged(one: Seq2Seq) -> float:
         made = taught.translate(one, [pair.source for pair in valid])
-        return bleu([tokenizer.decode(ids) for ids in made], [german for _, german in held]).score
+        return corpus_bleu(
+            [tokenizer.decode(ids) for ids in made], [german for _, german in held]
+        ).score
 
     def validate() -> dict[str, float]:
         with torch.no_grad():
@@ -107,7 +111,7 @@ def train_mt(
         seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
         return taught.loss(model, batch, torch.Generator(where).manual_seed(seed))
 
-    draw = bitext.drawn(taught.pairs, plan.tokens)
+    draw = bitext.make_batch_sampler(taught.pairs, plan.tokens)
 
     def batches(generator: torch.Generator) -> Batch:
         return tuple(part.to(where) for part in taught.batch(draw(generator)))
@@ -149,16 +153,16 @@ def distill_only(
     they lie in.
     """
     plan = read_translation_recipe(recipe, overrides)
-    teacher = load_model(plan, plan.teacher, Path(recipe).parent, Path(out))
+    teacher = load_named_model(plan, plan.teacher, Path(recipe).parent, Path(out))
     if teacher is None or plan.distill is None:
         raise TinyspecError(f"{recipe}: nothing is distilled: it has no section [distill]")
-    pairs = bitext.encode(teacher.tokenizer, data.read_multi30k("train", data_folder))
+    pairs = bitext.encode_pairs(teacher.tokenizer, data.read_multi30k("train", data_folder))
     sources = [pair.source for pair in pairs]
-    distilled.translations(teacher, sources, plan.distill, console=console)
-    return distilled.folder(teacher, sources, plan.distill)
+    distilled.distill_translations(teacher, sources, plan.distill, console=console)
+    return distilled.translations_folder(teacher, sources, plan.distill)
 
 
-def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | None:
+def load_named_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | None:
     """A model that a recipe names, its teacher for one: a folder beside the recipe or the student,
     or a model by name.
     """
@@ -176,7 +180,7 @@ def load_model(plan: TranslationRecipe, name: str, *beside: Path) -> Seq2Seq | N
     )
 
 
-def begin(
+def initial_model(
     plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, where: torch.device
 ) -> Seq2Seq:
     """Random weights, but for those that the recipe has a parent lend: same name, same shape.

@@ -34,11 +34,12 @@ from tinyspec.nonautoregressive import mask_predict
 from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
 from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
 from tinyspec.nonautoregressive.refine_many import translate_sources
-from tinyspec.training.dialects import Dialects, padded
-from tinyspec.training.distilled import Writing, write
-from tinyspec.training.schedule import Settings
-from tinyspec.training.taught import forced
+from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.dialects import Dialects
+from tinyspec.training.distilled import BeamSettings, write_translations
+from tinyspec.training.schedule import TrainSettings
 from tinyspec.training.train import train
+from tinyspec.training.translation_tasks import teacher_forcing_loss
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
 KINDS = {
@@ -60,12 +61,12 @@ class DialectTrial:
 
     def __init__(self, kind: str, setup: DialectSettings, folder: Path):
         self.setup, self.folder, self.task = setup, folder, task_of(setup, kind)
-        held = self.task.corpus(setup.tests, seed=2 * setup.seed + 1)
-        pairs = self.task.corpus(
-            setup.pairs, seed=2 * setup.seed + 2, without={pair.source for pair in held}
+        held = self.task.sample_pairs(setup.tests, seed=2 * setup.seed + 1)
+        pairs = self.task.sample_pairs(
+            setup.pairs, seed=2 * setup.seed + 2, exclude={pair.source for pair in held}
         )
         self.tests = [pair.source for pair in held]
-        self.held = padded(self.tests), padded([pair.target for pair in held])
+        self.held = pad_sequences(self.tests), pad_sequences([pair.target for pair in held])
         self.sources = [pair.source for pair in pairs]
         self.targets: list[Sequence[int]] = [pair.target for pair in pairs]
 
@@ -77,16 +78,18 @@ class DialectTrial:
         """
         s = self.setup
         config = Seq2SeqConfig(
-            self.task.vocab_size, s.width, 4, 2 * s.width, s.layers, s.layers, 2 * self.task.most + 12,
-            lengths=self.task.most + 1,
+            self.task.vocab_size, s.width, 4, 2 * s.width, s.layers, s.layers, 2 * self.task.max_target_length + 12,
+            lengths=self.task.max_target_length + 1,
         )  # fmt: skip
         model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
         said = [
-            (x, y[: self.task.most]) for x, y in zip(self.sources, targets, strict=True) if y
+            (x, y[: self.task.max_target_length])
+            for x, y in zip(self.sources, targets, strict=True)
+            if y
         ]  # a poor teacher's: cut
         if not said:
             raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
-        source, target = padded([x for x, _ in said]), padded([y for _, y in said])
+        source, target = pad_sequences([x for x, _ in said]), pad_sequences([y for _, y in said])
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
             """As many pairs of each dialect: a model that meets one of them more often takes that
@@ -99,7 +102,7 @@ class DialectTrial:
             return source[rows], target[rows]
 
         steps = steps or s.steps
-        settings = Settings(
+        settings = TrainSettings(
             steps, s.lr, warmup=max(1, steps // 15), floor=0.0, weight_decay=0.01, betas=(0.9, 0.98), seed=s.seed,
             save_minutes=1.0,
         )  # fmt: skip
@@ -115,7 +118,7 @@ class DialectTrial:
         """The test sentences as a refiner writes them."""
         made = list[list[int]]()
         for at in range(0, len(self.tests), BATCH):
-            part = padded(self.tests[at : at + BATCH])
+            part = pad_sequences(self.tests[at : at + BATCH])
             made += translate_sources(
                 model, part, refiner, [Seeded(at + i) for i in range(len(part))]
             )
@@ -128,7 +131,7 @@ class DialectTrial:
         token), and what it cost.
         """
         marks = (
-            self.task.judge(source, output)
+            self.task.judge_output(source, output)
             for source, output in zip(self.tests, outputs, strict=True)
         )
         return {
@@ -143,7 +146,7 @@ class DialectTrial:
 
     def run_autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
         """Trained on the pairs as they are: the teacher."""
-        model = self.fit(AR, forced, self.targets)
+        model = self.fit(AR, teacher_forcing_loss, self.targets)
         made = [
             text
             for at in range(0, len(self.tests), BATCH)
@@ -152,7 +155,7 @@ class DialectTrial:
         source, target = self.held
         with torch.no_grad():
             ends = int((target != 0).sum()) + len(target)
-            nats = float(forced(model, source, target)) * ends / len(target)
+            nats = float(teacher_forcing_loss(model, source, target)) * ends / len(target)
         return model, self.judge_outputs(made, sum(map(len, made)) / len(made) + 1, nats=nats)
 
     def run_one_pass(
@@ -203,7 +206,7 @@ class DialectTrial:
 
 def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     """Greedy translations of a batch."""
-    return write(model, sources, Writing(beam=1, factor=2.0))
+    return write_translations(model, sources, BeamSettings(beam=1, factor=2.0))
 
 
 def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
@@ -306,7 +309,7 @@ def _measure_kind(
     trial: DialectTrial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]
 ) -> dict[str, Any]:
     """The arms of one kind, and the floors of its test sentences."""
-    floors = [trial.task.floors(source) for source in trial.tests]
+    floors = [trial.task.entropy_bounds(source) for source in trial.tests]
     mean = {
         name: sum(getattr(one, name) for one in floors) / len(floors)
         for name in ("sequence", "parallel")

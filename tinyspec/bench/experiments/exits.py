@@ -42,7 +42,7 @@ from tinyspec.tree import TokenTree
 
 def read_classics(split: Literal["train", "valid"]) -> list[str]:
     """Return the books of a split."""
-    return [corpus.clean(book.text) for book in data.read_books(split)]
+    return [corpus.clean_book(book.text) for book in data.read_books(split)]
 
 
 FIXED, FULL = "fixed", "full"

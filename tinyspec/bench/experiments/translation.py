@@ -35,7 +35,7 @@ from tinyspec.bench.settings import TranslationSettings
 from tinyspec.bench.tally import five_numbers
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.training import distilled
-from tinyspec.training.bleu import ORDER, Counts, counts, metric
+from tinyspec.training.bleu import ORDER, BleuCounts, count_ngrams, load_bleu
 
 BLOCK = 20  # sentences of which a sample tells
 ROWS = 1024  # rows of a batch, at most: a source with s candidates is s of them
@@ -61,8 +61,8 @@ class BlockSample(NamedTuple):
     counts: list[int]
 
     @property
-    def counted(self) -> Counts:
-        return Counts(tuple(self.counts[:ORDER]), tuple(self.counts[ORDER:]), self.wanted)
+    def counted(self) -> BleuCounts:
+        return BleuCounts(tuple(self.counts[:ORDER]), tuple(self.counts[ORDER:]), self.wanted)
 
     def row(self) -> list[Any]:
         """On one line."""
@@ -98,7 +98,7 @@ def measure_translation(
         raise TinyspecError(
             f"there is no experiment {experiment}: {suggest_nearest(experiment, EXPERIMENTS)}"
         )
-    metric()  # says at once if sacrebleu is missing
+    load_bleu()  # says at once if sacrebleu is missing
     texts, found = (
         data.read_multi30k("test", given.data_folder)[: given.sentences],
         load_translators_by_role(given.models),
@@ -112,7 +112,7 @@ def measure_translation(
     settings = {
         "experiment": experiment,
         "models": {
-            role: [model.name, distilled.fingerprint(model)] for role, model in found.items()
+            role: [model.name, distilled.hash_weights(model)] for role, model in found.items()
         },
         "sentences": len(texts),
         "arms": [arm.label for arm in asked],
@@ -184,7 +184,7 @@ def _translate_block(
     samples = []
     for arm in asked:
         own = made[arm.label]
-        found = counts([one.text for one in own], [german for _, german in block])
+        found = count_ngrams([one.text for one in own], [german for _, german in block])
         samples.append(
             BlockSample(
                 arm=arm.label,
@@ -196,8 +196,8 @@ def _translate_block(
                 decoder=sum(one.decoder for one in own),
                 encoder=sum(one.encoder for one in own),
                 teacher=sum(one.teacher for one in own),
-                wanted=found.wanted,
-                counts=[*found.hits, *found.all],
+                wanted=found.reference_length,
+                counts=[*found.matches, *found.totals],
             )
         )
         tick()

@@ -17,8 +17,8 @@ from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.training import distilled
-from tinyspec.training.bitext import padded
-from tinyspec.training.distilled import Writing
+from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
 ROLES = ("teacher", "nat", "mask_predict")
@@ -84,7 +84,10 @@ def make_translator_arms(
     teacher = found["teacher"]
     made = [
         _make_plain_arm(
-            PLAIN, teacher, "plain", lambda part: distilled.write(teacher, part, Writing(beam=1))
+            PLAIN,
+            teacher,
+            "plain",
+            lambda part: distilled.write_translations(teacher, part, BeamSettings(beam=1)),
         )
     ]
     if experiment == "iterations":
@@ -146,18 +149,21 @@ def _make_plain_arm(
 
 
 def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
-    writing = Writing(beam=beam)
+    writing = BeamSettings(beam=beam)
 
     def one(text: str) -> Translated:
         forward_log: list[ForwardRecord] = []
-        ids = distilled.write(model.counting(forward_log), [model.tokenizer.encode(text)], writing)[
-            0
-        ]
+        ids = distilled.write_translations(
+            model.counting(forward_log), [model.tokenizer.encode(text)], writing
+        )[0]
         passes = sum(call.model == model.name for call in forward_log)
         return Translated(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
 
     return TranslatorArm(
-        f"teacher, beam {beam}", one, lambda part: distilled.write(model, part, writing), beam
+        f"teacher, beam {beam}",
+        one,
+        lambda part: distilled.write_translations(model, part, writing),
+        beam,
     )
 
 
@@ -166,7 +172,7 @@ def _make_nat_arm(
 ) -> TranslatorArm:
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = NatRefiner(model, None, first, samples, 1.0)
-        sources = padded(part)
+        sources = pad_sequences(part)
         chances = [Seeded(0) for _ in part]
         if teacher is None:
             return translate_sources(model, sources, refiner, chances)
@@ -192,7 +198,7 @@ def _make_nat_arm(
 def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> TranslatorArm:
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = MaskPredictRefiner(model, iterations, lengths)
-        return translate_sources(model, padded(part), refiner, [Seeded(0) for _ in part])
+        return translate_sources(model, pad_sequences(part), refiner, [Seeded(0) for _ in part])
 
     knobs = {"iterations": iterations, "lengths": lengths}
     return TranslatorArm(

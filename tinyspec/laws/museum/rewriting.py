@@ -28,7 +28,7 @@ from tinyspec.nonautoregressive.jacobi import JacobiDrafter
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.training import aligner
-from tinyspec.training.exit_losses import Course, Exits
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 
 _observe = partial(Mutant, law=SWEEP_IS_JACOBI, function=JacobiDrafter.observe)
 _propose = partial(Mutant, law=SWEEP_IS_JACOBI, function=JacobiDrafter.propose)
@@ -50,11 +50,11 @@ _enter = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.en
 _span = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.span)
 _refine = partial(Mutant, law=REFINE_LOOP, function=Refinement.__iter__)
 _judge = partial(Mutant, law=TEACHER_JUDGES, function=refine.token_logprobs)
-_count = partial(Mutant, law=EM, function=aligner._normalised)
-_align = partial(Mutant, law=KNOWN, function=aligner.align)
-_counts = partial(Mutant, law=EXIT_WEIGHTS, function=Exits.counts)
-_begin = partial(Mutant, law=LAYER_DROPOUT, function=Course.begin)
-_head = partial(Mutant, law=ONE_HEAD, function=Course.loss)
+_count = partial(Mutant, law=EM, function=aligner._normalize_counts)
+_align = partial(Mutant, law=KNOWN, function=aligner.align_words)
+_counts = partial(Mutant, law=EXIT_WEIGHTS, function=ExitLosses.is_counted)
+_begin = partial(Mutant, law=LAYER_DROPOUT, function=ExitLossSchedule.begin_step)
+_head = partial(Mutant, law=ONE_HEAD, function=ExitLossSchedule.loss)
 
 # ------------------------------------------------------------------ Jacobi iteration
 
@@ -435,7 +435,7 @@ with torch.inference_mode():
 # ------------------------------------------------------------------ alignment and exits, trained
 
 COUNTED = "np.bincount(entry, share, len(group)).astype(np.float64)"
-STREAM = "zip(self.shares, blocks.stream(inputs, dropout, self.dropped), strict=True)"
+STREAM = "zip(self.loss_weights, states, strict=True)"
 TRAINED = [
     _count("every count is one too many", COUNTED, f"{COUNTED} + 1.0"),
     _count(
@@ -450,20 +450,20 @@ TRAINED = [
     ),
     _align(
         "no model 2",
-        "pairs = _Links(source, target)",
-        "pairs, placed = _Links(source, target), 0",
+        "table = _LinkTable(source, target)",
+        "table, model2_rounds = _LinkTable(source, target), 0",
     ),
     _align(
         "links from the end of the target",
-        "Aligned(links,",
-        "Aligned([link[::-1] for link in links],",
+        "Alignment(links,",
+        "Alignment([link[::-1] for link in links],",
     ),
-    _align("places counted from NULL", "pairs.starts[slots] - 1", "pairs.starts[slots]"),
+    _align("places counted from NULL", "table.starts[targets] - 1", "table.starts[targets]"),
     _counts(
         "normalised over exits that do not count",
         "e / sum(counted) for",
-        "e / sum(self.e(n_layers)) for",
-        function=Exits.shares,
+        "e / sum(self.loss_weights(n_layers)) for",
+        function=ExitLosses.normalized_weights,
     ),
     _counts(
         "the last exit takes its turn",
@@ -480,9 +480,9 @@ TRAINED = [
     ),
     _begin(
         "every layer dropped alike",
-        "self.dropped = self.exits.dropped(self.n_layers, done)",
-        """each = self.exits.dropped(self.n_layers, done)
-self.dropped = [sum(each) / len(each)] * len(each)""",
+        "self.dropout_rates = self.exits.dropout_rates(self.n_layers, done)",
+        """each = self.exits.dropout_rates(self.n_layers, done)
+self.dropout_rates = [sum(each) / len(each)] * len(each)""",
     ),
     _begin(
         "dropout stops one step short",
@@ -491,11 +491,11 @@ self.dropped = [sum(each) / len(each)] * len(each)""",
     ),
     _head(
         "early exits without the norm",
-        f"for share, x in {STREAM}:",
-        f"for layer, (share, x) in enumerate({STREAM}):",
+        f"for weight, x in {STREAM}:",
+        f"for layer, (weight, x) in enumerate({STREAM}):",
         also=(
             Patch(
-                Course.loss,
+                ExitLossSchedule.loss,
                 "blocks.head(x)",
                 "(blocks.head(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T)",
             ),
@@ -504,7 +504,7 @@ self.dropped = [sum(each) / len(each)] * len(each)""",
     _head(
         "an exit reads what enters its layer",
         STREAM,
-        "zip(self.shares, [F.embedding(inputs, blocks.embed), *blocks.stream(inputs)])",
+        "zip(self.loss_weights, [F.embedding(inputs, blocks.embed), *states])",
     ),
 ]
 
@@ -531,9 +531,9 @@ EQUIVALENT = [
     ),
     Equivalent(
         "exits that do not count are computed",
-        "if share:",
+        "if weight:",
         "if True:",
-        Course.loss,
+        ExitLossSchedule.loss,
         proof="They are counted with weight 0, and 0 times a finite loss is 0; so are their "
         "gradients.",
         laws=(EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD),

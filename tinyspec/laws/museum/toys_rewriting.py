@@ -43,7 +43,7 @@ from tinyspec.nonautoregressive import jacobi, mask_predict, nat
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
-from tinyspec.training.exit_losses import Course
+from tinyspec.training.exit_losses import ExitLossSchedule
 
 _calm = partial(Toy, technique="calm")
 _layerskip = partial(Toy, technique="layerskip")
@@ -146,9 +146,9 @@ if False:""",
     ),
     _layerskip(
         "uniform dropout",
-        "self.dropped = self.exits.dropped(self.n_layers, done)",
-        "self.dropped = [self.exits.p_max / 2] * self.n_layers",
-        Course.begin,
+        "self.dropout_rates = self.exits.dropout_rates(self.n_layers, done)",
+        "self.dropout_rates = [self.exits.p_max / 2] * self.n_layers",
+        ExitLossSchedule.begin_step,
         law=LAYER_DROPOUT,
     ),
     _layerskip(
@@ -156,15 +156,15 @@ if False:""",
         "total = torch.zeros((), device=inputs.device)",
         """total, random = torch.zeros(()), torch.Generator().manual_seed(0)
 heads = lambda x: torch.randn(blocks.vocabulary.shape, generator=random, dtype=x.dtype)""",
-        Course.loss,
+        ExitLossSchedule.loss,
         law=ONE_HEAD,
-        also=(Patch(Course.loss, "blocks.head(x)", "(blocks.final(x) @ heads(x).T)"),),
+        also=(Patch(ExitLossSchedule.loss, "blocks.head(x)", "(blocks.final(x) @ heads(x).T)"),),
     ),
     _layerskip(
         "the plain mean of all exits",
-        "self.shares = self.exits.shares(self.n_layers, step, progress)",
-        "self.shares = [1 / self.n_layers] * self.n_layers",
-        Course.begin,
+        "self.loss_weights = self.exits.normalized_weights(self.n_layers, step, progress)",
+        "self.loss_weights = [1 / self.n_layers] * self.n_layers",
+        ExitLossSchedule.begin_step,
         law=EXIT_WEIGHTS,
     ),
 ]

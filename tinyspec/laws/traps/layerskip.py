@@ -18,7 +18,7 @@ from tinyspec.laws.exit_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.traps import Trap, card
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.technique import Request
-from tinyspec.training.exit_losses import Course
+from tinyspec.training.exit_losses import ExitLossSchedule
 
 OWN = "a draft is what the model cut off behind the exit says of the text"
 ONCE = "layers below the exit run once for a row"
@@ -98,7 +98,7 @@ TRAPS = [
     Trap(JOINT, joint_law_of_two_tokens, card("layerskip")),
     Trap(OWN, drafts_are_the_exits, card("layerskip")),
     Trap(ONCE, runs_once, card("layerskip")),
-    Trap(LAYER_DROPOUT, exit_laws.layer_dropout, lambda: Course),
-    Trap(ONE_HEAD, exit_laws.one_head, lambda: Course),
-    Trap(EXIT_WEIGHTS, exit_laws.exit_loss_weights, lambda: Course),
+    Trap(LAYER_DROPOUT, exit_laws.layer_dropout, lambda: ExitLossSchedule),
+    Trap(ONE_HEAD, exit_laws.one_head, lambda: ExitLossSchedule),
+    Trap(EXIT_WEIGHTS, exit_laws.exit_loss_weights, lambda: ExitLossSchedule),
 ]

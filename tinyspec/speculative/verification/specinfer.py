@@ -50,7 +50,7 @@ from tinyspec.lm.forward import Scores
 from tinyspec.lm.model import Model
 from tinyspec.speculative.treedraft import TreeDrafter, branching_parents, parse_branching
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.training.schedule import Settings
+from tinyspec.training.schedule import TrainSettings
 from tinyspec.training.train import train
 from tinyspec.tree import ROOT, TokenTree
 
@@ -200,7 +200,7 @@ def tune_collectively(
 
 
 def boost_drafts(
-    target: Model, drafts: Sequence[Model], prompts: Tensor, settings: Settings, folder: str | Path, length: int = 8,
+    target: Model, drafts: Sequence[Model], prompts: Tensor, settings: TrainSettings, folder: str | Path, length: int = 8,
     batch: int = 32,
 ) -> BoostedDrafts:  # fmt: skip
     """Tune draft models so that together they cover the target's greedy answers to these prompts.

@@ -20,7 +20,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, generate
 from tinyspec.lm.model import Model
 from tinyspec.progress import progress_bar
-from tinyspec.training.corpus import Teach
+from tinyspec.training.corpus import LogitsFn
 from tinyspec.training.train import Batch
 
 Draw = Callable[[torch.Generator], Batch]
@@ -28,7 +28,7 @@ HELD = 20  # every so many texts, one is held out
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnTextSettings:
     """Section [own] of a recipe with a teacher.
 
     texts         how many texts it writes, in equal shares for each pair of a temperature and a
@@ -71,14 +71,18 @@ class Own:
                 f"[own] share is {self.share}: it is between 0 (books alone) and 1 (own texts alone)"
             )
 
-    def setting(self, batch: int) -> tuple[float, float]:
+    def batch_sampling(self, batch: int) -> tuple[float, float]:
         """Temperature and penalty of all texts of a batch."""
         pairs = [(t, r) for r in self.penalties for t in self.temperatures]
         return pairs[batch % len(pairs)]
 
 
-def write(
-    teacher: Model, books: Tensor, own: Own, folder: Path, console: Console | None = None
+def write_own_texts(
+    teacher: Model,
+    books: Tensor,
+    own: OwnTextSettings,
+    folder: Path,
+    console: Console | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The texts [n, tokens + 1] and the penalty of each [n]; a file a batch in `folder`, so that it
     goes on where it was.
@@ -94,11 +98,11 @@ def write(
         for number in range(batches):
             path = folder / f"{number:05d}.pt"
             if not path.exists():
-                torch.save(_batch(teacher, books, own, number), path.with_suffix(".part"))
+                torch.save(_write_batch(teacher, books, own, number), path.with_suffix(".part"))
                 os.replace(path.with_suffix(".part"), path)
             part: Tensor = torch.load(path, weights_only=True)
             texts.append(part)
-            penalties += [own.setting(number)[1]] * len(part)
+            penalties += [own.batch_sampling(number)[1]] * len(part)
             bar.advance(task)
     if not penalties:
         raise TinyspecError(
@@ -107,14 +111,14 @@ def write(
     return torch.cat(texts).to(books.device), torch.tensor(penalties, device=books.device)
 
 
-def _batch(teacher: Model, books: Tensor, own: Own, number: int) -> Tensor:
+def _write_batch(teacher: Model, books: Tensor, own: OwnTextSettings, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(own.seed * 1_000_003 + number)
     length = int(
         torch.randint(8, own.prompt + 1, (), generator=generator)
     )  # one for all: they stay together
     starts = torch.randint(max(len(books) - length, 1), (own.batch,), generator=generator).tolist()
     prompts = [books[start : start + length].tolist() for start in starts]
-    temperature, penalty = own.setting(number)
+    temperature, penalty = own.batch_sampling(number)
     made = generate(
         teacher,
         prompts,
@@ -124,20 +128,24 @@ def _batch(teacher: Model, books: Tensor, own: Own, number: int) -> Tensor:
         seed=own.seed + number * own.batch,
     )
     assert isinstance(made, list)
-    return reached(prompts, made, own.tokens + 1)
+    return drop_short_texts(prompts, made, own.tokens + 1)
 
 
-def reached(prompts: Sequence[list[int]], made: Sequence[Generation], length: int) -> Tensor:
+def drop_short_texts(
+    prompts: Sequence[list[int]], made: Sequence[Generation], length: int
+) -> Tensor:
     """Prompts with what was made of them: those that reached their length, [n, length]."""
     rows = [[*prompt, *one.tokens] for prompt, one in zip(prompts, made, strict=True)]
     return torch.tensor([row for row in rows if len(row) == length]).reshape(-1, length)
 
 
-def penalised(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
     """Logits [B, T, V] behind inputs [B, T], after the repetition penalty [B] on what was read so
     far.
 
-    >>> penalised(torch.tensor([[[2.0, 3.0, -1.0]] * 3]), torch.tensor([[1, 2, 1]]), torch.tensor([2.0])).tolist()
+    >>> logits = torch.tensor([[[2.0, 3.0, -1.0]] * 3])
+    >>> inputs, penalty = torch.tensor([[1, 2, 1]]), torch.tensor([2.0])
+    >>> apply_repetition_penalty(logits, inputs, penalty).tolist()
     [[[2.0, 1.5, -1.0], [2.0, 1.5, -2.0], [2.0, 1.5, -2.0]]]
     """
     rows, length, vocabulary = logits.shape
@@ -151,17 +159,17 @@ def penalised(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
     return torch.where(first[:, None] <= place[:, None], heavier, logits)
 
 
-class Written:
+class OwnTexts:
     """Texts [n, T + 1] with their penalties [n]: every twentieth is held out, the others are
     trained on.
     """
 
-    def __init__(self, texts: Tensor, penalties: Tensor, own: Own):
+    def __init__(self, texts: Tensor, penalties: Tensor, own: OwnTextSettings):
         out = torch.arange(len(texts), device=texts.device) % HELD == 0
         self.own, self.held = own, (texts[out], penalties[out])
         self.texts, self.penalties = (texts[~out], penalties[~out]) if len(texts) > 1 else self.held
 
-    def among(self, books: Draw, rows: int) -> Draw:
+    def mix_batches(self, books: Draw, rows: int) -> Draw:
         """Batches (inputs, targets, penalty [B]): what `books` draws, or `rows` of the texts, as
         the share says.
         """
@@ -181,13 +189,13 @@ class Written:
         return draw
 
     @torch.no_grad()
-    def alpha(self, target: Teach, draft: Teach) -> float:
+    def measure_acceptance(self, target: LogitsFn, draft: LogitsFn) -> float:
         """Over the texts held out: the mean of sum min(p, q) of the penalised laws."""
         total, (texts, penalties) = 0.0, self.held
         for at in range(0, len(texts), 8):
             inputs, penalty = texts[at : at + 8, :-1], penalties[at : at + 8]
             p, q = (
-                penalised(model(inputs).float(), inputs, penalty).softmax(-1)
+                apply_repetition_penalty(model(inputs).float(), inputs, penalty).softmax(-1)
                 for model in (target, draft)
             )
             total += float(torch.minimum(p, q).sum(-1).mean(1).sum())

@@ -15,9 +15,14 @@ from tinyspec.generation import generate
 from tinyspec.lm import checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.training.own import Own, Written, penalised, write
+from tinyspec.training.own_texts import (
+    OwnTexts,
+    OwnTextSettings,
+    apply_repetition_penalty,
+    write_own_texts,
+)
 from tinyspec.training.recipe import read_recipe
-from tinyspec.training.train_lm import distillation
+from tinyspec.training.train_lm import distillation_loss
 
 __all__ = ["zoo"]  # the fixture
 
@@ -32,7 +37,7 @@ CONFIG = Config(
     max_positions=64,
 )
 BOOKS = torch.arange(1, 200) % 20
-OWN = Own(texts=8, tokens=24, prompt=10, batch=2)
+OWN = OwnTextSettings(texts=8, tokens=24, prompt=10, batch=2)
 
 
 def teacher(seed: int = 0) -> Model:
@@ -46,7 +51,7 @@ def test_the_penalty_is_the_one_of_decoding() -> None:
         torch.randint(7, (3, 6), generator=generator),
     )
     strengths = torch.tensor([1.0, 1.2, 2.0])
-    rows = penalised(logits, inputs, strengths).softmax(-1)
+    rows = apply_repetition_penalty(logits, inputs, strengths).softmax(-1)
     for row, strength in enumerate(strengths.tolist()):
         sampling = SamplingParams(repetition_penalty=strength)
         for at in range(6):
@@ -60,14 +65,19 @@ def test_two_models_of_one_law_part_under_a_penalty_and_the_loss_sees_it() -> No
         torch.zeros(2, 5, dtype=torch.long),
     )
     strengths = torch.full((2,), 1.3)
-    assert float(distillation(logits, logits + 4)) == pytest.approx(0, abs=1e-6)
+    assert float(distillation_loss(logits, logits + 4)) == pytest.approx(0, abs=1e-6)
     assert (
-        float(distillation(*(penalised(x, inputs, strengths) for x in (logits, logits + 4)))) > 0.01
+        float(
+            distillation_loss(
+                *(apply_repetition_penalty(x, inputs, strengths) for x in (logits, logits + 4))
+            )
+        )
+        > 0.01
     )
 
 
 def test_texts_open_with_the_books_and_go_on_as_the_teacher_does(tmp_path: Path) -> None:
-    texts, penalties = write(teacher(), BOOKS, OWN, tmp_path)
+    texts, penalties = write_own_texts(teacher(), BOOKS, OWN, tmp_path)
     assert texts.shape == (8, 25)
     assert penalties.tolist() == pytest.approx([1.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 1.2])
     for text, penalty in zip(
@@ -81,19 +91,19 @@ def test_texts_open_with_the_books_and_go_on_as_the_teacher_does(tmp_path: Path)
 
 
 def test_an_interrupted_writing_goes_on(tmp_path: Path) -> None:
-    texts, _ = write(teacher(), BOOKS, OWN, tmp_path)
+    texts, _ = write_own_texts(teacher(), BOOKS, OWN, tmp_path)
     (tmp_path / "00002.pt").unlink()
     kept = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    again, _ = write(teacher(), BOOKS, OWN, tmp_path)
+    again, _ = write_own_texts(teacher(), BOOKS, OWN, tmp_path)
     assert torch.equal(texts, again)
     assert {name: (tmp_path / name).stat().st_mtime_ns for name in kept} == kept
 
 
 def test_batches_are_of_both_kinds_and_held_out_texts_are_not_among_them(tmp_path: Path) -> None:
     texts, penalties = torch.arange(40 * 25).reshape(40, 25), torch.full((40,), 1.2)
-    written = Written(texts, penalties, OWN)
+    written = OwnTexts(texts, penalties, OWN)
     books = torch.full((3, 24), -1)
-    draw = written.among(lambda generator: (books, books), 4)
+    draw = written.mix_batches(lambda generator: (books, books), 4)
     generator = torch.Generator().manual_seed(0)
     drawn = [draw(generator) for _ in range(200)]
     own = [batch for batch in drawn if int(batch[0][0, 0]) >= 0]
@@ -114,7 +124,7 @@ def test_alpha_is_that_of_the_penalised_laws() -> None:
     target, draft = teacher(0), teacher(1)
     texts = torch.randint(20, (1, 9), generator=torch.Generator().manual_seed(2))
     strength = 1.5
-    alpha = Written(texts, torch.tensor([strength]), OWN).alpha(
+    alpha = OwnTexts(texts, torch.tensor([strength]), OWN).measure_acceptance(
         target.training_logits, draft.training_logits
     )
     overlaps = []
@@ -142,9 +152,9 @@ def test_a_recipe_with_own_texts_is_followed_and_an_interruption_costs_nothing(
     assert "alpha_own" in log
     whole = checkpoint.read(zoo / "helper").weights
     (zoo / "helper/model.safetensors").unlink()
-    among = Written.among
+    among = OwnTexts.mix_batches
 
-    def stopping(written: Written, *args):
+    def stopping(written: OwnTexts, *args):
         draw, drawn = among(written, *args), iter(range(100))
 
         def interrupted(generator):
@@ -155,7 +165,7 @@ def test_a_recipe_with_own_texts_is_followed_and_an_interruption_costs_nothing(
         return interrupted
 
     with monkeypatch.context() as patch:
-        patch.setattr(Written, "among", stopping)
+        patch.setattr(OwnTexts, "mix_batches", stopping)
         assert not run(zoo, "helper")
     assert run(zoo, "helper")
     for name, weight in checkpoint.read(zoo / "helper").weights.items():
