@@ -160,8 +160,8 @@ CODE_LINES = {
     "chapters": 5_260,
     "laws": 11640,
     "museum": 3410,
-    "training": 2720,
-    "bench": 6120,
+    "training": 2780,
+    "bench": 6122,
     "grade": 3660,
     "cli": 2510,
 }
