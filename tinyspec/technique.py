@@ -123,6 +123,11 @@ class Request:
     clock: Clock | None = None
     choose: PolicyOverride | None = None
 
+    @property
+    def draft_max_length(self) -> int | None:
+        """Return how many tokens the first draft's context holds; None: no limit."""
+        return next(iter(self.draft_max_lengths), None)
+
     def decoder(self, drafter: Any, verifier: Any) -> Decoder:
         """Return the common loop around this drafter and this verifier."""
         return Decoder(

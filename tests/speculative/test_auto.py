@@ -34,8 +34,8 @@ from tinyspec.speculative.auto import (
     shared_cost_model,
 )
 from tinyspec.speculative.goodput import (
-    DRAFT,
-    LOOKED,
+    DRAFT_MODEL,
+    LOOKUP,
     MARGIN,
     PLAIN,
     Candidate,
@@ -173,8 +173,8 @@ def test_between_the_two_the_size_is_the_knee_of_the_curve() -> None:
     """Up to eight rows are free, more take three times as long: seven guesses."""
     _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 8 else 3.0)
     curve = decoder.drafter.policy.curve
-    assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.place[size]]) == 7
-    assert curve.seconds[curve.place[7]] == 1.0
+    assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.index_of[size]]) == 7
+    assert curve.seconds[curve.index_of[7]] == 1.0
 
 
 def test_where_acceptance_collapses_drafting_stops() -> None:
@@ -199,7 +199,7 @@ def test_trust_comes_back_without_running_a_row() -> None:
     trust, curve = decoder.drafter.texts.trust, decoder.drafter.policy.curve
     trust.first[8] = 0.0
     for size in curve.sizes:
-        curve.enter(size, 1.0 + size)
+        curve.record_round(size, 1.0 + size)
     while not decoder.finished:
         assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # every row costs a call
     assert trust.first[8] > 0.5
@@ -207,13 +207,13 @@ def test_trust_comes_back_without_running_a_row() -> None:
 
 def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
     policy = Goodput(CostModel(16), Watch())
-    offers = [Candidate(LOOKED, [0.9**n for n in range(1, 17)])]
+    offers = [Candidate(LOOKUP, [0.9**n for n in range(1, 17)])]
     assert policy.choose(offers) == PLAIN
-    policy.curve.enter(0, 1.0)
+    policy.curve.record_round(0, 1.0)
     assert policy.choose(offers) == PLAIN
-    policy.curve.enter(0, 1.0)
+    policy.curve.record_round(0, 1.0)
     assert policy.choose(offers) == Choice(
-        LOOKED, 2
+        LOOKUP, 2
     )  # at most three times as wide as any round before it
 
 
@@ -334,7 +334,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     no_scores: Any = None
     texts.extend([0, 1], no_scores)
     assert len(texts.look_up_drafts([0, 1], 16, True)) == 2
-    assert texts.look_up_drafts([0, 1], 16, False) == [texts.look([0, 1], 16)]
+    assert texts.look_up_drafts([0, 1], 16, False) == [texts.look_up([0, 1], 16)]
     watch = Watch()
     decoder = CARD.make(
         Request(
@@ -367,8 +367,8 @@ def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
     texts.extend([0, 1], no_scores)
     texts.rank_lookups([0, 1], 16)
     assert all(trust.tokens for trust in texts.trusts)  # each look has something to be judged by
-    texts.trust.vain = 1 << 10
-    assert texts.skip_this_round(16)
+    texts.trust.failed_lookups = 1 << 10
+    assert texts.should_skip_round(16)
     before = [dict(trust.first) for trust in texts.trusts]
     texts.observe(Round(TokenTree(), no_scores, Verdict((), 7), (7,), ()))
     assert [trust.first for trust in texts.trusts] == before
@@ -387,17 +387,17 @@ def test_references_serve_the_next_text_too() -> None:
 def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -> None:
     curve = CostModel(16)
     for _ in range(2):
-        curve.enter(0, 1.0)
+        curve.record_round(0, 1.0)
     curve.widest = 16
     for slope, best in ((0.05, 3), (0.15, 2), (0.6, 0)):
         for size in curve.sizes[1:]:
-            curve.seconds[curve.place[size]] = 1.0 + slope * size
+            curve.seconds[curve.index_of[size]] = 1.0 + slope * size
         curve._costs = None
         chances = [0.5**n for n in range(1, 17)]
         wanted = max(
-            curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.place[n]]
+            curve.sizes, key=lambda n: (1 + sum(chances[:n])) / curve.costs()[curve.index_of[n]]
         )
-        assert Goodput(curve, Watch()).choose([Candidate(LOOKED, chances)]).size == wanted == best
+        assert Goodput(curve, Watch()).choose([Candidate(LOOKUP, chances)]).size == wanted == best
 
 
 # ------------------------------------------------------------------ with a draft model
@@ -436,7 +436,7 @@ def test_a_draft_model_is_switched_on_where_its_measured_goodput_beats_plain_and
     for step, right in ((0.05, True), (0.3, True)):
         seconds, decoder = drafted(step, right)
         assert seconds < 0.85 * 150
-        assert decoder.drafter.option.source == DRAFT
+        assert decoder.drafter.option.source == DRAFT_MODEL
     for step, right in ((2.0, True), (0.2, False)):
         seconds, _ = drafted(step, right)
         assert seconds < 1.04 * 150
@@ -557,7 +557,7 @@ def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_o
     curve = CostModel(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):
-        curve.seconds[curve.place[size]] = seconds
+        curve.seconds[curve.index_of[size]] = seconds
     curve._costs = None
     assert dict(zip(curve.sizes, curve.costs(), strict=True)) == pytest.approx(
         {0: 10, 1: 10.5, 2: 11, 3: 11.5, 4: 12, 5: 15, 7: 17, 9: 19}
@@ -568,10 +568,10 @@ def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
     """Twice as long for every size alike: what the sizes are to one another is known already."""
     curve = CostModel(4)
     for size in (*[0] * 4, *[1, 2, 3, 4] * 30):
-        curve.enter(size, 1.0 + 0.1 * size)
+        curve.record_round(size, 1.0 + 0.1 * size)
     before = curve.costs()
     for _ in range(20):
-        curve.enter(2, 2.4)
+        curve.record_round(2, 2.4)
     after = curve.costs()
     assert [now / then for now, then in zip(after, before, strict=True)] == pytest.approx(
         [2.0] * 5, rel=0.12
@@ -583,7 +583,7 @@ def test_noise_is_averaged_out_of_the_shape() -> None:
     curve, noise, wrong = CostModel(16), random.Random(0), list[float]()
     for sweep in range(100):
         for size in curve.sizes:
-            curve.enter(size, (1.0 + 0.05 * size) * noise.uniform(0.75, 1.25))
+            curve.record_round(size, (1.0 + 0.05 * size) * noise.uniform(0.75, 1.25))
         base, *costs = curve.costs()
         if sweep >= 20:
             wrong += [
@@ -653,8 +653,8 @@ def test_greedy_text_is_plain_decodings_with_and_without_a_draft_and_the_statist
 def test_printed_algorithm_is_what_runs(chances: list[float], costs: list[float]) -> None:
     """With every size measured and no trial due, `Goodput` chooses `best_draft_size`."""
     curve = CostModel(5)
-    curve.seconds, curve.plain, curve.widest, curve.rounds = list(costs), 9, 5, 1
-    offers = [Candidate(LOOKED, chances)] if chances else []
+    curve.seconds, curve.plain_rounds, curve.widest, curve.rounds = list(costs), 9, 5, 1
+    offers = [Candidate(LOOKUP, chances)] if chances else []
     chosen = Goodput(curve, Watch()).choose(offers).size
     known = curve.costs()
     sizes = (chosen, best_draft_size(chances, known, MARGIN))

@@ -26,7 +26,7 @@ from tinyspec.speculative.integrated.lookahead_trie import (
     reshape_branches,
     retrieve_branches,
 )
-from tinyspec.speculative.lookup import FIRST, OUTPUTS, AcceptanceTracker
+from tinyspec.speculative.lookup import FIRST_PRIOR, OUTPUTS, AcceptanceTracker
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
@@ -167,7 +167,7 @@ def test_rewinding_takes_the_text_out_of_the_trie() -> None:
     assert spelled(drafted(d, [1])) == {(6,)}
     assert d.length == 2
     d.rewind(0)
-    assert d.runs == []
+    assert d.pieces == []
 
 
 def test_no_match_no_room_and_an_unknown_word_are_plain_steps() -> None:
@@ -239,12 +239,14 @@ def test_bad_knobs_are_one_line() -> None:
 
 def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
     trust = AcceptanceTracker(0.3)
-    assert trust.tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [
+    assert trust.select_tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [
         5,
         6,
     ]  # 0.45, 0.36 and 0.05
-    assert trust.tree([5, 6], [-1, 0], [1.0, 1.0], [1, 1]).tokens == ()
-    assert AcceptanceTracker(0.0).tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3).tokens == [
+    assert trust.select_tree([5, 6], [-1, 0], [1.0, 1.0], [1, 1]).tokens == ()
+    assert AcceptanceTracker(0.0).select_tree(
+        [5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [1] * 3
+    ).tokens == [
         5,
         6,
         7,
@@ -254,25 +256,28 @@ def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
 def test_trust_is_lost_by_guesses_that_failed_and_comes_back_without_running_any() -> None:
     trust = AcceptanceTracker(0.3)
     for _ in range(9):
-        trust.tree([5], [-1], [1.0], [5])
+        trust.select_tree([5], [-1], [1.0], [5])
         trust.learn([6])
-    assert not trust.worth([1.0], 5) and trust.tree([5], [-1], [1.0], [5]) == TokenTree()
-    assert trust.worth([1.0], 8)  # other lengths are judged apart
+    assert (
+        not trust.is_worth_running([1.0], 5)
+        and trust.select_tree([5], [-1], [1.0], [5]) == TokenTree()
+    )
+    assert trust.is_worth_running([1.0], 8)  # other lengths are judged apart
     for _ in range(9):
-        assert trust.tree([5], [-1], [1.0], [5]).tokens in ((), [5])
+        assert trust.select_tree([5], [-1], [1.0], [5]).tokens in ((), [5])
         trust.learn([5])
-    assert trust.worth([1.0], 5)
-    trust.forget()
-    assert trust.first == FIRST
+    assert trust.is_worth_running([1.0], 5)
+    trust.reset()
+    assert trust.first == FIRST_PRIOR
 
 
 def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
     trust = AcceptanceTracker(0.0)
-    trust.tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
+    trust.select_tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
     trust.learn([5, 6, 7, 8])
-    assert trust.first[5] > FIRST[5] and trust.further[5] > 0.8
+    assert trust.first[5] > FIRST_PRIOR[5] and trust.further[5] > 0.8
     before = dict(trust.further)
-    trust.tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
+    trust.select_tree([5, 6], [-1, 0], [1.0, 1.0], [5, 5])
     trust.learn([9, 6])
     assert trust.further == before
 
@@ -296,25 +301,25 @@ def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
 def test_after_looks_in_vain_only_every_fourth_round_is_looked_at_until_one_is_worth_it() -> None:
     trust = AcceptanceTracker(0.3)
     for _ in range(8):
-        assert not trust.skip_this_round(1)
-        trust.tree([5], [-1], [1.0], [1])
-    assert [trust.skip_this_round(1) for _ in range(8)] == [True, True, True, False] * 2
-    trust.tree([5], [-1], [1.0], [8])
-    assert not any(trust.skip_this_round(1) for _ in range(8))
+        assert not trust.should_skip_round(1)
+        trust.select_tree([5], [-1], [1.0], [1])
+    assert [trust.should_skip_round(1) for _ in range(8)] == [True, True, True, False] * 2
+    trust.select_tree([5], [-1], [1.0], [8])
+    assert not any(trust.should_skip_round(1) for _ in range(8))
     paper = AcceptanceTracker(0.0)
     for _ in range(20):
         paper.record_without_running((), (), ())
-        assert not paper.skip_this_round(1)
+        assert not paper.should_skip_round(1)
 
 
 def test_without_room_nothing_is_looked_at_and_that_is_no_look_in_vain() -> None:
     trust = AcceptanceTracker(0.3)
-    trust.tree([5], [-1], [1.0], [8])
+    trust.select_tree([5], [-1], [1.0], [8])
     for _ in range(20):
-        assert trust.skip_this_round(0)
+        assert trust.should_skip_round(0)
     trust.learn([6])
-    assert trust.first == FIRST, "guesses of an earlier round are not judged again"
-    assert not trust.skip_this_round(1)
+    assert trust.first == FIRST_PRIOR, "guesses of an earlier round are not judged again"
+    assert not trust.should_skip_round(1)
 
 
 def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:
@@ -323,5 +328,5 @@ def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:
     for token in range(2, 30):
         drafted(d, [token - 1])
         d.observe(Round(TokenTree(), NOTHING, Verdict((), token), (token,), ()))
-    d.settle()
+    d.count_outputs()
     assert d.forest.gather([(OUTPUTS, 9)], [20], 1, 1, 4)[0] == [21, 22, 23, 24]

@@ -110,7 +110,7 @@ def test_rewinding_takes_the_text_out_of_both_trees() -> None:
     d.extend([5], NOTHING)
     assert drafted(d, [3]).tokens == [5]
     d.rewind(0)
-    assert (d.length, d.runs) == (0, [])
+    assert (d.length, d.pieces) == (0, [])
     assert d.forest.size(OUTPUTS) == d.forest.size(d.own) == 0
 
 

@@ -1,1 +1,1 @@
-"""Chapter 2, early exiting: a token leaves the model as soon as a layer is confident of the next."""
+"""Chapter 2: early exit. A token leaves the model at the first layer that is confident enough."""

@@ -82,8 +82,10 @@ def least_examples(delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value
 
     By Hoeffding's inequality that is ln(1 / epsilon) / (2 delta^2).
 
-    >>> least_examples(0.1, 0.05), least_examples(0.05, 0.05), least_examples(0.1, 0.05, binomial_p_value)
-    (150, 600, 29)
+    >>> least_examples(0.1, 0.05), least_examples(0.05, 0.05)
+    (150, 600)
+    >>> least_examples(0.1, 0.05, binomial_p_value)
+    29
     """
     _check(delta, epsilon)
     high = 1
@@ -101,8 +103,8 @@ def check_examples(n: int, delta: Any, epsilon: Any, p_value: PValue = hoeffding
     _check(delta, epsilon)
     if n < 1 or p_value(0, n, delta) > epsilon:
         raise TinyspecError(
-            f"{n} calibration examples are too few for delta {delta} and epsilon {epsilon}: "
-            f"at least {least_examples(delta, epsilon, p_value)} are needed"
+            f"{n} calibration examples are too few for delta {delta} and epsilon {epsilon}: at "
+            f"least {least_examples(delta, epsilon, p_value)} are needed"
         )
 
 
@@ -144,7 +146,7 @@ def _check(delta: Any, epsilon: Any) -> None:
             raise TinyspecError(f"{name} is {value}: it must be above 0 and below 1")
 
 
-# ---------------------------------------------------------------------- what a loss is
+# ------------------------------ what a loss is
 
 
 def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
@@ -164,7 +166,10 @@ def rouge_l(one: Sequence[int], other: Sequence[int]) -> float:
 
 
 def textual_loss(early: Sequence[int], full: Sequence[int]) -> float:
-    """Return 1 - ROUGE-L against the full model's text (textual consistency); needs no reference."""
+    """Return 1 - ROUGE-L against the full model's text (textual consistency).
+
+    It needs no reference.
+    """
     return 1 - rouge_l(early, full)
 
 

@@ -89,7 +89,7 @@ def run_until_confident(
     return read(state), exit or depth
 
 
-# ---------------------------------------------------------------------- the measures (section 3.5)
+# ------------------------------ the measures (section 3.5)
 
 
 class ConfidenceMeasure(NamedTuple):
@@ -159,8 +159,8 @@ def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, 
     """
     if WEIGHT not in extras or BIAS not in extras:
         raise TinyspecError(
-            f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one, or choose the measure "
-            "softmax or saturation"
+            f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one, or "
+            "choose the measure softmax or saturation"
         )
     return _doubles(extras[WEIGHT]), float(extras[BIAS])
 
@@ -169,7 +169,7 @@ def _doubles(vector: Any) -> Any:
     return vector.detach().double().cpu().numpy()
 
 
-# ---------------------------------------------------------------------- the threshold (section 3.4, equation 5)
+# ------------------------------ the threshold (section 3.4, equation 5)
 
 
 def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -> float:
@@ -197,6 +197,9 @@ class ConfidenceRule(ExitRule):
 
     def should_exit(self, at: ExitPoint) -> bool:
         return bool(self.measure.of(at) >= self.threshold(at.step))
+
+
+# ------------------------------ the classifier (section 3.5)
 
 
 def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -275,6 +278,9 @@ def train_exit_classifier(
     return ended, {name: weight.detach() for name, weight in weights.items()}
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="CALM: confident adaptive language modeling",
     summary="confident tokens leave early",
@@ -336,6 +342,3 @@ def calm(
     return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
         BaseDrafter(), verify_tree
     )
-
-
-# ---------------------------------------------------------------------- the classifier (section 3.5)

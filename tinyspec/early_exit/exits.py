@@ -74,7 +74,7 @@ def fill_by_recompute(session: Any, positions: Sequence[int]) -> None:
 
 
 def postpone_fill(session: Any, positions: Sequence[int]) -> None:
-    """Do nothing: a session runs unfinished positions along with the next token, as far as it goes."""
+    """Do nothing: the session runs these positions along with the next token that goes deeper."""
 
 
 FILLS: Mapping[str, Fill] = {
@@ -100,7 +100,8 @@ class ExitTarget:
         for layer in rule.layers:
             if not 1 <= layer <= depth:
                 raise TinyspecError(
-                    f"exit layer {layer} is out of range: {session.model.name} has layers 1 to {depth}"
+                    f"exit layer {layer} is out of range: {session.model.name} has layers 1 to "
+                    f"{depth}"
                 )
 
     def __len__(self) -> int:

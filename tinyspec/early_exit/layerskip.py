@@ -10,8 +10,8 @@ drafted position after layer E is kept too (the paper's exit query cache), and v
 from there.
 
     gamma E                      layer evaluations to draft
-    E + (L - E) (gamma + 1)      to verify: the last draft token has not been run, then all layers above
-    L (gamma + 1)                together, as many as plain decoding of as many tokens
+    E + (L - E) (gamma + 1)      to verify: first the last draft token, which has not been run
+    L (gamma + 1)                together: what plain decoding of gamma + 1 tokens takes
 
 Training. Layer dropout that rises with depth, and losses at all exits through the one head, in a
 rotational or gradual curriculum (training/exit_losses.py). A model that was not trained so is

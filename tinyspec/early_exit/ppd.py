@@ -162,7 +162,7 @@ class PpdDrafter(BaseDrafter):
         return NO_DRAFT
 
 
-# ---------------------------------------------------------------------- the clock (section 4)
+# ------------------------------ the clock (section 4)
 
 
 def count_layer_steps(calls: Sequence[ForwardRecord]) -> float:
@@ -202,10 +202,13 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
         )
     if 0 < layer < least:
         raise TinyspecError(
-            f"layer {layer} is below half of the {depth} layers of {name}, where a branch would have to guess too: "
-            f"ppd takes {least} to {depth}"
+            f"layer {layer} is below half of the {depth} layers of {name}, where a branch would "
+            f"have to guess too: ppd takes {least} to {depth}"
         )
     return layer or (2 * depth + 1) // 3
+
+
+# ------------------------------ the card
 
 
 @technique(

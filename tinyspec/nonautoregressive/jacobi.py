@@ -48,7 +48,7 @@ from tinyspec.lm.forward import Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
-# ---------------------------------------------------------------------- the algorithm as published (section 3)
+# ------------------------------ the algorithm as published (section 3)
 
 PredictBlock = Callable[[Sequence[int], Sequence[int]], list[int]]
 """(text, block) -> the greedy token at every position of the block, given the text and the block's
@@ -97,7 +97,9 @@ def solve_blocks(
     ends: frozenset[int] = frozenset(),
     prefix: int | None = None,
 ) -> JacobiSolution:
-    """Return the greedy text, solved block by block (PGJ; PJ if block >= length; HGJ with a prefix).
+    """Return the greedy text, solved block by block.
+
+    This is PGJ. It is PJ if block >= length, and HGJ with a prefix.
 
     length  the most tokens to generate
     block   tokens of a block (b)
@@ -138,7 +140,7 @@ def predict_with_target(target: Target) -> PredictBlock:
     return predict
 
 
-# ---------------------------------------------------------------------- the same through the common loop
+# ------------------------------ the same through the common loop
 
 
 class Sweep(NamedTuple):
@@ -254,6 +256,9 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
         )
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="Parallel decoding by Jacobi iteration",
     summary="rewrites all positions until none changes",
@@ -261,13 +266,29 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     family="parallel",
     guarantee=Guarantee.EXACT,
     knobs=(
-        Knob("form", "pgj", "pj: all tokens at once; pgj: in blocks; hgj: a prefix in blocks", choices=("pgj", "pj", "hgj")),
+        Knob(
+            "form",
+            "pgj",
+            "pj: all tokens at once; pgj: in blocks; hgj: a prefix in blocks",
+            choices=("pgj", "pj", "hgj"),
+        ),
         Knob("block", 3, "b: tokens of a block (pgj, hgj)", low=1, high=1024, small=(3, 1)),
-        Knob("prefix", 64, "tokens solved in blocks before plain decoding (hgj)", low=0, high=1 << 20, small=(2,)),
-        Knob("init", "pad", "first guess of a block: padding, random, from the text, the newest token",
-             choices=("pad", "random", "prompt", "last")),
+        Knob(
+            "prefix",
+            64,
+            "tokens solved in blocks before plain decoding (hgj)",
+            low=0,
+            high=1 << 20,
+            small=(2,),
+        ),
+        Knob(
+            "init",
+            "pad",
+            "first guess of a block: padding, random, from the text, the newest token",
+            choices=("pad", "random", "prompt", "last"),
+        ),
     ),
-)  # fmt: skip
+)
 def jacobi(request: Request, *, form: str, block: int, prefix: int, init: str) -> Decoder:
     """Sweep over each block until it does not change."""
     if form == "pj" and request.stop.max_new_tokens is None and request.positions is None:

@@ -69,7 +69,7 @@ def mask_and_predict(
     return words, scores
 
 
-# ---------------------------------------------------------------------- training (section 2)
+# ------------------------------ training (section 2)
 
 
 class TranslationPairs(NamedTuple):
@@ -105,8 +105,8 @@ def masked_lm_loss(
     lengths = slots.sum(dim=1)
     if int(lengths.max()) >= config.lengths or not int(lengths.min()):
         raise TinyspecError(
-            f"targets of {int(lengths.min())} to {int(lengths.max())} tokens: the LENGTH token of {model.name} tells "
-            f"1 to {config.lengths - 1}, so leave the others out"
+            f"targets of {int(lengths.min())} to {int(lengths.max())} tokens: the LENGTH token of "
+            f"{model.name} tells 1 to {config.lengths - 1}, so leave the others out"
         )
     hidden = hide_tokens(slots, generator)
     memory = model.encode(source, dropout)
@@ -120,7 +120,7 @@ def masked_lm_loss(
     ) / hidden.sum()
 
 
-# ---------------------------------------------------------------------- decoding (section 3)
+# ------------------------------ decoding (section 3)
 
 
 def count_masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
@@ -195,11 +195,14 @@ class MaskPredictRefiner:
         return iteration == self.iterations
 
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        """Return the candidate with the best mean log-probability; of equals, the likelier length."""
+        """Return the candidate with the best mean log-probability.
+
+        Of equal candidates it is the one of the likelier length.
+        """
         return int(canvas.means().argmax())
 
 
-# ------------------------------------------------------------------ lengths
+# ------------------------------ lengths
 
 
 def length_logprobs(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
@@ -235,6 +238,9 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
     return found
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="Mask-Predict: conditional masked language model",
     summary="rewrites the least certain words",
@@ -251,7 +257,7 @@ def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> Ma
     """Predict all words at once, then the least certain ones again."""
     if not request.model.config.lengths:
         raise TinyspecError(
-            f"{request.model.name} has no LENGTH token, so nobody says how long its translations are: use a model that "
-            "was trained for mask_predict"
+            f"{request.model.name} has no LENGTH token, so nobody says how long its translations "
+            "are: use a model that was trained for mask_predict"
         )
     return MaskPredictRefiner(request.model, iterations, lengths)

@@ -79,7 +79,7 @@ def decode_noisy_parallel(
     return max(translations, key=teacher_score)
 
 
-# ---------------------------------------------------------------------- the model (section 3)
+# ------------------------------ the model (section 3)
 
 
 def copy_source(source: Tensor, fertilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,11 +131,16 @@ def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: T
     )
 
 
-# ---------------------------------------------------------------------- training (section 3.3, 4)
+# ------------------------------ training (section 3.3, 4)
 
 
 class AlignedPairs(NamedTuple):
-    """A batch to train on: source [B, S] and target [B, T] padded at the end, fertilities [B, S]."""
+    """A batch to train on.
+
+    source       [B, S] padded at the end
+    target       [B, T] padded at the end
+    fertilities  [B, S]
+    """
 
     source: Tensor
     target: Tensor
@@ -265,11 +270,14 @@ def finetune_loss(
     )
 
 
-# ---------------------------------------------------------------------- decoding (section 3.2)
+# ------------------------------ decoding (section 3.2)
 
 
 def translate_batch(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -> list[list[int]]:
-    """Return translations of padded sources [B, S], each from one fertility sequence, in one pass."""
+    """Return translations of padded sources [B, S], made in one pass.
+
+    Each comes from one fertility sequence.
+    """
     with torch.inference_mode():
         memory = model.encode(source)
         law = model.fertility_logits(memory).softmax(dim=-1)
@@ -348,10 +356,9 @@ class NatRefiner:
         return 0 if self.teacher is None else best_candidate(self.teacher, source, canvas)
 
 
-# ------------------------------------------------------------------ what the decoder reads (section 3.1)
+# ------------------------------ what the decoder reads (section 3.1)
 
-
-SPARE = 4  # target tokens beyond two for each source token: a source of one token may be a word of several
+SPARE = 4  # target tokens beyond two per source token: one source token may give several words
 
 
 def copy_uniformly(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -399,13 +406,17 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
     Words from where the running sum passes the limit give nothing, as in the authors' code. If no
     word gives anything, the most fertile one gives one token.
 
-    >>> make_decodable(torch.tensor([[1, 3, 1], [0, 0, 0]]), torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3), 2).tolist()
+    >>> fertile = torch.tensor([[0.1, 0.7, 0.2]]).expand(2, 3)
+    >>> make_decodable(torch.tensor([[1, 3, 1], [0, 0, 0]]), fertile, 2).tolist()
     [[1, 0, 0], [0, 1, 0]]
     """
     kept = fertilities.masked_fill(fertilities.cumsum(dim=-1) > max_target_length, 0)
     silent = kept.sum(dim=-1, keepdim=True) == 0
     first = torch.zeros_like(kept).scatter(-1, fertile.argmax(dim=-1, keepdim=True), 1)
     return torch.where(silent, first, kept)
+
+
+# ------------------------------ the card
 
 
 @technique(
@@ -446,7 +457,8 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
     if not (model.config.fertilities and model.config.positional):
         lacks = "positional attention" if model.config.fertilities else "fertility head"
         raise TinyspecError(
-            f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for method nat"
+            f"{model.name} has no {lacks}, so it is no NAT: use a model that was trained for "
+            "method nat"
         )
     if samples == 1:
         return NatRefiner(model, None, fertility, 1, temperature)
@@ -457,7 +469,7 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
     check_teacher(model, teacher)
     if teacher.config.max_positions < model.config.max_positions:
         raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than {model.name}: "
-            "use the teacher it was trained with"
+            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
+            f"{model.name}: use the teacher it was trained with"
         )
     return NatRefiner(model, teacher, fertility, samples, temperature)

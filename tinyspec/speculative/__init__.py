@@ -1,3 +1,1 @@
-"""Chapter 1: speculative decoding. A draft is guessed cheaply and verified in one pass of the
-target.
-"""
+"""Chapter 1: speculative decoding. A cheap draft is verified in one forward pass of the target."""

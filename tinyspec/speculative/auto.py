@@ -48,11 +48,11 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.goodput import (
-    DRAFT,
-    LOOKED,
+    DRAFT_MODEL,
+    LOOKUP,
     MARGIN,
     PLAIN,
-    STALE,
+    STALE_ROUNDS,
     Candidate,
     Choice,
     CostModel,
@@ -119,7 +119,7 @@ class LazyDrafter(ModelDrafter):
         """Read the unread tokens if they are many; few are read with the first draft token."""
         if self.unread:
             self.model.append(self.unread)
-            if len(self.unread) > STALE:
+            if len(self.unread) > STALE_ROUNDS:
                 self.model.extend(())
             self.unread = []
 
@@ -163,7 +163,9 @@ class LookupDrafter(SuffixDecodingDrafter):
             for prior in (INITIAL_TRUST, INITIAL_TRUST_AFTER_SUBSTITUTION)
         ]
         self.trust, self.references = self.trusts[0], request.references
-        self.asked = self.trusts[:1]  # the kinds of lookup that the next tokens are compared with
+        self.compared = self.trusts[
+            :1
+        ]  # the kinds of lookup that the next tokens are compared with
         self.tree, self.order = TokenTree(), list[int]()
         self._refer()
 
@@ -178,7 +180,7 @@ class LookupDrafter(SuffixDecodingDrafter):
 
         both  also the draft after the text without its last token, for cheap lookups
         """
-        found = [self.look(context, max_draft_depth)]
+        found = [self.look_up(context, max_draft_depth)]
         if both:
             trees, before = (self.own, OUTPUTS), context[-DEPTH - 1 : -1]
             behind = self.forest.best(
@@ -192,12 +194,12 @@ class LookupDrafter(SuffixDecodingDrafter):
     ) -> list[float]:
         """Return the acceptance probabilities of the looked-up tokens, the greatest first."""
         looks = self.look_up_drafts(context, max_draft_depth, both)
-        self.asked = self.trusts[: len(looks)]
+        self.compared = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
-        for trust, (tokens, parents, shares, matches) in zip(self.asked, looks, strict=True):
+        for trust, (tokens, parents, shares, matches) in zip(self.compared, looks, strict=True):
             trust.record_without_running(tokens, parents, matches)
             if tokens:
-                drafts.append((tokens, parents, trust.chances(parents, shares, matches)))
+                drafts.append((tokens, parents, trust.estimate_chances(parents, shares, matches)))
         tokens, parents, chances = drafts[0] if len(drafts) == 1 else merge_drafts(drafts)
         self.tree = TokenTree(tokens, parents)
         # No token is likelier than its parent, and the sort is stable: parents come first.
@@ -213,21 +215,21 @@ class LookupDrafter(SuffixDecodingDrafter):
             (None,) * size, (False,) * size,
         )  # fmt: skip
 
-    def skip_this_round(self, max_draft_depth: int) -> bool:
+    def should_skip_round(self, max_draft_depth: int) -> bool:
         """Return whether this round looks up nothing; then nothing is compared with it."""
-        if resting := self.trust.skip_this_round(max_draft_depth):
-            self.asked = []
+        if resting := self.trust.should_skip_round(max_draft_depth):
+            self.compared = []
         return resting
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        for trust in self.asked[1:]:  # the first one has learned above
+        for trust in self.compared[1:]:  # the first one has learned above
             trust.learn(round.tokens)
 
     def end(self) -> None:
         super().end()
         for trust in self.trusts[1:]:
-            trust.forget()
+            trust.reset()
         self._refer()
 
 
@@ -239,7 +241,7 @@ class AutoDrafter(BaseDrafter):
         self.draft: LazyDrafter | None = None
         if request.drafts:
             self.draft = LazyDrafter(
-                request.drafts[0], gamma, request.stop.eos, *request.draft_max_lengths[:1]
+                request.drafts[0], gamma, request.stop.eos, request.draft_max_length
             )
         self.option = PLAIN
 
@@ -265,34 +267,38 @@ class AutoDrafter(BaseDrafter):
             ]
             self.option = ways[self.pick(len(ways), rng)]
         source, size = self.option
-        if source == DRAFT and size and self.draft is not None:
+        if source == DRAFT_MODEL and size and self.draft is not None:
             self.draft.catch_up()
-            self.policy.begin()
+            self.policy.start_timer()
             self.draft.gamma = size
             tree = self.draft.propose(context, max_draft_depth, sampling, rng)
         elif size:
-            if self.policy.gain >= self.policy.look:
-                self.texts.trust.vain = 0
+            if self.policy.gain >= self.policy.lookup_seconds:
+                self.texts.trust.failed_lookups = 0
             tree = self.texts.best_tree(size)
         else:
             tree = TokenTree()
-        self.policy.drafted(self.option, len(tree.tokens))
+        self.policy.record_draft(self.option, len(tree.tokens))
         return tree
 
     def _offers(self, context: Sequence[int], max_draft_depth: int) -> list[Candidate]:
         """Return what each source can draft. Looking up draws no random number."""
         offers = []
-        if not self.texts.skip_this_round(max_draft_depth):
-            self.policy.begin()
+        if not self.texts.should_skip_round(max_draft_depth):
+            self.policy.start_timer()
             chances = self.texts.rank_lookups(
-                context, max_draft_depth, self.policy.look <= MARGIN * self.policy.curve.costs()[0]
+                context,
+                max_draft_depth,
+                self.policy.lookup_seconds <= MARGIN * self.policy.curve.costs()[0],
             )
-            self.policy.looked()
+            self.policy.record_lookup()
             if chances:
-                offers.append(Candidate(LOOKED, chances))
+                offers.append(Candidate(LOOKUP, chances))
         if self.draft is not None and max_draft_depth and not self.draft.left_behind:
             offers.append(
-                Candidate(DRAFT, self.policy.curve.chances(min(self.gamma, max_draft_depth)))
+                Candidate(
+                    DRAFT_MODEL, self.policy.curve.draft_chances(min(self.gamma, max_draft_depth))
+                )
             )
         return offers
 

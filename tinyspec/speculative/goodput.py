@@ -1,10 +1,9 @@
-"""Goodput: which draft, and how long, has the most expected tokens an expected second. The figures
-and the choice.
+"""Choose the draft with the greatest goodput: expected tokens per expected second.
 
-The model of SmartSpec (Liu et al. 2024, arXiv 2406.14066) for one request. What a round costs is
-learnt by its number of guesses, what a guess of a draft model earns by its position; both are
-exponential averages over priors. What a guess earns that was looked up is said by whoever looked
-(speculative/lookup.py). `auto` is the technique.
+This is the model of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request. Two things are
+learned as exponential averages that start from a prior: the seconds of a round, by its number of
+draft tokens, and the acceptance of a draft model's tokens, by their position. The acceptance of
+looked-up tokens comes from speculative/lookup.py. The technique is `auto`.
 """
 
 from collections.abc import Sequence
@@ -15,109 +14,117 @@ from typing import NamedTuple
 from tinyspec.decoding.decode import Round
 from tinyspec.technique import Clock
 
-GRID = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
-"""Guesses in a round: few sizes, so that each is measured often. With the root, 12 rows: what a
-kernel takes at once.
-"""
-SLOPE = 0.1  # prior cost of a further draft token, in target passes
-STEP = 0.3  # prior cost of a draft model's step, in target passes
-RATE = 0.2  # weight of the newest figure in an average
-FALL = 0.5  # the same for a time that is shorter: disturbances only make times longer
-SLOW = 0.05  # least weight of a round in the cost of its size, however many came before
-CLIP = 1.5  # a time counts as at most so many times the expected one
-FIRST = 3.0  # the same for the first time of a size, which is expected less surely
-WARM = 2  # plain rounds at first, to know the cost of a plain round
-RAMP = 3  # a round is at most so many times as wide as any before it
-MARGIN = 0.03  # gain over plain decoding below which nothing is drafted
-SHARE = 0.01  # share of the time that trials may take
-EVERY = 16  # rounds between trials
-STALE = 64  # rounds after which a size counts as not known any more
-DRAFT = 0  # source: a draft model
-LOOKED = 1  # source: what was looked up in texts
+DRAFT_SIZES = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
+"""Draft tokens in a round. The sizes are few, so that each is measured often. With the root, 11
+draft tokens are 12 positions, as many as a kernel takes at once."""
+PRIOR_SLOPE = 0.1  # assumed cost of one more draft token, in target passes
+PRIOR_STEP = 0.3  # assumed cost of a step of the draft model, in target passes
+EMA_RATE = 0.2  # weight of the newest value in an average
+EMA_RATE_FALLING = 0.5  # the same if a time is shorter: a disturbance only makes times longer
+MIN_WEIGHT = 0.05  # least weight of a round in the cost of its size, however many came before
+MAX_TIME_RATIO = 1.5  # a time counts as at most this many times the expected one
+MAX_FIRST_TIME_RATIO = 3.0  # the same for the first time of a size, which is less well known
+WARM_UP_ROUNDS = 2  # plain rounds at the start, to learn the cost of a plain round
+MAX_GROWTH = 3  # a round is at most this many times as wide as any before it
+MARGIN = 0.03  # least gain over plain decoding; below it nothing is drafted
+TRIAL_SHARE = 0.01  # share of the time that trials may take
+TRIAL_INTERVAL = 16  # rounds from one possible trial to the next
+STALE_ROUNDS = 64  # rounds after which the cost of a size counts as unknown
+DRAFT_MODEL = 0  # source: a draft model
+LOOKUP = 1  # source: texts in which the draft is looked up
 
 
 class Choice(NamedTuple):
-    """What a round may do: run so many guesses of a source."""
+    """A possible round: the source of the draft, and how many draft tokens it has."""
 
     source: int
     size: int
 
 
 class Candidate(NamedTuple):
-    """What a source has: of each guess the chance that it is accepted, never more than that of the
-    one before.
+    """What a source can draft: the probability of each draft token to be accepted.
+
+    No probability is greater than the one before it.
     """
 
     source: int
     chances: Sequence[float]
 
 
-PLAIN = Choice(DRAFT, 0)
+PLAIN = Choice(DRAFT_MODEL, 0)
 
 
 class CostModel:
-    """Seconds of a round by the number of its guesses, and of a draft model's step, with its
-    acceptance by position.
+    """The seconds of a round by its number of draft tokens, and the figures of a draft model.
 
-    What else a machine has to do makes rounds of all sizes longer, so pace and shape are learnt
-    apart: the pace from every round, and soon; the seconds of a size at pace 1 from its own rounds,
-    each of which counts alike until there are many. The choice takes the size with the least cost,
-    and with it the errors of figures that were too small: they have to be few.
+    Other work on the machine makes rounds of all sizes longer. So the seconds of a size are a
+    product: the *pace* of the machine, which follows every round, times the seconds at pace 1,
+    which follow the rounds of that size alone. In the latter every round has the same weight until
+    there are many rounds. The policy prefers sizes whose cost was estimated too low, so these
+    estimates must not vary much.
+
+    seconds  at pace 1, by size; None: never measured
+    counts   how often each size was timed
+    step     seconds of a step of the draft model; None: never measured
+    accepts  probability of a token of the draft model to be accepted, by position, if all before it
+             are
+    credit   seconds that trials may still take
     """
 
     def __init__(self, longest: int):
-        self.sizes = (*(size for size in GRID if size < longest), longest)
-        self.place = {size: at for at, size in enumerate(self.sizes)}
-        self.seconds: list[float | None] = [None] * len(self.sizes)  # at pace 1
-        self.counts = [0] * len(self.sizes)  # how often each was timed
+        self.sizes = (*(size for size in DRAFT_SIZES if size < longest), longest)
+        self.index_of = {size: at for at, size in enumerate(self.sizes)}
+        self.seconds: list[float | None] = [None] * len(self.sizes)
+        self.counts = [0] * len(self.sizes)
         self.pace = 1.0
-        self.last = [0] * len(self.sizes)  # the round in which each size was last run
-        self.rounds = self.plain = self.widest = 0
-        self.credit = 0.0  # seconds for trials
-        self.asked = -STALE  # the round in which the draft model last guessed
-        self.step: float | None = (
-            None  # seconds of the draft model for a token; None: never measured
-        )
+        self.last_run = [0] * len(self.sizes)  # the round in which each size was last run
+        self.rounds = self.plain_rounds = self.widest = 0
+        self.credit = 0.0
+        self.last_draft = -STALE_ROUNDS  # the round in which the draft model last drafted
+        self.step: float | None = None
         self.accepts = [0.5] + [0.75] * (longest - 1)
         self._costs: list[float] | None = None
 
-    def chances(self, most: int) -> list[float]:
-        """Of so many guesses of the draft model, the chance that each is accepted."""
+    def draft_chances(self, most: int) -> list[float]:
+        """Return the acceptance probabilities of the draft model's first `most` tokens."""
         return list(accumulate(self.accepts[:most], mul))
 
-    def enter(self, size: int, seconds: float) -> None:
-        """A round of this size took so long; nothing took much longer than it was expected to."""
+    def record_round(self, size: int, seconds: float) -> None:
+        """Learn from a round of this size. A time far above the expected one is cut."""
         self.rounds += 1
-        self.plain += size == 0
+        self.plain_rounds += size == 0
         self.widest = max(self.widest, size)
-        at = self.place.get(size)
+        at = self.index_of.get(size)
         if at is None:
             return  # cut short by the end of a text
-        self.last[at] = self.rounds
+        self.last_run[at] = self.rounds
         if seconds > 0:
             if self.seconds[0] is not None:
                 expected, known = self.costs()[at], self.seconds[at] is not None
-                seconds = min(seconds, (CLIP if known else FIRST) * expected)
+                seconds = min(
+                    seconds, (MAX_TIME_RATIO if known else MAX_FIRST_TIME_RATIO) * expected
+                )
                 if known:
-                    self.pace *= 1 + RATE * (seconds / expected - 1)
+                    self.pace *= 1 + EMA_RATE * (seconds / expected - 1)
             self.counts[at] += 1
             old, new = self.seconds[at], seconds / self.pace
-            self.seconds[at] = (
-                new if old is None else old + max(SLOW, 1 / self.counts[at]) * (new - old)
-            )
+            weight = max(MIN_WEIGHT, 1 / self.counts[at])
+            self.seconds[at] = new if old is None else old + weight * (new - old)
             self._costs = None
 
     def costs(self) -> list[float]:
-        """Seconds of a round of each size: as measured, else on the slope of the next smaller (else
-        larger) size that was.
+        """Return the seconds of a round of each size.
+
+        A size that was never measured lies on the slope of the next smaller one that was, else of
+        the next larger one.
         """
         if self._costs is None:
             base, slope, self._costs = self.seconds[0] or 1.0, None, []
             for size, own in zip(self.sizes[1:], self.seconds[1:], strict=True):
-                if own is not None:  # the smallest that was
+                if own is not None:  # the smallest size that was measured
                     slope = max(0.0, (own - base) / size)
                     break
-            slope = SLOPE * base if slope is None else slope
+            slope = PRIOR_SLOPE * base if slope is None else slope
             for size, own in zip(self.sizes, self.seconds, strict=True):
                 if own is not None and size:
                     slope = max(0.0, (own - base) / size)
@@ -126,52 +133,59 @@ class CostModel:
 
 
 def update_ema(old: float | None, new: float) -> float:
-    """The exponential average of a time. It falls faster than it rises: whatever disturbs a
-    measurement makes it longer.
+    """Return the exponential average of a time.
+
+    It falls faster than it rises, because a disturbance only makes a measurement longer.
     """
-    return new if old is None else old + (FALL if new < old else RATE) * (new - old)
+    return new if old is None else old + (EMA_RATE_FALLING if new < old else EMA_RATE) * (new - old)
 
 
 class Goodput:
-    """The policy: the (source, size) with the most expected tokens an expected second."""
+    """The policy: choose the source and the size with the greatest goodput.
+
+    lookup_seconds  what a lookup takes
+    gain            seconds that the latest choice is expected to save
+    """
 
     def __init__(self, curve: CostModel, clock: Clock):
         self.curve, self.clock = curve, clock
-        self.began = self.ready = 0.0
-        self.look = self.gain = (
-            0.0  # seconds: what a look takes, and what the latest choice is expected to save
-        )
+        self.started = self.ready = 0.0
+        self.lookup_seconds = self.gain = 0.0
 
     def choose(self, offers: Sequence[Candidate]) -> Choice:
-        """What to do, given what each source has to offer."""
+        """Return the best choice among what the sources can draft."""
         self.gain = 0.0
-        return self._best(offers) if offers and self.curve.plain >= WARM else PLAIN
+        if not offers or self.curve.plain_rounds < WARM_UP_ROUNDS:
+            return PLAIN
+        return self._best(offers)
 
     def _best(self, offers: Sequence[Candidate]) -> Choice:
         curve, costs = self.curve, self.curve.costs()
         best, goodput = PLAIN, (1 + MARGIN) / costs[0]
-        due = curve.rounds % EVERY == 0 and self.curve.credit > 0
-        trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last[0])] if due else []
+        is_due = curve.rounds % TRIAL_INTERVAL == 0 and self.curve.credit > 0
+        trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last_run[0])] if is_due else []
         for source, chances in offers:
             known, step = True, 0.0
-            if source == DRAFT:
-                known, step = curve.step is not None, curve.step or STEP * costs[0]
+            if source == DRAFT_MODEL:
+                known, step = curve.step is not None, curve.step or PRIOR_STEP * costs[0]
             expected = 1.0
             for at, (before, size) in enumerate(pairwise(curve.sizes), start=1):
-                if size > len(chances) or size >= RAMP * (curve.widest + 1):
+                if size > len(chances) or size >= MAX_GROWTH * (curve.widest + 1):
                     break
                 expected += sum(chances[before:size])
                 cost = costs[at] + size * step
                 if known and expected > goodput * cost:
                     best, goodput = Choice(source, size), expected / cost
                     self.gain = expected * costs[0] - cost
-                if due:  # of a draft model never tried nothing is expected
-                    age = curve.rounds - (curve.asked if source == DRAFT else curve.last[at])
-                    trials.append((Choice(source, size), cost, expected if known else 1.0, age))
+                if is_due:
+                    last = curve.last_draft if source == DRAFT_MODEL else curve.last_run[at]
+                    # Nothing is expected of a draft model that was never tried.
+                    tokens = expected if known else 1.0
+                    trials.append((Choice(source, size), cost, tokens, curve.rounds - last))
         losses = [
             (age, cost - tokens / goodput, option)
             for option, cost, tokens, age in trials
-            if age >= STALE
+            if age >= STALE_ROUNDS
         ]
         affordable = [trial for trial in losses if trial[1] <= self.curve.credit]
         if affordable:
@@ -179,27 +193,27 @@ class Goodput:
             self.curve.credit -= max(loss, 0.0)
         return best
 
-    def begin(self) -> None:
-        """Guesses are about to be made, or looked up."""
-        self.began = self.clock()
+    def start_timer(self) -> None:
+        """Note the time before drafting or a lookup."""
+        self.started = self.clock()
 
-    def looked(self) -> None:
-        """They were looked up."""
-        self.look = update_ema(self.look, self.clock() - self.began)
+    def record_lookup(self) -> None:
+        """Learn the time that the lookup took."""
+        self.lookup_seconds = update_ema(self.lookup_seconds, self.clock() - self.started)
 
-    def drafted(self, option: Choice, size: int) -> None:
-        """So many guesses are there."""
+    def record_draft(self, option: Choice, size: int) -> None:
+        """Learn the time that a draft of `size` tokens took."""
         self.ready = self.clock()
-        if option.source == DRAFT and size:
-            self.curve.asked = self.curve.rounds
-            self.curve.step = update_ema(self.curve.step, (self.ready - self.began) / size)
+        if option.source == DRAFT_MODEL and size:
+            self.curve.last_draft = self.curve.rounds
+            self.curve.step = update_ema(self.curve.step, (self.ready - self.started) / size)
 
     def learn(self, option: Choice, round: Round) -> None:
-        """How long it took, and of the draft model's guesses, which held."""
+        """Learn the time of the round, and which tokens of the draft model were accepted."""
         seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
-        self.curve.enter(drafted, seconds)
-        self.curve.credit += SHARE * seconds
-        if option.source == DRAFT and drafted and not round.truncated:
-            accepts, kept = self.curve.accepts, len(round.verdict.accepted)
-            for at in range(min(kept + 1, drafted)):  # behind a mismatch nothing is known
-                accepts[at] += RATE * ((at < kept) - accepts[at])
+        self.curve.record_round(drafted, seconds)
+        self.curve.credit += TRIAL_SHARE * seconds
+        if option.source == DRAFT_MODEL and drafted and not round.truncated:
+            accepts, n = self.curve.accepts, len(round.verdict.accepted)
+            for at in range(min(n + 1, drafted)):  # after a rejection nothing is known
+                accepts[at] += EMA_RATE * ((at < n) - accepts[at])

@@ -1,19 +1,23 @@
-"""Which guesses of a draft that was looked up are worth a row: how a retrieval drafter switches
-itself off.
+"""Decide which looked-up draft tokens are run, and keep the texts in which they are looked up.
 
-A guess is run where it is expected to hold with at least `price`: what a further row costs, in
-calls. What is expected of it:
+A looked-up token costs nothing to draft, but running it costs a position of the target's forward
+pass. A drafter with `price` > 0 runs a token only if its estimated acceptance probability is at
+least `price`:
 
     share * first(match) * further(match)^(depth - 1)
 
-where share is its frequency among the first guesses of the draft, first(match) how often the text
-lately went on with one of those behind a match so long, and further(match) how often, once it did,
-it did again. Both are exponential averages over what was looked up, run or not: guesses that were
-not run are compared with the text that came, so trust that was lost comes back at no cost. Of a
-draft found behind several matches, the longest is judged. Lossless: what is proposed depends on the
-past alone, and nothing is drawn. Where nothing was worth a row for a while, only some rounds are
-looked at until something is: a look costs little, and where a token costs little too that is too
-much. At price 0 all is looked at, and all is run.
+    share           the token's frequency among the first tokens of the draft
+    first(match)    how often, after a match of this length, one of the first tokens was lately the
+                    next token of the text
+    further(match)  how often, once it was, the token after it was right too
+
+`first` and `further` are exponential averages over all looked-up tokens, whether they were run or
+not: those not run are compared with the text. So a drafter that ran nothing for a while learns at
+no cost that its lookups are right again. If a draft comes from several matches, the longest counts.
+After some lookups without a token worth running, only some rounds look up anything, because a
+lookup takes time too. At price 0 every round looks up, and all tokens are run.
+
+The output is exact at any price: what is proposed depends on the past alone, and nothing is drawn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,111 +30,117 @@ from tinyspec.lm.forward import Scores
 from tinyspec.technique import Clock, per_model_state
 from tinyspec.tree import ROOT, TokenTree
 
-RATE = 0.1  # weight of the newest outcome: one hit of many must not look like a habit
-FIRST = {
-    8: 0.7,
-    5: 0.5,
-    3: 0.3,
-    2: 0.15,
-    1: 0.05,
-}  # least length of a match -> before anything is known
-FURTHER = 0.8
-PATIENCE, EVERY = 8, 4  # looks in vain after which only every fourth round is looked at
-BUCKETS = tuple(next((n for n in FIRST if n <= match), 1) for match in range(max(FIRST) + 1))
-NOTHING = TokenTree()
+EMA_RATE = 0.1  # weight of the newest outcome; low, because one hit is no habit
+FIRST_PRIOR = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}
+"""Least length of a match -> `first` before anything is known."""
+FURTHER_PRIOR = 0.8  # `further` before anything is known
+MAX_FAILED_LOOKUPS = 8  # lookups without a token worth running; then rounds are skipped
+LOOKUP_INTERVAL = 4  # then only every fourth round looks up
+MATCH_BUCKETS = tuple(
+    next((least for least in FIRST_PRIOR if least <= match), 1)
+    for match in range(max(FIRST_PRIOR) + 1)
+)
+"""[match] the key of FIRST_PRIOR under which a match of this length is counted."""
 
 
 class AcceptanceTracker:
-    """How far the latest drafts came true, by the length of the match they were found behind."""
+    """The acceptance of recently looked-up tokens, by the length of the match before them.
 
-    def __init__(self, price: float, rate: float = RATE, prior: Mapping[int, float] = FIRST):
+    price           least acceptance probability of a token that is run
+    rate            weight of the newest outcome in an average
+    prior           least length of a match -> `first` at the beginning of a text
+    failed_lookups  lookups in a row without a token worth running
+    skipped_rounds  rounds since the last lookup
+    """
+
+    def __init__(
+        self, price: float, rate: float = EMA_RATE, prior: Mapping[int, float] = FIRST_PRIOR
+    ):
         self.price, self.rate, self.prior = price, rate, prior
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Another text: what was copied well in the last one says nothing of it."""
-        self.first, self.further = dict(self.prior), dict.fromkeys(self.prior, FURTHER)
+    def reset(self) -> None:
+        """Start anew, for another text."""
+        self.first, self.further = dict(self.prior), dict.fromkeys(self.prior, FURTHER_PRIOR)
         self.tokens: Sequence[int] = ()
         self.parents: Sequence[int] = ()
         self.matches: Sequence[int] = ()
-        self.vain = self.rested = 0  # looks without a guess worth a row; rounds since the last look
+        self.failed_lookups = self.skipped_rounds = 0
 
-    def skip_this_round(self, max_draft_depth: int) -> bool:
-        """Whether this round, with room for so many guesses, is not even looked at; the last look
-        is judged no more.
-        """
+    def should_skip_round(self, max_draft_depth: int) -> bool:
+        """Return whether this round looks up nothing. Then the last lookup is forgotten."""
         if max_draft_depth > 0:
-            if self.price == 0 or self.vain < PATIENCE or self.rested == EVERY - 1:
-                self.rested = 0
+            is_due = self.skipped_rounds == LOOKUP_INTERVAL - 1
+            if self.price == 0 or self.failed_lookups < MAX_FAILED_LOOKUPS or is_due:
+                self.skipped_rounds = 0
                 return False
-            self.rested += 1
+            self.skipped_rounds += 1
         self.tokens = self.parents = self.matches = ()
         return True
 
-    def worth(self, shares: Sequence[float], match: int) -> bool:
-        """Whether one of these first guesses behind such a match may be run."""
+    def is_worth_running(self, shares: Sequence[float], match: int) -> bool:
+        """Return whether one of these first tokens, found after such a match, is worth running."""
         return max(shares) * self.first[match_bucket(match)] >= self.price * sum(shares)
 
     def record_without_running(
         self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]
     ) -> TokenTree:
-        """Run none of these guesses, and let the text judge them all the same."""
+        """Remember these tokens, to compare them with the text. Return the empty draft."""
         self.tokens, self.parents, self.matches = tokens, parents, matches
-        self.vain += 1
-        return NOTHING
+        self.failed_lookups += 1
+        return TokenTree()
 
-    def chances(
+    def estimate_chances(
         self, parents: Sequence[int], shares: Sequence[float], matches: Sequence[int]
     ) -> list[float]:
-        """How likely each guess is to hold, and all above it: what is expected of it by the rule on
-        top of this file.
+        """Return for each token the estimated probability that it and its ancestors are right.
+
+        shares   how often each token occurred
+        matches  length of the match before each token
         """
-        whole = dict[
-            int, float
-        ]()  # of the first guesses behind each match: a draft may join trees, or leave some out
+        # Sum of the shares of the first tokens after each match, because a draft may join trees.
+        total = dict[int, float]()
         for parent, share, match in zip(parents, shares, matches, strict=True):
             if parent == ROOT:
-                whole[match] = whole.get(match, 0.0) + share
-        trusted = {
+                total[match] = total.get(match, 0.0) + share
+        rates = {
             match: (self.first[match_bucket(match)], self.further[match_bucket(match)])
             for match in set(matches)
         }
-        depths, found = list[int](), list[float]()
+        depths, chances = list[int](), list[float]()
         for parent, share, match in zip(parents, shares, matches, strict=True):
-            first, further = trusted[match]
+            first, further = rates[match]
             depths.append(0 if parent == ROOT else depths[parent] + 1)
-            found.append(share / max(whole.get(match, 0.0), share) * first * further ** depths[-1])
-        return found
+            share /= max(total.get(match, 0.0), share)
+            chances.append(share * first * further ** depths[-1])
+        return chances
 
-    def tree(
+    def select_tree(
         self,
         tokens: Sequence[int],
         parents: Sequence[int],
         shares: Sequence[float],
         matches: Sequence[int],
     ) -> TokenTree:
-        """The guesses that are worth a row; all of them are remembered, to be judged by the
-        text.
-        """
+        """Return the tokens that are worth running. All are remembered, to compare with the text."""
         self.record_without_running(tokens, parents, matches)
         if not tokens:
-            return NOTHING
+            return TokenTree()
         place = {ROOT: ROOT}
-        kept, above = list[int](), list[int]()
-        for node, (token, parent, chance) in enumerate(
-            zip(tokens, parents, self.chances(parents, shares, matches), strict=True)
-        ):
+        chosen, above = list[int](), list[int]()
+        chances = self.estimate_chances(parents, shares, matches)
+        for node, (token, parent, chance) in enumerate(zip(tokens, parents, chances, strict=True)):
             if parent in place and chance >= self.price:
-                place[node] = len(kept)
-                kept.append(token)
+                place[node] = len(chosen)
+                chosen.append(token)
                 above.append(place[parent])
-        if not kept:
-            return NOTHING
-        self.vain = 0
-        return TokenTree(kept, above, (None,) * len(kept), (False,) * len(kept))
+        if not chosen:
+            return TokenTree()
+        self.failed_lookups = 0
+        return TokenTree(chosen, above, (None,) * len(chosen), (False,) * len(chosen))
 
     def learn(self, text: Sequence[int]) -> None:
-        """What came instead of, or as, the last guesses."""
+        """Compare the tokens that were looked up last with the text that followed."""
         if not self.tokens:
             return
         longest = self.matches[0]
@@ -153,32 +163,31 @@ class AcceptanceTracker:
 
 
 def match_bucket(match: int) -> int:
-    """The least length of the matches that are counted with this one."""
-    return BUCKETS[min(match, len(BUCKETS) - 1)]
+    """Return the least length of the matches that are counted together with this one."""
+    return MATCH_BUCKETS[min(match, len(MATCH_BUCKETS) - 1)]
 
 
 LookupDraft = tuple[Sequence[int], Sequence[int], Sequence[float], Sequence[int]]
-"""What a look found: tokens, parents, shares, and of each guess how long the match is that it
-stands behind.
-"""
+"""What a lookup found: tokens, parents, shares, and for each token the length of the match before
+it."""
 
 
 def merge_drafts(
     drafts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[float]]],
 ) -> tuple[list[int], list[int], list[float]]:
-    """One tree of several drafts (tokens, parents, chances): equal paths are one, with the greatest
-    of their chances.
+    """Merge drafts (tokens, parents, chances) into one tree.
 
-    A parent stands before its children, and is at least as likely.
+    Equal paths become one, with the greatest of their chances. In a draft, a parent comes before its
+    children, and its chance is at least theirs; so it is in the result.
 
     >>> merge_drafts([([5, 6], [-1, 0], [0.5, 0.25]), ([5, 7], [-1, 0], [0.75, 0.5])])
     ([5, 6, 7], [-1, 0, 0], [0.75, 0.25, 0.5])
     """
     tokens, parents, chances = list[int](), list[int](), list[float]()
     known: dict[tuple[int, int], int] = {}
-    for given in drafts:
+    for draft in drafts:
         place = list[int]()
-        for token, parent, chance in zip(*given, strict=True):
+        for token, parent, chance in zip(*draft, strict=True):
             above = ROOT if parent == ROOT else place[parent]
             at = known.setdefault((above, token), len(tokens))
             place.append(at)
@@ -192,107 +201,114 @@ def merge_drafts(
 
 
 def continue_after_substitution(draft: LookupDraft, newest: int) -> LookupDraft:
-    """What a draft behind the text without its newest token says comes behind that one: it was put
-    in another's place.
+    """Continue a copy after its newest token was replaced by `newest`.
 
-    Where a copy changes a word, no suffix of the text is known behind it. So each first guess is
-    taken for what `newest` replaced, and what follows that guess is offered. Guesses behind
-    `newest` itself are what any look finds.
+    draft  what was found for the text without its newest token
 
-    >>> continue_after_substitution(([5, 9, 6, 7], [-1, -1, 0, 2], [0.5, 0.5, 0.5, 0.5], [4, 4, 4, 4]), 9)
+    If the model copies a passage but changes one word, the text with that word matches nothing. So
+    each first token of `draft` is taken as the word that was replaced, and what follows it is the
+    new draft. First tokens equal to `newest` are left out: an ordinary lookup finds them.
+
+    >>> draft = ([5, 9, 6, 7], [-1, -1, 0, 2], [0.5, 0.5, 0.5, 0.5], [4, 4, 4, 4])
+    >>> continue_after_substitution(draft, newest=9)
     ([6, 7], [-1, 0], [0.5, 0.5], [4, 4])
     """
+    tokens, parents, shares, matches = draft
     place: dict[int, int] = {}
-    kept = list[int]()
-    for node, (token, parent) in enumerate(zip(draft[0], draft[1], strict=True)):
+    nodes = list[int]()
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent == ROOT:
             if token != newest:
                 place[node] = ROOT
         elif parent in place:
-            place[node] = len(kept)
-            kept.append(node)
-    tokens, parents, shares, matches = draft
+            place[node] = len(nodes)
+            nodes.append(node)
     return (
-        [tokens[node] for node in kept], [place[parents[node]] for node in kept],
-        [shares[node] for node in kept], [matches[node] for node in kept],
-    )  # fmt: skip
+        [tokens[node] for node in nodes],
+        [place[parents[node]] for node in nodes],
+        [shares[node] for node in nodes],
+        [matches[node] for node in nodes],
+    )
 
 
-OUTPUTS = 0  # the tree of what was said; those of requests are 1, 2, ...
+OUTPUTS = 0  # the tree of all outputs; the trees of requests are 1, 2, ...
 
 
 class RequestForest(BaseDrafter):
-    """The texts of a request in a forest: prompts in a tree of its own, outputs in that of all
-    requests.
+    """A request's texts in a forest: its prompts have a tree of their own, outputs share one.
 
-    `runs` are the pieces of the text in their order: (number in the forest, its tree, where it
-    begins). No window crosses from one to the next.
+    own        the request's own tree
+    pieces     the pieces of the text in order: (number in the forest, its tree, where it begins).
+               No window of tokens crosses from one piece to the next.
+    length     tokens of the text
+    piece_end  where the last piece ends
+    uncounted  output tokens that are not in the forest yet; they enter it before the next lookup
     """
 
     def __init__(self, forest: Forest, numbers: "count[int]"):
         self.forest, self.numbers = forest, numbers
         self.own = next(numbers)
-        self.runs: list[tuple[int, int, int]] = []
-        self.length = self.reach = 0  # of the text; where its last piece ends
-        self.fresh: list[int] = []  # said, and not yet counted: that is done when it is looked at
+        self.pieces: list[tuple[int, int, int]] = []
+        self.length = self.piece_end = 0
+        self.uncounted: list[int] = []
 
     def insert(self, tree: int, tokens: Sequence[int]) -> int:
-        """These tokens go on with the text, and belong to this tree; returns its nodes."""
-        if not self.runs or self.runs[-1][1] != tree or self.reach != self.length:
-            self.runs.append((self.forest.open(tree), tree, self.length))
-        self.length = self.reach = self.length + len(tokens)
-        return self.forest.append(self.runs[-1][0], tokens)
+        """Append these tokens to the text, in this tree. Return the number of the tree's nodes."""
+        if not self.pieces or self.pieces[-1][1] != tree or self.piece_end != self.length:
+            self.pieces.append((self.forest.open(tree), tree, self.length))
+        self.length = self.piece_end = self.length + len(tokens)
+        return self.forest.append(self.pieces[-1][0], tokens)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.settle()
+        self.count_outputs()
         self.insert(self.own, tokens)
 
     def observe(self, round: Round) -> None:
-        self.fresh += round.tokens
+        self.uncounted += round.tokens
 
-    def settle(self) -> None:
-        """Count what was said since the last time."""
-        if self.fresh:
-            said, self.fresh = self.fresh, []
-            if self.insert(OUTPUTS, said) > self.forest.bound:
+    def count_outputs(self) -> None:
+        """Enter the output tokens that are not in the forest yet."""
+        if self.uncounted:
+            tokens, self.uncounted = self.uncounted, []
+            if self.insert(OUTPUTS, tokens) > self.forest.bound:
                 self.forest.prune(OUTPUTS)
 
     def rewind(self, length: int) -> None:
-        self.settle()
-        while self.runs and self.runs[-1][2] >= length:
-            text, _, _ = self.runs.pop()
+        self.count_outputs()
+        while self.pieces and self.pieces[-1][2] >= length:
+            text, _, _ = self.pieces.pop()
             self.forest.rewind(text, 0)
             self.forest.close(text)
-        if self.runs:
-            text, _, begin = self.runs[-1]
-            self.reach = min(begin + self.forest.length(text), length)
-            self.forest.rewind(text, self.reach - begin)
+        if self.pieces:
+            text, _, begin = self.pieces[-1]
+            self.piece_end = min(begin + self.forest.length(text), length)
+            self.forest.rewind(text, self.piece_end - begin)
         self.length = min(self.length, length)
 
     def end(self) -> None:
-        """The request is over: what was said stays, what was asked goes."""
+        """End the request: its outputs stay in the forest, its prompts leave it."""
         self.release()
-        self.own, self.runs, self.length, self.reach = next(self.numbers), [], 0, 0
+        self.own, self.pieces, self.length, self.piece_end = next(self.numbers), [], 0, 0
 
     def release(self) -> None:
-        """Leave nothing in the forest but what was said."""
-        self.settle()
-        for text, _, _ in self.runs:
+        """Remove the prompts from the forest."""
+        self.count_outputs()
+        for text, _, _ in self.pieces:
             self.forest.close(text)
         self.forest.drop(self.own)
 
     def __del__(self) -> None:
-        if hasattr(self, "runs"):  # a request that nobody ended leaves nothing behind either
+        if hasattr(self, "pieces"):  # the same for a request that nobody ended
             self.release()
 
 
 def shared_forest(
     target: Any, clock: Clock | None, name: str, depth: int, bound: int, remember: bool
 ) -> "tuple[Forest, count[int]]":
-    """The forest of this model under these knobs, and the numbers of its requests.
+    """Return the forest of this model for these settings, and the numbers of its requests.
 
-    A new one where nothing is to be kept, and in a batch (no clock), where a row must equal the row
-    run alone.
+    It is a new one if nothing is remembered, and in a batch (no clock), where the text of a request
+    must be the text that it gets alone.
     """
 
     def make() -> "tuple[Forest, count[int]]":

@@ -67,7 +67,7 @@ class NestedDrafter(BaseDrafter):
         self.positions, self.truthful, self.ends = positions, truthful, decoder.stop
         self.text: list[int] = []  # the outer one
 
-    # ------------------------------------------------------------------ the inner text
+    # ------------------------------ the inner text
 
     def follow(self, text: Sequence[int]) -> None:
         """Make this the inner decoder's text: what both begin with is kept, nothing is run yet."""
@@ -106,7 +106,7 @@ class NestedDrafter(BaseDrafter):
             laws += round.output_probs if self.truthful else [None] * len(round.tokens)
         return tokens, laws
 
-    # ------------------------------------------------------------------ the outer drafter
+    # ------------------------------ the outer drafter
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         inner = self.decoder

@@ -1,10 +1,9 @@
-"""A small model as the drafter of a tree: several tokens side by side at every node, grown depth by
-depth.
+"""Draft a tree with a small model: several tokens at each position, one depth after the other.
 
-`shape` says which nodes there are before anything is drawn: `widths("4x2x1")` for a configuration
-(every node of a depth has as many children), `shape((4, 2, 1))` for its nodes; any other list of
-parents is a tree too. The tokens are then drawn, and each declares the law it was drawn from given
-its earlier siblings, so that one walk judges them all.
+The shape of the tree is fixed before anything is drawn. `branching_parents((4, 2, 1))` is the shape
+in which the root has 4 children, each of them 2, and each of those 1. Any other list of parents is
+a shape too. Then the tokens are drawn. Each declares the distribution it was drawn from, given its
+earlier siblings, so that `verify_tree` can verify the whole tree.
 """
 
 from collections import defaultdict
@@ -21,15 +20,14 @@ from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 Shape: TypeAlias = tuple[int, ...]
-"""[n] the parent of every node, ROOT for the first ones: a parent before its children, siblings in
-the order of drawing.
-"""
+"""[n] the parent of every node, ROOT for the first ones. A parent comes before its children, and
+siblings come in draw order."""
 
-MOST = 1024  # nodes of a tree: beyond, a configuration was surely mistyped
+MAX_NODES = 1024  # of a tree; a configuration with more was surely mistyped
 
 
 def parse_branching(configuration: str | int) -> tuple[int, ...]:
-    """The children of a node at each depth.
+    """Return how many children a node has at each depth.
 
     >>> parse_branching("4x2x1"), parse_branching(3)
     ((4, 2, 1), (3,))
@@ -37,13 +35,14 @@ def parse_branching(configuration: str | int) -> tuple[int, ...]:
     words = str(configuration).lower().split("x")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise TinyspecError(
-            f"the configuration {configuration!r} is no tree: say how many children a node has at each depth, as in 4x2x1"
+            f"the configuration {configuration!r} is no tree: say how many children a node has at "
+            "each depth, as in 4x2x1"
         )
     return tuple(int(word) for word in words)
 
 
 def branching_parents(children: Sequence[int]) -> Shape:
-    """The nodes of a configuration, depth by depth.
+    """Return the nodes of a configuration, depth by depth.
 
     >>> branching_parents((2, 1))
     (-1, -1, 0, 1)
@@ -51,30 +50,30 @@ def branching_parents(children: Sequence[int]) -> Shape:
     parents: list[int] = []
     above = [ROOT]
     for k in children:
-        begun = len(parents)
-        if begun + k * len(above) > MOST:
-            said = "x".join(map(str, children))
+        first = len(parents)
+        if first + k * len(above) > MAX_NODES:
+            configuration = "x".join(map(str, children))
             raise TinyspecError(
-                f"the tree {said} has more than {MOST} nodes: use fewer children at a node, or less depth"
+                f"the tree {configuration} has more than {MAX_NODES} nodes: use fewer children at "
+                "a node, or less depth"
             )
         parents += [node for node in above for _ in range(k)]
-        above = list(range(begun, len(parents)))
+        above = list(range(first, len(parents)))
     return tuple(parents)
 
 
 class TreeDrafter(ModelDrafter):
-    """Draws a tree of this shape from a model, with one call of the model a depth.
+    """Draw a tree of a given shape from a model, with one forward pass for each depth.
 
-    replace  siblings are drawn independently of each other; else no two of them are equal
-    cover    without replacement: where the draft's law has no token left, go on with any that was
-             not drawn, all alike
-    ends     tokens that nothing comes after
-    positions  the tokens that the model's context holds (None: no limit), as in `ModelDrafter`
+    ends       tokens that nothing follows
+    positions  tokens that the model's context holds (None: no limit), as in `ModelDrafter`
+    replace    whether siblings are drawn independently of each other; else no two of them are equal
+    cover      whether siblings without replacement go on after the draft's distribution has no
+               token left: the others are then drawn uniformly from all that were not drawn
 
-    At temperature 0 the draft's law is one token, so draws would all be the same: the likeliest
-    tokens are proposed in their place, the best first, as point masses. `children` is what another
-    way of drawing overrides. A node without children in the shape is never run; one whose token is
-    drawn twice is run once.
+    At temperature 0 all draws would be the same token. So the most likely tokens are proposed, the
+    best first, as point masses. The model runs only nodes that have children in the shape. Siblings
+    with equal tokens are run once.
     """
 
     def __init__(
@@ -92,20 +91,15 @@ class TreeDrafter(ModelDrafter):
         self.reshape(shape)
 
     def reshape(self, shape: Shape) -> None:
-        """From now on, trees of this shape."""
+        """Draw trees of this shape from now on."""
         below: dict[int, list[int]] = defaultdict(list)
         depth = {ROOT: 0}
         for node, parent in enumerate(shape):
             below[parent].append(node)
             depth[node] = depth[parent] + 1
-        self.shape, self.below, self.gamma = (
-            shape,
-            dict(below),
-            max(depth.values()),
-        )  # below: node -> its children
-        self.levels: list[list[int]] = [
-            [] for _ in range(self.gamma)
-        ]  # nodes with children, by depth
+        self.shape, self.gamma = shape, max(depth.values())
+        self.below = dict(below)  # node -> its children
+        self.levels = [list[int]() for _ in range(self.gamma)]  # nodes with children, by depth
         for node in below:
             self.levels[depth[node]].append(node)
 
@@ -117,46 +111,39 @@ class TreeDrafter(ModelDrafter):
         rng: RandomSource,
     ) -> TokenTree:
         tokens, parents, rows = list[int](), list[int](), list[Probs | None]()
-        inner = TokenTree(
-            [], [], [], []
-        )  # the part that the model runs: nodes that will have children
-        at, ran = (
-            {ROOT: ROOT},
-            {ROOT: ROOT},
-        )  # node of the shape -> its place in the tree, and in the part that is run
-        deepest = min(
-            max_draft_depth,
-            len(self.levels),
-            max_draft_depth if self.positions is None else self.positions - self.length,
-        )
+        inner = TokenTree([], [], [], [])  # what the model runs: the nodes that have children
+        at, ran = {ROOT: ROOT}, {ROOT: ROOT}  # node of the shape -> node of the draft, and of inner
+        deepest = max_draft_depth
+        if self.positions is not None:
+            deepest = min(deepest, self.positions - self.length)
         for level in self.levels[: 0 if self.left_behind else max(deepest, 0)]:
             alive = [node for node in level if node in ran]
             if not alive:
-                break  # the text ended, or the law did, on every path
-            laws = TargetProbs(self.model.score(inner), sampling, context, inner)
+                break  # on every path the text has ended, or no token is left to draw
+            probs = TargetProbs(self.model.score(inner), sampling, context, inner)
             for node in alive:
-                drawn = self.children(laws, ran[node], len(self.below[node]), rng)
-                for child, (token, law) in zip(
-                    self.below[node], drawn, strict=False
-                ):  # fewer where the support ends
+                drawn = self.draw_children(probs, ran[node], len(self.below[node]), rng)
+                # Fewer tokens than children are drawn if the distribution has no more.
+                for child, (token, q) in zip(self.below[node], drawn, strict=False):
                     at[child] = len(tokens)
                     tokens.append(token)
                     parents.append(at[node])
-                    rows.append(law)
+                    rows.append(q)
                     if child in self.below and token not in self.ends:
                         ran[child] = len(inner.tokens)
-                        _grow(inner, token, ran[node])
+                        _append_node(inner, token, ran[node])
         return TokenTree(tokens, parents, rows, (False,) * len(tokens))
 
-    def children(
-        self, laws: TargetProbs, node: int, k: int, rng: RandomSource
+    def draw_children(
+        self, probs: TargetProbs, node: int, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None]]:
-        """At most k tokens below a node whose distribution is `laws[node]`, each with the law it
-        was drawn from; in draw order.
+        """Return at most k tokens after a node, in draw order, each with its distribution.
+
+        The distribution of the first one is `probs[node]`.
         """
-        if laws.sampling.temperature == 0:
-            return [(token, None) for token in top_k_tokens(laws.ranking_scores(node), k)]
-        q = laws[node]
+        if probs.sampling.temperature == 0:
+            return [(token, None) for token in top_k_tokens(probs.ranking_scores(node), k)]
+        q = probs[node]
         if self.replace:
             return [(rng.draw(q), q) for _ in range(k)]
         drawn = sample_siblings(q, k, rng)
@@ -168,8 +155,9 @@ class TreeDrafter(ModelDrafter):
 
 
 def sample_siblings(q: Probs, k: int, rng: RandomSource) -> list[tuple[int, Probs | None]]:
-    """k tokens drawn without replacement, each with q as its earlier siblings leave it; fewer where
-    the support ends.
+    """Draw k tokens without replacement; fewer if q has fewer.
+
+    Each comes with its distribution: q without its earlier siblings.
     """
     drawn: list[tuple[int, Probs | None]] = []
     for token in rng.sample_without_replacement(q, k):
@@ -180,7 +168,7 @@ def sample_siblings(q: Probs, k: int, rng: RandomSource) -> list[tuple[int, Prob
 
 
 def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
-    """All tokens but these, each as likely as the other."""
+    """Return the uniform distribution over all tokens but `seen`."""
     kernels = kernels_of(q)
     if kernels is EXACT:
         each = Fraction(1, len(q) - len(seen))
@@ -190,7 +178,7 @@ def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
     return row
 
 
-def _grow(tree: TokenTree, token: int, parent: int) -> None:
-    """One node more, in the lists of a tree that is being made."""
+def _append_node(tree: TokenTree, token: int, parent: int) -> None:
+    """Append a node to a tree whose columns are lists."""
     for column, entry in zip(tree, (token, parent, None, False), strict=True):
         column.append(entry)  # type: ignore[attr-defined]

@@ -22,7 +22,7 @@ from tinyspec.speculative import treedraft
 from tinyspec.speculative.treedraft import TreeDrafter
 
 _chain = partial(Mutant, function=ModelDrafter.propose)
-_tree = partial(Mutant, function=TreeDrafter.children)
+_tree = partial(Mutant, function=TreeDrafter.draw_children)
 _find = partial(Mutant, function=reference_suffixes.retrieve, law="twin", kernel="retrieve")
 _order = partial(Mutant, function=fallback.suffix_order, law="twin", kernel="suffix_order")
 _forest = partial(Mutant, law=FOREST_COUNT, parts=replace(PARTS, forest=Forest))
@@ -101,7 +101,7 @@ TREES = [
     _tree(
         "child drawn behind the newest token, declared behind its parent",
         DRAWN,
-        """drawn = sample_siblings(laws[ROOT], k, rng)
+        """drawn = sample_siblings(probs[ROOT], k, rng)
 if node != ROOT:
     drawn = [(token, q if q[token] > 0 else None) for token, _ in drawn]""",
         law=JOINT,
@@ -125,7 +125,7 @@ return TokenTree(tokens[:n], parents[:n], rows[:n], (False,) * n)""",
         "parent's token avoided, its law declared",
         DRAWN,
         f"""if node != ROOT:
-    left = [0 * x if token == laws.tree.tokens[node] else x for token, x in enumerate(q)]
+    left = [0 * x if token == probs.tree.tokens[node] else x for token, x in enumerate(q)]
     return [(rng.draw(left if sum(left) > 0 else q), q) for _ in range(k)]
 {DRAWN}""",
         law=TRUTHFUL,

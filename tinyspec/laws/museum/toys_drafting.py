@@ -47,7 +47,7 @@ from tinyspec.speculative.nested import NestedDrafter
 _llma = partial(Toy, technique="llma", function=LlmaDrafter.propose)
 _auto = partial(Toy, technique="auto", function=auto.auto)
 _trie = partial(Toy, technique="lookahead_trie")
-_suffix = partial(Toy, technique="suffix_decoding", function=SuffixDecodingDrafter.look)
+_suffix = partial(Toy, technique="suffix_decoding", function=SuffixDecodingDrafter.look_up)
 _rest = partial(Toy, technique="rest")
 _recycling = partial(Toy, technique="token_recycling")
 _window = partial(Toy, technique="lookahead_jacobi", function=LookaheadJacobiDrafter.propose)
@@ -129,7 +129,7 @@ suffix = context[-self.longest :]""",
 
 # ------------------------------------------------------------------ what is remembered
 
-PRUNED = "if self.insert(OUTPUTS, said) > self.forest.bound: self.forest.prune(OUTPUTS)"
+PRUNED = "if self.insert(OUTPUTS, tokens) > self.forest.bound: self.forest.prune(OUTPUTS)"
 BEST = "found: LookupDraft = self.forest.best("
 TABLE = """from tinyspec.speculative.integrated.llma import LlmaDrafter
 return request.decoder(LlmaDrafter([], 1, 8, 1, "last", own=True), verify_tree)
@@ -169,8 +169,8 @@ REMEMBERED = [
     _trie(
         "a trie that only grows",
         PRUNED,
-        "self.insert(OUTPUTS, said)",
-        RequestForest.settle,
+        "self.insert(OUTPUTS, tokens)",
+        RequestForest.count_outputs,
         law=trie_traps.PRUNED,
     ),
     _suffix(

@@ -132,10 +132,10 @@ COLUMNS = "tokens, parents, rows = list[int](), list[int](), list[Probs | None](
 CANDIDATES = [
     _mcsd(
         "the best k, judged by q",
-        "q = laws[node]",
-        """q = laws[node]
+        "q = probs[node]",
+        """q = probs[node]
 return [(token, q) for token in top_k_tokens(q, k) if q[token] > 0]""",
-        TreeDrafter.children,
+        TreeDrafter.draw_children,
         law=JOINT,
     ),
     _mcsd(
@@ -165,7 +165,7 @@ return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
         "candidates may collide",
         "if self.replace:",
         "if True:",
-        TreeDrafter.children,
+        TreeDrafter.draw_children,
         law=mcsd_traps.SURE,
     ),
     _mcsd("a batch of chains", COLUMNS, CHAINS, TreeDrafter.propose, law=OWN_CHILDREN),

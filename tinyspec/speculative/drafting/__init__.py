@@ -1,1 +1,1 @@
-"""Survey section 2.1: where the guesses come from."""
+"""Survey section 2.1: where the draft tokens come from."""

@@ -89,7 +89,8 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
     """
     if quotas == "auto" and drafts not in PAPER_QUOTAS:
         raise TinyspecError(
-            f"there are no quotas for {drafts} draft models in the paper: give quotas, as {PAPER_QUOTAS[2]} for 2"
+            f"there are no quotas for {drafts} draft models in the paper: give quotas, as "
+            f"{PAPER_QUOTAS[2]} for 2"
         )
     rows = [
         row.split(",")
@@ -99,8 +100,9 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
         word.strip().isdecimal() for row in rows for word in row
     ):
         raise TinyspecError(
-            f"the quotas {quotas!r} do not fit {drafts} draft model(s) and max-gram: give {drafts + 1} rows, each a number "
-            f"shorter, as {PAPER_QUOTAS[min(drafts, 2)]} for {min(drafts, 2)}"
+            f"the quotas {quotas!r} do not fit {drafts} draft model(s) and max-gram: give "
+            f"{drafts + 1} rows, each a number shorter, as {PAPER_QUOTAS[min(drafts, 2)]} for "
+            f"{min(drafts, 2)}"
         )
     if not any(int(word) for word in rows[0]):
         raise TinyspecError(
@@ -302,7 +304,8 @@ def cascade(
     sizes = {model.model.config.vocab_size for model in (target, *drafts)}
     if len(sizes) > 1:
         raise TinyspecError(
-            f"the levels of a cascade have vocabularies of {sorted(sizes)} tokens: use one tokenizer"
+            f"the levels of a cascade have vocabularies of {sorted(sizes)} tokens: use one "
+            "tokenizer"
         )
     k = parse_quotas(quotas, len(drafts))
     if not horizontal:  # the first level makes the whole draft
@@ -314,9 +317,8 @@ def cascade(
         reversed(drafts), reversed(reach), reversed(k[1:]), strict=True
     ):
         drafter = CascadeDrafter(list(below), row, ends) if vertical else BaseDrafter()
-        verifier, truthful = (
-            (verify_tree, True) if lenience == 1 else (lenient_review(lenience), False)
-        )
+        is_exact = lenience == 1
+        verifier = verify_tree if is_exact else lenient_review(lenience)
         inner = Decoder(
             model,
             drafter,
@@ -325,5 +327,5 @@ def cascade(
             stop=StoppingCriteria(eos=ends),
             forward_log=request.forward_log,
         )
-        below.insert(0, NestedDrafter(inner, positions=positions, truthful=truthful))
+        below.insert(0, NestedDrafter(inner, positions=positions, truthful=is_exact))
     return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)

@@ -82,7 +82,8 @@ class Datastore(NamedTuple):
         if self.fingerprint and getattr(model, "has_tokenizer", False):
             if model.tokenizer.fingerprint != self.fingerprint:
                 raise TinyspecError(
-                    f"{self.path} was built with another tokenizer than that of {model.name}: {HOW}, naming this model"
+                    f"{self.path} was built with another tokenizer than that of {model.name}: "
+                    f"{HOW}, naming this model"
                 )
         elif self.vocabulary > model.config.vocab_size:
             raise TinyspecError(
@@ -96,7 +97,8 @@ def index_texts(texts: Sequence[Sequence[int]]) -> Datastore:
     for number, text in enumerate(texts, 1):
         if not len(text):
             raise TinyspecError(
-                f"reference {number} of {len(texts)} is empty: leave it out, or give a text with tokens"
+                f"reference {number} of {len(texts)} is empty: leave it out, or give a text with "
+                "tokens"
             )
     tokens = _join_documents(texts)
     return Datastore(tokens, suffix_order(tokens))
@@ -110,7 +112,7 @@ def _join_documents(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArr
     return np.concatenate(rows[:-1]) if rows else np.zeros(0, np.int32)
 
 
-# ---------------------------------------------------------------------- the file
+# ------------------------------ the file
 
 
 def write_datastore(
@@ -192,7 +194,7 @@ def _map_file(
     return tokens, order
 
 
-# ---------------------------------------------------------------------- from texts
+# ------------------------------ from texts
 
 
 def build_datastore(

@@ -124,13 +124,8 @@ class LookaheadJacobiDrafter(BaseDrafter):
     """Proposes the pool's n-grams, and runs the window beside them."""
 
     def __init__(self, width: int, n: int, guesses: int, from_prompt: bool, ends: frozenset[int]):
-        self.width, self.n, self.guesses, self.from_prompt, self.ends = (
-            width,
-            n,
-            guesses,
-            from_prompt,
-            ends,
-        )
+        self.width, self.n, self.guesses = width, n, guesses
+        self.from_prompt, self.ends = from_prompt, ends
         self.end()
 
     def end(self) -> None:

@@ -8,9 +8,11 @@ measurements of a candidate suffice: the seconds of one of its steps, and its TA
 rate), a mean *number* of tokens. Here TAR(n) counts the draft tokens accepted in a round of n; the
 token that the target adds to every round is not in it.
 
-    throughput(n) = (TAR(n) + 1) / (n d + t(n))       d: seconds of a draft step
-    gain(n)       = throughput(n) t(0)                t(n): seconds of a target pass over n draft tokens
+    throughput(n) = (TAR(n) + 1) / (n d + t(n))
+    gain(n)       = throughput(n) t(0)
     a gain of s needs TAR(n) >= s (n d + t(n)) / t(0) - 1
+
+    d: seconds of a draft step        t(n): seconds of a target pass over n draft tokens
 
 One profile at the longest n gives TAR at every n: TAR(n) is the sum over i <= n of the share of
 rounds in which at least i draft tokens were accepted. The forecast is held against measured
@@ -42,7 +44,7 @@ NewRequests = Callable[[], Iterable[tuple[Request, Sequence[int]]]]
 """Makes new requests with their prompts, the same ones each time it is called."""
 
 
-# ---------------------------------------------------------------------- the model
+# ------------------------------ the model
 
 
 class DraftProfile(NamedTuple):
@@ -94,7 +96,9 @@ def tokens_per_second(tar: float, n: int, step: float, verify: float) -> float:
 def needed_tar(gain: float, n: int, step: float, verify: float, plain: float) -> float:
     """Return the TAR at which rounds of n tokens are `gain` times as fast as plain decoding.
 
-    step, verify, plain  seconds of a draft step, of a target pass over n draft tokens, and over none
+    step    seconds of a draft step
+    verify  seconds of a target pass over n draft tokens
+    plain   seconds of a target pass over none
 
     >>> round(needed_tar(2.0, n=4, step=0.01, verify=0.06, plain=0.05), 6)
     3.0
@@ -133,19 +137,14 @@ def recommend_drafts(
     return sorted(choices, key=lambda choice: (-choice.rate, choice.n))
 
 
-# ---------------------------------------------------------------------- the measurements
+# ------------------------------ the measurements
 
 
 class TimedDrafter(ModelDrafter):
     """A draft model that measures the seconds it takes and counts the tokens it makes."""
 
     def __init__(self, request: Request, n: int, clock: Clock):
-        super().__init__(
-            request.drafts[0],
-            n,
-            request.stop.eos,
-            request.draft_max_lengths[0] if request.draft_max_lengths else None,
-        )
+        super().__init__(request.drafts[0], n, request.stop.eos, request.draft_max_length)
         self.clock, self.seconds, self.tokens = clock, 0.0, 0
 
     def propose(
@@ -163,7 +162,7 @@ class TimedDrafter(ModelDrafter):
 
 
 class KnownTextDrafter(BaseDrafter):
-    """Proposes 0, 1, ... `longest` tokens of a known text in turn, to time target passes by size."""
+    """Propose 0, 1, ... `longest` tokens of a known text in turn, to time passes of each size."""
 
     def __init__(self, text: Sequence[int], longest: int):
         self.text, self.longest, self.n = text, longest, 0
@@ -186,10 +185,8 @@ def profile_draft(
     seconds, tokens, rounds, passed = 0.0, 0, 0, [0] * longest
     for number, (request, prompt) in enumerate(asked()):
         drafter = TimedDrafter(request, longest, clock)
-        decoder, rng = (
-            start_decoder(request.decoder(drafter, verify_tree), prompt),
-            Seeded(seed + number),
-        )
+        decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
+        rng = Seeded(seed + number)
         while not decoder.finished:
             whole = decoder.max_draft_depth >= longest and not drafter.left_behind
             round = decoder.step(rng)
@@ -200,7 +197,8 @@ def profile_draft(
         decoder.end()
     if not rounds:
         raise TinyspecError(
-            f"{name}: no text had room for {longest} draft tokens; take longer texts or a lower longest"
+            f"{name}: no text had room for {longest} draft tokens; take longer texts or a lower "
+            "longest"
         )
     return DraftProfile(name, seconds / tokens, tuple(count / rounds for count in passed))
 
@@ -216,10 +214,8 @@ def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0
     for known in (False, True):
         for number, (request, prompt) in enumerate(asked()):
             drafter = KnownTextDrafter(texts[number], longest) if known else BaseDrafter()
-            decoder, rng = (
-                start_decoder(request.decoder(drafter, verify_tree), prompt),
-                Seeded(seed + number),
-            )
+            decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
+            rng = Seeded(seed + number)
             while not decoder.finished:
                 started = clock()
                 round = decoder.step(rng)
@@ -259,10 +255,8 @@ def measure_throughput(
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
     for number, (request, prompt) in enumerate(asked()):
         drafter = TimedDrafter(request, n, clock) if n else BaseDrafter()
-        decoder, rng = (
-            start_decoder(request.decoder(drafter, verify_tree), prompt),
-            Seeded(seed + number),
-        )
+        decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
+        rng = Seeded(seed + number)
         started = clock()
         for round in decoder.run(rng):
             accepted += len(round.verdict.accepted)
@@ -280,6 +274,9 @@ def start_decoder(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
     return decoder
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="Decoding Speculative Decoding",
     summary="predicts the speed-up from measured costs",
@@ -291,6 +288,6 @@ def start_decoder(decoder: Decoder, prompt: Sequence[int]) -> Decoder:
 def planner(request: Request) -> Decoder:
     """Raise TinyspecError: an analysis has nothing to decode with."""
     raise TinyspecError(
-        "planner decodes nothing: it recommends a draft and a length for --method speculative_decoding; "
-        "run: tinyspec bench plan-draft"
+        "planner decodes nothing: it recommends a draft and a length for --method "
+        "speculative_decoding; run: tinyspec bench plan-draft"
     )

@@ -45,7 +45,7 @@ from tinyspec.speculative.drafting.datastore import (
     index_texts,
     open_datastore,
 )
-from tinyspec.speculative.lookup import NOTHING, AcceptanceTracker
+from tinyspec.speculative.lookup import AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -53,8 +53,13 @@ GLANCE = 16  # places and nodes of the cheap lookup that decides whether a full 
 
 
 def retrieve_continuations(
-    documents: Sequence[Sequence[int]], text: Sequence[int], shortest: int, longest: int, length: int, nodes: int,
-) -> list[tuple[int, ...]]:  # fmt: skip
+    documents: Sequence[Sequence[int]],
+    text: Sequence[int],
+    shortest: int,
+    longest: int,
+    length: int,
+    nodes: int,
+) -> list[tuple[int, ...]]:
     """Return the paths of the draft tree, the heaviest first; of equals the shallower first.
 
     documents  token ids, searched from end to end; the decoder searches a suffix array instead
@@ -92,12 +97,8 @@ class RestDrafter(BaseDrafter):
         price: float,
     ):
         self.stores, self.shortest, self.longest = stores, shortest, longest
-        self.length, self.matches, self.nodes, self.trust = (
-            length,
-            matches,
-            nodes,
-            AcceptanceTracker(price),
-        )
+        self.length, self.matches, self.nodes = length, matches, nodes
+        self.trust = AcceptanceTracker(price)
 
     def propose(
         self,
@@ -106,16 +107,16 @@ class RestDrafter(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        if self.trust.skip_this_round(max_draft_depth):
-            return NOTHING
+        if self.trust.should_skip_round(max_draft_depth):
+            return TokenTree()
         if self.trust.price > 0:  # a cheap lookup: is a draft worth it?
             found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
-            if not found.match or not self.trust.worth(found.weights, found.match):
+            if not found.match or not self.trust.is_worth_running(found.weights, found.match):
                 return self.trust.record_without_running(
                     found.tokens, found.parents, [found.match] * len(found.tokens)
                 )
         found = self._longest(context, min(self.length, max_draft_depth), self.matches, self.nodes)
-        return self.trust.tree(
+        return self.trust.select_tree(
             found.tokens, found.parents, found.weights, [found.match] * len(found.tokens)
         )
 
@@ -130,7 +131,7 @@ class RestDrafter(BaseDrafter):
         self.trust.learn(round.tokens)
 
     def end(self) -> None:
-        self.trust.forget()
+        self.trust.reset()
 
 
 @technique(
@@ -171,7 +172,8 @@ def rest(
     """Return a decoder that retrieves from a datastore's file, from the references, or both."""
     if shortest > longest:
         raise TinyspecError(
-            f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise longest"
+            f"no match is from {shortest} to {longest} tokens long: lower shortest, or raise "
+            "longest"
         )
     stores = [open_datastore(str(datastore))] if datastore else []
     for store in stores:
@@ -180,7 +182,8 @@ def rest(
         stores.append(index_texts(request.references))
     if not stores:
         raise TinyspecError(
-            f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by --reference FILE"
+            f"rest has no datastore: {HOW} and pass --datastore STORE, or give texts by "
+            "--reference FILE"
         )
     return request.decoder(
         RestDrafter(stores, shortest, longest, length, matches, nodes, price), verify_tree

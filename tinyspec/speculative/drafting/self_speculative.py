@@ -86,7 +86,7 @@ def update_threshold(
     return threshold + (1 - BETA_2) * step, rate
 
 
-# ------------------------------------------------------------------ which sublayers (section 3.2)
+# ------------------------------ which sublayers (section 3.2)
 
 
 def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
@@ -94,8 +94,10 @@ def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
 
     skip  None, "none", "default", "a3+m3+a5-7" (a: attention, m: feed-forward), or a search's .json
 
-    >>> sorted(parse_skip_set("a1-2+m2", 4)), sorted(parse_skip_set("default", 9)), parse_skip_set(None, 4)
-    ([2, 4, 5], [4, 5, 10, 11], frozenset())
+    >>> sorted(parse_skip_set("a1-2+m2", 4)), sorted(parse_skip_set("default", 9))
+    ([2, 4, 5], [4, 5, 10, 11])
+    >>> parse_skip_set(None, 4)
+    frozenset()
     """
     if skip is None or skip in ("", "none"):
         return frozenset()
@@ -111,7 +113,8 @@ def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
     chosen = frozenset(sublayer for word in words for sublayer in _read(word, n_layers))
     if len(chosen) == 2 * n_layers:
         raise TinyspecError(
-            f"this skips all {2 * n_layers} sublayers, and nothing is left to draft with: leave some out"
+            f"this skips all {2 * n_layers} sublayers, and nothing is left to draft with: leave "
+            "some out"
         )
     return chosen
 
@@ -123,7 +126,8 @@ def _read(word: Any, n_layers: int) -> Iterable[int]:
     found = re.fullmatch(r"([am])(\d+)(?:-(\d+))?", str(word))
     if not found:
         raise TinyspecError(
-            f"skip: '{word}' is no sublayer; write a3 (attention of layer 3), m3, a3-5, or a .json file"
+            f"skip: '{word}' is no sublayer; write a3 (attention of layer 3), m3, a3-5, or a .json "
+            "file"
         )
     first, last = int(found[2]), int(found[3] or found[2])
     if not first <= last < n_layers:
@@ -219,7 +223,7 @@ class SkipSetSearch:
         return max(self.told, key=lambda skip: sum(self.told[skip]) / len(self.told[skip]))
 
 
-# ------------------------------------------------------------------ drafting and its exit (sections 3.1, 3.4)
+# ------------------------------ drafting and its exit (sections 3.1, 3.4)
 
 
 class DraftExit(NamedTuple):
@@ -270,6 +274,9 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
 
     def end(self) -> None:
         self.exit = self.first
+
+
+# ------------------------------ the card
 
 
 @technique(

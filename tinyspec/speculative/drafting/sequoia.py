@@ -14,7 +14,8 @@ tokens. Dynamic programming finds the best tree of every size n and depth d: the
 subtree takes some of the nodes, the later children share the others. n and d are chosen to minimize
 the time per token
 
-    (d c + t(n)) / F(n, d)        c: time of a draft pass, t(n): of a target pass over n draft tokens
+    (d c + t(n)) / F(n, d)        c: time of a draft pass
+                                  t(n): time of a target pass over n draft tokens
 
 Sampling. Siblings are sampled without replacement, and verified one by one, each against the
 renormalized draft distribution it was sampled from. If the draft has no token left, the remaining
@@ -47,7 +48,7 @@ from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
-from tinyspec.speculative.goodput import STEP, CostModel, update_ema
+from tinyspec.speculative.goodput import PRIOR_STEP, CostModel, update_ema
 from tinyspec.speculative.treedraft import Shape, TreeDrafter, sample_siblings
 from tinyspec.technique import (
     Clock,
@@ -95,7 +96,7 @@ def most_tokens(accepts: Sequence[float], nodes: int, depth: int) -> float:
     return subtree(nodes + 1, depth)
 
 
-# ------------------------------------------------------------------ the acceptance vector
+# ------------------------------ the acceptance vector
 
 
 def acceptance_by_rank(p: Probs, children: Iterable[tuple[int, Probs | None]]) -> list[Any]:
@@ -159,7 +160,7 @@ def estimate_acceptance(
     ]
 
 
-# ------------------------------------------------------------------ the tree
+# ------------------------------ the tree
 
 
 def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
@@ -245,7 +246,7 @@ def best_tree(accepts: Sequence[float], nodes: int, depth: int) -> Shape:
 def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shape:
     """Return the tree with the least time per token, over the sizes of the curve and all depths."""
     costs = curve.costs()
-    step = STEP * costs[0] if curve.step is None else curve.step
+    step = PRIOR_STEP * costs[0] if curve.step is None else curve.step
     best, sizes = solve_tree_dp(tuple(accepts), curve.sizes[-1], depth)
     time_per_token = {
         (n, d): (d * step + cost) / float(best[d, n + 1])
@@ -258,7 +259,7 @@ def fastest_tree(accepts: Sequence[float], curve: CostModel, depth: int) -> Shap
     return backtrack_tree(sizes, *min(time_per_token, key=lambda size: time_per_token[size]))
 
 
-# ------------------------------------------------------------------ the drafter
+# ------------------------------ the drafter
 
 
 class OnlineEstimates:
@@ -293,8 +294,13 @@ class SequoiaDrafter(TreeDrafter):
         self, request: Request, learnt: OnlineEstimates, depth: int, fixed: tuple[bool, bool]
     ):
         super().__init__(
-            request.drafts[0], (ROOT,), request.stop.eos, *request.draft_max_lengths[:1], replace=False, cover=True
-        )  # fmt: skip
+            request.drafts[0],
+            (ROOT,),
+            request.stop.eos,
+            request.draft_max_length,
+            replace=False,
+            cover=True,
+        )
         self.learnt, self.depth, self.fixed = learnt, depth, fixed
         self.clock: Clock = request.clock or (lambda: 0.0)
         self.choose: PolicyOverride | None = request.choose
@@ -334,7 +340,7 @@ class SequoiaDrafter(TreeDrafter):
         if self.choose is not None:
             return  # the laws choose the tree, so there is nothing to learn
         if not self.fixed[1]:
-            self.learnt.curve.enter(len(round.tree.tokens), self.clock() - self.ready)
+            self.learnt.curve.record_round(len(round.tree.tokens), self.clock() - self.ready)
         if not self.fixed[0]:
             for node, p in zip((ROOT, *round.verdict.accepted), round.output_probs, strict=False):
                 below = [child for child, up in enumerate(round.tree.parents) if up == node]
@@ -362,10 +368,14 @@ def _parse_numbers(knob: str, text: str) -> list[float]:
     ):
         what = {
             "accepts": "shares that add up to at most 1, as in 0.6,0.2,0.1",
-            "costs": "that of a draft call, then of a target call over 0, 1, ... draft tokens, as in 0.3,1,1.1,1.2",
+            "costs": "that of a draft pass, then of a target pass over 0, 1, ... draft tokens, "
+            "as in 0.3,1,1.1,1.2",
         }
         raise TinyspecError(f"{knob} is {text!r}: give {what[knob]}")
     return numbers
+
+
+# ------------------------------ the card
 
 
 @technique(
@@ -384,7 +394,8 @@ def _parse_numbers(knob: str, text: str) -> list[float]:
         Knob(
             "costs",
             "",
-            "of a draft call, then of a target call over 0, 1, ... draft tokens; empty: timed while decoding",
+            "of a draft call, then of a target call over 0, 1, ... draft tokens; empty: timed "
+            "while decoding",
         ),
     ),
 )

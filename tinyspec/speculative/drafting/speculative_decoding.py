@@ -80,7 +80,8 @@ def lenient_verifier(lenience: float) -> Verifier:
                 passed = soft[token] >= lenience * max(soft)
             elif q is None:
                 raise TinyspecError(
-                    "lenience scales the distribution a token was drawn from: this draft declares none"
+                    "lenience scales the distribution a token was drawn from: this draft declares "
+                    "none"
                 )
             elif not (passed := rng.accept(row[token] / (lenience * q[token]))):
                 rest = residual(row, [lenience * x for x in q])
@@ -92,7 +93,7 @@ def lenient_verifier(lenience: float) -> Verifier:
     return judge
 
 
-# ------------------------------------------------------------------ the analysis (sections 3.1 to 3.5)
+# ------------------------------ the analysis (sections 3.1 to 3.5)
 
 
 def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
@@ -145,6 +146,9 @@ def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
     return max(range(longest + 1), key=lambda gamma: walltime_speedup(alpha, gamma, c))
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="Speculative decoding",
     summary="a small model drafts a chain",
@@ -166,6 +170,5 @@ def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
 )
 def speculative_decoding(request: Request, *, gamma: int, lenience: float) -> Decoder:
     """Return a decoder whose draft model samples a chain of gamma tokens."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
+    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, request.draft_max_length)
     return request.decoder(drafter, verify_tree if lenience == 1 else lenient_verifier(lenience))

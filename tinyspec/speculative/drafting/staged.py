@@ -65,7 +65,7 @@ def grow_tree(
 
 
 class ComputedPaths:
-    """The paths that the draft model was run over in this round, with the distributions after them."""
+    """The paths that the draft model has run in this round, and the distributions after them."""
 
     def __init__(self, model: Target, sampling: SamplingParams, context: Sequence[int]):
         self.model, self.sampling, self.context = model, sampling, context
@@ -94,7 +94,7 @@ class ComputedPaths:
 
 
 class StagedDrafter(ModelDrafter):
-    """Grows a tree of `budget` nodes: the most probable leaf gets `width` children, again and again.
+    """Grow a tree of `budget` nodes: the most probable leaf gets `width` children, repeatedly.
 
     table, guesses  the n-gram model, and how many tokens it predicts (0: stage two is off)
     drawn           children are sampled without replacement; else they are the most likely tokens
@@ -112,13 +112,8 @@ class StagedDrafter(ModelDrafter):
         positions: int | None = None,
     ):
         super().__init__(model, budget, ends, positions)
-        self.budget, self.width, self.table, self.guesses, self.drawn = (
-            budget,
-            width,
-            table,
-            guesses,
-            drawn,
-        )
+        self.budget, self.width, self.drawn = budget, width, drawn
+        self.table, self.guesses = table, guesses
 
     def propose(
         self,
@@ -127,11 +122,9 @@ class StagedDrafter(ModelDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        deepest = (
-            max_draft_depth
-            if self.positions is None
-            else min(max_draft_depth, self.positions - self.length)
-        )
+        deepest = max_draft_depth
+        if self.positions is not None:
+            deepest = min(deepest, self.positions - self.length)
         tokens, parents, laws = list[int](), list[int](), list[Probs | None]()
         computed = ComputedPaths(self.model, sampling, context)
         leaves: list[tuple[Any, int, Path]] = []  # (-value, node, path): the most probable first
@@ -156,7 +149,7 @@ class StagedDrafter(ModelDrafter):
     def run_ahead(
         self, computed: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
     ) -> None:
-        """Run the draft model once: on the first leaf, the next few, and the n-grams after the first.
+        """Run the draft model once, over the first leaves and the n-grams after the first of them.
 
         most  leaves that can still get children; no more are run
         """
@@ -243,8 +236,14 @@ def staged(
             ("n-grams", order, sample),
             lambda: KatzModel(sample_texts(model, sample), order, model.config.vocab_size),
         )
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafter = StagedDrafter(
-        draft, budget, width, table, guesses, children == "drawn", request.stop.eos, max_length
+        draft,
+        budget,
+        width,
+        table,
+        guesses,
+        children == "drawn",
+        request.stop.eos,
+        request.draft_max_length,
     )
     return request.decoder(drafter, verify_tree)

@@ -42,7 +42,6 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.lookup import (
-    NOTHING,
     OUTPUTS,
     AcceptanceTracker,
     LookupDraft,
@@ -112,7 +111,7 @@ class SuffixDecodingDrafter(RequestForest):
         self.text = forest.open(self.own)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.settle()
+        self.count_outputs()
         self.forest.append(self.text, tokens)
         self.length += len(tokens)
 
@@ -124,14 +123,14 @@ class SuffixDecodingDrafter(RequestForest):
         rng: RandomSource,
     ) -> TokenTree:
         return (
-            NOTHING
-            if self.trust.skip_this_round(max_draft_depth)
-            else self.trust.tree(*self.look(context, max_draft_depth))
+            TokenTree()
+            if self.trust.should_skip_round(max_draft_depth)
+            else self.trust.select_tree(*self.look_up(context, max_draft_depth))
         )
 
-    def look(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
+    def look_up(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
         """Return the best draft: tokens, parents, D(N), and the match length of each node."""
-        self.settle()
+        self.count_outputs()
         suffix, most = context[-self.forest.depth :], self.most
         found: LookupDraft = self.forest.best(
             (self.own, OUTPUTS), suffix, self.alpha, most, max_draft_depth, self.floor
@@ -140,20 +139,20 @@ class SuffixDecodingDrafter(RequestForest):
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        self.fresh += round.tokens
+        self.uncounted += round.tokens
 
-    def settle(self) -> None:
-        self.forest.append(self.text, self.fresh)
-        super().settle()
+    def count_outputs(self) -> None:
+        self.forest.append(self.text, self.uncounted)
+        super().count_outputs()
 
     def rewind(self, length: int) -> None:
-        self.settle()
+        self.count_outputs()
         self.forest.rewind(self.text, min(length, self.forest.length(self.text)))
         super().rewind(length)
 
     def end(self) -> None:
         super().end()
-        self.trust.forget()
+        self.trust.reset()
         self.text = self.forest.open(self.own)
 
 

@@ -48,7 +48,8 @@ RANK_CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
 never change the output. They are ours: the paper fixes its own tree."""
 
 StaticTree = tuple[tuple[int, int], ...]
-"""(index of the parent or ROOT, rank among the parent's candidates) of every node, parents first."""
+"""For every node, parents first: (index of the parent or ROOT, rank among the parent's
+candidates)."""
 
 
 def draft_from_matrix(matrix: Any, newest: int, tree: StaticTree) -> list[int]:
@@ -189,7 +190,10 @@ class TokenRecyclingDrafter(BaseDrafter):
     ),
 )
 def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Decoder:
-    """Return a decoder that drafts from the matrix; a request that runs alone keeps it for later."""
+    """Return a decoder that drafts from the matrix.
+
+    A request that runs alone keeps the matrix for later ones.
+    """
     alone = request.clock is not None
     matrix = (
         per_model_state(request.target, ("token_recycling", k), lambda: AdjacencyMatrix(k))

@@ -31,7 +31,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
-from tinyspec.speculative.lookup import FIRST, AcceptanceTracker
+from tinyspec.speculative.lookup import FIRST_PRIOR, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -104,13 +104,13 @@ class LlmaDrafter(BaseDrafter):
         copied = self.index.lookup(suffix, k, self.longest, self.n, self.which)
         match = self._match_length(suffix) if copied else 1
         n = len(copied)
-        return self.trust.tree(copied, range(-1, n - 1), [1.0] * n, [match] * n)
+        return self.trust.select_tree(copied, range(-1, n - 1), [1.0] * n, [match] * n)
 
     def _match_length(self, suffix: Sequence[int]) -> int:
         """Return the length of the match, rounded down to a length whose acceptance is tracked."""
         if self.trust.price == 0:  # everything is run, whatever its chance
             return 1
-        lengths = (n for n in FIRST if n <= self.longest)  # the longest first
+        lengths = (n for n in FIRST_PRIOR if n <= self.longest)  # the longest first
         return next((n for n in lengths if self.index.lookup(suffix, 1, self.longest, n)), 1)
 
     def observe(self, round: Round) -> None:
@@ -124,7 +124,7 @@ class LlmaDrafter(BaseDrafter):
 
     def end(self) -> None:
         self.index.rewind(OWN_TEXT, 0)
-        self.trust.forget()
+        self.trust.reset()
 
 
 @technique(

@@ -41,7 +41,6 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.speculative.lookup import (
-    NOTHING,
     OUTPUTS,
     AcceptanceTracker,
     RequestForest,
@@ -123,27 +122,27 @@ class LookaheadTrieDrafter(RequestForest):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        if self.trust.skip_this_round(max_draft_depth):
-            return NOTHING
-        self.settle()
+        if self.trust.should_skip_round(max_draft_depth):
+            return TokenTree()
+        self.count_outputs()
         suffix, deepest = context[-self.branch :], min(self.branch, max_draft_depth)
         # A few nodes tell whether a draft would be worth its cost; growing all of it takes longer.
         plan = [(self.own, 2), (OUTPUTS, 4)]
         tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
-        if not tokens or not self.trust.worth(shares, matches[0]):
+        if not tokens or not self.trust.is_worth_running(shares, matches[0]):
             return self.trust.record_without_running(tokens, parents, matches)
         plan = [(OUTPUTS, self.budget // 2), (self.own, self.budget), (OUTPUTS, self.budget)]
         enough = min(self.branch, self.budget)
         draft = self.forest.gather(plan, suffix, self.branch, enough, deepest)
-        return reshape_branches(self.trust.tree(*draft), self.mode, self.budget)
+        return reshape_branches(self.trust.select_tree(*draft), self.mode, self.budget)
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        self.fresh += round.tokens
+        self.uncounted += round.tokens
 
     def end(self) -> None:
         super().end()
-        self.trust.forget()
+        self.trust.reset()
 
 
 def reshape_branches(tree: TokenTree, mode: str, budget: int) -> TokenTree:

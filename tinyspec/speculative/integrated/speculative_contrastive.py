@@ -215,9 +215,7 @@ def speculative_contrastive(
 ) -> Decoder:
     """Draft with the amateur, and verify against its contrast with the expert."""
     amateur = request.drafts[0]
-    contexts = [
-        held for held in (request.positions, *request.draft_max_lengths[:1]) if held is not None
-    ]
     target = JointTarget([request.target, amateur], make_contrast(beta, plausibility))
-    joint = replace(request, target=target, positions=min(contexts, default=None))
+    limits = [n for n in (request.positions, request.draft_max_length) if n is not None]
+    joint = replace(request, target=target, positions=min(limits, default=None))
     return joint.decoder(SharedSessionDrafter(amateur, gamma, request.stop.eos), verify_tree)

@@ -187,7 +187,7 @@ class TriforceDrafter(NestedDrafter):
         self.chosen_at, self.view.plan, self.hidden_layers = None, Plan(), ()
 
 
-# ------------------------------------------------------------------ retrieval (section 4.1)
+# ------------------------------ retrieval (section 4.1)
 
 
 def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
@@ -249,6 +249,9 @@ def select_chunks(scores: Tensor, keep: int) -> list[list[int]]:
 
 def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.to(state.device, state.dtype)
+
+
+# ------------------------------ the card
 
 
 @technique(
@@ -315,24 +318,25 @@ def triforce(
     sink: int,
     window: int,
 ) -> Decoder:
-    """Nest two decoders: a small model drafts for the target on retrieved keys, that for the target."""
+    """Return a decoder whose draft comes from a decoder: the target on retrieved keys, and below it
+    a small model.
+    """
     if budget < chunk:
         raise TinyspecError(
-            f"the budget of {budget} tokens holds no chunk of {chunk}: give a budget of at least {chunk}"
+            f"the budget of {budget} tokens holds no chunk of {chunk}: give a budget of at least "
+            f"{chunk}"
         )
     if request.positions is not None and budget >= request.positions:
         warnings.warn(
-            f"the retrieval budget of {budget} tokens holds the whole context of {request.positions}: the middle level of "
-            "triforce sees the full cache, as the target does; set a smaller budget to retrieve",
+            f"the retrieval budget of {budget} tokens holds the whole context of "
+            f"{request.positions}: the middle level of triforce sees the full cache, as the target "
+            "does; set a smaller budget to retrieve",
             stacklevel=2,
         )
     session: Any = request.target
     small: Any = request.drafts[0]
-    ends, reach = (
-        request.stop.eos,
-        request.draft_max_lengths[0] if request.draft_max_lengths else None,
-    )
-    drafter = StreamingDrafter(small, gamma1, ends, reach, sink, window)
+    ends = request.stop.eos
+    drafter = StreamingDrafter(small, gamma1, ends, request.draft_max_length, sink, window)
     middle = Decoder(
         session.view(Plan()),
         drafter,

@@ -124,6 +124,7 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
 )
 def bild(request: Request, *, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
     """Return a decoder in which the draft model writes and the target removes what is bad."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    drafter = BildDrafter(fallback, request.drafts[0], gamma, request.stop.eos, max_length)
+    drafter = BildDrafter(
+        fallback, request.drafts[0], gamma, request.stop.eos, request.draft_max_length
+    )
     return request.decoder(drafter, rollback_verifier(rollback, rule))

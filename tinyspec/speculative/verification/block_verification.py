@@ -124,7 +124,8 @@ def _draft_nodes(tree: TokenTree) -> list[int]:
     draft = [node for node, probe in enumerate(tree.probe) if not probe]
     if [tree.parents[node] for node in draft] != [ROOT, *draft][: len(draft)]:
         raise TinyspecError(
-            "block verification judges one chain of draft tokens, and this draft branches: judge it with spectr"
+            "block verification judges one chain of draft tokens, and this draft branches: judge "
+            "it with spectr"
         )
     return draft
 
@@ -140,7 +141,5 @@ def _draft_nodes(tree: TokenTree) -> list[int]:
 )
 def block_verification(request: Request, *, gamma: int) -> Decoder:
     """Return a decoder whose draft model samples a chain of gamma tokens."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-    return request.decoder(
-        ModelDrafter(request.drafts[0], gamma, request.stop.eos, max_length), verify_tree_by_block
-    )
+    drafter = ModelDrafter(request.drafts[0], gamma, request.stop.eos, request.draft_max_length)
+    return request.decoder(drafter, verify_tree_by_block)

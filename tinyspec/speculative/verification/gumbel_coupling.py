@@ -118,7 +118,7 @@ def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> V
         row = p[path[-1]]
 
 
-# ------------------------------------------------------------------ the analysis
+# ------------------------------ the analysis
 
 
 def match_probability(p: Probs, q: Probs) -> Any:
@@ -145,6 +145,9 @@ def match_probability(p: Probs, q: Probs) -> Any:
     return (1 / (at_least / a + less / b)).sum()
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="Gumbel coupling (drafter-invariant)",
     summary="draft and target share their noise",
@@ -162,6 +165,7 @@ def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
     """
     drafter: Drafter = BaseDrafter()
     if request.drafts:
-        max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
-        drafter = GumbelCouplingDrafter(request.drafts[0], gamma, request.stop.eos, max_length)
+        drafter = GumbelCouplingDrafter(
+            request.drafts[0], gamma, request.stop.eos, request.draft_max_length
+        )
     return request.decoder(drafter, verify_tree_by_race)

@@ -102,9 +102,14 @@ def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
 )
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
     """Return a decoder whose draft model draws a tree of candidates."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     tree = branching_parents(parse_branching(configuration))
     return request.decoder(
-        TreeDrafter(request.drafts[0], tree, request.stop.eos, max_length, replace=replacement),
+        TreeDrafter(
+            request.drafts[0],
+            tree,
+            request.stop.eos,
+            request.draft_max_length,
+            replace=replacement,
+        ),
         verify_tree,
     )

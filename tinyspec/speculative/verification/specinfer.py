@@ -166,7 +166,7 @@ def _draw_index(ways: int, rng: RandomSource) -> int:
     return rng.draw([Fraction(1, ways)] * ways) if ways > 1 else 0
 
 
-# ------------------------------------------------------------------ collective boost-tuning (section 3)
+# ------------------------------ collective boost-tuning (section 3)
 
 
 class BoostedDrafts(NamedTuple):
@@ -200,9 +200,14 @@ def tune_collectively(
 
 
 def boost_drafts(
-    target: Model, drafts: Sequence[Model], prompts: Tensor, settings: TrainSettings, folder: str | Path, length: int = 8,
+    target: Model,
+    drafts: Sequence[Model],
+    prompts: Tensor,
+    settings: TrainSettings,
+    folder: str | Path,
+    length: int = 8,
     batch: int = 32,
-) -> BoostedDrafts:  # fmt: skip
+) -> BoostedDrafts:
     """Tune draft models so that together they cover the target's greedy answers to these prompts.
 
     prompts  [N, T] ids
@@ -218,7 +223,8 @@ def boost_drafts(
     longest = min(model.config.max_positions for model in (target, *drafts))
     if prompts.shape[1] + length > longest:
         raise TinyspecError(
-            f"prompts of {prompts.shape[1]} tokens and answers of {length} outgrow a context of {longest}"
+            f"prompts of {prompts.shape[1]} tokens and answers of {length} outgrow a context of "
+            f"{longest}"
         )
     texts = append_greedy_answers(target, prompts.to(target.device), length)
 
@@ -298,6 +304,9 @@ def answers_match(draft: Model, texts: Tensor, length: int) -> Tensor:
     return torch.cat(same)
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="SpecInfer: tree-based speculative inference",
     summary="verifies a tree of draft tokens",
@@ -310,7 +319,8 @@ def answers_match(draft: Model, texts: Tensor, length: int) -> Tensor:
         Knob(
             "expansion",
             "1x1x3x1x1x1x1x1",
-            "tokens below every node, by depth; A+B: one tree for each draft model (the last serves the others too)",
+            "tokens below every node, by depth; A+B: one tree for each draft model (the last "
+            "serves the others too)",
             small=(1, "1x1+2"),
         ),
     ),
@@ -321,7 +331,8 @@ def specinfer(request: Request, *, expansion: str) -> Decoder:
     if len(trees) > len(request.drafts):
         given = f"{len(request.drafts)} draft model" + "s" * (len(request.drafts) > 1)
         raise TinyspecError(
-            f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or more drafts"
+            f"expansion {expansion} names {len(trees)} trees for {given}: give one for each, or "
+            "more drafts"
         )
     max_lengths = [*request.draft_max_lengths, *[None] * len(request.drafts)]
     drafts = [

@@ -184,7 +184,7 @@ def _draws_of_one(tree: TokenTree, nodes: Sequence[int]) -> list[int]:
     ]
 
 
-# ------------------------------------------------------------------ the analysis: what one position accepts
+# ------------------------------ the analysis: what one position accepts
 
 
 def k_seq_acceptance(p: Probs, q: Probs, k: int) -> Any:
@@ -217,6 +217,9 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     return 1 + min(0, (a[order].cumsum(0) - b[order].cumsum(0) ** k).min())
 
 
+# ------------------------------ the card
+
+
 @technique(
     title="SpecTr",
     summary="several drafts, matched by optimal transport",
@@ -231,8 +234,8 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
 )
 def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
     """Return a decoder whose draft model samples k texts of gamma tokens."""
-    max_length = request.draft_max_lengths[0] if request.draft_max_lengths else None
     drafts = branching_parents((k, *[1] * (gamma - 1)))
     return request.decoder(
-        TreeDrafter(request.drafts[0], drafts, request.stop.eos, max_length), verify_tree_k_seq
+        TreeDrafter(request.drafts[0], drafts, request.stop.eos, request.draft_max_length),
+        verify_tree_k_seq,
     )

@@ -1,9 +1,8 @@
-"""Laws as vectors: for verifiers that scale, subtract and clip whole rows, over floats, tensors and
-Fractions alike.
+"""Use distributions as vectors, which a verifier scales, subtracts and clips.
 
-A vector here is a float64 ndarray, a tensor on its device, or an ndarray of Fractions; `+ - * /`,
-`.clip(min=0)` and `.sum()` mean the same on all three, so a formula is written once and the exact
-laws walk the very lines that serve a model.
+A vector here is a float64 ndarray, a tensor on its device, or an ndarray of Fractions. On all three
+`+ - * /`, `.clip(min=0)` and `.sum()` mean the same. So a formula is written once, and the exact
+laws prove the very lines that a model runs.
 """
 
 from typing import Any
@@ -19,8 +18,9 @@ __all__ = ["acceptance_ratio", "as_probs", "as_vectors", "is_rational", "is_same
 
 
 def as_vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
-    """The target's row and the law that `token` was drawn from, [V] each; a law of None is a point
-    mass.
+    """Return the target's distribution and the one that `token` was drawn from, [V] each.
+
+    A q of None is a point mass.
 
     >>> [v.tolist() for v in as_vectors([0.5, 0.5], None, 1)]
     [[0.5, 0.5], [0.0, 1]]
@@ -35,13 +35,14 @@ def as_vectors(row: Probs, q: Probs | None, token: int) -> tuple[Any, Any]:
 
 
 def is_rational(vector: Any) -> bool:
-    """Whether a vector is made of Fractions."""
+    """Return whether a vector is made of Fractions."""
     return isinstance(vector, np.ndarray) and vector.dtype == object
 
 
 def is_same_distribution(one: Probs | None, other: Probs | None) -> bool:
-    """Whether two declared laws are one: the same object, or the same numbers in the same kind of
-    row.
+    """Return whether two declared distributions are the same.
+
+    They are the same object, or have the same numbers in the same kind of vector.
     """
     if one is other:
         return True
@@ -49,9 +50,11 @@ def is_same_distribution(one: Probs | None, other: Probs | None) -> bool:
         return one.device == other.device and torch.equal(one, other)
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         return np.array_equal(one, other)
-    return kernels_of(one) is kernels_of(other) is EXACT and list(one) == list(other)  # type: ignore[arg-type]
+    if one is None or other is None:
+        return False
+    return kernels_of(one) is kernels_of(other) is EXACT and list(one) == list(other)
 
 
 def as_probs(vector: Any) -> Probs:
-    """Back to a row that can be drawn from; it need not sum to 1."""
+    """Return a vector in the form that can be drawn from; it need not sum to 1."""
     return vector.tolist() if is_rational(vector) else vector
