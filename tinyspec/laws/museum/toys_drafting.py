@@ -431,7 +431,7 @@ laws += [small if small and small[x] else row for x, row in each]""",
     ),
     _staged(
         "n-grams straight to the target",
-        "deepest = (",
+        "deepest = max_draft_depth",
         """text = list(context)
 while self.table and len(text) < len(context) + min(3, max_draft_depth):
     guess = self.table.likeliest(text)
@@ -439,7 +439,7 @@ while self.table and len(text) < len(context) + min(3, max_draft_depth):
         break
     text.append(guess)
 return TokenTree.chain(text[len(context) :])
-deepest = (""",
+deepest = max_draft_depth""",
         staged.StagedDrafter.propose,
         law=staged_traps.DRAFTS,
     ),
@@ -463,7 +463,7 @@ session = self.view.session""",
     _triforce(
         "two levels",
         "TriforceDrafter(middle, gamma2, budget, chunk, rebuild)",
-        "StreamingDrafter(small, gamma2, ends, reach, sink, window)",
+        "StreamingDrafter(small, gamma2, ends, request.draft_max_length, sink, window)",
         triforce.triforce,
         law=triforce_traps.NEEDLE,
     ),
