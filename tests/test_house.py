@@ -208,7 +208,6 @@ SHARED_NAMES = {
     "list_pages",
     "read",
     "read_config",
-    "sample_texts",
     "show_progress",
     "write",
     "write_card",

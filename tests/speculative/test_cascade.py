@@ -178,7 +178,7 @@ def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_d
     table = with_table.drafter.below[-1].table
     with_table.rewind(0)
     write = with_table.drafter.below[-1].write
-    assert write([2], 1, SamplingParams(), Seeded(0)) == ([table.likeliest([2])], [None])
+    assert write([2], 1, SamplingParams(), Seeded(0)) == ([table.most_likely([2])], [None])
     without.rewind(0)
     assert without.drafter.below[-1].write([2], 1, SamplingParams(), Seeded(0)) == ([], [])
 

@@ -59,7 +59,7 @@ def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
 
 def test_an_inexact_inner_decoder_declares_nothing() -> None:
     target, *drafts = (Table(seed) for seed in (1, 2, 3))
-    d = levels(Request(target, drafts), truthful=False)
+    d = levels(Request(target, drafts), is_exact=False)
     d.extend((0,))
     assert set(d.step(Seeded(0)).tree.draft_probs) == {None}
 
@@ -107,7 +107,7 @@ def test_a_correction_costs_no_call_of_its_own() -> None:
 def test_on_a_view_of_the_targets_own_session_only_the_view_moves() -> None:
     target = Table(1)
     inner = Decoder(target.view(Plan(last=2)), ModelDrafter(Table(2), 1), verify_tree)
-    d = Decoder(target, NestedDrafter(inner, 2, guest=True), verify_tree)
+    d = Decoder(target, NestedDrafter(inner, 2, is_view=True), verify_tree)
     d.extend((0, 1))
     for number in range(6):
         d.step(Seeded(number))

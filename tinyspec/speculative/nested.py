@@ -1,12 +1,12 @@
-"""A decoder as the drafter of another: a cascade is a decoder inside a decoder.
+"""Use a decoder as the drafter of another: a cascade is a decoder inside a decoder.
 
-The inner decoder is exact for its own model, so what it commits is distributed as that model's
-rows, and these rows (`Round.laws`) are what its tokens declare: the middle's law, not that of the
-smaller drafter inside. A round of the inner decoder may end at any token, for whether a token is
-there depends on the tokens before it alone.
+The inner decoder is exact for its own model. So its tokens follow that model's distributions
+(`Round.output_probs`), and these are what the tokens declare as q: the distributions of the middle
+model, not those of the smaller model that drafts for it. A draft may end at any token of an inner
+round, because whether a token is there depends only on the tokens before it.
 
-`write` is the whole of it: bring the inner text to the outer one, then step until so many tokens
-stand.
+`NestedDrafter.write` does it in two steps: give the inner decoder the outer text, then let it run
+until there are enough tokens.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ UNSEEN = Scores(torch.empty(0, 0), torch.empty(0, 0, 0), ())
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike.
+    """Return how many tokens the two texts have in common at the beginning.
 
     >>> common_prefix_length([1, 2, 3], [1, 2, 4, 5])
     2
@@ -37,21 +37,19 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def external_round(tokens: Sequence[int]) -> Round:
-    """The event by which an inner drafter hears of tokens that came from outside; it shows no
-    rows.
-    """
+    """Return a round that tells an inner drafter of tokens that came from outside; it has no scores."""
     return Round(TokenTree(), UNSEEN, Verdict((), None), tuple(tokens), ())
 
 
 class NestedDrafter(BaseDrafter):
-    """Lets a decoder make `gamma` tokens a round, and declares the laws it made them under.
+    """Let a decoder write `gamma` tokens in each round, and declare their distributions.
 
-    decoder    its target and drafter write to the outer request's forward log; its stop names the
-               ends of a text, no more
-    guest      its target is a view of the outer target's own session, whose text somebody else
-               keeps
-    positions  tokens its target's context holds (None: no limit); beyond, nothing is proposed
-    truthful   whether its verifier is exact; if not, its tokens are proposed as point masses
+    decoder    the inner decoder. Its forward log is the outer request's. Its stopping criteria name
+               the tokens that end a text, and nothing else.
+    is_view    whether its target is a view of the outer target's session, so that the outer decoder
+               commits the text
+    positions  tokens that its target's context holds (None: no limit); a longer text gets no draft
+    is_exact   whether its verifier is exact; if not, its tokens are proposed as point masses
     """
 
     def __init__(
@@ -59,63 +57,64 @@ class NestedDrafter(BaseDrafter):
         decoder: Decoder,
         gamma: int = 1,
         *,
-        guest: bool = False,
+        is_view: bool = False,
         positions: int | None = None,
-        truthful: bool = True,
+        is_exact: bool = True,
     ):
-        self.decoder, self.gamma, self.guest = decoder, gamma, guest
-        self.positions, self.truthful, self.ends = positions, truthful, decoder.stop
-        self.text: list[int] = []  # the outer one
+        self.decoder, self.gamma, self.is_view = decoder, gamma, is_view
+        self.positions, self.is_exact, self.ends = positions, is_exact, decoder.stop
+        self.text: list[int] = []  # of the outer decoder
 
     # ------------------------------ the inner text
 
     def follow(self, text: Sequence[int]) -> None:
-        """Make this the inner decoder's text: what both begin with is kept, nothing is run yet."""
+        """Make this the inner decoder's text. It keeps the common beginning, and runs nothing yet."""
         if self.positions is not None and len(text) > self.positions:
             return
         inner = self.decoder
-        kept = common_prefix_length(inner.context, text)
-        fresh = list(text[kept:])
-        if self.guest:
-            inner.target.end()  # back to the text of the session it looks at
+        shared = common_prefix_length(inner.context, text)
+        new = list(text[shared:])
+        if self.is_view:
+            inner.target.end()  # back to the text of the outer session
         else:
-            inner.target.rewind(kept)
-            inner.target.append(fresh)
-        inner.drafter.rewind(kept)
-        inner.drafter.observe(external_round(fresh))
-        inner.context[kept:] = fresh
+            inner.target.rewind(shared)
+            inner.target.append(new)
+        inner.drafter.rewind(shared)
+        inner.drafter.observe(external_round(new))
+        inner.context[shared:] = new
         inner.start, inner.finished, inner.stop = len(inner.context), None, self.ends
 
     def write(
         self, text: Sequence[int], n: int, sampling: SamplingParams, rng: RandomSource
     ) -> tuple[list[int], list[Probs | None]]:
-        """At most n tokens that go on with this text, and the law of each; fewer at an end of text
-        or of the context.
+        """Return at most n tokens to continue the text, each with its distribution.
+
+        There are fewer than n if the text ends, or the context.
         """
-        tokens, laws = list[int](), list[Probs | None]()
+        tokens, dists = list[int](), list[Probs | None]()
         n = n if self.positions is None else min(n, self.positions - len(text))
         if n < 1:
-            return tokens, laws
+            return tokens, dists
         self.follow(text)
         inner = self.decoder
-        # the chance is new each round, so its rounds are counted anew; the budget keeps drafts from
-        # running over it
+        # `rng` is new in each round, so the inner rounds count from 0 again. The limit of n tokens
+        # keeps inner drafts from being longer than what is wanted.
         inner.sampling, inner.rounds, inner.stop = sampling, 0, replace(self.ends, max_new_tokens=n)
         for round in inner.run(rng):
             tokens += round.tokens
-            laws += round.output_probs if self.truthful else [None] * len(round.tokens)
-        return tokens, laws
+            dists += round.output_probs if self.is_exact else [None] * len(round.tokens)
+        return tokens, dists
 
     # ------------------------------ the outer drafter
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         inner = self.decoder
-        abreast = len(inner.context) == len(self.text)  # it was not left behind
+        is_current = len(inner.context) == len(self.text)  # the text did not outgrow its context
         self.text.extend(tokens)
-        if not abreast or (self.positions is not None and len(self.text) > self.positions):
+        if not is_current or (self.positions is not None and len(self.text) > self.positions):
             return
-        shown = UNSEEN if self.guest else inner.target.extend(tokens, inner.drafter.hidden_layers)
-        inner.drafter.extend(tokens, shown)
+        seen = UNSEEN if self.is_view else inner.target.extend(tokens, inner.drafter.hidden_layers)
+        inner.drafter.extend(tokens, seen)
         inner.context.extend(tokens)
 
     def propose(

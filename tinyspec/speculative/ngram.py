@@ -1,14 +1,16 @@
-"""A statistical model as the lowest level of a cascade: Katz's back-off n-grams, counted in text
-that a model said.
+"""Count back-off n-grams (Katz 1987) in text that a model wrote: the lowest level of a cascade.
 
-Katz 1987: after a context that was seen, a continuation has its count less a discount; the mass
-this frees goes to the others, as the context shorter by one token shares it out. The discount is
-absolute (one half), for Good-Turing's is undefined on small counts. Its guesses are point masses,
-so nothing that it says can change a law; and it is counted once, so it is no state of a request.
+After a context that was seen, the count of each continuation is reduced by a discount. The
+probability that becomes free goes to the tokens that were not seen there, in proportion to their
+probabilities after the context without its first token. The discount is absolute, one half, because
+Katz's own (Good-Turing) is undefined for small counts.
+
+Tokens that it proposes are point masses, so it cannot change an output distribution. It is counted
+once per model and is not part of a request's state.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from functools import partial
 from itertools import count
@@ -21,15 +23,18 @@ from tinyspec.tree import TokenTree
 
 Context: TypeAlias = tuple[int, ...]
 
-STREAMS = 32  # texts that are sampled side by side: one forward serves them all
-DISCOUNT = Fraction(1, 2)
+STREAMS = 32  # texts that are sampled in one batch
+DISCOUNT = Fraction(1, 2)  # what is taken off each count
 
 
 class KatzModel:
-    """n-grams up to an order over a vocabulary of V tokens.
+    """A back-off model of n-grams up to an order, over a vocabulary of V tokens.
+
+    backoff  context -> the factor on an unseen token's probability after the shorter context
+    best     context -> the most likely next token
 
     >>> model = KatzModel([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
-    >>> model.likeliest([9, 1]), model.likeliest([3, 1, 2]), model.likeliest([0])
+    >>> model.most_likely([9, 1]), model.most_likely([3, 1, 2]), model.most_likely([0])
     (2, 0, None)
     """
 
@@ -41,17 +46,13 @@ class KatzModel:
                 for n in range(min(order - 1, end) + 1):
                     counts[tuple(text[end - n : end])][token] += 1
         self.counts = {context: dict(counts[context]) for context in sorted(counts, key=len)}
-        self.share: dict[
-            Context, Fraction
-        ] = {}  # what an unseen token's law in the shorter context is multiplied by
+        self.backoff: dict[Context, Fraction] = {}
         for context, after in self.counts.items():
             if len(after) < vocabulary:
-                below = (
-                    1 - sum(self.law(token, context[1:]) for token in after)
-                    if context
-                    else vocabulary - len(after)
-                )
-                self.share[context] = DISCOUNT * len(after) / sum(after.values()) / below
+                below: Fraction | int = vocabulary - len(after)
+                if context:
+                    below = 1 - sum(self.prob(token, context[1:]) for token in after)
+                self.backoff[context] = DISCOUNT * len(after) / sum(after.values()) / below
         ranked = {
             context: sorted(after, key=lambda t: (-after[t], t))
             for context, after in self.counts.items()
@@ -60,28 +61,24 @@ class KatzModel:
             context: self._best(context, frozenset(), ranked)[1] for context in self.counts
         }
 
-    def law(self, token: int, context: Sequence[int]) -> Fraction:
-        """The probability of a token after a context."""
-        seen = self._seen(context)
+    def prob(self, token: int, context: Sequence[int]) -> Fraction:
+        """Return the probability of a token after a context."""
+        seen = self._longest_seen(context)
         if seen is None:
             return Fraction(1, self.vocabulary)
         after = self.counts[seen]
         if token in after:
-            return (after[token] - (DISCOUNT if seen in self.share else 0)) / Fraction(
-                sum(after.values())
-            )
-        return self.share[seen] * (self.law(token, seen[1:]) if seen else 1)
+            discount = DISCOUNT if seen in self.backoff else 0
+            return (after[token] - discount) / Fraction(sum(after.values()))
+        return self.backoff[seen] * (self.prob(token, seen[1:]) if seen else 1)
 
-    def likeliest(self, context: Sequence[int]) -> int | None:
-        """The likeliest next token. None where not even the newest token was ever continued: what
-        knows nothing of the context is no guess."""
-        seen = self._seen(context)
+    def most_likely(self, context: Sequence[int]) -> int | None:
+        """Return the most likely next token; None if the newest token was never continued."""
+        seen = self._longest_seen(context)
         return self.best[seen] if seen else None
 
-    def _seen(self, context: Sequence[int]) -> Context | None:
-        """The longest end of the context that was continued; None where nothing was counted at
-        all.
-        """
+    def _longest_seen(self, context: Sequence[int]) -> Context | None:
+        """Return the longest end of the context that was continued; None if nothing was counted."""
         for n in range(min(self.order - 1, len(context)), -1, -1):
             found = tuple(context[len(context) - n :])
             if found in self.counts:
@@ -91,29 +88,23 @@ class KatzModel:
     def _best(
         self, context: Context, but: frozenset[int], ranked: dict[Context, list[int]]
     ) -> tuple[Fraction, int]:
-        """The likeliest token after a context that is none of these, with its probability; the
-        lowest id of equals.
+        """Return the most likely token after a context that is not in `but`, with its probability.
+
+        Of equally likely tokens it is the lowest id.
         """
         first = next((token for token in ranked[context] if token not in but), None)
-        found = [] if first is None else [(self.law(first, context), first)]
+        found = [] if first is None else [(self.prob(first, context), first)]
         but = but.union(self.counts[context])
-        if context in self.share and len(but) < self.vocabulary:
-            below = (
-                self._best(context[1:], but, ranked)
-                if context
-                else (Fraction(1), next(_others(but)))
-            )
-            found.append((self.share[context] * below[0], below[1]))
+        if context in self.backoff and len(but) < self.vocabulary:
+            below = (Fraction(1), next(token for token in count() if token not in but))
+            if context:
+                below = self._best(context[1:], but, ranked)
+            found.append((self.backoff[context] * below[0], below[1]))
         return max(found, key=lambda entry: (entry[0], -entry[1]))
 
 
-def _others(tokens: Container[int]) -> Iterator[int]:
-    return (token for token in count() if token not in tokens)
-
-
-def sample_texts(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
-    """So many tokens that a model says of itself at temperature 1, in several texts; the same for
-    the same seed.
+def sample_unconditionally(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
+    """Sample so many tokens from a model at temperature 1, without a prompt, in several texts.
 
     model  with `session` and `config`: a transformer or a table
     """
@@ -124,17 +115,12 @@ def sample_texts(model: Any, tokens: int, seed: int = 0) -> list[list[int]]:
         min((tokens + number) // streams, config.max_positions - 1) for number in range(streams)
     ]
 
-    def say(number: int, gate: BatchBarrier) -> list[int]:
-        session, rng, sampling, text = (
-            model.session(None, gate),
-            Seeded(seed).split("text", number),
-            UNCHANGED,
-            [start],
-        )
+    def sample(number: int, gate: BatchBarrier) -> list[int]:
+        session, rng, text = model.session(None, gate), Seeded(seed).split("text", number), [start]
         session.extend(text)
         while len(text) <= lengths[number]:
-            text.append(rng.draw(sampling.probs(session.score(TokenTree()).logits[0], text)))
+            text.append(rng.draw(UNCHANGED.probs(session.score(TokenTree()).logits[0], text)))
             session.commit((), text[-1])
         return text
 
-    return run_together([partial(say, number) for number in range(streams)])
+    return run_together([partial(sample, number) for number in range(streams)])

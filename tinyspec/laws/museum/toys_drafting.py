@@ -408,10 +408,10 @@ return request.decoder(ModelDrafter(request.drafts[0], sum(k[0])), verify_tree)"
     _cascade("recursion without quotas", "if not horizontal:", "if True:", law=cascade_traps.CALLS),
     _cascade(
         "the law of the smallest model",
-        "laws += round.output_probs if self.truthful else [None] * len(round.tokens)",
+        "dists += round.output_probs if self.is_exact else [None] * len(round.tokens)",
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)
-laws += [small if small and small[x] else row for x, row in each]""",
+dists += [small if small and small[x] else row for x, row in each]""",
         function=NestedDrafter.write,
         law=JOINT,
     ),
@@ -434,7 +434,7 @@ laws += [small if small and small[x] else row for x, row in each]""",
         "deepest = max_draft_depth",
         """text = list(context)
 while self.table and len(text) < len(context) + min(3, max_draft_depth):
-    guess = self.table.likeliest(text)
+    guess = self.table.most_likely(text)
     if guess is None:
         break
     text.append(guess)

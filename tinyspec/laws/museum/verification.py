@@ -402,14 +402,14 @@ WRITTEN = """return TokenTree.chain(
 REWRITTEN = (
     "tokens, laws = self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)\n"
 )
-MIDDLE = "self.decoder, self.gamma, self.guest = decoder, gamma, guest"
+MIDDLE = "self.decoder, self.gamma, self.is_view = decoder, gamma, is_view"
 NESTED = [
     Mutant(
         "a cascade declares the smallest model's law",
-        "laws += round.output_probs if self.truthful else [None] * len(round.tokens)",
+        "dists += round.output_probs if self.is_exact else [None] * len(round.tokens)",
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)
-laws += [small if small and small[x] else row for x, row in each]""",
+dists += [small if small and small[x] else row for x, row in each]""",
         NestedDrafter.write,
         law=LEVELS,
     ),

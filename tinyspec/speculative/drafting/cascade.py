@@ -38,7 +38,7 @@ from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tr
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.nested import NestedDrafter
-from tinyspec.speculative.ngram import KatzModel, sample_texts
+from tinyspec.speculative.ngram import KatzModel, sample_unconditionally
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
@@ -128,7 +128,7 @@ class MaxGramDrafter(BaseDrafter):
         start = len(line)
         while len(line) - start < n:
             copied = self.index.lookup(line[-self.longest :], n + start - len(line), self.longest)
-            token = self.table.likeliest(line) if self.table and not copied else None
+            token = self.table.most_likely(line) if self.table and not copied else None
             if not copied and token is None:
                 break
             line += copied if token is None else [token]
@@ -238,7 +238,7 @@ def count_bigrams(draft: Any, tokens: int) -> KatzModel:
     return per_model_state(
         draft,
         ("bigrams", tokens),
-        lambda: KatzModel(sample_texts(model, tokens), 2, model.config.vocab_size),
+        lambda: KatzModel(sample_unconditionally(model, tokens), 2, model.config.vocab_size),
     )
 
 
@@ -327,5 +327,5 @@ def cascade(
             stop=StoppingCriteria(eos=ends),
             forward_log=request.forward_log,
         )
-        below.insert(0, NestedDrafter(inner, positions=positions, truthful=is_exact))
+        below.insert(0, NestedDrafter(inner, positions=positions, is_exact=is_exact))
     return request.decoder(CascadeDrafter(below, k[0], ends, listens=True), verify_tree)

@@ -31,7 +31,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.ngram import KatzModel, sample_texts
+from tinyspec.speculative.ngram import KatzModel, sample_unconditionally
 from tinyspec.speculative.treedraft import sample_siblings
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
@@ -158,7 +158,7 @@ class StagedDrafter(ModelDrafter):
         path = leaves[0][2]
         for _ in range(min(self.guesses, most - 1, deepest - 1 - len(path))):
             guess = (
-                self.table.likeliest([*computed.context[-self.table.order :], *path])
+                self.table.most_likely([*computed.context[-self.table.order :], *path])
                 if self.table
                 else None
             )
@@ -234,7 +234,9 @@ def staged(
         table = per_model_state(
             draft,
             ("n-grams", order, sample),
-            lambda: KatzModel(sample_texts(model, sample), order, model.config.vocab_size),
+            lambda: KatzModel(
+                sample_unconditionally(model, sample), order, model.config.vocab_size
+            ),
         )
     drafter = StagedDrafter(
         draft,

@@ -128,7 +128,7 @@ class TriforceDrafter(NestedDrafter):
     """
 
     def __init__(self, inner: Decoder, gamma: int, budget: int, chunk: int, rebuild: int):
-        super().__init__(inner, gamma, guest=True)
+        super().__init__(inner, gamma, is_view=True)
         self.view: Any = inner.target
         self.budget, self.chunk, self.rebuild = budget, chunk, rebuild
         self.chosen_at: int | None = None  # length of the text when the chunks were chosen
