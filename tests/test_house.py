@@ -202,7 +202,6 @@ SHARED_NAMES = {
     "decode_greedily",
     "describe_kind",
     "expect_equal",
-    "expected_tokens",
     "joint_law",
     "joint_law_of_two_tokens",
     "list_pages",

@@ -25,7 +25,7 @@ from tinyspec.speculative.drafting.sequoia import (
     PRIOR,
     best_tree,
     estimate_acceptance,
-    expected_tokens,
+    expected_tree_tokens,
     fastest_tree,
     mean_acceptance_by_rank,
     most_tokens,
@@ -90,19 +90,19 @@ def test_the_tree_is_the_best_of_all_trees(accepts: list[float], nodes: int, dep
     assert len(tree) <= nodes and max(TokenTree(tree, tree).depths()) <= depth
     best = max(worth(other, accepts) for n in range(1, nodes + 1) for other in every_tree(n, depth))
     assert worth(tree, accepts) == pytest.approx(best, abs=1e-12)
-    assert expected_tokens(tree, accepts) == pytest.approx(best, abs=1e-12)
+    assert expected_tree_tokens(tree, accepts) == pytest.approx(best, abs=1e-12)
 
 
 def test_more_nodes_and_more_depth_never_commit_less_and_each_node_adds_no_more_than_the_last() -> (
     None
 ):
-    tokens = [expected_tokens(best_tree(PRIOR, n, 12), PRIOR) for n in range(1, 24)]
+    tokens = [expected_tree_tokens(best_tree(PRIOR, n, 12), PRIOR) for n in range(1, 24)]
     gains = [b - a for a, b in pairwise(tokens)]
     assert all(gain >= 0 for gain in gains)
     assert all(
         b <= a + 1e-12 for a, b in pairwise(gains)
     )  # with falling shares, unbounded depth: concave growth
-    by_depth = [expected_tokens(best_tree(PRIOR, 16, d), PRIOR) for d in range(1, 9)]
+    by_depth = [expected_tree_tokens(best_tree(PRIOR, 16, d), PRIOR) for d in range(1, 9)]
     assert by_depth == sorted(by_depth)
 
 
@@ -129,7 +129,7 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
             d.extend((0,))
             return len(d.step(rng).tokens)
 
-        assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tokens(
+        assert sum(n * mass for n, mass in Exhaustive.walk(tokens)) == expected_tree_tokens(
             tree, accepts
         )
 

@@ -200,8 +200,8 @@ class JacobiDrafter(BaseDrafter):
             choices = range(self.vocabulary) if self.init == "random" else text
             uniforms = rng.uniforms(n)
             if uniforms is None:  # every outcome is walked
-                law = [Fraction(1, len(choices))] * len(choices)
-                return [choices[rng.draw(law)] for _ in range(n)]
+                uniform = [Fraction(1, len(choices))] * len(choices)
+                return [choices[rng.draw(uniform)] for _ in range(n)]
             return [choices[int(u * len(choices))] for u in uniforms]
         return [text[-1] if self.init == "last" else self.pad] * n
 
@@ -235,8 +235,8 @@ class JacobiDrafter(BaseDrafter):
             return []
         if not self.history:
             return [token for (token,) in top_k_rows(scores.logits, range(len(scores.logits)), 1)]
-        laws = TargetProbs(scores, replace(self.sampling, temperature=0.0), self.history, tree)
-        return [int(laws[node].argmax()) for node in range(-1, len(tree.tokens))]
+        probs = TargetProbs(scores, replace(self.sampling, temperature=0.0), self.history, tree)
+        return [int(probs[node].argmax()) for node in range(-1, len(tree.tokens))]
 
     def observe(self, round: Round) -> None:
         self.length += len(round.tokens)

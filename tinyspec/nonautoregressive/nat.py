@@ -116,10 +116,10 @@ def average_fertilities(probs: Tensor) -> Tensor:
     return (probs @ counts + 0.5).long()
 
 
-def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: Tensor) -> Tensor:
+def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, probs: Tensor) -> Tensor:
     """Return fertilities [B, S] of sources [B, S] that can be decoded.
 
-    law  [B, S, L] p_F
+    probs  [B, S, L] p_F
 
     A translation of more than 2 |x| + 4 words is cut, as in the authors' code.
     """
@@ -127,7 +127,7 @@ def clip_fertilities(model: Seq2Seq, source: Tensor, fertilities: Tensor, law: T
     room = 2 * mask.sum(dim=1, keepdim=True) + SPARE
     room = room.clamp(max=model.config.max_positions - 1)  # the teacher also reads the beginning
     return make_decodable(
-        fertilities.masked_fill(~mask, 0), (1 - law[..., 0]).masked_fill(~mask, 0), room
+        fertilities.masked_fill(~mask, 0), (1 - probs[..., 0]).masked_fill(~mask, 0), room
     )
 
 
@@ -172,13 +172,13 @@ def _supervised(
         raise TinyspecError(
             "fertilities do not add up to the targets' lengths: align the same sentences anew"
         )
-    said = target[:, : slots.shape[1]][slots]
+    words = target[:, : slots.shape[1]][slots]
     logits = model.logits(decode_parallel(model, read, slots, memory, dropout)[slots])
-    tokens = F.cross_entropy(logits, said, reduction="sum", label_smoothing=smoothing)
+    tokens = F.cross_entropy(logits, words, reduction="sum", label_smoothing=smoothing)
     counts = F.cross_entropy(
         model.fertility_logits(memory)[memory.mask], fertilities[memory.mask], reduction="sum"
     )
-    return (tokens + counts) / len(said)
+    return (tokens + counts) / len(words)
 
 
 def reverse_kl(
@@ -199,7 +199,7 @@ def reverse_kl(
     """
     read, slots = copy_source(source, fertilities)
     logits = model.logits(decode_parallel(model, read, slots, memory))
-    law = logits.log_softmax(dim=-1)  # [B, T, V]
+    logprobs = logits.log_softmax(dim=-1)  # [B, T, V]
     with torch.no_grad():
         written = (
             forbid_special_tokens(model, logits)
@@ -215,7 +215,8 @@ def reverse_kl(
         expected = teacher.logits(teacher.decode(teacher.embed(before), heard, causal)).log_softmax(
             dim=-1
         )
-    return (law.exp() * (law - expected)).sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
+    each = logprobs.exp() * (logprobs - expected)
+    return each.sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
 
 
 def reinforce_surrogate(logits: Tensor, mask: Tensor, sampled: Tensor, cost: Tensor) -> Tensor:
@@ -254,11 +255,11 @@ def finetune_loss(
     with torch.no_grad():
         heard = teacher.encode(source)
     logits = model.fertility_logits(memory)
-    law = logits.detach().softmax(dim=-1)  # [B, S, L]
-    sampled = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view_as(source)
+    probs = logits.detach().softmax(dim=-1)  # [B, S, L]
+    sampled = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view_as(source)
     with torch.no_grad():
         both = [
-            clip_fertilities(model, source, f, law) for f in (sampled, average_fertilities(law))
+            clip_fertilities(model, source, f, probs) for f in (sampled, average_fertilities(probs))
         ]
         costs = [reverse_kl(model, teacher, source, f, memory, heard) for f in both]
     latent = reinforce_surrogate(logits, memory.mask, sampled, costs[0] - costs[1])
@@ -280,9 +281,9 @@ def translate_batch(model: Seq2Seq, source: Tensor, fertility: str = "argmax") -
     """
     with torch.inference_mode():
         memory = model.encode(source)
-        law = model.fertility_logits(memory).softmax(dim=-1)
-        chosen = law.argmax(dim=-1) if fertility == "argmax" else average_fertilities(law)
-        read, slots = copy_source(source, clip_fertilities(model, source, chosen, law))
+        probs = model.fertility_logits(memory).softmax(dim=-1)
+        chosen = probs.argmax(dim=-1) if fertility == "argmax" else average_fertilities(probs)
+        read, slots = copy_source(source, clip_fertilities(model, source, chosen, probs))
         tokens = forbid_special_tokens(
             model, model.logits(decode_parallel(model, read, slots, memory))
         ).argmax(dim=-1)
@@ -313,12 +314,12 @@ class NatRefiner:
         fixed = [logits.argmax(dim=-1), average_fertilities(logits.softmax(dim=-1))]
         if self.first == "average":
             fixed.reverse()
-        law = (logits.double() / self.temperature).softmax(dim=-1).tolist()
+        probs = (logits.double() / self.temperature).softmax(dim=-1).tolist()
         drawn = []
         for number in range(self.samples - 2):
             stream = rng.split("fertilities", number)
-            drawn.append([stream.draw(row) for row in law])
-        samples = torch.tensor(drawn, dtype=torch.long, device=logits.device).view(-1, len(law))
+            drawn.append([stream.draw(row) for row in probs])
+        samples = torch.tensor(drawn, dtype=torch.long, device=logits.device).view(-1, len(probs))
         return torch.cat((torch.stack(fixed)[: self.samples], samples))
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:

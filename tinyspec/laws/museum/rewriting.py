@@ -230,7 +230,7 @@ return blank_canvas([min(max(n, 1), longest) for n in first],""",
 
 # ------------------------------------------------------------------ NAT
 
-DRAWN = "drawn.append([stream.draw(row) for row in law])"
+DRAWN = "drawn.append([stream.draw(row) for row in probs])"
 COPIED = "read, slots = copy_source(rows, chosen)"
 JUDGED_BY = "score_candidates(teacher, source, canvas).sum(dim=1).argmax()"
 FERTILITIES = [
@@ -253,7 +253,7 @@ FERTILITIES = [
     _proposals(
         "every word's fertility from the last word's law",
         DRAWN,
-        DRAWN.replace("draw(row)", "draw(law[-1])"),
+        DRAWN.replace("draw(row)", "draw(probs[-1])"),
     ),
     _proposals(
         "the named fertilities come last",
@@ -266,7 +266,7 @@ FERTILITIES = [
         "samples = torch.tensor(drawn,",
         """if drawn:
     stream = rng.split("words first", 0)
-    by_word = [[stream.draw(row) for _ in drawn] for row in law]
+    by_word = [[stream.draw(row) for _ in drawn] for row in probs]
     drawn = list(zip(*by_word, strict=True))
 samples = torch.tensor(drawn,""",
         law=NESTED,
@@ -345,7 +345,7 @@ LOSSES = [
         TAUGHT,
         "model.fertility_logits(memory).flatten(0, 1), fertilities.flatten()",
     ),
-    _supervised("fertilities learnt per sentence", "/ len(said)", "/ len(source)"),
+    _supervised("fertilities learnt per sentence", "/ len(words)", "/ len(source)"),
     _reinforce("fertilities follow the cost uphill", GRADIENT, f"-{GRADIENT}"),
     _reinforce(
         "fertilities of padding are paid for",

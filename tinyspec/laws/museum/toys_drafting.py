@@ -516,7 +516,7 @@ best, sizes = solve_tree_dp(""",
         "a sum of shares without the path",
         "reach[parent] * (accepts",
         "(accepts",
-        sequoia.expected_tokens,
+        sequoia.expected_tree_tokens,
         law=sequoia_traps.TOKENS,
     ),
 ]

@@ -177,26 +177,26 @@ return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
         law=mcsd_traps.CHANCE,
     ),
 ]
-MERGED = "return TokenTree(tokens, tuple(parents), laws, probe)"
+MERGED = "return TokenTree(tokens, tuple(parents), draft_probs, probe)"
 PROPOSALS = [
     _specinfer(
         "equal proposals merged into one test",
         MERGED,
-        """tree, first = TokenTree(tokens, tuple(parents), laws, probe), {}
+        """tree, first = TokenTree(tokens, tuple(parents), draft_probs, probe), {}
 spelled = [tree.tokens_on(tree.path(node)) for node in range(len(tokens))]
 kept = [n for n, text in enumerate(spelled) if first.setdefault(text, n) == n]
 at = {text: kept.index(n) for text, n in first.items()}
 above = [at.get(spelled[n][:-1], ROOT) for n in kept]
-return TokenTree(tree.tokens_on(kept), above, [laws[n] for n in kept], (False,) * len(kept))""",
+return TokenTree(tree.tokens_on(kept), above, [draft_probs[n] for n in kept], (False,) * len(kept))""",
         sif.merge_trees,
         law=JOINT,
     ),
     _specinfer(
         "one model's law for all proposals",
         MERGED,
-        f"""first = dict(zip(parents[::-1], laws[::-1], strict=True))
-each = zip(tokens, parents, laws, strict=True)
-laws = [first[up] if first[up][token] > 0 else law for token, up, law in each]
+        f"""first = dict(zip(parents[::-1], draft_probs[::-1], strict=True))
+each = zip(tokens, parents, draft_probs, strict=True)
+draft_probs = [first[up] if first[up][token] > 0 else law for token, up, law in each]
 {MERGED}""",
         sif.merge_trees,
         law=JOINT,
@@ -364,7 +364,7 @@ least = math.exp(-rollback)""",
     ),
     _bild(
         "the unsure token is proposed",
-        "return bool(highest_probability(laws, tip) > self.fallback)",
+        "return bool(highest_probability(probs, tip) > self.fallback)",
         "return True",
         function=bild.BildDrafter.should_draft,
         law=bild_traps.ALGORITHM,

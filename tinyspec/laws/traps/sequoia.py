@@ -134,5 +134,5 @@ TRAPS = [
     Trap(JOINT, joint_law, card("sequoia")),
     Trap(BEST, commits_most, lambda: seq.best_tree),
     Trap(VECTOR, shares_of_ranks, lambda: seq.acceptance_by_rank),
-    Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tokens),
+    Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tree_tokens),
 ]

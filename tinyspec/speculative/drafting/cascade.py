@@ -19,7 +19,7 @@ finalized it. A copied token, and one that passed a lenient review, is a point m
 Pitfall: declaring the distribution of the model that first proposed a token, not of its reviewer;
 two levels with a constant gamma are no cascade. The released code decodes greedily only.
 Tests: tests/speculative/test_cascade.py (`draft_cascade` against what runs, tokens and forward
-passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
+passes of every level; each cascade alone, both and none; the longest match). `tinyspec dists
 cascade` enumerates four levels.
 Left out: the bigram table of Wikipedia. Here the smallest draft model samples `sample` tokens once,
 and these are counted.
@@ -172,7 +172,7 @@ class CascadeDrafter(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        text, laws, last = list(context), list[Probs | None](), len(context) + max_draft_depth
+        text, dists, last = list(context), list[Probs | None](), len(context) + max_draft_depth
         for number, (level, quota) in enumerate(zip(self.below, self.quotas, strict=True)):
             n = min(quota, last - len(text))
             if n < 1:
@@ -181,10 +181,10 @@ class CascadeDrafter(BaseDrafter):
             ended = [at for at, token in enumerate(tokens, 1) if token in self.ends]
             n_kept = ended[0] if ended else len(tokens)
             text += tokens[:n_kept]
-            laws += rows[:n_kept]
+            dists += rows[:n_kept]
             if ended:
                 break
-        return TokenTree.chain(text[len(context) :], laws)
+        return TokenTree.chain(text[len(context) :], dists)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         for level in self.listeners:

@@ -263,9 +263,9 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
         self.first, self.wanted = DraftExit(threshold), wanted
         self.exit = self.first
 
-    def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-        unsure = laws.probs_under(tip, UNCHANGED)[token] < self.exit.threshold
-        return bool(unsure) or super().should_stop(laws, tip, token)
+    def should_stop(self, probs: TargetProbs, tip: int, token: int) -> bool:
+        unsure = probs.probs_under(tip, UNCHANGED)[token] < self.exit.threshold
+        return bool(unsure) or super().should_stop(probs, tip, token)
 
     def observe(self, round: Round) -> None:
         self.exit = self.exit.after(

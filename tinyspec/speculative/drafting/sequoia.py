@@ -163,10 +163,10 @@ def estimate_acceptance(
 # ------------------------------ the tree
 
 
-def expected_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
+def expected_tree_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
     """Return F(T): 1 for the root, and for every node the product of P along its path.
 
-    >>> expected_tokens((-1, -1, 0), [0.5, 0.25])
+    >>> expected_tree_tokens((-1, -1, 0), [0.5, 0.25])
     2.0
     """
     reach: dict[int, Any] = {ROOT: 1}

@@ -71,7 +71,7 @@ class ComputedPaths:
         self.model, self.sampling, self.context = model, sampling, context
         self.place: dict[Path, int] = {(): -1}  # path -> node of the computed tree
         self.tokens, self.parents = list[int](), list[int]()
-        self.laws: TargetProbs | None = None
+        self.probs: TargetProbs | None = None
         self.size = -1  # nodes whose distributions are known
 
     def add(self, path: Path) -> None:
@@ -84,13 +84,13 @@ class ComputedPaths:
 
     def needs_run(self, path: Path) -> bool:
         """Return whether the distribution after this path is not known yet."""
-        return self.laws is None or self.place.get(path, self.size) >= self.size
+        return self.probs is None or self.place.get(path, self.size) >= self.size
 
     def run(self) -> None:
         """Run one forward pass over the paths that were added; the session keeps the others."""
         self.size = n = len(self.tokens)
         tree = TokenTree(tuple(self.tokens), tuple(self.parents), (None,) * n, (False,) * n)
-        self.laws = TargetProbs(self.model.score(tree), self.sampling, self.context, tree)
+        self.probs = TargetProbs(self.model.score(tree), self.sampling, self.context, tree)
 
 
 class StagedDrafter(ModelDrafter):
@@ -125,7 +125,7 @@ class StagedDrafter(ModelDrafter):
         deepest = max_draft_depth
         if self.positions is not None:
             deepest = min(deepest, self.positions - self.length)
-        tokens, parents, laws = list[int](), list[int](), list[Probs | None]()
+        tokens, parents, dists = list[int](), list[int](), list[Probs | None]()
         computed = ComputedPaths(self.model, sampling, context)
         leaves: list[tuple[Any, int, Path]] = []  # (-value, node, path): the most probable first
         if deepest > 0 and not self.left_behind:
@@ -135,16 +135,16 @@ class StagedDrafter(ModelDrafter):
             if computed.needs_run(leaves[0][2]):
                 self.run_ahead(computed, leaves, -(-left // self.width), deepest)
             value, node, path = heappop(leaves)
-            assert computed.laws is not None
-            for token, law, share in self.children(
-                computed.laws, computed.place[path], min(self.width, left), rng
+            assert computed.probs is not None
+            for token, q, value_share in self.draw_children(
+                computed.probs, computed.place[path], min(self.width, left), rng
             ):
                 if token not in self.ends and len(path) + 1 < deepest:
-                    heappush(leaves, (value * share, len(tokens), (*path, token)))
+                    heappush(leaves, (value * value_share, len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
-                laws.append(law)
-        return TokenTree(tuple(tokens), tuple(parents), tuple(laws), (False,) * len(tokens))
+                dists.append(q)
+        return TokenTree(tuple(tokens), tuple(parents), tuple(dists), (False,) * len(tokens))
 
     def run_ahead(
         self, computed: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
@@ -168,21 +168,21 @@ class StagedDrafter(ModelDrafter):
             computed.add(path)
         computed.run()
 
-    def children(
-        self, laws: TargetProbs, node: int, k: int, rng: RandomSource
+    def draw_children(
+        self, probs: TargetProbs, node: int, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None, Any]]:
         """Return at most k tokens after a node of the computed tree.
 
         Each comes with its declared distribution and its probability under the draft model.
         """
-        if laws.sampling.temperature == 0:
-            q = laws.probs_under(
-                node, SamplingParams(repetition_penalty=laws.sampling.repetition_penalty)
+        if probs.sampling.temperature == 0:
+            q = probs.probs_under(
+                node, SamplingParams(repetition_penalty=probs.sampling.repetition_penalty)
             )
         else:
-            q = laws[node]
+            q = probs[node]
             if self.drawn:
-                return [(token, law, q[token]) for token, law in sample_siblings(q, k, rng)]
+                return [(token, dist, q[token]) for token, dist in sample_siblings(q, k, rng)]
         return [(token, None, q[token]) for token in top_k_tokens(q, k) if q[token] > 0]
 
 

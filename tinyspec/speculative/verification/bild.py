@@ -20,7 +20,7 @@ Guarantee: LOSSY in `rollback`. At 0 every token is over the threshold, so every
 large model's own sample: EXACT under both rules, at any temperature.
 Pitfall: a ratio test, or proposing the token that the small model is unsure of: that is speculative
 decoding with a confidence stop. The authors' code saves the rollback of an equal token, but then
-keeps the rest of the block unread (laws/museum).
+keeps the rest of the block unread (probs/museum).
 Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome by outcome; both
 exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
@@ -71,9 +71,9 @@ class BildDrafter(ModelDrafter):
         super().__init__(model, gamma, ends, positions)
         self.fallback = fallback
 
-    def should_draft(self, laws: TargetProbs, tip: int) -> bool:
+    def should_draft(self, probs: TargetProbs, tip: int) -> bool:
         """Apply the fallback policy, before anything is sampled from the distribution."""
-        return bool(highest_probability(laws, tip) > self.fallback)
+        return bool(highest_probability(probs, tip) > self.fallback)
 
 
 def rollback_verifier(rollback: float, rule: str) -> Verifier:

@@ -126,14 +126,14 @@ def merge_trees(trees: Sequence[TokenTree]) -> TokenTree:
     >>> merge_trees([TokenTree.chain([5, 7]), TokenTree.chain([5, 8])]).parents
     (-1, 0, -1, 2)
     """
-    parents, behind = list[int](), 0
+    parents, n_before = list[int](), 0
     for tree in trees:
-        parents += [up if up == ROOT else up + behind for up in tree.parents]
-        behind += len(tree.tokens)
-    tokens, _, laws, probe = (
+        parents += [up if up == ROOT else up + n_before for up in tree.parents]
+        n_before += len(tree.tokens)
+    tokens, _, draft_probs, probe = (
         tuple(chain.from_iterable(columns)) for columns in zip(*trees, strict=True)
     )
-    return TokenTree(tokens, tuple(parents), laws, probe)
+    return TokenTree(tokens, tuple(parents), draft_probs, probe)
 
 
 def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
