@@ -19,7 +19,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
-from tinyspec.training.recipe_mt import read_translation_recipe
+from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.train_mt import initial_model, train_mt
 
 RECIPE = """

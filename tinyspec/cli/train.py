@@ -296,7 +296,6 @@ def boost(
     from tinyspec.pairing import check_pair
     from tinyspec.speculative.verification import specinfer
     from tinyspec.training import corpus
-    from tinyspec.training.recipe import END_ID
     from tinyspec.training.schedule import TrainSettings
 
     target, small = base.load_all(model, draft, ["specinfer"], device, "float32")
@@ -306,7 +305,7 @@ def boost(
         check_pair(target, one)
     texts = [corpus.clean_book(book.text) for book in data.read_books("train", data_folder)]
     draw = corpus.make_crop_sampler(
-        corpus.pack_texts(target.tokenizer, texts, END_ID), prompts, prompt_tokens
+        corpus.pack_texts(target.tokenizer, texts, corpus.END_ID), prompts, prompt_tokens
     )
     passages, _ = draw(torch.Generator().manual_seed(seed))
     settings = TrainSettings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)

@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from tinyspec.lm.tokenizer import Tokenizer
 
-END_TOKEN = "<|endoftext|>"  # stands between documents; id 0
+END_TOKEN = "<|endoftext|>"  # stands between documents
+END_ID = 0  # its id in the tokenizers that are trained here
 LogitsFn = Callable[[Tensor], Tensor]  # ids [B, T] -> logits [B, T, V]
 
 _HEADER = re.compile(r"\A(?:[ \t]*\n|#+ *(?:Title|Author|Year):[^\n]*\n)*-{3,}[ \t]*\n")

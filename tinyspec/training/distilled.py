@@ -1,17 +1,15 @@
-"""Sequence-level distillation: the teacher's translations of the training sentences, kept on disk.
+"""Distill sequences: a teacher translates the training sentences, and students learn from these.
 
-Kim, Rush, EMNLP 2016, arXiv 1606.07947. A student that is trained on what its teacher says, instead
-of what people said, meets one translation of each sentence, not one of many: that is what models
-without autoregression need most.
+Kim, Rush, EMNLP 2016, arXiv 1606.07947. People translate a sentence in many ways; the teacher
+translates it in one. Models that are not autoregressive need such targets most.
 
-The translations lie in the cache, a file a batch, in a folder named by a hash of the teacher's
-weights, the sentences and the settings. An interrupted writing goes on where it was; students of
+The translations lie in the cache, a file per batch. The folder's name contains a hash of the
+teacher's weights, the sentences and the settings. An interrupted run continues, and students of
 several kinds read the same files.
 """
 
 import hashlib
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,18 +20,18 @@ from rich.console import Console
 from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
-from tinyspec.progress import progress_bar
 from tinyspec.training.beam import beam_search, greedy_search
 from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.text_cache import cache_batches
 
 
 @dataclass(frozen=True)
 class BeamSettings:
-    """How a teacher writes.
+    """How a teacher translates.
 
-    beam          texts kept by beam search; 1: greedy decoding
-    length_power  see training/beam.py
-    factor, more  a translation has at most factor * source + more tokens
+    beam          texts that beam search keeps; 1: greedy search
+    length_power  see beam.py
+    factor, more  a translation has at most factor * (source tokens) + more tokens
     """
 
     beam: int = 4
@@ -52,28 +50,28 @@ class BeamSettings:
             )
 
     def limit(self, model: Seq2Seq, source: Sequence[int]) -> int:
-        """Tokens of a translation, at most, before its end."""
+        """Return the most tokens that a translation of the source may have before its end."""
         return min(int(self.factor * len(source)) + self.more, model.config.max_positions - 1)
 
 
 def write_translations(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: BeamSettings = BeamSettings()
+    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: BeamSettings = BeamSettings()
 ) -> list[list[int]]:
-    """Translations of these sources, computed together: ids without the ends."""
+    """Translate these sources together; return ids without end tokens."""
     if not all(sources):
         raise TinyspecError("a source is empty: give at least one token")
-    limits = [writing.limit(model, source) for source in sources]
+    limits = [settings.limit(model, source) for source in sources]
     with torch.inference_mode():
         memory = model.encode(pad_sequences(sources, model.config.pad).to(model.device))
     rows = Lockstep(model, memory, max(limits) + 1)
     c = model.config
-    if writing.beam == 1:
+    if settings.beam == 1:
         return greedy_search(rows, c.bos, c.eos, limits)
-    return beam_search(rows, c.bos, c.eos, limits, writing.beam, writing.length_power)
+    return beam_search(rows, c.bos, c.eos, limits, settings.beam, settings.length_power)
 
 
 def hash_weights(model: Seq2Seq) -> str:
-    """A hash of its weights, in float32."""
+    """Return a hash of the model's weights in float32."""
     digest = hashlib.blake2b(digest_size=8)
     for name, weight in sorted(model.weights.items()):
         digest.update(name.encode())
@@ -82,10 +80,10 @@ def hash_weights(model: Seq2Seq) -> str:
 
 
 def translations_folder(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], writing: BeamSettings
+    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: BeamSettings
 ) -> Path:
-    """Where the translations of these sources, by this teacher, written so, are kept."""
-    asked = [hash_weights(model), [list(source) for source in sources], asdict(writing)]
+    """Return the folder in the cache for this teacher's translations of these sources."""
+    asked = [hash_weights(model), [list(source) for source in sources], asdict(settings)]
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
     return models.models_folder().parent / "distilled" / f"{model.name}-{key}"
 
@@ -93,45 +91,23 @@ def translations_folder(
 def distill_translations(
     model: Seq2Seq,
     sources: Sequence[Sequence[int]],
-    writing: BeamSettings = BeamSettings(),
-    where: Path | None = None,
+    settings: BeamSettings = BeamSettings(),
+    folder: Path | None = None,
     batch: int = 128,
     console: Console | None = None,
 ) -> list[list[int]]:
-    """All translations, in the order of `sources`: those that are in the folder, and the others,
-    written now.
-    """
-    where = where or translations_folder(model, sources, writing)
-    where.mkdir(parents=True, exist_ok=True)
-    order = sorted(
-        range(len(sources)), key=lambda i: (len(sources[i]), i)
-    )  # of like lengths: less padding
-    found: dict[int, list[int]] = {}
-    bar = progress_bar(console)
-    with bar:
-        task = bar.add_task(f"{model.name} writes", total=len(order))
-        for at in range(0, len(order), batch):
-            part, path = order[at : at + batch], where / f"{at:06d}-{batch}.json"
-            texts = _read(path, len(part)) if path.exists() else None
-            if texts is None:
-                texts = write_translations(model, [sources[i] for i in part], writing)
-                beside = path.with_suffix(".part")
-                beside.write_text(json.dumps(texts), encoding="utf-8")
-                os.replace(beside, path)
-            found.update(zip(part, texts, strict=True))
-            bar.advance(task, len(part))
+    """Return the translations in the order of `sources`, from the cache or written now."""
+    # In the order of lengths, because batches of similar lengths have less padding.
+    order = sorted(range(len(sources)), key=lambda i: (len(sources[i]), i))
+    batches = cache_batches(
+        folder or translations_folder(model, sources, settings),
+        order,
+        batch,
+        lambda first, part: write_translations(model, [sources[i] for i in part], settings),
+        name_file=lambda first: f"{first:06d}-{batch}.json",
+        is_complete=lambda content, part: len(content) == len(part),
+        title=f"{model.name} writes",
+        console=console,
+    )
+    found = dict(zip(order, (text for content in batches for text in content), strict=True))
     return [found[i] for i in range(len(sources))]
-
-
-def _read(path: Path, rows: int) -> list[list[int]]:
-    try:
-        texts: list[list[int]] = json.loads(path.read_text(encoding="utf-8"))
-        if len(texts) != rows or not all(
-            isinstance(token, int) for text in texts for token in text
-        ):
-            raise ValueError(f"{len(texts)} texts instead of {rows}")
-        return texts
-    except (OSError, ValueError, TypeError) as error:
-        raise TinyspecError(
-            f"{path}: damaged ({error}); delete it, and it is written again"
-        ) from error

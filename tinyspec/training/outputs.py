@@ -1,23 +1,22 @@
-"""A target's own outputs, with its law at every token: what a draft is distilled from.
+"""Sample a target's outputs, with its probabilities at every token: what a draft is distilled from.
 
-Texts are sampled from the target in ragged batches, and of every law the most probable tokens are
-kept, so that a training can go over them many times without the target. They lie in the cache, a
-file a batch; an interrupted writing goes on where it was, and drafts of several sizes read the same
-files. Text i depends on (target, asking, seed, i) alone.
+Texts are sampled from the target in ragged batches. Of every distribution the most probable tokens
+are kept, so that a training can use the texts many times without the target. They lie in the cache,
+a file per batch. An interrupted run continues, and drafts of several sizes read the same files.
+Text i depends on the target, the settings and i alone.
 
-Where prompts come from: a file (paragraphs, split at blank lines); else, for a chat model, GSM8K's
-training questions, German captions to translate and paragraphs of the classics to summarise, as far
-as these are on the machine, and questions that the model asks itself; for a plain model, openings
-in the classics. None of them is in a benchmark.
+Prompts come from a file (paragraphs between blank lines), if one is given. Else a chat model gets
+GSM8K's training questions, German captions to translate and paragraphs of the classics to
+summarize, as far as these are on the machine, and questions that it asks itself. A plain model gets
+openings from the classics. None of these texts is in a benchmark.
 """
 
 import json
-import os
 import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,21 +30,21 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed
 from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.model import Model
-from tinyspec.progress import progress_bar
 from tinyspec.training import corpus
+from tinyspec.training.text_cache import cache_batches
 from tinyspec.tree import TokenTree
 
 
 @dataclass(frozen=True)
 class OutputSettings:
-    """What is written. Texts of several drafts are shared where all of it agrees.
+    """How a target's outputs are sampled. Drafts with equal settings share the outputs.
 
     texts        how many
     tokens       new tokens of each, at most
     prompt       tokens of its prompt, at most
     question     tokens of a question that a chat model asks itself, at most
-    temperature  at which they are drawn; the laws that are kept are those at temperature 1
-    top          tokens kept of each law
+    temperature  of the sampling; the probabilities that are kept are those at temperature 1
+    top          tokens kept of each distribution
     """
 
     texts: int = 1500
@@ -61,21 +60,41 @@ class OutputSettings:
         for name in ("texts", "tokens", "prompt", "question", "top", "batch"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise TinyspecError(
-                    f"[distill] {name} is {getattr(self, name)}: it must be a whole number from 1 on"
+                    f"[distill] {name} is {getattr(self, name)}: "
+                    "it must be a whole number from 1 on"
                 )
         if not self.temperature > 0:
             raise TinyspecError(
-                f"[distill] temperature is {self.temperature}: outputs are drawn, so it must be above 0"
+                f"[distill] temperature is {self.temperature}: "
+                "outputs are drawn, so it must be above 0"
+            )
+
+
+@dataclass(frozen=True)
+class DistillSettings(OutputSettings):
+    """The section [distill] of a recipe.
+
+    draft_vocab  size of the draft's vocabulary, the target's most frequent tokens; 0: all tokens
+    """
+
+    draft_vocab: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.draft_vocab, int) or self.draft_vocab < 0:
+            raise TinyspecError(
+                f"[distill] draft_vocab is {self.draft_vocab!r}: "
+                "a number of tokens, or 0 for all of them"
             )
 
 
 class TargetOutput(NamedTuple):
     """A text of the target.
 
-    ids    [n] prompt, answer
-    known  [m] places whose next token's law is known: ids[place + 1] was drawn there
-    top    [m, k] ids of the most probable tokens, int32
-    law    [m, k] their probabilities at temperature 1, float16
+    ids        [n] prompt, then answer
+    positions  [m] positions after which the next token, ids[position + 1], was sampled
+    top_ids    [m, k] most probable next tokens at these positions, int32
+    top_probs  [m, k] their probabilities at temperature 1, float16
     """
 
     ids: Tensor
@@ -85,9 +104,7 @@ class TargetOutput(NamedTuple):
 
 
 class TargetPrompt(NamedTuple):
-    """A prompt; with `closing`, the model asks a question behind it first, and these ids follow its
-    question.
-    """
+    """A prompt. With `closing`, the model first writes a question, and these ids follow it."""
 
     ids: Sequence[int]
     closing: Sequence[int] | None = None
@@ -105,9 +122,7 @@ def make_prompts(
     file: Path | None = None,
     data_folder: str | Path | None = None,
 ) -> list[TargetPrompt]:
-    """As many prompts as texts are wanted; prompt i depends on (asking.seed, i) and the data, not
-    on how many there are.
-    """
+    """Return a prompt for each text. Prompt i depends on the seed, i and the data alone."""
     chat = model.has_tokenizer and model.tokenizer.has_chat
     if file is not None:
         own = [
@@ -143,7 +158,7 @@ def make_prompts(
 
 
 def _find_questions(root: str | Path | None) -> Iterator[PromptSource]:
-    """Kinds of questions, of the data that is here."""
+    """Yield sources of questions, for the data on this machine."""
     with suppress(TinyspecError):
         sums = [s.question for s in data.read_gsm8k("train", root)]
         yield lambda chance: chance.choice(sums)
@@ -167,7 +182,7 @@ def _find_questions(root: str | Path | None) -> Iterator[PromptSource]:
 
 
 def _find_openings(root: str | Path | None) -> list[PromptSource]:
-    """Paragraphs of the training books with what follows them; nothing where there are none."""
+    """Return a source of openings: paragraphs of the training books. Without books: no source."""
     try:
         books = [
             corpus.clean_book(book.text).split("\n\n") for book in data.read_books("train", root)
@@ -183,7 +198,7 @@ def _find_openings(root: str | Path | None) -> list[PromptSource]:
 
 
 def _split_chat_template(model: Model) -> tuple[list[int], list[int]]:
-    """What stands before a user's question in the chat template, and what stands behind it."""
+    """Return the ids before and after a user's question in the chat template."""
     one, two = (
         model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please")
     )
@@ -200,119 +215,107 @@ def _encode_plain_prompt(model: Model, text: str) -> list[int]:
 
 
 def _empty_prompt(model: Model) -> list[int]:
-    """The prompt that says nothing."""
+    """Return the shortest prompt."""
     return [model.config.bos if model.config.bos is not None else next(iter(model.config.eos), 0)]
 
 
-# ---------------------------------------------------------------------- writing
+# ---------------------------------------------------------------------- sampling
 
 
 def outputs_folder(model: Model, asking: OutputSettings, prompts: Path | None = None) -> Path:
-    """Where the outputs of this target, asked so, are kept."""
-    said = "" if prompts is None else prompts.read_text(encoding="utf-8")
-    asked = {
-        name: value for name, value in asdict(asking).items() if name != "texts"
-    }  # more texts go on with these
-    key = json.dumps(
-        [borrowed.check(model.weights["embed"]), model.config.n_layers, asked, said], sort_keys=True
-    )
-    return (
-        models.models_folder().parent / "outputs" / f"{model.name}-{zlib.crc32(key.encode()):08x}"
-    )
+    """Return the folder in the cache for this target's outputs to these prompts."""
+    text = "" if prompts is None else prompts.read_text(encoding="utf-8")
+    settings = _as_dict(asking)
+    settings.pop("texts")  # further texts are added to the folder
+    weights = borrowed.check(model.weights["embed"])
+    key = json.dumps([weights, model.config.n_layers, settings, text], sort_keys=True)
+    name = f"{model.name}-{zlib.crc32(key.encode()):08x}"
+    return models.models_folder().parent / "outputs" / name
+
+
+def _as_dict(asking: OutputSettings) -> dict[str, Any]:
+    """Return the settings that the outputs depend on."""
+    return {f.name: getattr(asking, f.name) for f in fields(OutputSettings)}
 
 
 def write_outputs(
     model: Model,
-    asks: Sequence[TargetPrompt],
+    prompts: Sequence[TargetPrompt],
     asking: OutputSettings,
     where: Path,
     console: Console | None = None,
 ) -> list[TargetOutput]:
-    """All outputs: those that are in the folder already, and the others, written now, a file a
-    batch.
-    """
+    """Return the outputs to these prompts, from the files in the folder or sampled now."""
+
+    def compute(first: int, batch: Sequence[TargetPrompt]) -> Any:
+        return [tuple(output) for output in sample_outputs(model, batch, asking, first)]
+
     where.mkdir(parents=True, exist_ok=True)
     (where / "asking.json").write_text(
-        json.dumps({"target": model.name, **asdict(asking)}, indent=1) + "\n", encoding="utf-8"
+        json.dumps({"target": model.name, **_as_dict(asking)}, indent=1) + "\n", encoding="utf-8"
     )
-    bar = progress_bar(console)
-    made: list[TargetOutput] = []
-    with bar:
-        task = bar.add_task(f"texts of {model.name}", total=len(asks))
-        for at in range(0, len(asks), asking.batch):
-            path, part = where / f"{at // asking.batch:05d}.pt", asks[at : at + asking.batch]
-            found = read_outputs(path) if path.exists() else []
-            if len(found) < len(part):
-                found = sample_outputs(model, part, asking, at)
-                torch.save([tuple(output) for output in found], path.with_suffix(".part"))
-                os.replace(path.with_suffix(".part"), path)
-            made += found[: len(part)]
-            bar.advance(task, len(part))
-    return made
-
-
-def read_outputs(path: Path) -> list[TargetOutput]:
-    """The outputs of a file. TinyspecError where it is damaged."""
-    try:
-        return [TargetOutput(*parts) for parts in torch.load(path, weights_only=True)]
-    except Exception as error:
-        raise TinyspecError(
-            f"{path}: damaged ({type(error).__name__}); delete it, and it is written again"
-        ) from error
+    batches = cache_batches(
+        where,
+        prompts,
+        asking.batch,
+        compute,
+        name_file=lambda first: f"{first // asking.batch:05d}.pt",
+        is_complete=lambda content, batch: len(content) >= len(batch),
+        title=f"texts of {model.name}",
+        console=console,
+    )
+    return [TargetOutput(*parts) for content in batches for parts in content][: len(prompts)]
 
 
 def sample_outputs(
-    model: Model, asks: Sequence[TargetPrompt], asking: OutputSettings, first: int
+    model: Model, prompts: Sequence[TargetPrompt], asking: OutputSettings, first: int
 ) -> list[TargetOutput]:
-    """Outputs for these prompts, in one ragged batch; `first` is the number of the first."""
+    """Sample outputs to these prompts in one ragged batch; `first` is the number of the first."""
 
     def job(row: int) -> Any:
-        return lambda gate: _sample_output(model, asks[row], asking, first + row, gate)
+        return lambda gate: _sample_output(model, prompts[row], asking, first + row, gate)
 
-    return run_together([job(row) for row in range(len(asks))])
+    return run_together([job(row) for row in range(len(prompts))])
 
 
 def _sample_output(
-    model: Model, ask: TargetPrompt, asking: OutputSettings, number: int, gate: BatchBarrier
+    model: Model, prompt: TargetPrompt, asking: OutputSettings, number: int, gate: BatchBarrier
 ) -> TargetOutput:
-    """One text, drawn token by token."""
+    """Sample one text, token by token."""
     generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
     session = model.session(gate=gate)
-    ids, known = list(ask.ids), list[int]()
-    tops, laws = list[Tensor](), list[Tensor]()
+    ids, positions = list(prompt.ids), list[int]()
+    top_ids, top_probs = list[Tensor](), list[Tensor]()
     session.extend(ids)
 
-    def draw(most: int) -> None:
+    def sample(most: int) -> None:
         for _ in range(most):
             logits = session.score(TokenTree()).logits[0]
             best = logits.softmax(-1).topk(min(asking.top, len(logits)))
-            law = (
-                (logits / asking.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
-            )  # multinomial is ten times slower
-            u = (
-                torch.rand((1,), generator=generator, dtype=torch.float64, device=model.device)
-                * law[-1]
-            )
-            token = min(int(torch.searchsorted(law, u, right=True)), len(law) - 1)
-            known.append(len(ids) - 1)
-            tops.append(best.indices.int().cpu())
-            laws.append(best.values.half().cpu())
+            # By the inverse CDF, because torch.multinomial is ten times slower.
+            cdf = (logits / asking.temperature).softmax(-1).cumsum(-1, dtype=torch.float64)
+            u = torch.rand((1,), generator=generator, dtype=torch.float64, device=model.device)
+            index = torch.searchsorted(cdf, u * cdf[-1], right=True)
+            token = min(int(index), len(cdf) - 1)
+            positions.append(len(ids) - 1)
+            top_ids.append(best.indices.int().cpu())
+            top_probs.append(best.values.half().cpu())
             ids.append(token)
             session.commit((), token)
             if token in model.config.eos:
                 return
 
-    if ask.closing is not None:
-        draw(asking.question)
-        closing = (
-            ask.closing[1:] if ids[-1] == ask.closing[0] else ask.closing
-        )  # it may have ended its question itself
+    if prompt.closing is not None:
+        sample(asking.question)
+        # The model may have ended its question with the first id of the closing.
+        is_closed = ids[-1] == prompt.closing[0]
+        closing = prompt.closing[1:] if is_closed else prompt.closing
         ids += closing
         session.extend(closing)
-    draw(asking.tokens)
+    sample(asking.tokens)
     return TargetOutput(
         torch.tensor(ids, dtype=torch.int32),
-        torch.tensor(known),
-        torch.stack(tops),
-        torch.stack(laws),
+        torch.tensor(positions),
+        torch.stack(top_ids),
+        torch.stack(top_probs),
     )

@@ -1,14 +1,12 @@
-"""A draft is trained where it will be asked: on text that its teacher wrote, under the settings of
-the people who ask.
+"""Train a draft on text that its teacher wrote, under the sampling settings of its users.
 
-The first is DistillSpec (Zhou et al. 2024, arXiv 2310.08461). The second matters for the repetition
-penalty: it acts on raw logits, so that two models of one law part under it, and it moves the mass
-to tokens that were hardly likely before. The acceptance rate that counts is then that of the
-penalised laws, and so these are what is compared.
+The teacher's own texts are DistillSpec (Zhou et al. 2024, arXiv 2310.08461). The settings matter
+for the repetition penalty. It changes raw logits, so two models with equal distributions can differ
+under it, and it moves probability to tokens that were improbable before. The acceptance rate that
+users see is that of the penalized distributions. So these are compared.
 """
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,27 +17,25 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, generate
 from tinyspec.lm.model import Model
-from tinyspec.progress import progress_bar
 from tinyspec.training.corpus import LogitsFn
-from tinyspec.training.train import Batch
+from tinyspec.training.text_cache import cache_batches
+from tinyspec.training.train import Batch, Batches
 
-Draw = Callable[[torch.Generator], Batch]
-HELD = 20  # every so many texts, one is held out
+HELD = 20  # one of so many texts is held out
 
 
 @dataclass(frozen=True)
 class OwnTextSettings:
-    """Section [own] of a recipe with a teacher.
+    """The section [own] of a recipe with a teacher.
 
-    texts         how many texts it writes, in equal shares for each pair of a temperature and a
-                  penalty
-    tokens        length of each, its opening from the books included
-    prompt        longest opening
-    temperatures  at which they are drawn; 0 is greedy
-    penalties     repetition penalties under which they are drawn, and under which the laws are
-                  compared
-    share         of the steps that are made on them; the others are on the books, under one of the
-                  penalties
+    texts         how many texts the teacher writes, equally many for each pair of a temperature
+                  and a penalty
+    tokens        of each text, with its opening from the books
+    prompt        tokens of the longest opening
+    temperatures  of the sampling; 0 is greedy
+    penalties     repetition penalties of the sampling; the distributions are compared under them
+    share         of the steps that use these texts; the other steps use the books, under one of
+                  the penalties
     """
 
     texts: int = 2000
@@ -54,8 +50,9 @@ class OwnTextSettings:
     def __post_init__(self) -> None:
         if not 8 <= self.prompt < self.tokens or min(self.texts, self.batch) < 1:
             raise TinyspecError(
-                f"[own]: prompt is {self.prompt}, tokens {self.tokens}: an opening has 8 tokens or more and is shorter than "
-                "its text; texts and batch are at least 1"
+                f"[own]: prompt is {self.prompt}, tokens {self.tokens}: "
+                "an opening has 8 tokens or more and is shorter than its text; "
+                "texts and batch are at least 1"
             )
         if (
             not self.temperatures
@@ -64,15 +61,17 @@ class OwnTextSettings:
             or min(self.penalties) <= 0
         ):
             raise TinyspecError(
-                "[own]: temperatures are 0 or more, penalties above 0, and there is at least one of each"
+                "[own]: temperatures are 0 or more, penalties above 0, "
+                "and there is at least one of each"
             )
         if not 0 <= self.share <= 1:
             raise TinyspecError(
-                f"[own] share is {self.share}: it is between 0 (books alone) and 1 (own texts alone)"
+                f"[own] share is {self.share}: "
+                "it is between 0 (books alone) and 1 (own texts alone)"
             )
 
     def batch_sampling(self, batch: int) -> tuple[float, float]:
-        """Temperature and penalty of all texts of a batch."""
+        """Return the temperature and the penalty of a batch's texts."""
         pairs = [(t, r) for r in self.penalties for t in self.temperatures]
         return pairs[batch % len(pairs)]
 
@@ -84,38 +83,32 @@ def write_own_texts(
     folder: Path,
     console: Console | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The texts [n, tokens + 1] and the penalty of each [n]; a file a batch in `folder`, so that it
-    goes on where it was.
+    """Return texts of the teacher [n, tokens + 1] and the penalty of each [n].
 
-    Every text opens with a piece of the books, a row of tokens. One that comes to an end before it
-    is long enough is left out.
+    They are kept in `folder`, a file per batch. Each text opens with a piece of the books, one row
+    of ids. Texts that end too early are left out.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    texts, penalties, batches = list[Tensor](), list[float](), -(-own.texts // own.batch)
-    bar = progress_bar(console)
-    with bar:
-        task = bar.add_task(f"texts of {teacher.name}", total=batches)
-        for number in range(batches):
-            path = folder / f"{number:05d}.pt"
-            if not path.exists():
-                torch.save(_write_batch(teacher, books, own, number), path.with_suffix(".part"))
-                os.replace(path.with_suffix(".part"), path)
-            part: Tensor = torch.load(path, weights_only=True)
-            texts.append(part)
-            penalties += [own.batch_sampling(number)[1]] * len(part)
-            bar.advance(task)
+    batches = cache_batches(
+        folder,
+        range(own.texts),
+        own.batch,
+        lambda first, batch: _write_batch(teacher, books, own, first // own.batch),
+        name_file=lambda first: f"{first // own.batch:05d}.pt",
+        title=f"texts of {teacher.name}",
+        console=console,
+    )
+    penalties = [own.batch_sampling(i)[1] for i, texts in enumerate(batches) for _ in texts]
     if not penalties:
         raise TinyspecError(
             f"[own]: no text of {teacher.name} reached {own.tokens} tokens: lower tokens"
         )
-    return torch.cat(texts).to(books.device), torch.tensor(penalties, device=books.device)
+    return torch.cat(batches).to(books.device), torch.tensor(penalties, device=books.device)
 
 
 def _write_batch(teacher: Model, books: Tensor, own: OwnTextSettings, number: int) -> Tensor:
     generator = torch.Generator().manual_seed(own.seed * 1_000_003 + number)
-    length = int(
-        torch.randint(8, own.prompt + 1, (), generator=generator)
-    )  # one for all: they stay together
+    # One length for the batch, so that its texts stay aligned.
+    length = int(torch.randint(8, own.prompt + 1, (), generator=generator))
     starts = torch.randint(max(len(books) - length, 1), (own.batch,), generator=generator).tolist()
     prompts = [books[start : start + length].tolist() for start in starts]
     temperature, penalty = own.batch_sampling(number)
@@ -134,14 +127,13 @@ def _write_batch(teacher: Model, books: Tensor, own: OwnTextSettings, number: in
 def drop_short_texts(
     prompts: Sequence[list[int]], made: Sequence[Generation], length: int
 ) -> Tensor:
-    """Prompts with what was made of them: those that reached their length, [n, length]."""
+    """Return the texts, prompt and answer, that are long enough: [n, length]."""
     rows = [[*prompt, *one.tokens] for prompt, one in zip(prompts, made, strict=True)]
     return torch.tensor([row for row in rows if len(row) == length]).reshape(-1, length)
 
 
 def apply_repetition_penalty(logits: Tensor, inputs: Tensor, penalty: Tensor) -> Tensor:
-    """Logits [B, T, V] behind inputs [B, T], after the repetition penalty [B] on what was read so
-    far.
+    """Apply the repetition penalty [B] for the inputs [B, T] read so far to logits [B, T, V].
 
     >>> logits = torch.tensor([[[2.0, 3.0, -1.0]] * 3])
     >>> inputs, penalty = torch.tensor([[1, 2, 1]]), torch.tensor([2.0])
@@ -150,28 +142,26 @@ def apply_repetition_penalty(logits: Tensor, inputs: Tensor, penalty: Tensor) ->
     """
     rows, length, vocabulary = logits.shape
     place = torch.arange(length, device=inputs.device)
+    # Where each token occurs first; `length` if it does not occur.
     first = torch.full((rows, vocabulary), length, device=inputs.device)
-    first = first.scatter_reduce(
-        1, inputs, place.expand(rows, length), "amin"
-    )  # where a token was read first
+    first = first.scatter_reduce(1, inputs, place.expand(rows, length), "amin")
     strength = penalty.to(logits)[:, None, None]
-    heavier = torch.where(logits > 0, logits / strength, logits * strength)
-    return torch.where(first[:, None] <= place[:, None], heavier, logits)
+    penalized = torch.where(logits > 0, logits / strength, logits * strength)
+    return torch.where(first[:, None] <= place[:, None], penalized, logits)
 
 
 class OwnTexts:
-    """Texts [n, T + 1] with their penalties [n]: every twentieth is held out, the others are
-    trained on.
-    """
+    """Texts [n, T + 1] with their penalties [n]. One of HELD texts is held out of the training."""
 
     def __init__(self, texts: Tensor, penalties: Tensor, own: OwnTextSettings):
         out = torch.arange(len(texts), device=texts.device) % HELD == 0
         self.own, self.held = own, (texts[out], penalties[out])
         self.texts, self.penalties = (texts[~out], penalties[~out]) if len(texts) > 1 else self.held
 
-    def mix_batches(self, books: Draw, rows: int) -> Draw:
-        """Batches (inputs, targets, penalty [B]): what `books` draws, or `rows` of the texts, as
-        the share says.
+    def mix_batches(self, books: Batches, rows: int) -> Batches:
+        """Return a sampler of batches (inputs, targets, penalty [B]).
+
+        A batch is one of `books`, or `rows` of the texts, with the probability `own.share`.
         """
         own = self.own
 
@@ -190,7 +180,7 @@ class OwnTexts:
 
     @torch.no_grad()
     def measure_acceptance(self, target: LogitsFn, draft: LogitsFn) -> float:
-        """Over the texts held out: the mean of sum min(p, q) of the penalised laws."""
+        """Return the mean of sum min(p, q) over the held-out texts, under their penalties."""
         total, (texts, penalties) = 0.0, self.held
         for at in range(0, len(texts), 8):
             inputs, penalty = texts[at : at + 8, :-1], penalties[at : at + 8]

@@ -1,53 +1,79 @@
-"""A recipe: the TOML file beside a checkpoint that says how it was trained."""
+"""Read recipes: the TOML files beside checkpoints that say how they were trained."""
 
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.config import Config
+from tinyspec.lm.config import Config, Seq2SeqConfig
+from tinyspec.training.bitext import BOS, EOS, MASK, PAD
+from tinyspec.training.corpus import END_ID
+from tinyspec.training.distilled import BeamSettings
 from tinyspec.training.exit_losses import ExitLosses
+from tinyspec.training.outputs import DistillSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
-END_ID = (
-    0  # the id of the end-of-text token: the first special token of the tokenizers trained here
-)
+METHODS = ("teacher", "nat", "mask_predict")  # of translation models
+C = TypeVar("C", Config, Seq2SeqConfig)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that decides what is trained. Sections [shape] (as Config), [train] (Settings), [exits]
-    (Exits), [distill], [own] (Own)."""
+    """A recipe of a language model.
+
+    Sections: [shape] (Config), [train] (TrainSettings), [exits] (ExitLosses), [own]
+    (OwnTextSettings), [distill] (DistillSettings). Folders are relative to the recipe's own.
+
+    vocab_size        of the tokenizer that is trained, if none is named
+    batch             crops (with [distill]: texts) per step
+    context           tokens per crop
+    teacher           folder of the teacher; its tokenizer is the student's
+    tokenizer         folder whose tokenizer is used
+    start             folder whose weights are trained further, with its tokenizer
+    inherit           begin with the teacher's embeddings, first layers and final norm
+    draft             named on the card: the draft of this model
+    valid_characters  of each valid book, during training; the final figures use all
+    prompts           of the samples on the card
+    extra             goes into the checkpoint's config
+    """
+
+    SECTIONS: ClassVar[Mapping[str, type]] = {
+        "train": TrainSettings,
+        "exits": ExitLosses,
+        "own": OwnTextSettings,
+        "distill": DistillSettings,
+    }
 
     name: str
     shape: Mapping[str, Any]
     settings: TrainSettings
     vocab_size: int = 4096
-    batch: int = 64  # crops per step
-    context: int = 512  # tokens per crop
+    batch: int = 64
+    context: int = 512
     dropout: float = 0.0
-    teacher: str = ""  # a folder beside the recipe's own; its tokenizer is the student's
-    tokenizer: str = (
-        ""  # a folder beside the recipe's own, whose tokenizer is taken over; none: one is trained
-    )
-    start: str = (
-        ""  # a folder beside the recipe's own: its weights are trained on, with its tokenizer
-    )
-    inherit: bool = False  # start from the teacher's embeddings, first layers and final norm
-    draft: str = ""  # named on the card: the draft of this model
-    valid_characters: int = 40_000  # of each valid book, while training; the end is measured on all
+    teacher: str = ""
+    tokenizer: str = ""
+    start: str = ""
+    inherit: bool = False
+    draft: str = ""
+    valid_characters: int = 40_000
     prompts: tuple[str, ...] = ("Once upon a time",) * 3
     extra: Mapping[str, Any] = field(default_factory=dict)
     exits: ExitLosses | None = None
     own: OwnTextSettings | None = None
-    distill: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # section [distill]: from the teacher's own outputs
+    distill: DistillSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.own is not None and not self.teacher:
+            raise TinyspecError("[own] is what a teacher writes: teacher = NAME is missing")
+        if self.distill is not None and not self.teacher:
+            raise TinyspecError("a draft is distilled from a target: teacher = NAME is missing")
 
     def config(self) -> Config:
+        """Return the config of the model that the recipe trains."""
         extra: dict[str, Any] = {"licence": "MIT", "recipe": "recipe.toml", **self.extra}
         if self.teacher:
             extra["draft_of"] = Path(self.teacher).name
@@ -56,80 +82,147 @@ class Recipe:
         if self.exits is not None and self.exits.changes_training:
             extra["exits"] = self.exits.weights
         shape = {"max_positions": self.context, "bos": None, "eos": (END_ID,), **self.shape}
-        try:
-            config = Config(vocab_size=self.vocab_size, extra=extra, **shape)
-        except TypeError as error:
-            raise TinyspecError(f"recipe {self.name}: section [shape]: {error}") from error
+        config = build_config(
+            self.name, lambda: Config(vocab_size=self.vocab_size, extra=extra, **shape)
+        )
         for layers in () if self.exits is None else self.exits.report:
             if not 1 <= layers <= config.n_layers:
                 raise TinyspecError(
-                    f"recipe {self.name}: [exits] report: exits are 1 to {config.n_layers}, not {layers}"
+                    f"recipe {self.name}: [exits] report: "
+                    f"exits are 1 to {config.n_layers}, not {layers}"
                 )
         return config
 
 
-def read_sections(
+@dataclass(frozen=True)
+class TranslationRecipe:
+    """A recipe of a translation model.
+
+    Sections: [shape] (Seq2SeqConfig), [train] (TrainSettings), [distill] (BeamSettings: how the
+    teacher writes the targets; without it the targets are people's). Folders are relative to the
+    recipe's own.
+
+    method      the method whose loss is used
+    vocab_size  of the tokenizer that is trained, if there is no teacher
+    tokens      positions of a batch, on its longer side
+    longest     tokens; longer pairs are left out
+    smoothing   of the labels
+    teacher     folder of the teacher: tokenizer, distilled targets, first weights
+    inherit     prefixes of the names of weights that begin as the teacher's
+    finetune    nat: folder of a NAT that the teacher fine-tunes word by word
+    judged      valid sentences that are translated at each validation
+    extra       goes into the checkpoint's config
+    """
+
+    SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "distill": BeamSettings}
+
+    name: str
+    shape: Mapping[str, Any]
+    settings: TrainSettings
+    method: str = "teacher"
+    vocab_size: int = 4800
+    tokens: int = 2048
+    longest: int = 100
+    dropout: float = 0.3
+    smoothing: float = 0.1
+    teacher: str = ""
+    inherit: tuple[str, ...] = ()
+    finetune: str = ""
+    judged: int = 1014
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    distill: BeamSettings | None = None
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise TinyspecError(
+                f"method {self.method} cannot be trained; {suggest_nearest(self.method, METHODS)}"
+            )
+        if not self.teacher and (self.distill is not None or self.inherit or self.finetune):
+            raise TinyspecError(
+                "[distill], inherit and finetune need a teacher: teacher = FOLDER is missing"
+            )
+        if self.finetune and self.method != "nat":
+            raise TinyspecError(f"finetune is a stage of nat: method {self.method} has none")
+
+    def config(self, vocab_size: int) -> Seq2SeqConfig:
+        """Return the config of the model that the recipe trains."""
+        extra: dict[str, Any] = {
+            "licence": "MIT",
+            "recipe": "recipe.toml",
+            "trained_for": self.method,
+            **self.extra,
+        }
+        if self.teacher:
+            extra["teacher"] = Path(self.teacher).name
+        if self.distill is not None:
+            extra["distilled"] = asdict(self.distill)
+        ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}
+        return build_config(
+            self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **self.shape)
+        )
+
+
+def build_config(recipe_name: str, build: Callable[[], C]) -> C:
+    """Return what `build` makes of a section [shape], or say that the section is wrong."""
+    try:
+        return build()
+    except TypeError as error:
+        raise TinyspecError(f"recipe {recipe_name}: section [shape]: {error}") from error
+
+
+R = TypeVar("R", Recipe, TranslationRecipe)
+
+
+def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Read the recipe of a language model.
+
+    overrides  sets single values, as {"train.lr": "2e-3"}, each written as TOML
+
+    Raises TinyspecError, with the file's name, for what is wrong in it.
+    """
+    return _read_as(Recipe, Path(path), overrides or {})
+
+
+def read_translation_recipe(
     path: str | Path, overrides: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What a recipe file says, section [shape], section [train]. `overrides`: see read_recipe."""
-    path = Path(path)
+) -> TranslationRecipe:
+    """Read the recipe of a translation model, as `read_recipe` does."""
+    return _read_as(TranslationRecipe, Path(path), overrides or {})
+
+
+def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
-        for key, text in (overrides or {}).items():
+        for key, text in overrides.items():
             at = values
             *sections, last = key.split(".")
             for section in sections:
                 at = at.setdefault(section, {})
             at[last] = tomllib.loads(f"x = {text}")["x"]
-        return values, values.pop("shape"), values.pop("train")
+        for section in ("shape", "train"):
+            if section not in values:
+                raise TinyspecError(f"section [{section}] is missing")
+        reject_unknown_keys(values, {*(f.name for f in fields(kind)), "train"} - {"settings"})
+        for section, content in kind.SECTIONS.items():
+            if section in values:
+                names = {f.name for f in fields(content)}
+                reject_unknown_keys(values[section], names, f"[{section}] ")
+                values[section] = content(**_lists_to_tuples(values[section]))
+        return kind(settings=values.pop("train"), **_lists_to_tuples(values))
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such recipe") from None
-    except KeyError as error:
-        raise TinyspecError(f"{path}: section [{error.args[0]}] is missing") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError, AttributeError) as error:
+    except (
+        *(TinyspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError, AttributeError),
+    ) as error:
         raise TinyspecError(f"{path}: {error}") from error
 
 
-def reject_unknown_keys(
-    path: str | Path, given: Iterable[str], kind: type, section: str = ""
-) -> None:
-    """Raise TinyspecError, with the nearest name, where a recipe names something that `kind` has no
-    field for.
-    """
-    names = {f.name for f in fields(kind)} - {"shape", "settings"}
-    for key in given:
-        if key not in names:
-            raise TinyspecError(
-                f"{path}: {section}{key} is not known; {suggest_nearest(key, names)}"
-            )
+def reject_unknown_keys(keys: Iterable[str], known: set[str], section: str = "") -> None:
+    """Raise TinyspecError, with the nearest known key, if one of the keys is not known."""
+    for key in keys:
+        if key not in known:
+            raise TinyspecError(f"{section}{key} is not known; {suggest_nearest(key, known)}")
 
 
-def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
-    """A recipe file. `overrides` sets single values, as {"train.lr": "2e-3"}, each written as
-    TOML.
-    """
-    values, shape, settings = read_sections(path, overrides)
-    reject_unknown_keys(path, values, Recipe)
-    reject_unknown_keys(path, settings, TrainSettings, "[train] ")
-    reject_unknown_keys(path, values.get("exits", ()), ExitLosses, "[exits] ")
-    reject_unknown_keys(path, values.get("own", ()), OwnTextSettings, "[own] ")
-    try:
-        values["prompts"] = tuple(values.get("prompts", Recipe.prompts))
-        if "exits" in values:
-            values["exits"] = ExitLosses(
-                **{**values["exits"], "report": tuple(values["exits"].get("report", ()))}
-            )
-        if "own" in values:
-            if not values.get("teacher"):
-                raise TinyspecError(
-                    f"{path}: [own] is what a teacher writes: teacher = NAME is missing"
-                )
-            lists = {
-                key: tuple(values["own"][key])
-                for key in ("temperatures", "penalties")
-                if key in values["own"]
-            }
-            values["own"] = OwnTextSettings(**{**values["own"], **lists})
-        return Recipe(shape=shape, settings=TrainSettings(**settings), **values)
-    except TypeError as error:
-        raise TinyspecError(f"{path}: {error}") from error
+def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: tuple(v) if isinstance(v, list) else v for key, v in values.items()}

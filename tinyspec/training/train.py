@@ -57,6 +57,10 @@ class TrainingResult:
     best: float | None
     log: list[dict[str, Any]] = field(default_factory=list)
 
+    def curve(self, figure: str) -> list[tuple[float, float]]:
+        """Return (tokens seen, figure) of each line of the log that has the figure."""
+        return [(entry["tokens"], entry[figure]) for entry in self.log if figure in entry]
+
 
 def train(
     weights: Mapping[str, Tensor],

@@ -19,7 +19,7 @@ from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
-from tinyspec.training.recipe_mt import TranslationRecipe
+from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
 
 VALIDATION_KNOBS = {"iterations": 4, "lengths": 2}  # of Mask-Predict: few, to be quick

@@ -1,0 +1,131 @@
+"""Train what a recipe describes into a folder: restart, resume, log, card."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypedDict, TypeVar
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.training.card import write_card
+from tinyspec.training.recipe import Recipe, TranslationRecipe
+from tinyspec.training.train import Batches, Loss, TrainingResult, train
+
+R = TypeVar("R", Recipe, TranslationRecipe)
+
+
+class RunOptions(TypedDict, total=False):
+    """Options of every training that follows a recipe.
+
+    device     default: cuda where there is one
+    minutes    clock budget, instead of the recipe's
+    restart    forgets an interrupted training, or replaces a finished model
+    overrides  single values of the recipe, as {"train.lr": "2e-3"}, each written as TOML
+    console    where messages and progress are shown; None: nowhere
+    """
+
+    device: str | None
+    minutes: float | None
+    restart: bool
+    overrides: Mapping[str, str] | None
+    console: Console | None
+
+
+class RecipeRun(Generic[R]):
+    """One training of a recipe's model into the folder `out`.
+
+    An interrupted training leaves its state in out/.tinyspec, and the same call continues it. A
+    finished one leaves the model with log.jsonl, README.md, loss.svg and recipe.toml.
+
+    Raises TinyspecError for an unusable recipe, and if `out` already holds the finished model.
+    """
+
+    def __init__(
+        self,
+        read: Callable[[Path, Mapping[str, str]], R],
+        path: str | Path,
+        out: str | Path,
+        *,
+        device: str | None = None,
+        minutes: float | None = None,
+        restart: bool = False,
+        overrides: Mapping[str, str] | None = None,
+        console: Console | None = None,
+    ):
+        self.path, self.out, self.console = Path(path), Path(out), console
+        self.print = (console or Console(quiet=True)).print
+        budget = {} if minutes is None else {"train.minutes": str(float(minutes))}
+        self.recipe: R = read(self.path, {**(overrides or {}), **budget})
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise TinyspecError(
+                "device cuda: torch finds no CUDA device here; --device cpu trains on the processor"
+            )
+        self.state = self.out / ".tinyspec"
+        if restart:
+            text = self.path.read_bytes()
+            shutil.rmtree(self.state, ignore_errors=True)
+            if not self.path.exists():  # the recipe of `--distill` stands beside the state
+                self.path.parent.mkdir(parents=True)
+                self.path.write_bytes(text)
+        elif (self.out / "model.safetensors").exists() and not (self.state / "state.pt").exists():
+            raise TinyspecError(
+                f"{self.out} already holds a trained model; --restart trains it again"
+            )
+
+    def train(
+        self,
+        weights: Mapping[str, Tensor],
+        batches: Batches,
+        loss: Loss,
+        validate: Callable[[], Mapping[str, float]],
+        before_step: Callable[[int, float], None] | None = None,
+    ) -> TrainingResult:
+        """Train or continue, by the recipe's settings; see `train`."""
+        try:
+            result = train(
+                weights,
+                batches,
+                loss,
+                self.recipe.settings,
+                self.state,
+                validate=validate,
+                before_step=before_step,
+                console=self.console,
+                title=self.recipe.name,
+            )
+        except torch.OutOfMemoryError as error:
+            raise TinyspecError(
+                f"{self.device} is out of memory: "
+                "--set train.pieces=2 computes each batch in two parts"
+            ) from error
+        if not result.finished:
+            self.print(f"stopped at step {result.step:,}; the same command goes on from there")
+        return result
+
+    def finish(
+        self,
+        page: str,
+        result: TrainingResult,
+        curves: Mapping[str, Sequence[tuple[float, float]]],
+        **values: Any,
+    ) -> None:
+        """Put log, recipe and card beside the model, and remove the state; see `write_card`."""
+        shutil.copyfile(self.state / "log.jsonl", self.out / "log.jsonl")
+        if self.path.resolve() != (self.out / "recipe.toml").resolve():
+            shutil.copyfile(self.path, self.out / "recipe.toml")
+        write_card(self.out, page, self.recipe, result, self.device, curves, **values)
+        shutil.rmtree(self.state)
+
+
+def find_beside(name: str, *folders: Path) -> Path | None:
+    """Return the folder of a model that a recipe names relative to one of these folders."""
+    for folder in folders:
+        found = Path(os.path.normpath(folder / name))  # `folder` itself may not exist yet
+        if (found / "config.json").is_file():
+            return found
+    return None
