@@ -20,7 +20,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.grade.a1_position import HALF, ONE, THIRD, ZERO, Knobs
 from tinyspec.grade.a1_round import Text
 from tinyspec.grade.props_a1 import Session, find_row
-from tinyspec.grade.task import Cases, Function, case_law, expect_equal, is_close, is_token
+from tinyspec.grade.task import Cases, Function, Task, expect_close, graded_law, is_close, is_token
 from tinyspec.laws.checking.cases import CheckCase, SmallModel, cases_of_kind, shrink_case
 from tinyspec.laws.evidence import accuse
 from tinyspec.laws.exact.law import Reference, apply_warpers
@@ -214,7 +214,7 @@ def run_distribution(generate: Function, given: LoopInput, law: str) -> dict[Loo
 # ---------------------------------------------------------------------- the laws
 
 
-@case_law(STOPS)
+@graded_law(6, STOPS)
 def text_ends_where_it_should(generate: Function, cases: Cases) -> Iterator[bool]:
     """Check that a target that is sure of what follows is obeyed, whatever the draft proposes."""
     for given in draw_endings(cases):
@@ -234,7 +234,7 @@ def plain_decoding(given: LoopInput) -> dict[Text, Any]:
     return dict(reference.law(given.case.tokens, given.prompt))
 
 
-@case_law(JOINT)
+@graded_law(9, JOINT)
 def loop_has_the_joint_distribution(generate: Function, cases: Cases) -> Iterator[bool]:
     """Check that every text has its probability under plain decoding with the same settings."""
 
@@ -299,7 +299,7 @@ def find_wrong_cache(prompt: Text, run: LoopRun) -> Finding | None:
     return None
 
 
-@case_law(CACHES)
+@graded_law(6, CACHES)
 def caches_are_clean(generate: Function, cases: Cases) -> Iterator[bool]:
     """Check the caches at every forward pass. Only cases count in which the draft ran."""
     for given in loop_inputs(cases):
@@ -351,7 +351,7 @@ def find_unread(given: LoopInput, run: LoopRun) -> Finding | None:
     return None
 
 
-@case_law(READ)
+@graded_law(3, READ)
 def tokens_come_from_forward_passes(generate: Function, cases: Cases) -> Iterator[bool]:
     """Check that no token comes unasked, and that n = 0 runs no model.
 
@@ -390,12 +390,26 @@ def needed_passes(given: LoopInput) -> Any:
     return from_new_round(())
 
 
-@case_law(CALLS)
+@graded_law(6, CALLS)
 def target_runs_as_often_as_needed(generate: Function, cases: Cases) -> Iterator[bool]:
     """Check that the target runs on average as often as the rule needs, no more and no less."""
     for given in loop_inputs(cases):
         runs = run_distribution(generate, given, CALLS)
         got = sum(mass * len(run.target) for run, mass in runs.items())
         compared = "forward passes of the target, on average"
-        expect_equal(CALLS, needed_passes(given), got, **given.shown(), compared=compared)
+        expect_close(CALLS, needed_passes(given), got, **given.shown(), compared=compared)
         yield True
+
+
+GENERATE_TASK = Task(
+    "generate",
+    "A1.5 The loop",
+    (
+        text_ends_where_it_should,
+        loop_has_the_joint_distribution,
+        caches_are_clean,
+        tokens_come_from_forward_passes,
+        target_runs_as_often_as_needed,
+    ),
+    uses=("warp", "acceptance", "residual", "verify"),
+)

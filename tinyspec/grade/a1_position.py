@@ -11,11 +11,12 @@ from typing import Any
 
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.grade.task import (
-    CaseLaw,
     Cases,
     Function,
-    case_law,
-    expect_equal,
+    GradedLaw,
+    Task,
+    expect_close,
+    graded_law,
     is_close,
     is_number,
     require_number,
@@ -79,10 +80,10 @@ def draw_weights(cases: Cases) -> Iterator[list[Fraction]]:
         yield [Fraction(x, denominator) for x in (row if any(row) else (1, *row[1:]))]
 
 
-def warper_law(sentence: str, *knobs: Knobs) -> CaseLaw:
+def warper_law(points: int, sentence: str, *knobs: Knobs) -> GradedLaw:
     """Return the law that the warper gives the right rows under these settings."""
 
-    @case_law(sentence)
+    @graded_law(points, sentence)
     def judge(warp: Function, cases: Cases) -> Iterator[bool]:
         for row in draw_weights(cases):
             for temperature, top_k, top_p in knobs:
@@ -90,20 +91,23 @@ def warper_law(sentence: str, *knobs: Knobs) -> CaseLaw:
                 got = require_row(A_LAW, warp(list(row), temperature, top_k, top_p), len(row), case)
                 if sentence is not A_LAW:
                     sampling = SamplingParams(float(temperature), top_k, top_p)
-                    expect_equal(sentence, apply_warpers(row, (), sampling), got, **case)
+                    expect_close(sentence, apply_warpers(row, (), sampling), got, **case)
                 yield True
 
     return judge
 
 
 ONE, HALF, THIRD, ZERO = Fraction(1), Fraction(1, 2), Fraction(1, 3), Fraction(0)
-warper_is_a_distribution = warper_law(A_LAW, (ONE, None, None), (HALF, 2, Fraction(9, 10)))
-temperature_is_right = warper_law(TEMPERATURE, *((t, None, None) for t in (ONE, HALF, THIRD, ZERO)))
-top_k_is_right = warper_law(TOP_K, *((ONE, k, None) for k in (1, 2, 3, 7)))
+warper_is_a_distribution = warper_law(3, A_LAW, (ONE, None, None), (HALF, 2, Fraction(9, 10)))
+temperature_is_right = warper_law(
+    4, TEMPERATURE, *((t, None, None) for t in (ONE, HALF, THIRD, ZERO))
+)
+top_k_is_right = warper_law(4, TOP_K, *((ONE, k, None) for k in (1, 2, 3, 7)))
 top_p_is_right = warper_law(
-    TOP_P, *((ONE, None, p) for p in (HALF, THIRD, Fraction(3, 4), Fraction(9, 10), ONE))
+    5, TOP_P, *((ONE, None, p) for p in (HALF, THIRD, Fraction(3, 4), Fraction(9, 10), ONE))
 )
 order_is_right = warper_law(
+    4,
     ORDER,
     (HALF, 2, None),
     (HALF, None, Fraction(3, 4)),
@@ -149,7 +153,7 @@ def each_acceptance(
                 yield case, min(p[token], q[token]) / q[token], got
 
 
-@case_law(PROBABILITY)
+@graded_law(2, PROBABILITY)
 def acceptance_is_a_probability(acceptance: Function, cases: Cases) -> Iterator[bool]:
     """Check that the acceptance is a number from 0 to 1."""
     for case, _, got in each_acceptance(acceptance, cases, PROBABILITY):
@@ -158,20 +162,21 @@ def acceptance_is_a_probability(acceptance: Function, cases: Cases) -> Iterator[
         yield True
 
 
-def acceptance_law(sentence: str) -> CaseLaw:
-    """Return the law of the acceptance on one side: q(x) > p(x) for OVER, q(x) <= p(x) for UNDER."""
+def acceptance_law(points: int, sentence: str, *needs: str) -> GradedLaw:
+    """Return the law of the acceptance where q(x) > p(x) for OVER, where q(x) <= p(x) for UNDER."""
 
-    @case_law(sentence)
+    @graded_law(points, sentence, *needs)
     def judge(acceptance: Function, cases: Cases) -> Iterator[bool]:
         for case, expected, got in each_acceptance(acceptance, cases, sentence):
             if (expected < 1) == (sentence is OVER):
-                expect_equal(sentence, expected, got, **case)
+                expect_close(sentence, expected, got, **case)
                 yield True
 
     return judge
 
 
-acceptance_is_p_over_q, acceptance_is_one = acceptance_law(OVER), acceptance_law(UNDER)
+acceptance_is_p_over_q = acceptance_law(5, OVER)
+acceptance_is_one = acceptance_law(3, UNDER, OVER)
 
 
 def each_residual(
@@ -185,14 +190,14 @@ def each_residual(
             yield case, p, q, require_row(REST, got, len(p), case, must_sum_to_one)
 
 
-@case_law(REST)
+@graded_law(2, REST)
 def residual_is_a_distribution(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that the residual is a distribution."""
     for _ in each_residual(residual, cases):
         yield True
 
 
-@case_law(BEYOND)
+@graded_law(5, BEYOND)
 def residual_is_beyond_the_draft(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that no token is recovered that the draft proposes as often as the target, or more."""
     for case, p, q, got in each_residual(residual, cases, must_sum_to_one=False):
@@ -202,17 +207,17 @@ def residual_is_beyond_the_draft(residual: Function, cases: Cases) -> Iterator[b
         yield True
 
 
-@case_law(WHOLE)
+@graded_law(6, WHOLE, REST)
 def residual_completes_the_target(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that min(p, q) + (1 - alpha) r = p."""
     for case, p, q, got in each_residual(residual, cases):
         alpha = overlap_mass(p, q)
         sums = [min(a, b) + (1 - alpha) * x for a, b, x in zip(p, q, got, strict=True)]
-        expect_equal(WHOLE, list(p), sums, **case, residual=got, alpha=alpha)
+        expect_close(WHOLE, list(p), sums, **case, residual=got, alpha=alpha)
         yield True
 
 
-@case_law(EQUAL)
+@graded_law(2, EQUAL)
 def residual_of_equals_is_the_target(residual: Function, cases: Cases) -> Iterator[bool]:
     """Check that p comes back where p = q, and that nothing is divided by 0."""
     rng = random.Random(f"equal {cases.seed}")
@@ -221,5 +226,33 @@ def residual_of_equals_is_the_target(residual: Function, cases: Cases) -> Iterat
     for p in (*small, *drawn):
         case = pair_case(p, p)
         got = require_row(EQUAL, residual(list(p), list(p)), len(p), case)
-        expect_equal(EQUAL, list(p), got, **case)
+        expect_close(EQUAL, list(p), got, **case)
         yield True
+
+
+WARP_TASK = Task(
+    "warp",
+    "A1.1 The warper",
+    (
+        warper_is_a_distribution,
+        temperature_is_right,
+        top_k_is_right,
+        top_p_is_right,
+        order_is_right,
+    ),
+)
+ACCEPTANCE_TASK = Task(
+    "acceptance",
+    "A1.2 The acceptance",
+    (acceptance_is_a_probability, acceptance_is_p_over_q, acceptance_is_one),
+)
+RESIDUAL_TASK = Task(
+    "residual",
+    "A1.3 The residual",
+    (
+        residual_is_a_distribution,
+        residual_is_beyond_the_draft,
+        residual_completes_the_target,
+        residual_of_equals_is_the_target,
+    ),
+)

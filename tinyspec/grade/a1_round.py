@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.grade.task import Cases, Function, case_law, expect_equal, is_token
+from tinyspec.grade.task import Cases, Function, Task, expect_close, graded_law, is_token
 from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
 from tinyspec.laws.checking.forms import OutcomeProbs, RunOutcome, VerifierForm
 from tinyspec.laws.evidence import Counterexample, LawViolated, accuse
@@ -92,7 +92,7 @@ def make_input(case: CheckCase, draft: Text) -> RoundInput:
     return RoundInput(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
 
 
-@case_law(TOKENS)
+@graded_law(3, TOKENS)
 def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check the form of the output; without a draft it is one token."""
     for case in draw_rounds(cases):
@@ -104,18 +104,18 @@ def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[boo
             yield True
 
 
-@case_law(BONUS)
+@graded_law(5, BONUS)
 def draws_the_bonus(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check that p = q gives the whole draft, and a draw from the row after it."""
     for case in draw_rounds(cases):
         agreed = replace(case, q=replace(case.p, laws=case.p.laws[: len(case.q.laws)]))
         for given in each_draft(agreed):
             expected = {(*given.draft, token): x for token, x in enumerate(given.p[-1]) if x}
-            expect_equal(BONUS, expected, round_distribution(verify, given), **given.shown())
+            expect_close(BONUS, expected, round_distribution(verify, given), **given.shown())
             yield True
 
 
-@case_law(KEPT)
+@graded_law(7, KEPT)
 def accepts_from_left_to_right(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check that the first i tokens are accepted with the product of their acceptances."""
     for case in draw_rounds(cases):
@@ -128,11 +128,11 @@ def accepts_from_left_to_right(verify: Function, cases: Cases) -> Iterator[bool]
                 got = sum(mass for text, mass in outputs.items() if len(text) > count)
                 compared = f"the probability that the first {count} draft tokens are accepted"
                 shown = {**given.shown(), "acceptances": ratios, "compared": compared}
-                expect_equal(KEPT, expected, got, **shown)
+                expect_close(KEPT, expected, got, **shown)
             yield True
 
 
-@case_law(JOINT)
+@graded_law(10, JOINT, KEPT)
 def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check the theorem over all drafts that q makes, each with its probability."""
     form = VerifierForm(verify)
@@ -162,3 +162,16 @@ def in_words_of_the_handout(found: Counterexample) -> Counterexample:
         words["draft"] = "drafts, and how probable each is"
     case = {words.get(name, name): value for name, value in found.case.items()}
     return Counterexample(JOINT, case, found.expected, found.got)
+
+
+VERIFY_TASK = Task(
+    "verify",
+    "A1.4 One round",
+    (
+        returns_a_part_and_one_token,
+        draws_the_bonus,
+        accepts_from_left_to_right,
+        round_has_the_joint_distribution,
+    ),
+    uses=("acceptance", "residual"),
+)

@@ -13,8 +13,9 @@ from tinyspec.grade.task import (
     Cases,
     Function,
     NoResult,
-    case_law,
+    Task,
     describe_result,
+    graded_law,
     is_close,
     is_token,
 )
@@ -165,7 +166,7 @@ def drawn_case(p: Exact, q: Exact, k: int) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the laws
 
 
-@case_law(KEPT_IS)
+@graded_law(3, KEPT_IS)
 def accepted_is_a_candidate(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check that a place is a place, a token a token, and that the two agree."""
     for p, q, k in draw_sibling_cases(cases):
@@ -173,7 +174,7 @@ def accepted_is_a_candidate(siblings: Function, cases: Cases) -> Iterator[bool]:
         yield True
 
 
-@case_law(LAW)
+@graded_law(8, LAW)
 def token_has_the_targets_distribution(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check it over all draws and decisions. Only cases count in which a candidate was accepted."""
     for p, q, k in draw_sibling_cases(cases):
@@ -215,7 +216,7 @@ def acceptance_by_the_rule(p: Exact, q: Exact, k: int) -> Fraction:
     return accepted
 
 
-@case_law(KEPT)
+@graded_law(5, KEPT, LAW)
 def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check this too: to draw from p and accept nothing has the right distribution."""
     for p, q, k in draw_sibling_cases(cases):
@@ -230,7 +231,7 @@ def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[b
         yield True
 
 
-@case_law(POINT)
+@graded_law(9, POINT)
 def accepts_points_with_probability_p(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check candidates that were not drawn: each is accepted with its probability under p."""
     for p, candidates in draw_point_cases(cases):
@@ -251,3 +252,15 @@ def accepts_points_with_probability_p(siblings: Function, cases: Cases) -> Itera
                 **case,
             )
         yield True
+
+
+SIBLINGS_TASK = Task(
+    "siblings",
+    "A2.4 Siblings",
+    (
+        accepted_is_a_candidate,
+        token_has_the_targets_distribution,
+        accepts_as_often_as_the_rule,
+        accepts_points_with_probability_p,
+    ),
+)

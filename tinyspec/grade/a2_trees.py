@@ -12,9 +12,10 @@ from tinyspec.grade.props_a2 import TreeSession
 from tinyspec.grade.task import (
     Cases,
     Function,
-    case_law,
+    Task,
     describe_result,
-    expect_equal,
+    expect_close,
+    graded_law,
     is_close,
     is_number,
     require_list,
@@ -77,7 +78,7 @@ def draw_trees(cases: Cases) -> Iterator[tuple[Parents, int]]:
 # ---------------------------------------------------------------------- positions and the mask
 
 
-@case_law(STANDS)
+@graded_law(10, STANDS)
 def positions_are_right(positions: Function, cases: Cases) -> Iterator[bool]:
     """Check that a node stands neither at its index, nor one off, nor counted from the tree."""
     for parents, committed in draw_trees(cases):
@@ -90,11 +91,11 @@ def positions_are_right(positions: Function, cases: Cases) -> Iterator[bool]:
                 what = f"the position of node {node} is {describe_result(position)}"
                 case["what is wrong"] = f"{what}, not a whole number"
                 accuse(STANDS, expected, got, **case)
-        expect_equal(STANDS, expected, got, **case)
+        expect_close(STANDS, expected, got, **case)
         yield True
 
 
-@case_law(SEES)
+@graded_law(15, SEES)
 def mask_is_right(mask: Function, cases: Cases) -> Iterator[bool]:
     """Check that a node sees all of its ancestors and the text, and neither siblings nor cousins."""
     for parents, committed in draw_trees(cases):
@@ -180,7 +181,7 @@ def row_without_tree(seed: int, text: Sequence[int]) -> list[Any]:
     return TreeSession(text, 3, seed).score(text[-1:], [len(text) - 1], [[1] * len(text)])[0]
 
 
-@case_law(ROWS)
+@graded_law(10, ROWS)
 def rows_are_those_of_paths(score: Function, cases: Cases) -> Iterator[bool]:
     """Check the root's row and every node's, whatever else is in the tree."""
     for seed, text, tokens, parents in draw_drafts(cases):
@@ -202,7 +203,7 @@ def rows_are_those_of_paths(score: Function, cases: Cases) -> Iterator[bool]:
         yield True
 
 
-@case_law(BILL)
+@graded_law(5, BILL, ROWS)
 def each_path_is_fed_once(score: Function, cases: Cases) -> Iterator[bool]:
     """Check how many forward passes and rows the tree took."""
     for seed, text, tokens, parents in draw_drafts(cases):
@@ -214,5 +215,15 @@ def each_path_is_fed_once(score: Function, cases: Cases) -> Iterator[bool]:
         case: dict[str, Any] = {"text": text, "tokens": tokens, "parents": list(parents)}
         case["paths"] = sorted(paths, key=lambda tokens: (len(tokens), tokens))
         expected = {"forward passes": 1, "rows": len(paths)}
-        expect_equal(BILL, expected, {"forward passes": len(session.trace), "rows": n_rows}, **case)
+        expect_close(BILL, expected, {"forward passes": len(session.trace), "rows": n_rows}, **case)
         yield True
+
+
+POSITIONS_TASK = Task("positions", "A2.1 Positions", (positions_are_right,))
+MASK_TASK = Task("mask", "A2.2 The mask", (mask_is_right,))
+SCORE_TASK = Task(
+    "score",
+    "A2.3 One forward pass for a tree",
+    (rows_are_those_of_paths, each_path_is_fed_once),
+    uses=("positions", "mask"),
+)

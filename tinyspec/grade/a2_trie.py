@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from tinyspec.grade.a2_trees import ROOT, node_path
-from tinyspec.grade.task import CaseLaw, Cases, Function, case_law, describe_result
+from tinyspec.grade.task import Cases, Function, GradedLaw, Task, describe_result, graded_law
 from tinyspec.laws.evidence import LawViolated, accuse
 
 TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
@@ -128,10 +128,10 @@ def judge_answers(answers: Function, depth: int, operations: Sequence[Operation]
             accuse(ANSWER, expected, {"tokens": tokens, "parents": parents}, **case)
 
 
-def trie_law(sentence: str, judge: Judge) -> CaseLaw:
+def trie_law(points: int, sentence: str, judge: Judge) -> GradedLaw:
     """Return the law that a judge holds; what it accuses is made smaller while it is accused."""
 
-    @case_law(sentence)
+    @graded_law(points, sentence)
     def look(answers: Function, cases: Cases) -> Iterator[bool]:
         for depth, operations in draw_operations(cases):
             try:
@@ -173,5 +173,8 @@ def smaller_operations(operations: Sequence[Operation]) -> Iterator[list[Operati
             yield [*before, (what, text, budget[0] - 1), *after]
 
 
-drafts_are_trees = trie_law(TREE, judge_trees)
-answers_are_right = trie_law(ANSWER, judge_answers)
+drafts_are_trees = trie_law(3, TREE, judge_trees)
+answers_are_right = trie_law(12, ANSWER, judge_answers)
+
+
+ANSWERS_TASK = Task("answers", "A2.6 A trie", (drafts_are_trees, answers_are_right))

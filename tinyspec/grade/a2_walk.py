@@ -12,12 +12,13 @@ from tinyspec.grade.a2_siblings import NEEDS_MASS, is_at_least, known_results
 from tinyspec.grade.a2_trees import Parents, node_path
 from tinyspec.grade.task import (
     ROUNDING,
-    CaseLaw,
     Cases,
     Function,
+    GradedLaw,
     NoResult,
-    case_law,
+    Task,
     describe_result,
+    graded_law,
     is_token,
 )
 from tinyspec.laws.checking.cases import CheckCase, cases_of_kind, shrink_case
@@ -222,11 +223,14 @@ class WalkForm(Form):
 
 
 def walk_law(
-    sentence: str, check: Callable[[WalkForm, TreeCase, OutcomeProbs], Counterexample | None]
-) -> CaseLaw:
+    points: int,
+    sentence: str,
+    check: Callable[[WalkForm, TreeCase, OutcomeProbs], Counterexample | None],
+    *needs: str,
+) -> GradedLaw:
     """Return the law that a check holds; a case that breaks it is made smaller."""
 
-    @case_law(sentence)
+    @graded_law(points, sentence, *needs)
     def look(walk: Function, cases: Cases) -> Iterator[bool]:
         form = WalkForm(walk, ROUNDING)
 
@@ -250,6 +254,14 @@ def walk_law(
     return look
 
 
-path_goes_down = walk_law(PATH, WalkForm.check_path)
-walk_has_the_joint_distribution = walk_law(JOINT, WalkForm.check_joint)
-walk_accepts_as_often_as_the_rule = walk_law(KEPT, WalkForm.check_acceptance)
+path_goes_down = walk_law(3, PATH, WalkForm.check_path)
+walk_has_the_joint_distribution = walk_law(11, JOINT, WalkForm.check_joint)
+walk_accepts_as_often_as_the_rule = walk_law(6, KEPT, WalkForm.check_acceptance, JOINT)
+
+
+WALK_TASK = Task(
+    "walk",
+    "A2.5 The walk",
+    (path_goes_down, walk_has_the_joint_distribution, walk_accepts_as_often_as_the_rule),
+    uses=("siblings",),
+)

@@ -14,9 +14,10 @@ from typing import Any
 from tinyspec.grade.task import (
     Cases,
     Function,
-    case_law,
+    Task,
     describe_result,
-    expect_equal,
+    expect_close,
+    graded_law,
     require_number,
 )
 from tinyspec.laws.evidence import LawViolated, accuse
@@ -37,7 +38,7 @@ from tinyspec.laws.exit_laws import (
 TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 
 
-@case_law(SUPER)
+@graded_law(3, SUPER)
 def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check by the exact distribution of the losses that small p-values do not come too often.
 
@@ -72,7 +73,7 @@ def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     yield from [is_useful] * evidence.cases
 
 
-@case_law(TAIL)
+@graded_law(5, TAIL)
 def p_value_is_the_tail(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check the value: one that is valid, but greater than it need be, lets fewer tokens leave."""
     random = Random(cases.seed)
@@ -87,7 +88,7 @@ def p_value_is_the_tail(p_value: Function, cases: Cases) -> Iterator[bool]:
             expected = binomial_tail(losses, n, delta)
             if isinstance(got, float):
                 accuse(TAIL, f"{expected}, a Fraction", f"{got!r}, a float: it is rounded", **case)
-            expect_equal(TAIL, expected, got, **case)
+            expect_close(TAIL, expected, got, **case)
             yield True
 
 
@@ -114,7 +115,7 @@ def choose_in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | No
     return front - 1 if front else None
 
 
-@case_law(CALIBRATED)
+@graded_law(5, CALIBRATED)
 def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check the probability of a wrong choice, summed over every outcome of a small calibration."""
     for name, risks in CURVES.items():
@@ -159,7 +160,7 @@ def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator
     yield from [sure is not None] * len(CURVES)
 
 
-@case_law(SEQUENCE)
+@graded_law(7, SEQUENCE)
 def calibration_accepts_what_passed(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check that thresholds are accepted at all, and that p = epsilon is a rejection too."""
     random = Random(cases.seed)
@@ -178,5 +179,13 @@ def calibration_accepts_what_passed(calibrate: Function, cases: Cases) -> Iterat
         )
         expected, got = (math.inf if at is None else thresholds[at] for at in numbers)
         case = {"thresholds": thresholds, "p_values": p_values, "epsilon": epsilon}
-        expect_equal(SEQUENCE, expected, got, **case)
+        expect_close(SEQUENCE, expected, got, **case)
         yield True
+
+
+P_VALUE_TASK = Task("p_value", "A3.6 A p-value", (p_value_is_valid, p_value_is_the_tail))
+CALIBRATE_TASK = Task(
+    "calibrate",
+    "A3.7 Learn then Test",
+    (calibration_controls_its_risk, calibration_accepts_what_passed),
+)

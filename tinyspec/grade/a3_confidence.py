@@ -8,12 +8,13 @@ from random import Random
 from typing import Any
 
 from tinyspec.grade.task import (
-    CaseLaw,
     Cases,
     Function,
-    case_law,
+    GradedLaw,
+    Task,
     describe_result,
-    expect_equal,
+    expect_close,
+    graded_law,
     require_number,
 )
 from tinyspec.laws.evidence import accuse
@@ -44,13 +45,13 @@ def draw_rows(cases: Cases) -> Iterator[list[Fraction]]:
         yield [Fraction(weight, sum(row)) for weight in row]
 
 
-@case_law(GAP)
+@graded_law(6, GAP)
 def softmax_response_is_the_gap(softmax_response: Function, cases: Cases) -> Iterator[bool]:
     """Check that it is neither the greatest alone, nor the first two entries, nor the range."""
     for row in draw_rows(cases):
         top = sorted(row)
         got = require_number(GAP, softmax_response(list(row)), row=row)
-        expect_equal(GAP, top[-1] - top[-2], got, row=row)
+        expect_close(GAP, top[-1] - top[-2], got, row=row)
         yield True
 
 
@@ -72,22 +73,23 @@ def state_cosine(state: Sequence[int], below: Sequence[int]) -> float:
     return product / math.sqrt(squares) if squares else -1.0
 
 
-def saturation_law(sentence: str) -> CaseLaw:
+def saturation_law(points: int, sentence: str, *needs: str) -> GradedLaw:
     """Return the law of the saturation: COSINE for states of one side, RANGE for all others."""
 
-    @case_law(sentence)
+    @graded_law(points, sentence, *needs)
     def look(saturation: Function, cases: Cases) -> Iterator[bool]:
         for state, below in draw_states(cases):
             expected, case = state_cosine(state, below), {"state": state, "below": below}
             if (expected >= 0) == (sentence is COSINE):
                 got = require_number(sentence, saturation(list(state), list(below)), **case)
-                expect_equal(sentence, max(expected, 0.0), got, **case)
+                expect_close(sentence, max(expected, 0.0), got, **case)
                 yield True
 
     return look
 
 
-saturation_is_the_cosine, saturation_is_in_range = saturation_law(COSINE), saturation_law(RANGE)
+saturation_is_the_cosine = saturation_law(5, COSINE)
+saturation_is_in_range = saturation_law(3, RANGE, COSINE)
 
 
 # ---------------------------------------------------------------------- the exit layer
@@ -103,10 +105,10 @@ def check_exit(
     case = {"confidences": list(confidences), **given}
     if isinstance(got, bool) or not isinstance(got, int):
         accuse(law, f"a layer from 1 to {len(confidences) + 1}", describe_result(got), **case)
-    expect_equal(law, expected, got, **case, **{"threshold of this token": due})
+    expect_close(law, expected, got, **case, **{"threshold of this token": due})
 
 
-@case_law(FIRST)
+@graded_law(4, FIRST)
 def leaves_at_the_first(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check the first token: there the threshold 1 is 1, whatever the form of the decay."""
     for size in (1, 2, 3):
@@ -120,7 +122,7 @@ def decayed_threshold(threshold: float, step: int, limit: int, tau: float) -> fl
     return 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
 
 
-@case_law(DECAY)
+@graded_law(6, DECAY)
 def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check positions of a text with confidences a little above and below the threshold."""
     random = Random(cases.seed)
@@ -142,7 +144,7 @@ def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
             yield True
 
 
-@case_law(CUT)
+@graded_law(4, CUT)
 def threshold_is_cut(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check that a threshold above 1 is 1, which a sure token reaches; only inf is never reached.
 
@@ -165,3 +167,14 @@ def threshold_is_cut(exit_layer: Function, cases: Cases) -> Iterator[bool]:
                 if all(abs(uncut - x) >= TOO_NEAR for x in confidences):
                     check_exit(CUT, exit_layer, confidences, due, **given)
                     yield True
+
+
+SOFTMAX_RESPONSE_TASK = Task(
+    "softmax_response", "A3.1 Confidence: the softmax response", (softmax_response_is_the_gap,)
+)
+SATURATION_TASK = Task(
+    "saturation", "A3.2 Confidence: saturation", (saturation_is_the_cosine, saturation_is_in_range)
+)
+EXIT_LAYER_TASK = Task(
+    "exit_layer", "A3.3 The exit layer", (leaves_at_the_first, threshold_decays, threshold_is_cut)
+)

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 from tinyspec.grade.props_a3 import CountedModel
-from tinyspec.grade.task import Cases, Function, case_law, describe_result, expect_equal
+from tinyspec.grade.task import Cases, Function, Task, describe_result, expect_close, graded_law
 from tinyspec.laws.evidence import accuse
 
 GREEDY = "Jacobi iteration ends at the greedy text (Santilli et al. 2023, arXiv 2305.10427)"
@@ -88,16 +88,16 @@ def run_jacobi(law: str, jacobi: Function, case: JacobiCase) -> JacobiRun:
     return JacobiRun(list(got), model.trace)
 
 
-@case_law(GREEDY)
+@graded_law(6, GREEDY)
 def ends_at_the_greedy_text(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that the end token cuts the text wherever in a block it stands, but no guess of it."""
     for case in draw_jacobi_cases(cases):
         run = run_jacobi(GREEDY, jacobi, case)
-        expect_equal(GREEDY, decode_greedily(case), run.tokens, **case.shown(), **run.shown())
+        expect_close(GREEDY, decode_greedily(case), run.tokens, **case.shown(), **run.shown())
         yield True
 
 
-@case_law(SAID)
+@graded_law(3, SAID)
 def returns_answers_of_the_model(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check by the forward passes alone that each token answers what was returned before it."""
     for case in draw_jacobi_cases(cases):
@@ -116,7 +116,7 @@ def returns_answers_of_the_model(jacobi: Function, cases: Cases) -> Iterator[boo
         yield bool(run.tokens)
 
 
-@case_law(BLOCKS)
+@graded_law(3, BLOCKS)
 def sweeps_over_one_block(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that blocks follow the prompt and each other, each swept after a text that is final."""
     for case in draw_jacobi_cases(cases):
@@ -144,7 +144,7 @@ def count_right(
     return next((at for at, (a, b) in pairs if a != b), min(len(new), len(greedy)))
 
 
-@case_law(PROGRESS)
+@graded_law(3, PROGRESS)
 def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that a forward pass starts from all that was right before, and one token more."""
     for case in draw_jacobi_cases(cases):
@@ -160,7 +160,7 @@ def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
         yield bool(run.passes)
 
 
-@case_law(BLIND)
+@graded_law(2, BLIND)
 def guesses_blindly(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Count the first guesses that come true, over all cases together.
 
@@ -189,7 +189,7 @@ def guesses_blindly(jacobi: Function, cases: Cases) -> Iterator[bool]:
     yield from [True] * n_guesses
 
 
-@case_law(CALLS)
+@graded_law(3, CALLS, GREEDY)
 def takes_few_forward_passes(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Count block by block: a pass that only confirms what the theorem says is one too many."""
     for case in draw_jacobi_cases(cases):
@@ -202,3 +202,17 @@ def takes_few_forward_passes(jacobi: Function, cases: Cases) -> Iterator[bool]:
             shown = {**case.shown(), "tokens of each block": blocks, **run.shown()}
             accuse(CALLS, f"forward passes: {expected}", f"forward passes: {got}", **shown)
         yield True
+
+
+JACOBI_TASK = Task(
+    "jacobi",
+    "A3.8 Jacobi iteration",
+    (
+        ends_at_the_greedy_text,
+        returns_answers_of_the_model,
+        sweeps_over_one_block,
+        makes_progress,
+        takes_few_forward_passes,
+        guesses_blindly,
+    ),
+)

@@ -52,29 +52,18 @@ class GradedLaw:
         return self.judge(function, cases)
 
 
-@dataclass(frozen=True)
-class CaseLaw:
-    """A law that looks at one case after the other.
-
-    sentence  what the law says
-    look      goes through the cases; yields for each whether the law had something to look at in it
-    """
-
-    sentence: str
-    look: Callable[[Function, Cases], Iterable[bool]]
-
-    def __call__(self, function: Function, cases: Cases) -> Evidence:
-        """Return how many cases the law looked at. Raises LawViolated with one that breaks it."""
-        return Evidence(self.sentence, sum(self.look(function, cases)))
-
-    def worth(self, points: int, *needs: "CaseLaw") -> GradedLaw:
-        """Return this law with points; it earns them only if the laws that it needs hold too."""
-        return GradedLaw(points, self.sentence, self, tuple(need.sentence for need in needs))
-
-
-def case_law(sentence: str) -> Callable[[Callable[[Function, Cases], Iterable[bool]]], CaseLaw]:
+def graded_law(
+    points: int, sentence: str, *needs: str
+) -> Callable[[Callable[[Function, Cases], Iterable[bool]]], GradedLaw]:
     """Make a law of a generator over cases: it accuses, or yields whether the case counts."""
-    return lambda look: CaseLaw(sentence, look)
+
+    def make(look: Callable[[Function, Cases], Iterable[bool]]) -> GradedLaw:
+        def judge(function: Function, cases: Cases) -> Evidence:
+            return Evidence(sentence, sum(look(function, cases)))
+
+        return GradedLaw(points, sentence, judge, needs)
+
+    return make
 
 
 class NoResult(TinyspecError):
@@ -157,7 +146,7 @@ class Assignment(NamedTuple):
 # ---------------------------------------------------------------------- tools of the laws
 
 
-def expect_equal(law: str, expected: Any, got: Any, **case: Any) -> None:
+def expect_close(law: str, expected: Any, got: Any, **case: Any) -> None:
     """Accuse unless the two are equal, by `is_close`."""
     if not is_close(expected, got):
         accuse(law, expected, got, **case)
@@ -167,7 +156,8 @@ def is_close(expected: Any, got: Any) -> bool:
     """Return whether numbers, rows or distributions are equal.
 
     Exact numbers must be equal exactly. If a float is among them they may differ by `ROUNDING`,
-    and not-a-number equals nothing. A distribution is a dictionary; what it lacks has probability 0.
+    and not-a-number equals nothing. A distribution is a dictionary; what is not in it has
+    probability 0.
 
     >>> is_close([Fraction(1, 2), 0], [0.5, 0.0]), is_close({"a": 1}, {"a": 1, "b": 0})
     (True, True)
