@@ -1,4 +1,4 @@
-"""Laws of the command line: help without torch, errors in one line with code 2, plain output in a pipe, JSON."""
+"""The command line: help without torch, errors in one line with code 2, plain output in a pipe."""
 
 import json
 import os
@@ -259,7 +259,8 @@ def test_a_closed_pipe_is_quiet() -> None:
 @pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def test_ctrl_c_while_waiting_is_quiet() -> None:
     code = "import signal, time\nfrom tinyspec import models\n"
-    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # whoever started the tests may ignore it
+    # Whoever started the tests may ignore the signal.
+    code += "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     code += "models.list_known = lambda: (print('in', flush=True), time.sleep(60))\n"
     code += "from tinyspec.cli import main\nmain(['models', 'list'])"
     process = subprocess.Popen(
@@ -278,7 +279,8 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 
 
 def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
-    code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; from tinyspec.technique import load_techniques"
+    code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; "
+    code += "from tinyspec.technique import load_techniques"
     said = subprocess.run(
         [sys.executable, "-c", f"{code}; print(*load_techniques())"],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Bad input to the command line: one line on standard error, exit code 2, before any work begins."""
+"""Bad input to the command line: one line on standard error, exit code 2, before any work."""
 
 import os
 import shlex
@@ -54,7 +54,8 @@ MISTAKES = [
     ("generate x --method speculative_decoding --gama 4", "did you mean --gamma?"),
     ("generate x --gamma 4", "no knob of autoregressive"),
     ("generate x --method speculative_decoding --gamma 0", "gamma is 0"),
-    ("generate x --method speculative_decoding --gamma 2.5", "gamma is 2.5: it must be a whole number"),
+    ("generate x --method speculative_decoding --gamma 2.5",
+     "gamma is 2.5: it must be a whole number"),
     ("generate x --method speculative_decoding --gamma many", "gamma is 'many'"),
     ("generate x --reference text.txt", "copies from no references"),
     # models
@@ -79,12 +80,14 @@ MISTAKES = [
     ("generate --prompts empty.txt", "empty.txt: no prompts; write one a line"),
     ("generate --prompts text.txt x", "PROMPT is for one prompt, --prompts for many"),
     ("generate --prompts text.txt --replay x.html", "--replay is for one prompt"),
-    ("generate --prompts number.jsonl", """number.jsonl line 2: its "prompt" is no text but of type int"""),
+    ("generate --prompts number.jsonl",
+     """number.jsonl line 2: its "prompt" is no text but of type int"""),
     ("generate --prompts list.jsonl", """list.jsonl line 2: no "prompt" in it"""),
     ("generate --prompts bare.jsonl", "bare.jsonl line 2: no JSON (Expecting value"),
     ("generate --prompts other.jsonl", """other.jsonl line 2: no "prompt" in it"""),
     # found before the work, where they used to be found after it
-    ("generate x --replay missing/x.html", "cannot write missing/x.html: there is no folder missing"),
+    ("generate x --replay missing/x.html",
+     "cannot write missing/x.html: there is no folder missing"),
     ("translate x --replay missing/x.html", "cannot write missing/x.html"),
     ("race --svg missing/x.svg", "cannot write missing/x.svg"),
     ("bench --markdown missing/x.md", "cannot write missing/x.md"),
@@ -93,7 +96,8 @@ MISTAKES = [
     ("grade A1 folder --json missing/x.json", "cannot write missing/x.json"),
     ("grade A1 missing", "there is no folder 'missing': begin one with: tinyspec assignment new"),
     ("grade A1 text.txt", "text.txt is a file, no folder"),
-    ("grade A1 folder --task 7", "A1 has no task '7': warp, acceptance, residual, verify, generate"),
+    ("grade A1 folder --task 7",
+     "A1 has no task '7': warp, acceptance, residual, verify, generate"),
     ("grade A1 folder --json - --gradescope -", "both want standard output"),
     ("grade A9 folder", "no assignment 'A9'"),
     ("assignment bundle A1 missing/a1.zip", "cannot write missing/a1.zip"),

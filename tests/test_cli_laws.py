@@ -1,4 +1,4 @@
-"""Laws of `tinyspec laws`: what it prints, in a pipe and as JSON, how it ends, and what it refuses."""
+"""`tinyspec laws`: what it prints, in a pipe and as JSON, how it ends, and what it rejects."""
 
 import json
 from pathlib import Path
@@ -178,7 +178,7 @@ def test_the_demo_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert json.loads(run("laws", "--demo", "--json").stdout) == told
 
 
-def test_what_it_refuses(tmp_path: Path) -> None:
+def test_what_it_rejects(tmp_path: Path) -> None:
     assert "--all" in failed(run("laws"))
     assert "llma" in failed(run("laws", "lmla"))
     assert "choose one" in failed(run("laws", "--mutants", "--toys"))

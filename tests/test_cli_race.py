@@ -1,4 +1,6 @@
-"""Laws of `tinyspec race` and `tinyspec bench`: what they print, in a pipe and as JSON, and what they refuse."""
+"""`tinyspec race` and `tinyspec bench`: what they print, in a pipe and as JSON, and what they
+reject.
+"""
 
 import io
 import json
@@ -106,7 +108,10 @@ def test_greedy_text_of_a_base_model_is_kept_from_looping(zoo: Zoo) -> None:
 
 
 class Terminal:
-    """What a command shows on a terminal of 80 x 24. Its clock runs with the playback: no test waits."""
+    """What a command shows on a terminal of 80 x 24.
+
+    Its clock runs with the playback: no test waits.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.out, self.now = io.StringIO(), 0.0

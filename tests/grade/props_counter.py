@@ -1,7 +1,5 @@
 """A Prop for the tests: it also runs in the child process."""
 
-from typing import Any, Self
-
 from tinyspec.grade.child import Prop
 
 
@@ -9,15 +7,8 @@ class Counter(Prop):
     """Counts from a number on."""
 
     def __init__(self, start: int) -> None:
-        super().__init__()
+        super().__init__(start=start)
         self.start = self.total = start
-
-    def plain(self) -> Any:
-        return self.start
-
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        return cls(plain)
 
     def add(self, step: int) -> None:
         if len(self.trace) == 3:

@@ -1,4 +1,6 @@
-"""Assignment A1: the reference keeps every law, and each plausible mistake breaks the law that is meant for it."""
+"""Assignment A1: the reference keeps every law, and each plausible mistake breaks the law that is
+meant for it.
+"""
 
 import doctest
 import importlib.util
@@ -566,7 +568,10 @@ def draft_not_rewound(
 def draft_reads_newest(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Where a whole draft is kept, its last token was never read by the draft: the trap of the bonus token."""
+    """After a draft that is accepted whole, the draft model has not read its last token.
+
+    This is the trap of the bonus token.
+    """
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, read=newest)
 
 
@@ -660,7 +665,7 @@ def greedy_drafts(
 
 def peeked(session: Any, text: Any) -> Any:
     """The weights behind a text, without a call."""
-    return list(props_a1.find_row(**session.plain(), text=text))
+    return list(props_a1.find_row(**session.made_of, text=text))
 
 
 class Peeked:
@@ -686,7 +691,10 @@ class Peeked:
 def nobody_called(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Plain decoding of rows that no call returned: every law of the caches and the calls holds of no calls."""
+    """Plain decoding of rows that no forward pass returned.
+
+    The laws of the caches and the passes all hold where there is no pass.
+    """
     return looping(Peeked(target), draft, prompt, n, 0, eos, knobs, chance)
 
 
@@ -733,7 +741,10 @@ def draft_called_for_nothing(
 def drafts_what_the_target_says(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Every draft is kept, as it is drawn from the target's rows, looked up; the draft is called for show."""
+    """Every draft is accepted: it is drawn from the target's rows, looked up.
+
+    The draft model is called for show.
+    """
 
     class Shown(Peeked):
         def score(self, tokens: Any) -> Any:
@@ -889,7 +900,7 @@ def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
         assert f"| `{name}` | {numbers['holds']} | {numbers['broken']} |" in page
 
 
-# ---------------------------------------------------------------------- the folder that a student gets
+# ---------------------------------------------------------------------- a student's folder
 
 
 @pytest.fixture
@@ -921,7 +932,9 @@ def test_the_reference_through_the_child_process(folder: Path) -> None:
 
 
 def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> None:
-    """As README and hand-out promise: points for what is right, and for what is wrong the case to calculate by hand."""
+    """As README and hand-out promise: points for what is right, and a case to calculate by hand for
+    what is wrong.
+    """
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     wrong = text.replace("return [x / mass for x in left] if mass else list(p)", "return list(p)")
     wrong = wrong.replace(
@@ -1025,7 +1038,7 @@ def cut_late(
 def rewound_early(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Rewinds before a round, the draft reads all that it drafted, and drafting ends with the end token."""
+    """It rewinds before a round. The draft reads all that it drafted, up to the end token."""
     text = list(prompt)
     while len(text) < len(prompt) + n and (text[-1] != eos or len(text) == len(prompt)):
         for session in (target, draft):
@@ -1076,8 +1089,7 @@ def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
         "rewind",
         "trace",
         "note",
-        "plain",
-        "make",
+        "made_of",
     }
 
 

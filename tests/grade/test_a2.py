@@ -1,4 +1,6 @@
-"""A2: the reference holds every law; each mistake of students and of the field is caught by the law meant for it."""
+"""A2: the reference holds every law, and each mistake of students and of the field is caught by the
+law meant for it.
+"""
 
 import doctest
 import importlib.util
@@ -166,7 +168,10 @@ def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
 
 
 def test_half_of_it_through_the_child_process(tmp_path: Path) -> None:
-    """A forgotten renormalisation, told as the hand-out tells it; what stands on it is judged with the reference's."""
+    """A forgotten renormalisation, in the words of the hand-out.
+
+    What is built on it is judged with the reference's function.
+    """
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     wrong = text.replace(
         "q = scaled([x * (i != token) for i, x in enumerate(q)])",
@@ -440,7 +445,7 @@ def test_the_session_refuses_what_does_not_fit() -> None:
         session.score([1], [2], [[1, 1, 1]])
     with pytest.raises(ValueError, match="not going to stop"):
         session.score([1], [2], [[1, 1, 1]])
-    assert TreeSession.make(session.plain()).trace == []
+    assert TreeSession(**session.made_of).trace == []
 
 
 # ---------------------------------------------------------------------- siblings

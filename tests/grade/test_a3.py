@@ -1,4 +1,6 @@
-"""A3: the reference holds every law; each mistake of students and of the field is caught by the law meant for it."""
+"""A3: the reference holds every law, and each mistake of students and of the field is caught by the
+law meant for it.
+"""
 
 import doctest
 import importlib.util
@@ -826,7 +828,10 @@ class OneByOne(Iteration):
 
 
 class OneTokenASweep(Iteration):
-    """As many calls as plain decoding: keeps the rest of the guess as it was, also where it has come true."""
+    """It runs as many forward passes as plain decoding.
+
+    It leaves the rest of the guess as it was, also where it has come true.
+    """
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         for at in range(len(guess)):
@@ -869,7 +874,7 @@ class StartsAnew(Iteration):
 
 def second(model: Any, text: list[int], count: int) -> list[int]:
     """The greedy tokens, by a second model whose calls nobody counts."""
-    unseen, made = type(model).make(model.plain()), list[int]()
+    unseen, made = type(model)(**model.made_of), list[int]()
     while len(made) < count:
         made += unseen.says([*text, *made], [0])
     return made
@@ -930,7 +935,7 @@ def test_wrong_iterations(wrong: type[Iteration]) -> None:
     assert broken("jacobi", wrong()) == JACOBI[wrong]
 
 
-# ---------------------------------------------------------------------- what the functions are given
+# ---------------------------------------------------------------------- the models
 
 
 def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
@@ -955,7 +960,7 @@ def test_misuse_is_refused_in_a_sentence(misuse: tuple[Callable[[], Any], str]) 
 
 
 def test_models_keep_their_innards_to_themselves() -> None:
-    base = {"trace", "note", "plain", "make"}
+    base = {"trace", "note", "made_of"}
     layered = {"embed", "project", "store", "run", "row", "depth", "vocabulary"}
     shown = [
         {name for name in dir(model) if name[0] != "_"} - base
@@ -968,10 +973,10 @@ def test_models_are_made_again_of_what_they_tell() -> None:
     layered, counted = LayeredModel(2, 3), CountedModel("places", 1, 4, 2)
     layered.store(1, 0, 5)
     assert (
-        LayeredModel.make(layered.plain()).plain() == layered.plain()
-        and LayeredModel.make(layered.plain()).trace == []
+        LayeredModel(**layered.made_of).made_of == layered.made_of
+        and LayeredModel(**layered.made_of).trace == []
     )
-    assert CountedModel.make(counted.plain()).plain() == counted.plain()
+    assert CountedModel(**counted.made_of).made_of == counted.made_of
 
 
 # ---------------------------------------------------------------------- in a child process

@@ -1,4 +1,6 @@
-"""Laws of `tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and refuse."""
+"""`tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and
+reject.
+"""
 
 import ast
 import json
@@ -225,7 +227,7 @@ def unfinished() -> str:
 
 
 def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
-    """Unpacked elsewhere, with the scripts that Gradescope calls, it grades; and a broken grader says so."""
+    """Unpacked elsewhere it grades, by the scripts that Gradescope calls. A broken one says so."""
     out = tmp_path / "a1.zip"
     result = run("assignment", "bundle", "A1", str(out), "--seed", "1848")
     assert result.exit_code == 0, result.output

@@ -15,7 +15,8 @@ from tinyspec.grade.task import NoResult
 PRELUDE = "import os, sys, time\nfrom fractions import Fraction\n"
 NOT_ALLOWED = "which the grader does not allow"
 
-# What accept does instead, and words of the sentence that says so. Everything before the last `|` line stands above it.
+# What accept does instead, and words of the sentence that says so. Everything before the last `|`
+# line stands above it.
 BODIES = {
     "sys.exit(0)": "ends the program (sys.exit 0)",
     "raise SystemExit": "ends the program (sys.exit), given",
@@ -113,7 +114,8 @@ def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_pat
 
 
 def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
-    caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n    except Exception:\n        return p\n"
+    caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n"
+    caught += "    except Exception:\n        return p\n"
     assert said(graded(tmp_path, RIGHT + caught), "residual").startswith(
         "residual writes a file, which"
     )
@@ -123,7 +125,8 @@ def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
     """Its other modules, a table beside it, and the standard library."""
     (tmp_path / "table.txt").write_text("0")
     (tmp_path / "helper.py").write_text(RIGHT)
-    own = "import decimal, os\nfrom helper import accept, residual\nhere = os.path.dirname(__file__)\n"
+    own = "import decimal, os\nfrom helper import accept, residual\n"
+    own += "here = os.path.dirname(__file__)\n"
     assert (
         graded(tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n").score
         == 100
@@ -140,8 +143,9 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
 
 
 def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
-    """Twenty idle coins a case: each is cheap for the submission, and dear for whoever multiplies their laws."""
-    coins = "\ndef accept(p, q, token, chance):\n    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
+    """Twenty idle coins a case: cheap for the submission, and dear for who multiplies them."""
+    coins = "\ndef accept(p, q, token, chance):\n"
+    coins += "    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
     report = graded(
         tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only=["accept"]
     )
@@ -218,7 +222,8 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
-    source = f"import atexit, time, signal\natexit.register(time.sleep, 99)\nsignal.signal(15, signal.SIG_IGN)\n{RIGHT}"
+    source = "import atexit, time, signal\natexit.register(time.sleep, 99)\n"
+    source += f"signal.signal(15, signal.SIG_IGN)\n{RIGHT}"
     began = time.monotonic()
     assert graded(tmp_path, source).score == 100
     assert time.monotonic() - began < 20
@@ -228,7 +233,8 @@ def test_it_may_print_import_its_neighbours_and_read(tmp_path: Path) -> None:
     (tmp_path / "helper.py").write_text(
         "def beyond(p, q):\n    return [max(0, x - y) for x, y in zip(p, q)]\n"
     )
-    source = "from helper import beyond\nimport math, collections, functools, itertools, typing, dataclasses\n"
+    source = "from helper import beyond\n"
+    source += "import math, collections, functools, itertools, typing, dataclasses\n"
     source += (
         RIGHT + "\nprint(open(__file__).read())\ndef residual(p, q):\n    print('trying', p)\n"
     )

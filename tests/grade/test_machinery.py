@@ -1,4 +1,6 @@
-"""Laws of the grader: a function in a child process is judged as it would be here, and plain data crosses unchanged."""
+"""The grader: a function in a child process is judged as it would be here, and plain data crosses
+unchanged.
+"""
 
 import math
 from collections.abc import Callable
@@ -268,7 +270,7 @@ def count(counter, steps, chance):
     with pytest.raises(NoResult, match="count raises ValueError: no more than 3 steps"):
         remote(counter, 9, Seeded(1))
     assert len(counter.trace) == 3
-    assert "tests.grade" not in str(props_counter.Counter.make(1).plain())
+    assert "tests.grade" not in str(props_counter.Counter(1).made_of)
 
 
 def _counted(function: Callable[..., Any], chance: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Laws of the points: each law earns its own, a mistake costs once, and nothing is earned by what is not written."""
+"""The points: each law earns its own, a mistake costs once, an unwritten function earns none."""
 
 import re
 import textwrap
@@ -18,6 +18,7 @@ from tinyspec.grade.report import explain_result, report_to_gradescope, report_t
 from tinyspec.grade.starter import (
     assignment_folder,
     extract_helpers,
+    fill_template,
     make_rubric,
     make_starter,
     read_reference,
@@ -162,8 +163,9 @@ def test_the_page_s_container_has_the_places_that_the_bundle_asks_for() -> None:
         "/autograder/source/run_autograder",
     ):
         assert place in PAGE
-    assert '"$root/submission"' in bundle.RUN and '"$root/results/results.json"' in bundle.RUN
-    assert "/autograder/venv/bin/pip" in bundle.SETUP and "$root/venv/bin/python" in bundle.RUN
+    setup, run = fill_template("setup.sh"), fill_template("run_autograder.sh")
+    assert '"$root/submission"' in run and '"$root/results/results.json"' in run
+    assert "/autograder/venv/bin/pip" in setup and "$root/venv/bin/python" in run
 
 
 def test_the_page_s_rows_are_distributions_and_a_student_s_own() -> None:
@@ -191,8 +193,10 @@ NEWEST = ("            unread = [*text, *drafted][len(draft) :]\n",
     "slips", [(TOP_P, NOT_CAPPED, NOT_NORMALISED, FROM_P), (TOP_P, NOT_NORMALISED, FROM_P, NEWEST)]
 )
 def test_four_natural_slips_leave_at_least_half_of_the_points(slips: Any, tmp_path: Path) -> None:
-    """Top-p is a token short, the acceptance may exceed 1, the residual is not normalised, a rejected token is drawn
-    from p again; or the draft never reads the last token of a draft that was accepted whole."""
+    """Top-p is a token short, the acceptance may exceed 1, the residual is not normalised, and a
+    rejected token is drawn from p again. Or the draft never reads the last token of a draft that
+    was accepted whole.
+    """
     scores = score_a1(tmp_path, edited(*slips))
     assert 50 <= sum(scores.values()) < 100
     lost = [task.name for task in A1.tasks if scores[task.name] < task.points]
@@ -216,7 +220,10 @@ REWIND = """            target,
     ids=["draft", "target", "too far"],
 )
 def test_a_session_that_raises_costs_the_whole_task(slip: str, tmp_path: Path) -> None:
-    """A model that is never rewound is asked to score nothing; the page and the hand-out say what that costs."""
+    """A model that is never rewound is asked to score nothing.
+
+    The page and the hand-out say what that costs.
+    """
     assert score_a1(tmp_path, edited((REWIND, slip)), "generate") == {"generate": 0}
     assert "the 30 points of `generate` are lost" in " ".join(PAGE.split())
 
@@ -243,7 +250,7 @@ def generate(target, draft, prompt, n, gamma, eos, knobs, chance):
 
 
 def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
-    """Plain decoding is half of the loop, and the functions that return what lies at hand are nearly nothing."""
+    """Plain decoding is half of the loop. Functions that return what lies at hand earn little."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
     assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}
     assert f"get {sum(scores.values())} of 100, most of it for plain decoding" in " ".join(
@@ -285,7 +292,9 @@ def test_helpers_are_replaced_in_every_file_and_under_every_name(tmp_path: Path)
 
 
 def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> None:
-    """Whoever gave `residual` one argument more, and passes it, has a `verify` that works: with that residual alone."""
+    """Who gave `residual` one argument more, and passes it, has a `verify` that works with that
+    residual alone.
+    """
     source = edited(
         (
             "def residual(p: Row, q: Row) -> Row:",
@@ -308,7 +317,8 @@ def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
         "  judged with the reference's acceptance and residual in the place of yours"
         in explain_result(report.results[0])
     )
-    inlined = "from fractions import Fraction\ndef verify(p_rows, q_rows, draft, chance):\n    return []\n"
+    inlined = "from fractions import Fraction\n"
+    inlined += "def verify(p_rows, q_rows, draft, chance):\n    return []\n"
     report = grading.grade_folder(A1.select(["verify"]), submit(tmp_path, inlined), limits=SLOW)
     assert report.results[0].helpers == []
 
@@ -336,8 +346,9 @@ def residual(p, q): ...
 def verify(p_rows, q_rows, draft, chance):
     mine = sys.modules["submission"]
     spaces = [vars(mine), acceptance.__globals__, residual.__globals__]
-    spaces += [vars(module) for module in sys.modules.values() if isinstance(module, types.ModuleType)]
-    spaces += [found.__globals__ for found in gc.get_objects() if isinstance(found, types.FunctionType)]
+    modules, functions = types.ModuleType, types.FunctionType
+    spaces += [vars(module) for module in sys.modules.values() if isinstance(module, modules)]
+    spaces += [found.__globals__ for found in gc.get_objects() if isinstance(found, functions)]
     for space in spaces:
         found = space.get("verify")
         if isinstance(found, types.FunctionType) and found.__code__ is not verify.__code__:

@@ -3,7 +3,8 @@
 The joint distribution must be that of plain decoding, which `laws.exact.law` calculates from the
 target's rows. A cache that is left dirty can hide from it: a draft that reads rejected tokens is
 only a worse draft. So the sessions remember what was asked of them, and three more laws read that:
-what stood in the caches, whether each token comes from a forward pass, and how often the target ran.
+what stood in the caches, whether each token comes from a forward pass, and how often the target
+ran.
 """
 
 import random
@@ -31,7 +32,10 @@ JOINT = "joint distribution: over all rounds, the text has the distribution of p
 CACHES = (
     "at every forward pass the cache holds what was accepted: nothing rejected, nothing read twice"
 )
-READ = "tokens come from forward passes: the target reads all but the last, the draft what its tokens follow; n = 0 needs none"
+READ = (
+    "tokens come from forward passes: the target reads all but the last, the draft what its tokens "
+    "follow; n = 0 needs none"
+)
 CALLS = "one forward pass of the target a round, and rounds as long as the rule allows"
 
 PLAIN: Knobs = (ONE, None, None)
@@ -41,7 +45,10 @@ PLAIN: Knobs = (ONE, None, None)
 
 @dataclass(frozen=True)
 class LoopInput:
-    """What generate is given. The models' weights are the rows of a `CheckCase`, made whole numbers."""
+    """What generate is given.
+
+    The models' weights are the rows of a `CheckCase`, made whole numbers.
+    """
 
     case: CheckCase
     prompt: Text = (0,)
@@ -59,13 +66,11 @@ class LoopInput:
     @cached_property
     def weights(self) -> dict[str, list[list[Fraction]]]:
         """Return the rows of both models, each times the greatest of its denominators."""
-        return {
-            name: [
-                [x * max(y.denominator for y in row) for x in row]
-                for row in getattr(self.case, name).laws
-            ]
-            for name in "pq"
-        }
+
+        def to_whole(row: Exact) -> list[Fraction]:
+            return [x * max(y.denominator for y in row) for x in row]
+
+        return {name: list(map(to_whole, getattr(self.case, name).laws)) for name in "pq"}
 
     @cached_property
     def sampling(self) -> SamplingParams:
@@ -249,8 +254,11 @@ def loop_has_the_joint_distribution(generate: Function, cases: Cases) -> Iterato
 
     for given in loop_inputs(cases):
         if is_broken(given):
-            case = shrink_case(given.case, lambda case: is_broken(replace(given, case=case)))  # noqa: B023
-            found = replace(given, case=case)
+
+            def is_still_broken(case: CheckCase, given: LoopInput = given) -> bool:
+                return is_broken(replace(given, case=case))
+
+            found = replace(given, case=shrink_case(given.case, is_still_broken))
             accuse(JOINT, plain_decoding(found), texts_of(found), **found.shown())
         yield True
 
@@ -261,28 +269,25 @@ def common_length(one: Text, other: Text) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-Finding = tuple[dict[str, Any], Any, Any]
-"""Something wrong in a run: (what else to show, expected, got)."""
-
-
-def find_wrong_cache(prompt: Text, run: LoopRun) -> Finding | None:
-    """Return the first forward pass whose cache holds something else than it should.
+def check_caches(given: LoopInput, run: LoopRun) -> None:
+    """Accuse the first forward pass whose cache holds something else than it should.
 
     The target has to have read what was accepted of its last block. The draft has to have read what
     the target is about to verify.
     """
-    text: Text = (*prompt, *run.new)
+    text: Text = (*given.prompt, *run.new)
 
-    def describe(model: str, tokens: Text, compared: str) -> dict[str, Any]:
+    def blame(model: str, tokens: Text, compared: str, expected: Any, got: Text) -> None:
         call = f"{model}.score({list(tokens)})"
-        return {"text in the end": list(text), "call": call, "compared": compared}
+        shown = {"text in the end": list(text), "call": call, "compared": compared}
+        accuse(CACHES, expected, list(got), **given.shown(), **shown)
 
     before_pass = "its cache before the forward pass"
     after: Text = ()
     for before, tokens in run.target:
         wanted = after[: common_length(after, text)]
         if before != wanted:
-            return describe("target", tokens, before_pass), list(wanted), list(before)
+            blame("target", tokens, before_pass, list(wanted), before)
         after = (*before, *tokens)
     verified, after = [(*before, *tokens) for before, tokens in run.target], ()
     for before, tokens in run.draft:
@@ -290,13 +295,12 @@ def find_wrong_cache(prompt: Text, run: LoopRun) -> Finding | None:
         while verified and verified[0][: len(read)] != read:
             verified.pop(0)
         if not verified:
-            shown = describe("draft", tokens, "what it has read after the forward pass")
-            return shown, "a beginning of a text that the target reads later", list(read)
+            expected = "a beginning of a text that the target reads later"
+            blame("draft", tokens, "what it has read after the forward pass", expected, read)
         wanted = after[: common_length(after, verified[0])]
         if before != wanted:
-            return describe("draft", tokens, before_pass), list(wanted), list(before)
+            blame("draft", tokens, before_pass, list(wanted), before)
         after = read
-    return None
 
 
 @graded_law(6, CACHES)
@@ -305,50 +309,45 @@ def caches_are_clean(generate: Function, cases: Cases) -> Iterator[bool]:
     for given in loop_inputs(cases):
         runs = run_distribution(generate, given, CACHES)
         for run in runs:
-            if found := find_wrong_cache(given.prompt, run):
-                shown, expected, got = found
-                accuse(CACHES, expected, got, **given.shown(), **shown)
+            check_caches(given, run)
         yield any(run.draft for run in runs)
 
 
-def find_unread(given: LoopInput, run: LoopRun) -> Finding | None:
-    """Return the first token that came without the forward pass that it needs.
+def check_tokens_read(given: LoopInput, run: LoopRun) -> None:
+    """Accuse the first token that came without the forward pass that it needs.
 
     A target that read all of the text but its last token was asked about every token. What it
     reads beyond the text that is known by then was drafted, after tokens that the draft has read.
     """
     text: Text = (*given.prompt, *run.new)
 
-    def describe(compared: str) -> dict[str, Any]:
-        return {"text in the end": list(text), "compared": compared}
+    def blame(compared: str, expected: Any, got: Any) -> None:
+        shown = {"text in the end": list(text), "compared": compared}
+        accuse(READ, expected, got, **given.shown(), **shown)
 
-    def is_read(passes: Sequence[Text], wanted: Text) -> bool:
-        return any(common_length(read, wanted) >= len(wanted) - 1 for read in passes)
-
-    def closest(passes: Sequence[Text], wanted: Text) -> list[int]:
+    def require_read(passes: Sequence[Text], wanted: Text, compared: str) -> None:
         best: Text = max(passes, key=lambda read: common_length(read, wanted), default=())
-        return list(best)
+        if not passes or common_length(best, wanted) < len(wanted) - 1:
+            blame(compared, list(wanted[:-1]), list(best))
 
     target: list[Text] = [(*before, *tokens) for before, tokens in run.target]
     draft: list[Text] = [(*before, *tokens) for before, tokens in run.draft]
     if given.case.tokens == 0:
         calls = [f"target.score({list(read)})" for read in target]
         calls += [f"draft.score({list(read)})" for read in draft]
-        return (describe("the forward passes"), "none", calls) if calls else None
-    if not is_read(target, text):
-        shown = describe("what the target has read of the text in the end")
-        return shown, list(text[:-1]), closest(target, text)
+        if calls:
+            blame("the forward passes", "none", calls)
+        return
+    require_read(target, text, "what the target has read of the text in the end")
     known = len(given.prompt)
     for read in target:
         if len(read) > known + given.case.gamma:
             what = f"how many tokens after {list(read[:known])}"
-            shown = describe(f"{what} the target reads in one forward pass")
-            return shown, f"at most {given.case.gamma}", len(read) - known
-        if len(read) > known and not is_read(draft, read):
-            shown = describe(f"what the draft has read before it drafts {read[-1]}")
-            return shown, list(read[:-1]), closest(draft, read)
+            compared = f"{what} the target reads in one forward pass"
+            blame(compared, f"at most {given.case.gamma}", len(read) - known)
+        if len(read) > known:
+            require_read(draft, read, f"what the draft has read before it drafts {read[-1]}")
         known = common_length(read, text) + 1
-    return None
 
 
 @graded_law(3, READ)
@@ -360,9 +359,7 @@ def tokens_come_from_forward_passes(generate: Function, cases: Cases) -> Iterato
     for given in (*draw_endings(cases), *loop_inputs(cases)):
         runs = run_distribution(generate, given, READ)
         for run in runs:
-            if found := find_unread(given, run):
-                shown, expected, got = found
-                accuse(READ, expected, got, **given.shown(), **shown)
+            check_tokens_read(given, run)
         yield any(run.draft for run in runs)
 
 

@@ -1,4 +1,6 @@
-"""Laws of `siblings` of assignment A2: whatever was drafted, the token has the target's distribution."""
+"""Laws of `siblings` of assignment A2: the token has the target's distribution, whatever was
+drafted.
+"""
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction

@@ -97,7 +97,7 @@ def positions_are_right(positions: Function, cases: Cases) -> Iterator[bool]:
 
 @graded_law(15, SEES)
 def mask_is_right(mask: Function, cases: Cases) -> Iterator[bool]:
-    """Check that a node sees all of its ancestors and the text, and neither siblings nor cousins."""
+    """Check that a node sees all of its ancestors and the text, and no siblings or cousins."""
     for parents, committed in draw_trees(cases):
         case: dict[str, Any] = {"parents": list(parents), "committed": committed}
         rows = require_list(SEES, mask(list(parents), committed), len(parents), "rows", **case)

@@ -1,4 +1,4 @@
-"""Laws of the trie of assignment A2: its answers are those of a dictionary of all runs of tokens."""
+"""Laws of the trie of assignment A2: it answers as a dictionary of all runs of tokens does."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,10 @@ from tinyspec.grade.a2_trees import ROOT, node_path
 from tinyspec.grade.task import Cases, Function, GradedLaw, Task, describe_result, graded_law
 from tinyspec.laws.evidence import LawViolated, accuse
 
-TREE = "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all different"
+TREE = (
+    "a draft is a tree: at most `budget` nodes, a parent before its children, siblings all "
+    "different"
+)
 ANSWER = "what followed the longest known end of the context, the most frequent first"
 
 Operation = tuple[Any, ...]

@@ -1,4 +1,6 @@
-"""Laws of `walk` of assignment A2: the text has the target's joint distribution, and uses the tree."""
+"""Laws of `walk` of assignment A2: the text has the target's joint distribution, and uses the
+tree.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,7 +65,7 @@ SHAPES: tuple[tuple[Parents, tuple[int, ...]], ...] = (
     ((-1, 0, 1), (1,)),
     ((-1, 0, -1, 1, 2, 3), (ROOT, 1, 2)),
 )
-"""Parents, and which of root and nodes have point masses as children. The last have three levels."""
+"""Parents, and the nodes (or root) whose children are point masses. The last have three levels."""
 
 
 def draw_tree_cases(cases: Cases) -> Iterator[TreeCase]:

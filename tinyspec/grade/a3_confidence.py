@@ -1,4 +1,6 @@
-"""Laws of assignment A3 on single numbers: confidences, and the layer after which a token leaves."""
+"""Laws of assignment A3 on single numbers: confidences, and the layer after which a token
+leaves.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -19,11 +21,12 @@ from tinyspec.grade.task import (
 )
 from tinyspec.laws.evidence import accuse
 
-GAP = "the softmax response is the gap of the two likeliest words (CALM, arXiv 2207.07061, section 3.5)"
-COSINE = "saturation is the cosine of two states that follow each other (CALM, arXiv 2207.07061, section 3.5)"
+CALM = "CALM, arXiv 2207.07061"
+GAP = f"the softmax response is the gap of the two likeliest words ({CALM}, section 3.5)"
+COSINE = f"saturation is the cosine of two states that follow each other ({CALM}, section 3.5)"
 RANGE = "a confidence is a number from 0 to 1"
 FIRST = "a token leaves after the first layer that is sure"
-DECAY = "the threshold is 0.9 lambda + 0.1 exp(-tau t / N) (CALM, arXiv 2207.07061, section 3.4)"
+DECAY = f"the threshold is 0.9 lambda + 0.1 exp(-tau t / N) ({CALM}, section 3.4)"
 CUT = "the threshold of a token is cut to 1, lambda itself is not; and inf means never"
 
 TOO_NEAR = 1e-4  # a confidence so near to the threshold is left out: rounding must not decide

@@ -31,7 +31,10 @@ PAIR = "the new tokens come back, and the layers after which they were read"
 NEVER = "a model that nobody leaves early is the full model"
 HOLES = "no key or value is read that was never stored"
 PROMPT = "prompt tokens before the last never leave"
-COPIED = "a token that left is filled from its state at the exit, by each layer above itself (CALM, arXiv 2207.07061)"
+COPIED = (
+    "a token that left is filled from its state at the exit, by each layer above itself "
+    "(CALM, arXiv 2207.07061)"
+)
 RECOMPUTED = "with recomputation the cache is that of the full model on the same text"
 READ = "the word is the likeliest of the row at the exit"
 SURE = "a token leaves after the first layer whose gap reaches the threshold"
@@ -177,7 +180,7 @@ def decode_by_the_rule(case: ExitCase, recompute: bool) -> tuple[list[int], list
 def replay_run(
     case: ExitCase, run: ExitRun, recompute: bool
 ) -> tuple[list[int], list[int], FreshPass]:
-    """Return the text that was run, where its tokens left, and the pass that ought to come of it."""
+    """Return the text that was run, where its tokens left, and the pass that should come of it."""
     text = [*case.prompt, *run.tokens[:-1]]
     exits = [case.depth] * (len(case.prompt) - 1) + run.layers
     return text, exits, run_fresh(case, text, exits, recompute)
@@ -241,8 +244,9 @@ def fills_what_is_missing(recompute: bool, decode: Function, cases: Cases) -> It
                 for at in range(position + 1):
                     expected, got = right.pairs[layer][at], stored[layer, at]
                     if got != expected:
-                        what = f"key and value of position {at} in layer {layer}, when position {position} read it: "
-                        accuse(law, f"{what}{expected}", f"{what}{got}", **shown)
+                        what = f"key and value of position {at} in layer {layer}, when position"
+                        values = (f"{what} {position} read it: {x}" for x in (expected, got))
+                        accuse(law, *values, **shown)
                 state = right.states[layer - 1][position]
                 if rest[0] != state:
                     what = f"state below layer {layer} at position {position}: "

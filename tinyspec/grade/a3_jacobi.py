@@ -39,7 +39,8 @@ class JacobiCase(NamedTuple):
 
     def shown(self) -> dict[str, Any]:
         """Return it in the words of the task."""
-        model = f'CountedModel("{self.rule}", seed={self.seed}, vocabulary={self.vocabulary}, eos={self.eos})'
+        sizes = f"seed={self.seed}, vocabulary={self.vocabulary}, eos={self.eos}"
+        model = f'CountedModel("{self.rule}", {sizes})'
         return {"model": model, "prompt": list(self.prompt), "n": self.n, "block": self.block}
 
 

@@ -9,7 +9,7 @@ submission prints goes elsewhere.
     {}                                    -> {}: the process has started
     {"load": folder, "helpers": h}        -> {"ok": {name of a function: [names of its arguments]},
                                               "replaced": [name of a function, ...]}
-                                             or {"problem": clause, "summary": a few words}
+                                             or {"clause": c, "summary": s}
     {"call": name, "args": [...], "chance": how, "script": [answer, ...], "most": n, "again": flag}
                                           -> {"runs": [...]}
 
@@ -20,7 +20,9 @@ script   what chance answers: 1 or 0 to accept, a token to draw. After its end c
          first possible answer. The answer has a run of this script (two, if "again": the runs must
          agree), and then runs of the scripts that branch off it, breadth first, at most n in all.
 a run    {"script": ..., "asked": [["accept", ratio] or ["draw", row], ...], "traces": [...],
-          "value": result or "problem": clause, "summary": a few words}
+          "value": result or "clause": c, "summary": s}
+c, s     why there is no result: a sentence without its subject, and the same in a few words. The
+         parent makes a `NoResult` of them.
 
 This is no security boundary. It stops accidents and plain tricks. Run submissions that may be
 hostile in a container.
@@ -42,7 +44,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 MAX_DEPTH = 12  # lists in lists
 MAX_VALUES = 50_000  # in one message
@@ -69,30 +71,38 @@ if __name__ == "__main__":
 class Prop:
     """A thing that a submitted function works with, such as a model with a cache.
 
-    A law makes a fresh one for every run, and reads its trace afterwards. A subclass says what it
-    is made of, in plain data (None, bool, int, float, Fraction, str, list, tuple, dict), and the
-    child process makes it again from that. Its methods call `note` for what happens, and raise
-    ValueError with a sentence if they are misused.
+    A law makes a fresh one for every run, and reads its trace afterwards. Its methods call `note`
+    for what happens, and raise ValueError with a sentence if they are misused.
+
+    made_of  the arguments that it was made of, plain data (None, bool, int, float, Fraction, str,
+             list, tuple, dict): the child process makes it again from these
+    trace    what happened, an event each, plain data too
+
+    A subclass says how many events a trace has at most, and what that is in words.
     """
 
-    def __init__(self) -> None:
-        self.trace: list[Any] = []  # plain data, one entry per event
+    _limit = 1000
+    _overrun = "it was asked 1000 things"
+
+    def __init__(self, **made_of: Any) -> None:
+        self.made_of = made_of
+        self.trace: list[Any] = []
 
     def note(self, *event: Any) -> None:
-        """Add an event to the trace."""
+        """Add an event to the trace. Raises ValueError if there are too many."""
+        if len(self.trace) >= self._limit:
+            raise ValueError(f"{self._overrun}: the function is not going to stop")
         self.trace.append(event)
 
-    def plain(self) -> Any:
-        """Return what this was made of, as plain data."""
-        raise NotImplementedError
 
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        """Return a fresh one with an empty trace, made of what `plain` returned."""
-        raise NotImplementedError
+def require_whole(value: Any, what: str, low: int, high: int) -> int:
+    """Return the value if it is a whole number from low to high. Raises ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ValueError(f"{what} is {value!r}: it must be a whole number from {low} to {high}")
+    return value
 
 
-# ---------------------------------------------------------------------- plain data between processes
+# ---------------------------------------------------------------------- data between processes
 
 ENCODER = json.JSONEncoder(separators=(",", ":"))
 
@@ -309,7 +319,7 @@ class RunEnded(BaseException):
 
 
 def explain_exception(error: BaseException, folder: str) -> dict[str, str]:
-    """Return what a submission raised as {"problem": clause, "summary": a few words}.
+    """Return what a submission raised as {"clause": ..., "summary": a few words}.
 
     The clause is like "raises ZeroDivisionError: division by zero (submission.py, line 154)", the
     summary like "raised ZeroDivisionError at line 154". Their subject is the function or the file,
@@ -321,13 +331,13 @@ def explain_exception(error: BaseException, folder: str) -> dict[str, str]:
     except BaseException:
         words = "(whose text cannot be read)"
     if isinstance(error, RunEnded):
-        return {"problem": words, "summary": words}
+        return {"clause": words, "summary": words}
     if isinstance(error, NotImplementedError):
-        problem = f"is not written yet ({words})" if words else "is not written yet"
-        return {"problem": problem, "summary": f"is not written yet ({kind})"}
+        clause = f"is not written yet ({words})" if words else "is not written yet"
+        return {"clause": clause, "summary": f"is not written yet ({kind})"}
     if isinstance(error, SystemExit):
-        problem = f"ends the program (sys.exit{' ' if words else ''}{words})"
-        return {"problem": problem, "summary": problem}
+        clause = f"ends the program (sys.exit{' ' if words else ''}{words})"
+        return {"clause": clause, "summary": clause}
     if isinstance(error, ModuleNotFoundError):
         words += ", and there is Python's standard library alone"
     if isinstance(error, SyntaxError) and error.filename:
@@ -337,7 +347,7 @@ def explain_exception(error: BaseException, folder: str) -> dict[str, str]:
     summary = f"raised {kind}{f' at line {line}' if file else ''}"
     if file not in ("", "submission.py"):
         summary += f" of {file}"
-    return {"problem": f"raises {kind}{': ' if words else ''}{words}{where}", "summary": summary}
+    return {"clause": f"raises {kind}{': ' if words else ''}{words}{where}", "summary": summary}
 
 
 def locate_exception(error: BaseException, folder: str) -> tuple[str, int | None]:
@@ -448,7 +458,7 @@ class Submission:
         except BaseException as error:
             answer = explain_exception(error, self.folder)
         offence = self.guard.find_offence()
-        return {"problem": offence} if offence else answer
+        return {"clause": offence} if offence else answer
 
     def replace(self, name: str, helper: Any) -> bool:
         """Put a helper in the place of the submission's own function, under all names that it has.
@@ -507,7 +517,7 @@ class Submission:
             try:
                 result["value"] = to_json(value)
             except NotPlain as error:
-                result["problem"] = f"returned {error}"
+                result["clause"] = f"returned {error}"
         except BaseException as error:
             result |= explain_exception(error, self.folder)
         result["traces"] = records
@@ -519,7 +529,7 @@ class Submission:
         if not is_unchanged():
             self.guard.offences.append("changes the chance it was given")
         if offence := self.guard.find_offence():
-            result |= {"problem": offence, "summary": None, "value": None}
+            result |= {"clause": offence, "summary": None, "value": None}
         return result
 
     def _find_function(self, name: str) -> Callable[..., Any]:
@@ -533,13 +543,13 @@ class Submission:
 
     def _make_prop(self, described: Any) -> Prop:
         """Return a Prop of the class that a file defines: [class, file, what it is made of]."""
-        kind, path, plain = described
+        kind, path, made_of = described
         name = f"tinyspec.grade.{Path(path).stem}"
         if name not in sys.modules:
             self.guard.is_trusting = True
             import_source(name, path)
             self.guard.is_trusting = False
-        prop: Prop = getattr(sys.modules[name], kind).make(plain)
+        prop: Prop = getattr(sys.modules[name], kind)(**made_of)
         return prop
 
 

@@ -70,7 +70,7 @@ class ChildHung(ChildGone):
 
 
 class ChildProcess:
-    """A process that holds one submission. At the end of its `with` block all it started is killed."""
+    """A process that holds one submission. When its `with` block ends, all it started is killed."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
@@ -238,17 +238,17 @@ class Decision(NamedTuple):
 
 
 class End(NamedTuple):
-    """The end of a run: a value or a problem (a clause, and a few words), and the props' traces."""
+    """The end of a run: a value, or why there is none, and the props' traces."""
 
     value: Any
-    problem: str | None
+    clause: str | None
     summary: str | None
     traces: Any
     line: str
 
 
 class DecisionTree:
-    """What a function does on one case: after each sequence of answers, its next question or end."""
+    """What a function does on one case: after each sequence of answers, a question or its end."""
 
     def __init__(self) -> None:
         self.nodes: dict[Answers, Decision | End] = {}
@@ -264,7 +264,7 @@ class DecisionTree:
             decision = Decision(kind, from_json(data), to_line([kind, data]))
             self._enter(answers, decision)
             answers = (*answers, script[place] if place < len(script) else decision.first)
-        result = {name: run.get(name) for name in ("value", "problem", "summary", "traces")}
+        result = {name: run.get(name) for name in ("value", "clause", "summary", "traces")}
         self._enter(answers, End(**result, line=to_line(result)))
         if len(answers) < len(script):
             raise NoResult("decides differently when it is run again")
@@ -320,7 +320,7 @@ class RemoteFunction:
                 raise NotPlain(describe_kind(value))
             props.append(value)
             kind = type(value)
-            return [kind.__name__, str(sys.modules[kind.__module__].__file__), value.plain()]
+            return [kind.__name__, str(sys.modules[kind.__module__].__file__), value.made_of]
 
         args = to_json([tuple(given), named], encode_prop)
         message = {"call": self.__name__, "args": args, "chance": how}
@@ -335,8 +335,8 @@ class RemoteFunction:
             end = self._play(self._trees[key], message, chance)
             for prop, trace in zip(props, from_json(end.traces) or [], strict=False):
                 prop.trace = trace
-            if end.problem is not None:
-                raise NoResult(str(end.problem), summary=str(end.summary or ""))
+            if end.clause is not None:
+                raise NoResult(str(end.clause), summary=str(end.summary or ""))
             return from_json(end.value)
         except (NoResult, ChildGone, NotPlain) as error:
             raise self._fail(error, given, named) from None
@@ -391,11 +391,8 @@ def _is_chance(value: Any) -> bool:
 
 
 def _show_prop(value: Any) -> Any:
-    return (
-        f"{type(value).__name__} {format_value(value.plain())}"
-        if isinstance(value, Prop)
-        else value
-    )
+    is_prop = isinstance(value, Prop)
+    return f"{type(value).__name__} {format_value(value.made_of)}" if is_prop else value
 
 
 class Helpers(NamedTuple):
@@ -440,8 +437,8 @@ def load_submission(
         answer = child.ask({"load": folder, "helpers": helpers and helpers._asdict()})
         functions, replaced = answer.get("ok"), answer.get("replaced")
         if not isinstance(functions, dict) or not isinstance(replaced, list):
-            problem = str(answer.get("problem", "writes into the grader's pipe"))
-            raise NoResult(problem, summary=str(answer.get("summary") or problem))
+            clause = str(answer.get("clause", "writes into the grader's pipe"))
+            raise NoResult(clause, summary=str(answer.get("summary") or clause))
     except ChildGone as gone:
         child.close()
         raise NoResult(str(gone), summary=f"submission.py {gone}") from None

@@ -8,9 +8,8 @@ A child process loads this file: it imports the standard library and `child` alo
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Self
 
-from tinyspec.grade.child import Prop
+from tinyspec.grade.child import Prop, require_whole
 
 MAX_CALLS = 100  # of one run: a function that needs more is not going to stop
 MAX_TOKENS = 50  # in a cache, for the same reason
@@ -55,18 +54,13 @@ class Session(Prop):
     ValueError: rewind(5): the cache holds 1 token, and a rewind only takes tokens away
     """
 
+    _limit = MAX_CALLS
+    _overrun = f"the session was asked {MAX_CALLS} things"
+
     def __init__(self, rows: Sequence[Sequence[Fraction]], by: str = "length"):
-        super().__init__()
-        self._rows = [list(row) for row in rows]
-        self._by = by
+        super().__init__(rows=[list(row) for row in rows], by=by)
+        self._rows, self._by = self.made_of["rows"], by
         self._cache: list[int] = []
-
-    def plain(self) -> Any:
-        return {"rows": [list(row) for row in self._rows], "by": self._by}
-
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        return cls(**plain)
 
     def __len__(self) -> int:
         return len(self._cache)
@@ -78,16 +72,11 @@ class Session(Prop):
         for no tokens, and for one that is not in the vocabulary.
         """
         if not isinstance(tokens, (list, tuple)) or not tokens:
-            raise ValueError(
-                f"score needs a list of at least one token: got {tokens!r}, and its cache is {self._cache}"
-            )
-        vocabulary = len(self._rows[0])
+            given = f"got {tokens!r}, and its cache is {self._cache}"
+            raise ValueError(f"score needs a list of at least one token: {given}")
         for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"score was given {token!r}: a token is a whole number from 0 to {vocabulary - 1}"
-                )
-        self._remember("score", list(tokens))
+            require_whole(token, "a token", 0, len(self._rows[0]) - 1)
+        self.note("score", list(self._cache), list(tokens))
         if len(self._cache) + len(tokens) > MAX_TOKENS:
             raise ValueError(
                 f"the cache has room for {MAX_TOKENS} tokens: the function is not going to stop"
@@ -103,21 +92,11 @@ class Session(Prop):
 
         Raises ValueError if there are fewer.
         """
-        if (
-            isinstance(length, bool)
-            or not isinstance(length, int)
-            or not 0 <= length <= len(self._cache)
-        ):
-            tokens = f"{len(self._cache)} token{'' if len(self._cache) == 1 else 's'}"
+        count = len(self._cache)
+        if isinstance(length, bool) or not isinstance(length, int) or not 0 <= length <= count:
+            tokens = f"{count} token{'' if count == 1 else 's'}"
             raise ValueError(
                 f"rewind({length!r}): the cache holds {tokens}, and a rewind only takes tokens away"
             )
-        self._remember("rewind", length)
+        self.note("rewind", list(self._cache), length)
         del self._cache[length:]
-
-    def _remember(self, what: str, given: Any) -> None:
-        if len(self.trace) >= MAX_CALLS:
-            raise ValueError(
-                f"the session was asked {MAX_CALLS} things: the function is not going to stop"
-            )
-        self.note(what, list(self._cache), given)

@@ -8,9 +8,10 @@ A child process loads this file: it imports the standard library and `child` alo
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Self
+from itertools import compress
+from typing import Any
 
-from tinyspec.grade.child import Prop
+from tinyspec.grade.child import Prop, require_whole
 
 MAX_CALLS = 100  # of one run: a function that needs more is not going to stop
 MAX_POSITION = 10_000
@@ -29,8 +30,10 @@ class TreeSession(Prop):
 
     The trace has an entry for every call: [tokens, positions].
 
+    The newest token stands at position 2, and sees all of the text:
+
     >>> session = TreeSession(text=[2, 0, 1], seed=1)
-    >>> row, = session.score([1], [2], [[1, 1, 1]])  # the newest token, which stands at position 2, sees all of the text
+    >>> row, = session.score([1], [2], [[1, 1, 1]])
     >>> print(*row)
     48/121 69/242 7/22
     >>> session.score([1], [2], [[1, 1]])  # doctest: +ELLIPSIS
@@ -38,16 +41,12 @@ class TreeSession(Prop):
     ValueError: row 0 of the mask has 2 entries: it needs 3, for 2 tokens that were read ...
     """
 
+    _limit = MAX_CALLS
+    _overrun = f"the model ran {MAX_CALLS} forward passes"
+
     def __init__(self, text: Sequence[int], vocabulary: int = 3, seed: int = 0):
+        super().__init__(text=list(text), vocabulary=vocabulary, seed=seed)
         self.text, self.vocabulary, self.seed = list(text), vocabulary, seed
-        self.trace: list[Any] = []
-
-    def plain(self) -> Any:
-        return {"text": list(self.text), "vocabulary": self.vocabulary, "seed": self.seed}
-
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        return cls(**plain)
 
     def score(
         self, tokens: Sequence[int], positions: Sequence[int], mask: Sequence[Sequence[Any]]
@@ -61,45 +60,36 @@ class TreeSession(Prop):
         row sees nothing.
         """
         read = len(self.text) - 1
-        if len(self.trace) >= MAX_CALLS:
-            raise ValueError(
-                f"the model ran {MAX_CALLS} forward passes: the function is not going to stop"
-            )
         for name, given in (("tokens", tokens), ("positions", positions), ("the mask", mask)):
             if not isinstance(given, (list, tuple)):
                 raise ValueError(f"{name} must be a list: got {given!r}")
         if not tokens or not len(tokens) == len(positions) == len(mask):
-            sizes = (
-                f"{len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows of the mask"
-            )
             raise ValueError(
-                f"a forward pass needs as many positions and rows of the mask as tokens, at least one: got {sizes}"
+                "a forward pass needs as many positions and rows of the mask as tokens, at least "
+                f"one: got {len(tokens)} tokens, {len(positions)} positions and {len(mask)} rows "
+                "of the mask"
             )
         for token in tokens:
-            _check_whole(token, "a token", self.vocabulary - 1)
+            require_whole(token, "a token", 0, self.vocabulary - 1)
         for position in positions:
-            _check_whole(position, "a position", MAX_POSITION)
+            require_whole(position, "a position", 0, MAX_POSITION)
         for place, row in enumerate(mask):
             _check_mask_row(place, row, read, len(tokens))
-        self.trace.append([list(tokens), list(positions)])
+        self.note(list(tokens), list(positions))
         words = [*self.text[:read], *tokens]
         places = [*range(read), *positions]
+        pairs = list(zip(words, places, strict=True))
         return [
-            self._row(
-                tokens[i],
-                positions[i],
-                [(words[j], places[j]) for j, seen in enumerate(mask[i]) if seen],
-            )
-            for i in range(len(tokens))
+            self._row(token, position, list(compress(pairs, row)))
+            for token, position, row in zip(tokens, positions, mask, strict=True)
         ]
 
     def _row(self, token: int, position: int, seen: Sequence[tuple[int, int]]) -> list[Fraction]:
         """Return the row of a token at a position that sees these (token, position) pairs."""
         sums = [Fraction(0)] * self.vocabulary
         for other, place in seen:
-            weight = Fraction(
-                1 + (2 * token + 3 * other + self.seed) % 5, 1 + abs(position - place)
-            )
+            near = 1 + abs(position - place)
+            weight = Fraction(1 + (2 * token + 3 * other + self.seed) % 5, near)
             for word in range(self.vocabulary):
                 sums[word] += weight * (1 + ((word + 1) * (other + 2) + 3 * place + self.seed) % 7)
         return [x / sum(sums) for x in sums]
@@ -110,18 +100,12 @@ def _check_mask_row(place: int, row: Any, read: int, fed: int) -> None:
     if not isinstance(row, (list, tuple)):
         raise ValueError(f"row {place} of the mask must be a list: got {row!r}")
     if len(row) != read + fed:
+        were_read = f"{read} token{' that was' if read == 1 else 's that were'} read"
         raise ValueError(
-            f"row {place} of the mask has {len(row)} entries: it needs {read + fed}, for {read} "
-            f"token{'' if read == 1 else 's'} that {'was' if read == 1 else 'were'} read and {fed} that "
-            f"{'is' if fed == 1 else 'are'} fed"
+            f"row {place} of the mask has {len(row)} entries: it needs {read + fed}, for "
+            f"{were_read} and {fed} that {'is' if fed == 1 else 'are'} fed"
         )
     if any(type(seen) not in (bool, int) or seen not in (0, 1) for seen in row):
         raise ValueError(f"row {place} of the mask is {row!r}: its entries are True or False")
     if not any(row):
         raise ValueError(f"row {place} of the mask shows nothing: a row attends at least to itself")
-
-
-def _check_whole(value: Any, what: str, high: int) -> None:
-    """Raise ValueError unless the value is a whole number from 0 to high."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= high:
-        raise ValueError(f"{what} is {value!r}: it must be a whole number from 0 to {high}")

@@ -8,19 +8,11 @@ A child process loads this file: it imports the standard library and `child` alo
 
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, Self
 
-from tinyspec.grade.child import Prop
+from tinyspec.grade.child import Prop, require_whole
 
 MODULUS = 97  # a state is a whole number below this
 MAX_CALLS = 1000  # of one run: a function that needs more is not going to stop
-
-
-def require_whole(value: Any, what: str, low: int, high: int) -> int:
-    """Return the value if it is a whole number from low to high. Raises ValueError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"{what} is {value!r}: it must be a whole number from {low} to {high}")
-    return value
 
 
 class LayeredModel(Prop):
@@ -46,19 +38,14 @@ class LayeredModel(Prop):
     ValueError: a hole: layer 2, run at position 0, reads the keys and values of position 0, ...
     """
 
+    _limit = 50 * MAX_CALLS
+    _overrun = "the model was asked for more than fifty thousand things"
+
     def __init__(self, seed: int, depth: int, vocabulary: int = 3):
-        super().__init__()
+        super().__init__(seed=seed, depth=depth, vocabulary=vocabulary)
         self._seed, self.depth, self.vocabulary = seed, depth, vocabulary
-        self._cache: list[dict[int, int]] = [
-            {} for _ in range(depth + 1)
-        ]  # [layer][position] -> pair; no layer 0
-
-    def plain(self) -> Any:
-        return {"seed": self._seed, "depth": self.depth, "vocabulary": self.vocabulary}
-
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        return cls(**plain)
+        layers = range(depth + 1)  # no layer 0
+        self._cache: list[dict[int, int]] = [{} for _ in layers]  # [layer][position] -> pair
 
     def embed(self, token: int) -> int:
         """Return the state of a token below layer 1."""
@@ -86,10 +73,11 @@ class LayeredModel(Prop):
             if at not in self._cache[layer]:
                 self.note("hole", layer, position, at)
                 raise ValueError(
-                    f"a hole: layer {layer}, run at position {position}, reads the keys and values of position {at}, "
-                    "which nobody stored there"
+                    f"a hole: layer {layer}, run at position {position}, reads the keys and values "
+                    f"of position {at}, which nobody stored there"
                 )
-        out = _mixed(layer, position, state, [self._cache[layer][at] for at in range(position + 1)])
+        pairs = [self._cache[layer][at] for at in range(position + 1)]
+        out = mix_states(layer, position, state, pairs)
         self.note("run", layer, position, state, out)
         return out
 
@@ -105,17 +93,12 @@ class LayeredModel(Prop):
         weights = [1 + (state + 7 * token) ** 2 % MODULUS % 9 for token in range(self.vocabulary)]
         return [Fraction(weight, sum(weights)) for weight in weights]
 
-    def note(self, *event: Any) -> None:
-        """Add an event to the trace. Raises ValueError if there are too many."""
-        if len(self.trace) >= 50 * MAX_CALLS:
-            raise ValueError(
-                "the model was asked for more than fifty thousand things: the function is not going to stop"
-            )
-        super().note(*event)
 
+def mix_states(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
+    """Return what a layer makes of a state and the keys and values up to it.
 
-def _mixed(layer: int, position: int, state: int, pairs: Sequence[int]) -> int:
-    """Return what a layer makes of a state and the keys and values up to it: near ones weigh less."""
+    Near ones weigh less.
+    """
     attended = sum((position - at + 1) * pair for at, pair in enumerate(pairs))
     return (state + attended * attended + layer) % MODULUS
 
@@ -140,21 +123,12 @@ class CountedModel(Prop):
     1
     """
 
+    _limit = MAX_CALLS
+    _overrun = f"the model ran {MAX_CALLS} forward passes"
+
     def __init__(self, rule: str, seed: int = 0, vocabulary: int = 3, eos: int | None = None):
-        super().__init__()
+        super().__init__(rule=rule, seed=seed, vocabulary=vocabulary, eos=eos)
         self._rule, self._seed, self.vocabulary, self.eos = rule, seed, vocabulary, eos
-
-    def plain(self) -> Any:
-        return {
-            "rule": self._rule,
-            "seed": self._seed,
-            "vocabulary": self.vocabulary,
-            "eos": self.eos,
-        }
-
-    @classmethod
-    def make(cls, plain: Any) -> Self:
-        return cls(**plain)
 
     def says(self, text: Sequence[int], guesses: Sequence[int]) -> list[int]:
         """Run one forward pass: for every i the likeliest token after text + guesses[:i].
@@ -168,10 +142,6 @@ class CountedModel(Prop):
                 )
             for token in tokens:
                 require_whole(token, f"a token of {name}", 0, self.vocabulary - 1)
-        if len(self.trace) >= MAX_CALLS:
-            raise ValueError(
-                f"the model ran {MAX_CALLS} forward passes: the function is not going to stop"
-            )
         answers = [self._next([*text, *guesses[:at]]) for at in range(len(guesses))]
         self.note(list(text), list(guesses), answers)
         return list(answers)

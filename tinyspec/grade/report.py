@@ -24,8 +24,9 @@ def describe_run(report: GradeReport, tells_seed: bool = True) -> str:
     seed, times = report.cases
     if times == 1:
         return (
-            f"This run used the public cases (seed {seed}). The final run holds the same laws to other cases, "
-            "and draws ten times as many: full marks here are no promise of full marks there."
+            f"This run used the public cases (seed {seed}). The final run holds the same laws to "
+            "other cases, and draws ten times as many: full marks here are no promise of full "
+            "marks there."
         )
     run = f"Final run: seed {seed}" if tells_seed else "Final run"
     again = f" The same run again: --final --seed {seed}." if tells_seed else ""

@@ -14,6 +14,7 @@ import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import assignments
@@ -49,17 +50,19 @@ def make_starter(assignment: Assignment) -> str:
     If these are some tasks of an assignment, the starter has their functions, and those of the
     earlier tasks that they use: the grader puts the reference's functions in the place of these.
     """
-    labels = _labels(assignments.find_assignment(assignment.name))
+    labels = task_numbers(assignments.find_assignment(assignment.name))
     uses = {name for task in assignment.tasks for name in task.uses}
-    others = {*labels} - uses - {*_labels(assignment)}
+    others = {*labels} - uses - {*task_numbers(assignment)}
     try:
         reference = drop_tasks(read_reference(assignment), others, labels)
-        return remove_solutions(reference, labels, assignment.name, uses - {*_labels(assignment)})
+        return remove_solutions(
+            reference, labels, assignment.name, uses - {*task_numbers(assignment)}
+        )
     except TinyspecError as error:
         raise TinyspecError(f"{assignment.name}/reference.py, {error}") from None
 
 
-def _labels(assignment: Assignment) -> dict[str, str]:
+def task_numbers(assignment: Assignment) -> dict[str, str]:
     """Return the numbers of the tasks by their names: {"residual": "A1.3"}."""
     return {task.name: task.number for task in assignment.tasks}
 
@@ -97,43 +100,39 @@ def task_options(assignment: Assignment) -> str:
 
 def make_readme(assignment: Assignment) -> str:
     """Return the first page of a student's folder: what is where, the tasks, and the command."""
-    name = assignment.name
     judged = {
         task: f", which judges your class `{made}`"
-        for made, task in find_judges(read_reference(assignment), _labels(assignment)).items()
+        for made, task in find_judges(read_reference(assignment), task_numbers(assignment)).items()
     }
     tasks = "\n".join(
         f"| {task.title} | `{task.name}`{judged.get(task.name, '')} | {task.points} |"
         for task in assignment.tasks
     )
     options = task_options(assignment)
-    part = f"This homework is {_join(assignment)} alone.\n" if options else ""
-    return f"""# {name}: {assignment.title}
-
-{part}`handout.md` says what is to be built, and why. Write the functions in `submission.py`;
-the standard library is all there is.
-
-| task | function | points |
-|---|---|---|
-{tasks}
-
-Grade what you have, as often as you like:
-
-    tinyspec grade {name} .{options}
-    tinyspec grade {name} . --task {assignment.tasks[0].name}
-
-The report shows, for each function that breaks a law, the smallest case in which it does: yours and what was expected.
-These are the public cases. The final run holds the same laws to other cases, and draws ten times as many.
-
-## Points
-
-Each law that holds earns its points, whatever becomes of the others. A law that cannot be judged earns none.
-
-{make_rubric(assignment)}
-"""
+    return fill_template(
+        "starter.md",
+        name=assignment.name,
+        title=assignment.title,
+        part=f"This homework is {join_numbers(assignment)} alone.\n" if options else "",
+        tasks=tasks,
+        options=options,
+        first=assignment.tasks[0].name,
+        rubric=make_rubric(assignment),
+    )
 
 
-def _join(assignment: Assignment) -> str:
+def fill_template(file: str, **values: Any) -> str:
+    """Return a text of the folder templates/, with a value in the place of each {name}.
+
+    Other braces stay: the texts are shell scripts too.
+    """
+    text = Path(__file__).with_name("templates").joinpath(file).read_text(encoding="utf-8")
+    for name, value in values.items():
+        text = text.replace(f"{{{name}}}", str(value))
+    return text
+
+
+def join_numbers(assignment: Assignment) -> str:
     """Return the numbers of the tasks as a reader says them: "A1.1, A1.2 and A1.3"."""
     *most, last = [task.number for task in assignment.tasks]
     return f"{', '.join(most)} and {last}" if most else last
@@ -176,10 +175,10 @@ def remove_solutions(
     """
     kept: list[str] = []
     secret: list[str] = []
-    for number, line, hidden in _marked(reference):
+    for number, line, hidden in mark_lines(reference):
         if hidden and line.strip() == BEGIN:
             depth = len(line) - len(line.lstrip())
-            owner = _owner(kept, depth)
+            owner = find_owner(kept, depth)
             if depth and owner is None:
                 raise TinyspecError(f"line {number}: this solution stands in no function")
             if owner:
@@ -221,7 +220,7 @@ def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -
         found = False
         for name in {*defined} - dropped - {*tasks}:
             users = {
-                other for other in defined if other != name and _mentions(defined[other], name)
+                other for other in defined if other != name and mentions_name(defined[other], name)
             }
             if users and users <= dropped:
                 dropped, found = dropped | {name}, True
@@ -237,7 +236,8 @@ def drop_tasks(reference: str, names: Collection[str], tasks: Collection[str]) -
     return "\n".join(line for number, line in enumerate(lines, 1) if number not in gone)
 
 
-def _mentions(node: ast.AST, name: str) -> bool:
+def mentions_name(node: ast.AST, name: str) -> bool:
+    """Return whether a name stands anywhere in a definition."""
     return any(isinstance(part, ast.Name) and part.id == name for part in ast.walk(node))
 
 
@@ -292,20 +292,20 @@ def solution_lines(reference: str) -> list[str]:
     """Return every line between markers."""
     return [
         line
-        for _, line, hidden in _marked(reference)
+        for _, line, hidden in mark_lines(reference)
         if hidden and line.strip() not in (BEGIN, END)
     ]
 
 
 def find_leaks(secret: list[str], text: str) -> list[str]:
-    """Return lines of a solution that stand in a text too; lines of fewer than three words do not count."""
+    """Return lines of a solution that stand in a text too. Lines of two words do not count."""
     lines = {line.strip() for line in text.splitlines()}
     telling = [line.strip() for line in secret if len(set(WORDS.findall(line))) >= 3]
     return [line for line in telling if line in lines or (len(line) >= 20 and line in text)]
 
 
-def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
-    """Yield each line with its number, and whether it belongs to a solution or is its marker."""
+def mark_lines(reference: str) -> Iterator[tuple[int, str, bool]]:
+    """Yield number, line, and whether the line belongs to a solution or is its marker."""
     begun = ("", 0)
     for number, line in enumerate(reference.splitlines(), 1):
         mark = line.strip()
@@ -328,8 +328,8 @@ def _marked(reference: str) -> Iterator[tuple[int, str, bool]]:
         raise TinyspecError(f"line {begun[1]}: this solution has no end")
 
 
-def _owner(lines: list[str], depth: int) -> str | None:
-    """Return the function in which a line of this depth stands: "half", or "Pile.add" for a method."""
+def find_owner(lines: list[str], depth: int) -> str | None:
+    """Return the function in which a line of this depth stands, as "half" or "Pile.add"."""
     names: list[str] = []
     for line in reversed(lines):
         around = len(line) - len(line.lstrip())
