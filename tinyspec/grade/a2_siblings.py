@@ -23,14 +23,8 @@ from tinyspec.grade.task import (
 )
 from tinyspec.laws.checking.forms import to_small_fraction
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.rational import (
-    Exact,
-    distribution_pairs,
-    distributions,
-    overlap_mass,
-    positive_part,
-    without_token,
-)
+from tinyspec.laws.exact.rational import Exact, distribution_pairs, distributions
+from tinyspec.laws.theorems import rejection_probability, without_replacement
 
 KEPT_IS = "what is accepted is the candidate at that place"
 LAW = "the token has the target's distribution"
@@ -146,13 +140,8 @@ def find_outcomes(law: str, siblings: Function, p: Exact, q: Exact, k: int) -> O
         return known[p, q, k]  # type: ignore[no-any-return]
 
     def play(rng: Exhaustive) -> Any:
-        left: Exact | None = q
-        candidates: list[int] = []
-        for _ in range(k):
-            assert left is not None
-            candidates.append(rng.draw(left))
-            left = without_token(left, candidates[-1])
-        return tuple(candidates), run_siblings(law, siblings, p, q, candidates, rng)
+        candidates, _ = without_replacement(q, k, rng)
+        return tuple(candidates), run_siblings(law, siblings, p, q, list(candidates), rng)
 
     found: Outcomes = {}
     for (candidates, outcome), mass in Exhaustive.law(play).items():
@@ -198,33 +187,14 @@ def token_has_the_targets_distribution(siblings: Function, cases: Cases) -> Iter
         yield any(place is not None for outcomes in found.values() for place, _ in outcomes)
 
 
-def acceptance_by_the_rule(p: Exact, q: Exact, k: int) -> Fraction:
-    """Return how probable it is that recursive rejection accepts one of k candidates.
-
-    At each place that is the overlap of what is left of p and q.
-
-    >>> half, third = Fraction(1, 2), Fraction(1, 3)
-    >>> str(acceptance_by_the_rule((half, half, 0 * half), (third, third, third), 1))
-    '2/3'
-    """
-    if k == 0:
-        return Fraction(0)
-    accepted, p_left = overlap_mass(p, q), positive_part(p, q)
-    for token, x in enumerate(q):
-        q_left = without_token(q, token)
-        rejected = x - min(p[token], x)
-        if rejected and p_left is not None and q_left is not None:
-            accepted += rejected * acceptance_by_the_rule(p_left, q_left, k - 1)
-    return accepted
-
-
 @graded_law(5, KEPT, LAW)
 def accepts_as_often_as_the_rule(siblings: Function, cases: Cases) -> Iterator[bool]:
     """Check this too: to draw from p and accept nothing has the right distribution."""
     for p, q, k in draw_sibling_cases(cases):
         found = find_outcomes(KEPT, siblings, p, q, k)
         accepted = [x for o in found.values() for (place, _), x in o.items() if place is not None]
-        expected, got = acceptance_by_the_rule(p, q, k), sum(accepted, Fraction(0))
+        expected = 1 - rejection_probability(p, q, k, replace=False)
+        got = sum(accepted, Fraction(0))
         if not is_at_least(expected, got):
             wanted = f"one is accepted with probability {expected}"
             accuse(

@@ -429,24 +429,35 @@ def recursive_rejection_law(verifier: TreeVerifier, largest: int = 5, most: int 
     ):
         draft = with_replacement if replace else without_replacement
         got, _, walked = play_siblings(verifier, draft, p, q, k)
-        expected = 1 - _all_refused(p, q, k, replace)
+        expected = 1 - rejection_probability(p, q, k, replace)
         cases, branches = cases + 1, branches + walked
         if got != expected:
             accuse(REJECTION, expected, got, p=p, q=q, k=k, replacement=replace)
     return Evidence(REJECTION, cases, branches, perf_counter() - began)
 
 
-def _all_refused(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
+def rejection_probability(p: Exact, q: Exact | None, k: int, replace: bool) -> Fraction:
+    """Return how probable it is that recursive rejection accepts none of k siblings.
+
+    replace  they are drawn from q with replacement
+
+    >>> half, third = Fraction(1, 2), Fraction(1, 3)
+    >>> str(rejection_probability((half, half, 0 * half), (third, third, third), 1, replace=False))
+    '1/3'
+    """
     if k == 0 or q is None:
         return Fraction(1)
     left = positive_part(p, q)
     if left is None:
         return Fraction(0)
     if replace:
-        return (1 - overlap_mass(p, q)) * _all_refused(left, q, k - 1, replace)
+        return (1 - overlap_mass(p, q)) * rejection_probability(left, q, k - 1, replace)
     refused = [(x, b - a) for x, (a, b) in enumerate(zip(p, q, strict=True)) if b > a]
     return sum(
-        (mass * _all_refused(left, without_token(q, x), k - 1, replace) for x, mass in refused),
+        (
+            mass * rejection_probability(left, without_token(q, x), k - 1, replace)
+            for x, mass in refused
+        ),
         Fraction(0),
     )
 
