@@ -19,7 +19,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """A text file of five prompts, with blank lines between them."""
+    """Return a text file of five prompts, with blank lines between them."""
     file = tmp_path / "prompts.txt"
     file.write_text("\n\n".join(PROMPTS) + "\r\n\n", encoding="utf-8")
     return file

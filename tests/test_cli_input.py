@@ -18,7 +18,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A current folder with a text file, an empty file and an empty folder in it."""
+    """Return a current folder with a text file, an empty file and an empty folder in it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("the cat sat\n", encoding="utf-8")
     (tmp_path / "empty.txt").write_text("")

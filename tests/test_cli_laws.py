@@ -25,7 +25,7 @@ def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def biased(monkeypatch: pytest.MonkeyPatch) -> str:
-    """A registered technique whose bonus is drawn from the wrong row."""
+    """Return a registered technique whose bonus is drawn from the wrong row."""
 
     def wrong(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         verdict = verify_tree(tree, p, rng)

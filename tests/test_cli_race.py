@@ -131,7 +131,7 @@ class Terminal:
 
     @property
     def screens(self) -> list[list[str]]:
-        """What was written between two moves of the cursor, as lines without colour."""
+        """Return what was written between two moves of the cursor, as lines without colour."""
         parts = re.split(r"(?:\r?\x1b\[(?:2K|1A|\?25[lh]))+", self.out.getvalue())
         return [re.sub(r"\x1b\[[0-9;]*m", "", part).splitlines() for part in parts if part.strip()]
 

@@ -3,41 +3,30 @@ meant for it.
 """
 
 import doctest
-import importlib.util
 import math
 import random
 import shutil
-import sys
 from collections.abc import Callable
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from tests.grade.tiny import ASSIGNMENTS_FOLDER, load_reference
 from tinyspec.grade import a1_loop, a1_position, a1_round, grading, props_a1, report, starter
 from tinyspec.grade.assignments import A1 as ASSIGNMENT
 from tinyspec.grade.task import Cases, Task
 from tinyspec.laws.checking.cases import SmallModel
 from tinyspec.laws.evidence import Evidence, LawViolated
 
-FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A1"
+FOLDER = ASSIGNMENTS_FOLDER / "A1"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
 ZERO, PUBLIC = Fraction(0), Cases()
 
 
-def loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("a1_reference", FOLDER / "reference.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["a1_reference"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-reference = loaded()
+reference = load_reference("A1")
 warp, acceptance, residual, verify = (
     reference.warp,
     reference.acceptance,
@@ -46,27 +35,29 @@ warp, acceptance, residual, verify = (
 )
 
 
-def judged(task: Task, function: Callable[..., Any], cases: Cases = PUBLIC) -> list[Evidence]:
+def judge_laws(task: Task, function: Callable[..., Any], cases: Cases = PUBLIC) -> list[Evidence]:
     return [law(function, cases) for law in task.laws]
 
 
 @cache
-def kept(name: str) -> tuple[Evidence, ...]:
-    """What the laws of a task saw of the reference."""
-    return tuple(judged(TASKS[name], getattr(reference, name)))
+def judge_reference(name: str) -> tuple[Evidence, ...]:
+    """Return what the laws of a task saw of the reference."""
+    return tuple(judge_laws(TASKS[name], getattr(reference, name)))
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_reference_keeps_every_law(name: str) -> None:
-    for evidence in kept(name):
+    for evidence in judge_reference(name):
         assert evidence.cases > 10, evidence.law
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_and_in_other_cases(name: str) -> None:
     cases = Cases(seed=1) if name == "generate" else Cases(seed=1, times=2)
-    other = judged(TASKS[name], getattr(reference, name), cases)
-    assert all(many.cases >= few.cases for many, few in zip(other, kept(name), strict=True))
+    other = judge_laws(TASKS[name], getattr(reference, name), cases)
+    assert all(
+        many.cases >= few.cases for many, few in zip(other, judge_reference(name), strict=True)
+    )
 
 
 def test_points() -> None:
@@ -82,11 +73,11 @@ def test_the_examples_of_the_docstrings() -> None:
 # ---------------------------------------------------------------------- plausible mistakes: warp
 
 
-def normalised(row: Any) -> list[Fraction]:
+def normalise(row: Any) -> list[Fraction]:
     return [x / sum(row) for x in row]
 
 
-def ranked(row: Any) -> list[int]:
+def rank_tokens(row: Any) -> list[int]:
     return sorted(range(len(row)), key=lambda token: (-row[token], token))
 
 
@@ -110,12 +101,12 @@ def whole_weights(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any
 
 def colder_is_warmer(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
     """w ** T in floats."""
-    return normalised([float(weight) ** float(temperature) for weight in weights])
+    return normalise([float(weight) ** float(temperature) for weight in weights])
 
 
 def all_greatest_at_zero(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
     if temperature == 0:
-        return normalised([Fraction(weight == max(weights)) for weight in weights])
+        return normalise([Fraction(weight == max(weights)) for weight in weights])
     return warp(weights, temperature, top_k, top_p)
 
 
@@ -152,12 +143,12 @@ def crossing_one_left_out(weights: Any, temperature: Any, top_k: Any, top_p: Any
     if top_p is None:
         return row
     kept, reached = [], ZERO
-    for token in ranked(row):
+    for token in rank_tokens(row):
         reached += row[token]
         if kept and reached > top_p:
             break
         kept.append(token)
-    return normalised([x if token in kept else ZERO for token, x in enumerate(row)])
+    return normalise([x if token in kept else ZERO for token, x in enumerate(row)])
 
 
 def more_than_it_takes(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
@@ -166,12 +157,12 @@ def more_than_it_takes(weights: Any, temperature: Any, top_k: Any, top_p: Any) -
     if top_p is None or not temperature:
         return row
     kept, reached = [], ZERO
-    for token in ranked(row):
+    for token in rank_tokens(row):
         if reached > top_p:
             break
         kept.append(token)
         reached += row[token]
-    return normalised([x if token in kept else ZERO for token, x in enumerate(row)])
+    return normalise([x if token in kept else ZERO for token, x in enumerate(row)])
 
 
 def whoever_has_top_p(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
@@ -180,7 +171,7 @@ def whoever_has_top_p(weights: Any, temperature: Any, top_k: Any, top_p: Any) ->
     if top_p is None:
         return row
     least = (1 - top_p) * max(row)
-    return normalised([x if x >= least else ZERO for x in row])
+    return normalise([x if x >= least else ZERO for x in row])
 
 
 def top_p_first(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
@@ -200,12 +191,12 @@ def share_of_all(weights: Any, temperature: Any, top_k: Any, top_p: Any) -> Any:
         return row
     every = warp(weights, temperature, None, None)
     kept, reached = [], ZERO
-    for token in [x for x in ranked(row) if row[x]]:
+    for token in [x for x in rank_tokens(row) if row[x]]:
         if kept and reached >= top_p:
             break
         kept.append(token)
         reached += every[token]
-    return normalised([x if token in kept else ZERO for token, x in enumerate(row)])
+    return normalise([x if token in kept else ZERO for token, x in enumerate(row)])
 
 
 # ---------------------------------------------------------------------- acceptance, residual
@@ -260,7 +251,7 @@ def target_again(p: Any, q: Any) -> Any:
 
 
 def absolute(p: Any, q: Any) -> Any:
-    return normalised([abs(a - b) for a, b in zip(p, q, strict=True)]) if p != q else list(p)
+    return normalise([abs(a - b) for a, b in zip(p, q, strict=True)]) if p != q else list(p)
 
 
 def softmaxed(p: Any, q: Any) -> Any:
@@ -285,7 +276,7 @@ def evenly(p: Any, q: Any) -> Any:
 
 def target_where_left(p: Any, q: Any) -> Any:
     return (
-        normalised([a if a > b else ZERO for a, b in zip(p, q, strict=True)]) if p != q else list(p)
+        normalise([a if a > b else ZERO for a, b in zip(p, q, strict=True)]) if p != q else list(p)
     )
 
 
@@ -314,7 +305,7 @@ def rejecting(
     recover: Any = None,
     bonus: Any = None,
 ) -> Any:
-    """The rule, with a part exchanged."""
+    """Run the rule, with a part exchanged."""
     for place, token in enumerate(draft):
         p, q = p_rows[place], q_rows[place]
         ratio = accept(place) if accept else p[token] / q[token]
@@ -384,7 +375,7 @@ def point_masses(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
     """Always safe, and never as long: p(x), and what p has besides x."""
 
     def besides(i: int) -> Any:
-        return normalised([ZERO if x == draft[i] else a for x, a in enumerate(p_rows[i])])
+        return normalise([ZERO if x == draft[i] else a for x, a in enumerate(p_rows[i])])
 
     return rejecting(
         p_rows,
@@ -431,9 +422,10 @@ def looping(
     declared_knobs: Any = None,
     check: Any = verify,
 ) -> list[int]:
-    """The loop, with a part exchanged.
+    """Run the loop, with a part exchanged.
 
-    room(left) tokens to draft; ended(new); cut(tokens of a round, new); clean(session, text, drafted); read(session, text)
+    room(left) tokens to draft; ended(new); cut(tokens of a round, new);
+    clean(session, text, drafted); read(session, text)
     """
     text, ended = list(prompt), ended or (lambda new: len(new) >= n or (new and new[-1] == eos))
     read = read or (lambda session, text: text[len(session) :])
@@ -471,7 +463,7 @@ def newest(session: Any, text: Any) -> Any:
 
 
 def with_parts(name: str, **parts: Any) -> Callable[..., Any]:
-    """The loop with constant parts exchanged."""
+    """Return the loop with constant parts exchanged."""
 
     def exchanged(*args: Any) -> list[int]:
         return looping(*args, **parts)
@@ -663,8 +655,8 @@ def greedy_drafts(
     )
 
 
-def peeked(session: Any, text: Any) -> Any:
-    """The weights behind a text, without a call."""
+def peek_weights(session: Any, text: Any) -> Any:
+    """Return the weights after a text, without a forward pass."""
     return list(props_a1.find_row(**session.made_of, text=text))
 
 
@@ -680,7 +672,7 @@ class Peeked:
     def score(self, tokens: Any) -> Any:
         self.read += tokens
         return [
-            peeked(self.session, self.read[: at + 1])
+            peek_weights(self.session, self.read[: at + 1])
             for at in range(len(self.read) - len(tokens), len(self.read))
         ]
 
@@ -871,14 +863,14 @@ def test_a_mistake_breaks_the_law_meant_for_it(
     task: str, function: Callable[..., Any], law: str
 ) -> None:
     with pytest.raises(LawViolated) as accused:
-        judged(TASKS[task], function)
+        judge_laws(TASKS[task], function)
     assert accused.value.counterexample.law == law
     print(accused.value)
 
 
 def test_every_law_breaks_on_something() -> None:
     meant = {law for _, _, law in WRONG}
-    laws = {evidence.law for name in TASKS for evidence in kept(name)}
+    laws = {evidence.law for name in TASKS for evidence in judge_reference(name)}
     assert meant == laws == {law.sentence for task in ASSIGNMENT.tasks for law in task.laws}
 
 
@@ -905,7 +897,7 @@ def test_the_page_for_instructors_names_patterns_that_can_be_reached() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A new A1."""
+    """Return a new A1."""
     starter.write_folder(ASSIGNMENT, tmp_path / "A1")
     return tmp_path / "A1"
 
@@ -1060,13 +1052,13 @@ def rewound_early(
 
 @pytest.mark.parametrize("function", [cut_late, rewound_early])
 def test_other_right_ways_are_right(function: Callable[..., Any]) -> None:
-    judged(TASKS["generate"], function)
+    judge_laws(TASKS["generate"], function)
 
 
 def test_floats_may_be_calculated_with() -> None:
-    judged(TASKS["warp"], lambda *args: [float(x) for x in warp(*args)])
-    judged(TASKS["residual"], lambda p, q: [float(x) for x in residual(p, q)])
-    judged(
+    judge_laws(TASKS["warp"], lambda *args: [float(x) for x in warp(*args)])
+    judge_laws(TASKS["residual"], lambda p, q: [float(x) for x in residual(p, q)])
+    judge_laws(
         TASKS["acceptance"],
         lambda p, q, token: float(p[token]) / float(q[token]) if p[token] < q[token] else 1.0,
     )
@@ -1096,7 +1088,7 @@ def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
 @pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])
 def test_what_is_no_number_is_said(row: Any) -> None:
     with pytest.raises(LawViolated) as accused:
-        judged(TASKS["residual"], lambda p, q: row)
+        judge_laws(TASKS["residual"], lambda p, q: row)
     assert accused.value.counterexample.expected == "a list of 2 numbers (no bool, no nan)"
 
 

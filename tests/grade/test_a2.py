@@ -3,8 +3,6 @@ law meant for it.
 """
 
 import doctest
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.grade.tiny import ASSIGNMENTS_FOLDER, load_reference
 from tinyspec.grade import (
     a2_siblings,
     a2_trees,
@@ -29,29 +28,20 @@ from tinyspec.grade.task import Cases
 from tinyspec.laws.evidence import Counterexample, LawViolated
 from tinyspec.laws.theorems import rejection_probability
 
-FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A2"
+FOLDER = ASSIGNMENTS_FOLDER / "A2"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
 ROOT = -1
 
 
-def loaded() -> Any:
-    spec = importlib.util.spec_from_file_location("a2_reference", FOLDER / "reference.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+REFERENCE = load_reference("A2")
 
 
-REFERENCE = loaded()
-
-
-def accused(
+def find_counterexample(
     name: str,
     function: Callable[..., Any],
     cases: Cases = Cases(),  # noqa: B008
 ) -> Counterexample | None:
-    """What the first law that a function breaks says of it."""
+    """Return what the first law that a function breaks says of it."""
     for law in TASKS[name].laws:
         try:
             evidence = law(function, cases)
@@ -76,7 +66,7 @@ def test_the_examples_hold() -> None:
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("cases", [Cases(), Cases(seed=5, times=2)], ids=["public", "other"])
 def test_the_reference_holds_every_law(name: str, cases: Cases) -> None:
-    assert accused(name, getattr(REFERENCE, name), cases) is None
+    assert find_counterexample(name, getattr(REFERENCE, name), cases) is None
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -237,14 +227,14 @@ def of_four_levels(parents: list[int], committed: int) -> list[int]:
 
 
 def test_deep_positions() -> None:
-    said = accused("positions", of_four_levels)
+    said = find_counterexample("positions", of_four_levels)
     assert said is not None
     assert said.law == a2_trees.STANDS and said.case["parents"] == list(range(-1, 7))
 
 
 @pytest.mark.parametrize("wrong", [flat, one_on, from_the_tree, level_by_level, in_floats])
 def test_wrong_positions(wrong: Callable[..., Any]) -> None:
-    said = accused("positions", wrong)
+    said = find_counterexample("positions", wrong)
     assert said is not None
     assert said.law == a2_trees.STANDS
     assert len(said.case["parents"]) <= 3
@@ -254,7 +244,7 @@ def test_wrong_positions(wrong: Callable[..., Any]) -> None:
 
 
 def from_rule(rule: Callable[[list[int], int, int], bool]) -> Callable[..., Any]:
-    """A mask of all committed text, and of the nodes that a rule shows."""
+    """Return a mask of all committed text, and of the nodes that a rule shows."""
 
     def mask(parents: list[int], committed: int) -> list[list[bool]]:
         nodes = range(len(parents))
@@ -269,17 +259,29 @@ def above(parents: list[int], node: int, other: int) -> bool:
     return other in a2_trees.node_path(parents, node)
 
 
+def above_or_sibling(parents: list[int], node: int, other: int) -> bool:
+    return above(parents, node, other) or parents[node] == parents[other]
+
+
+def above_itself(parents: list[int], node: int, other: int) -> bool:
+    return above(parents, node, other) and node != other
+
+
+def mask_of_floats(parents: list[int], committed: int) -> list[list[float]]:
+    return [list(map(float, row)) for row in REFERENCE.mask(parents, committed)]
+
+
 MASKS = {
     "causal": from_rule(lambda parents, node, other: other <= node),
-    "siblings too": from_rule(lambda parents, node, other: above(parents, node, other) or parents[node] == parents[other]),
-    "not itself": from_rule(lambda parents, node, other: above(parents, node, other) and node != other),
+    "siblings too": from_rule(above_or_sibling),
+    "not itself": from_rule(above_itself),
     "parent alone": from_rule(lambda parents, node, other: other in (node, parents[node])),
     "descendants": from_rule(lambda parents, node, other: above(parents, other, node)),
     "no text": lambda parents, committed: REFERENCE.mask(parents, 0),
     "text unseen": lambda parents, committed: [
         [False] * committed + row for row in REFERENCE.mask(parents, 0)
     ],
-    "floats": lambda parents, committed: [list(map(float, row)) for row in REFERENCE.mask(parents, committed)],
+    "floats": mask_of_floats,
     "columns turned": lambda parents, committed: [
         row[committed:] + row[:committed] for row in REFERENCE.mask(parents, committed)
     ],
@@ -288,7 +290,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", MASKS)
 def test_wrong_masks(name: str) -> None:
-    said = accused("mask", MASKS[name])
+    said = find_counterexample("mask", MASKS[name])
     assert said is not None
     assert said.law == a2_trees.SEES
     assert len(said.case["parents"]) <= 3
@@ -300,7 +302,7 @@ def test_a_mask_of_a_few_levels(levels: int) -> None:
     mask = from_rule(
         lambda parents, node, other: other in a2_trees.node_path(parents, node)[-levels:]
     )
-    said = accused("mask", mask)
+    said = find_counterexample("mask", mask)
     assert said is not None
     assert said.law == a2_trees.SEES
     assert (said.case["parents"], said.case["committed"]) == (list(range(-1, 7)), 5)
@@ -309,16 +311,18 @@ def test_a_mask_of_a_few_levels(levels: int) -> None:
 
 def test_a_mask_of_ones_and_zeros_will_do() -> None:
     assert (
-        accused("mask", lambda *given: [list(map(int, row)) for row in REFERENCE.mask(*given)])
+        find_counterexample(
+            "mask", lambda *given: [list(map(int, row)) for row in REFERENCE.mask(*given)]
+        )
         is None
     )
 
 
 def test_a_wrong_mask_is_told_in_words() -> None:
-    said = accused("mask", MASKS["floats"])
+    said = find_counterexample("mask", MASKS["floats"])
     assert said is not None
     assert said.case["what is wrong"] == "entry 0 is 1.0 (float), neither True nor False"
-    said = accused("mask", MASKS["causal"])
+    said = find_counterexample("mask", MASKS["causal"])
     assert said is not None
     assert said.case["what is wrong"] == "it sees node 0, which is no ancestor of it"
 
@@ -326,13 +330,13 @@ def test_a_wrong_mask_is_told_in_words() -> None:
 # ---------------------------------------------------------------------- one call
 
 
-def scored(
+def make_score(
     positions: Callable[..., Any],
     mask: Callable[..., Any],
     back: int = 1,
     merge: Any = lambda up, token, node: node,
 ) -> Callable[..., Any]:
-    """A way to score a tree, with its parts exchanged."""
+    """Return a way to score a tree, with its parts exchanged."""
 
     def score(session: Any, tokens: list[int], parents: list[int]) -> Any:
         fed, over, found, place = [session.text[-1]], [ROOT], dict[Any, int](), list[int]()
@@ -357,7 +361,7 @@ def scored(
 
 def equal_siblings_merged(session: Any, tokens: list[int], parents: list[int]) -> Any:
     """Merges equal tokens with one parent; what stands below two equal siblings is fed twice."""
-    return scored(
+    return make_score(
         REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: (parents[node], token)
     )(session, tokens, parents)
 
@@ -387,40 +391,45 @@ def path_key(up: int, token: int, node: int) -> Any:
     return up, token
 
 
+def by_token(up: Any, token: int, node: int) -> int:
+    return token
+
+
+POSITIONS, MASK = REFERENCE.positions, REFERENCE.mask
 WRONG_SCORES = {
-    "flat positions": (scored(flat, REFERENCE.mask, merge=path_key), a2_trees.ROWS),
-    "causal mask": (scored(REFERENCE.positions, MASKS["causal"], merge=path_key), a2_trees.ROWS),
-    "siblings seen": (scored(REFERENCE.positions, MASKS["siblings too"], merge=path_key), a2_trees.ROWS),
-    "newest token twice": (scored(REFERENCE.positions, REFERENCE.mask, 0, path_key), a2_trees.ROWS),
-    "merged by token": (scored(REFERENCE.positions, REFERENCE.mask, merge=lambda up, token, node: token), a2_trees.ROWS),
+    "flat positions": (make_score(flat, MASK, merge=path_key), a2_trees.ROWS),
+    "causal mask": (make_score(POSITIONS, MASKS["causal"], merge=path_key), a2_trees.ROWS),
+    "siblings seen": (make_score(POSITIONS, MASKS["siblings too"], merge=path_key), a2_trees.ROWS),
+    "newest token twice": (make_score(POSITIONS, MASK, 0, path_key), a2_trees.ROWS),
+    "merged by token": (make_score(POSITIONS, MASK, merge=by_token), a2_trees.ROWS),
     "rootless": (rootless, a2_trees.ROWS),
     "root last": (root_last, a2_trees.ROWS),
     "a call a node": (path_by_path, a2_trees.BILL),
     "equal siblings merged": (equal_siblings_merged, a2_trees.BILL),
-    "equal paths twice": (scored(REFERENCE.positions, REFERENCE.mask), a2_trees.BILL),
+    "equal paths twice": (make_score(POSITIONS, MASK), a2_trees.BILL),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_SCORES)
 def test_wrong_scores(name: str) -> None:
     wrong, law = WRONG_SCORES[name]
-    said = accused("score", wrong)
+    said = find_counterexample("score", wrong)
     assert said is not None
     assert said.law == law
     assert len(said.case["parents"]) <= (4 if wrong is equal_siblings_merged else 3)
 
 
-def rounded(digits: int) -> Callable[..., Any]:
-    """The right rows, as floats of so many digits."""
+def round_rows(digits: int) -> Callable[..., Any]:
+    """Return the right rows, as floats of so many digits."""
     return lambda *given: [
         [round(float(x), digits) for x in row] for row in REFERENCE.score(*given)
     ]
 
 
 def test_rows_in_floats_are_judged_to_nine_digits() -> None:
-    assert accused("score", rounded(12)) is None
-    for wrong in (rounded(7), lambda *given: [["1/3"] * 3 for _ in REFERENCE.score(*given)]):
-        said = accused("score", wrong)
+    assert find_counterexample("score", round_rows(12)) is None
+    for wrong in (round_rows(7), lambda *given: [["1/3"] * 3 for _ in REFERENCE.score(*given)]):
+        said = find_counterexample("score", wrong)
         assert said is not None
         assert said.law == a2_trees.ROWS
 
@@ -452,7 +461,7 @@ def test_the_session_refuses_what_does_not_fit() -> None:
 # ---------------------------------------------------------------------- siblings
 
 
-def scaled(row: Any) -> list[Any]:
+def scale_row(row: Any) -> list[Any]:
     whole = sum(row)
     return [x / whole for x in row] if whole else list(row)
 
@@ -465,10 +474,10 @@ def but(row: Any, token: int) -> list[Any]:
     return [x * (i != token) for i, x in enumerate(row)]
 
 
-def judged(
-    residual: Any = lambda p, q: scaled(less(p, q)),
-    rest: Any = lambda q, token: scaled(but(q, token)),
-    point: Any = lambda p, token: scaled(but(p, token)),
+def make_siblings(
+    residual: Any = lambda p, q: scale_row(less(p, q)),
+    rest: Any = lambda q, token: scale_row(but(q, token)),
+    point: Any = lambda p, token: scale_row(but(p, token)),
     ratio: Any = lambda p, q: p / q,
     most: int = 99,
     last: Any = lambda first, p: p,
@@ -511,48 +520,60 @@ def every_one_tested_against_p(p: Any, q: Any, candidates: list[int], chance: An
     for place, token in enumerate(candidates):
         if chance.accept(p[token] / q[token] if q is not None else p[token]):
             return place, token
-    return None, chance.draw(scaled(less(p, q)) if q is not None and sum(less(p, q)) else p)
+    return None, chance.draw(scale_row(less(p, q)) if q is not None and sum(less(p, q)) else p)
 
 
 def at_most_three(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
-    return judged(most=3 if q is not None else 99)(p, q, candidates, chance)
+    return make_siblings(most=3 if q is not None else 99)(p, q, candidates, chance)
 
 
 def not_without_candidates(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
     if q is not None and not candidates:
         return None, 0
-    return judged()(p, q, candidates, chance)
+    return make_siblings()(p, q, candidates, chance)
+
+
+def less_where_any(p: Any, q: Any) -> Any:
+    return less(p, q) if sum(less(p, q)) else p
+
+
+def difference(p: Any, q: Any) -> Any:
+    return scale_row([abs(x - y) for x, y in zip(p, q, strict=True)])
+
+
+def as_uniform(p: Any) -> list[Fraction]:
+    return [Fraction(1, len(p))] * len(p)
 
 
 WRONG_SIBLINGS = {
     "place is the token": (kept_as_token, a2_siblings.KEPT_IS),
     "counted from one": (counted_from_one, a2_siblings.KEPT_IS),
     "the token alone": (token_alone, a2_siblings.KEPT_IS),
-    "p to the end": (judged(last=lambda first, p: first), LAW),
-    "no residual at all": (judged(residual=lambda p, q: p), LAW),
-    "q not renormalised": (judged(rest=but), LAW),
-    "q with replacement": (judged(rest=lambda q, token: q), LAW),
-    "q over p": (judged(ratio=lambda p, q: q / p if p else 0), LAW),
-    "residual not renormalised": (judged(residual=lambda p, q: less(p, q) if sum(less(p, q)) else p), LAW),
-    "absolute difference": (judged(residual=lambda p, q: scaled([abs(x - y) for x, y in zip(p, q, strict=True)])), LAW),
-    "candidate taken away from p": (judged(residual=lambda p, q: scaled(p)), LAW),
+    "p to the end": (make_siblings(last=lambda first, p: first), LAW),
+    "no residual at all": (make_siblings(residual=lambda p, q: p), LAW),
+    "q not renormalised": (make_siblings(rest=but), LAW),
+    "q with replacement": (make_siblings(rest=lambda q, token: q), LAW),
+    "q over p": (make_siblings(ratio=lambda p, q: q / p if p else 0), LAW),
+    "residual not renormalised": (make_siblings(residual=less_where_any), LAW),
+    "absolute difference": (make_siblings(residual=difference), LAW),
+    "candidate taken away from p": (make_siblings(residual=lambda p, q: scale_row(p)), LAW),
     "all against the first p": (every_one_tested_against_p, LAW),
-    "p, and keep nothing": (judged(most=0), a2_siblings.KEPT),
-    "the first alone": (judged(most=1), a2_siblings.KEPT),
+    "p, and keep nothing": (make_siblings(most=0), a2_siblings.KEPT),
+    "the first alone": (make_siblings(most=1), a2_siblings.KEPT),
     "three at most": (at_most_three, a2_siblings.KEPT),
     "not without candidates": (not_without_candidates, LAW),
     "drawn and compared": (drawn_and_compared, a2_siblings.KEPT),
-    "point not taken away": (judged(point=lambda p, token: p), a2_siblings.POINT),
-    "point not renormalised": (judged(point=but), a2_siblings.POINT),
-    "point as uniform": (judged(as_law=lambda p: [Fraction(1, len(p))] * len(p)), a2_siblings.POINT),
-    "point as p": (judged(as_law=lambda p: [x or Fraction(1) for x in p]), a2_siblings.POINT),
+    "point not taken away": (make_siblings(point=lambda p, token: p), a2_siblings.POINT),
+    "point not renormalised": (make_siblings(point=but), a2_siblings.POINT),
+    "point as uniform": (make_siblings(as_law=as_uniform), a2_siblings.POINT),
+    "point as p": (make_siblings(as_law=lambda p: [x or Fraction(1) for x in p]), a2_siblings.POINT),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_SIBLINGS)
 def test_wrong_siblings(name: str) -> None:
     wrong, law = WRONG_SIBLINGS[name]
-    said = accused("siblings", wrong)
+    said = find_counterexample("siblings", wrong)
     assert said is not None
     assert said.law == law
     assert len(said.case["p"]) <= (4 if wrong is at_most_three else 3)
@@ -562,18 +583,18 @@ def test_a_judge_that_fails_without_candidates() -> None:
     def siblings(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
         if q is not None and not candidates:
             raise ValueError("no candidates")
-        return judged()(p, q, candidates, chance)
+        return make_siblings()(p, q, candidates, chance)
 
     with pytest.raises(ValueError, match="no candidates"):
-        accused("siblings", siblings)
+        find_counterexample("siblings", siblings)
 
 
 def test_floats_will_do() -> None:
     def siblings(p: Any, q: Any, candidates: list[int], chance: Any) -> Any:
         floats = [[float(x) for x in row] if row is not None else None for row in (p, q)]
-        return judged()(*floats, candidates, chance)
+        return make_siblings()(*floats, candidates, chance)
 
-    assert accused("siblings", siblings) is None
+    assert find_counterexample("siblings", siblings) is None
 
 
 # ---------------------------------------------------------------------- the walk
@@ -583,7 +604,7 @@ def children(parents: list[int], here: int) -> list[int]:
     return [node for node, parent in enumerate(parents) if parent == here]
 
 
-def walked(
+def make_walk(
     of: Callable[..., list[int]] = children,
     p_at: Callable[[int], int] = lambda here: here + 1,
     q_at: Callable[[int], int] = lambda here: here + 1,
@@ -591,7 +612,7 @@ def walked(
     judge: Callable[..., Any] = REFERENCE.siblings,
     say: Callable[..., Any] = lambda path, tokens: path,
 ) -> Callable[..., Any]:
-    """A walk, with its parts exchanged."""
+    """Return a walk, with its parts exchanged."""
 
     def walk(tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any) -> Any:
         path, here = list[int](), ROOT
@@ -651,32 +672,44 @@ def points_at_the_root_alone(
     def of(parents: list[int], here: int) -> list[int]:
         return children(parents, here) if here == ROOT or q_rows[here + 1] is not None else []
 
-    return walked(of=of)(tokens, parents, p_rows, q_rows, chance)
+    return make_walk(of=of)(tokens, parents, p_rows, q_rows, chance)
+
+
+def say_tokens(path: list[int], tokens: list[int]) -> list[int]:
+    return [tokens[node] for node in path]
+
+
+def children_reversed(parents: list[int], here: int) -> list[int]:
+    return children(parents, here)[::-1]
+
+
+def first_child(parents: list[int], here: int) -> list[int]:
+    return children(parents, here)[:1]
 
 
 WRONG_WALKS = {
-    "tokens for nodes": (walked(say=lambda path, tokens: [tokens[node] for node in path]), a2_walk.PATH),
-    "from the bottom": (walked(say=lambda path, tokens: path[::-1]), a2_walk.PATH),
-    "the last node": (walked(say=lambda path, tokens: path[-1:]), a2_walk.PATH),
-    "p of the root everywhere": (walked(p_at=lambda here: 0), a2_walk.JOINT),
-    "p of the node before": (walked(p_at=lambda here: max(here, 0)), a2_walk.JOINT),
+    "tokens for nodes": (make_walk(say=say_tokens), a2_walk.PATH),
+    "from the bottom": (make_walk(say=lambda path, tokens: path[::-1]), a2_walk.PATH),
+    "the last node": (make_walk(say=lambda path, tokens: path[-1:]), a2_walk.PATH),
+    "p of the root everywhere": (make_walk(p_at=lambda here: 0), a2_walk.JOINT),
+    "p of the node before": (make_walk(p_at=lambda here: max(here, 0)), a2_walk.JOINT),
     "bonus everywhere": (bonus_everywhere, a2_walk.JOINT),
     "branch by branch": (branch_by_branch, a2_walk.JOINT),
-    "siblings in reverse": (walked(of=lambda parents, here: children(parents, here)[::-1]), a2_walk.JOINT),
-    "siblings with replacement": (walked(judge=judged(rest=lambda q, token: q)), a2_walk.JOINT),
-    "the first child alone": (walked(of=lambda parents, here: children(parents, here)[:1]), a2_walk.KEPT),
-    "one level": (walked(most=1), a2_walk.KEPT),
-    "two levels": (walked(most=2), a2_walk.KEPT),
+    "siblings in reverse": (make_walk(of=children_reversed), a2_walk.JOINT),
+    "siblings with replacement": (make_walk(judge=make_siblings(rest=lambda q, token: q)), a2_walk.JOINT),
+    "the first child alone": (make_walk(of=first_child), a2_walk.KEPT),
+    "one level": (make_walk(most=1), a2_walk.KEPT),
+    "two levels": (make_walk(most=2), a2_walk.KEPT),
     "points at the root alone": (points_at_the_root_alone, a2_walk.KEPT),
-    "nothing": (walked(most=0), a2_walk.KEPT),
-    "children in a row": (walked(of=next_to_it), a2_walk.KEPT),
+    "nothing": (make_walk(most=0), a2_walk.KEPT),
+    "children in a row": (make_walk(of=next_to_it), a2_walk.KEPT),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WRONG_WALKS)
 def test_wrong_walks(name: str) -> None:
     wrong, law = WRONG_WALKS[name]
-    said = accused("walk", wrong)
+    said = find_counterexample("walk", wrong)
     assert said is not None
     assert said.law == law
     if wrong is points_at_the_root_alone:
@@ -849,14 +882,14 @@ WRONG_TRIES = {
 
 
 def test_another_way_to_the_same_answers() -> None:
-    assert accused("answers", Runs.answers) is None
+    assert find_counterexample("answers", Runs.answers) is None
 
 
 @pytest.mark.parametrize(
     ("law", "wrong"), [(law, wrong) for law, many in WRONG_TRIES.items() for wrong in many]
 )
 def test_wrong_tries(law: str, wrong: type[Runs]) -> None:
-    said = accused("answers", wrong.answers)
+    said = find_counterexample("answers", wrong.answers)
     assert said is not None
     assert said.law == law
     assert len(said.case["operations"]) <= 4

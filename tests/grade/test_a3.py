@@ -3,10 +3,8 @@ law meant for it.
 """
 
 import doctest
-import importlib.util
 import itertools
 import math
-import sys
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -14,34 +12,26 @@ from typing import Any
 
 import pytest
 
+from tests.grade.tiny import ASSIGNMENTS_FOLDER, load_reference
 from tinyspec.grade import a3_calibration, a3_confidence, a3_exits, a3_jacobi
 from tinyspec.grade.assignments import A3 as ASSIGNMENT
-from tinyspec.grade.grading import grade_folder
+from tinyspec.grade.grading import PUBLIC, grade_folder
 from tinyspec.grade.props_a3 import CountedModel, LayeredModel
 from tinyspec.grade.starter import make_starter
 from tinyspec.grade.task import Cases
 from tinyspec.laws import exit_laws
 from tinyspec.laws.evidence import LawViolated
 
-FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments" / "A3"
+FOLDER = ASSIGNMENTS_FOLDER / "A3"
 TASKS = {task.name: task for task in ASSIGNMENT.tasks}
 SURE = Fraction(1, 20)
 
 
-def loaded() -> Any:
-    spec = importlib.util.spec_from_file_location("a3_reference", FOLDER / "reference.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+REFERENCE = load_reference("A3")
 
 
-REFERENCE = loaded()
-
-
-def broken(name: str, function: Callable[..., Any], cases: Cases = Cases()) -> str | None:  # noqa: B008
-    """The name of the first law of a task that a function breaks."""
+def find_broken_law(name: str, function: Callable[..., Any], cases: Cases = PUBLIC) -> str | None:
+    """Return the name of the first law of a task that a function breaks."""
     for law in TASKS[name].laws:
         try:
             evidence = law(function, cases)
@@ -119,7 +109,7 @@ def test_the_hand_out_s_sums() -> None:
 @pytest.mark.parametrize("name", TASKS)
 @pytest.mark.parametrize("cases", [Cases(), Cases(seed=5, times=2)], ids=["public", "other"])
 def test_the_reference_holds_every_law(name: str, cases: Cases) -> None:
-    assert broken(name, getattr(REFERENCE, name), cases) is None
+    assert find_broken_law(name, getattr(REFERENCE, name), cases) is None
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -156,7 +146,7 @@ GAPS = {
 
 @pytest.mark.parametrize("wrong", GAPS)
 def test_wrong_gaps(wrong: str) -> None:
-    assert broken("softmax_response", GAPS[wrong]) == a3_confidence.GAP
+    assert find_broken_law("softmax_response", GAPS[wrong]) == a3_confidence.GAP
 
 
 def cosine(state: Any, below: Any) -> float:
@@ -194,7 +184,7 @@ SATURATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("wrong", SATURATIONS)
 def test_wrong_saturations(wrong: str) -> None:
     function, law = SATURATIONS[wrong]
-    assert broken("saturation", function) == law
+    assert find_broken_law("saturation", function) == law
 
 
 # ---------------------------------------------------------------------- the exit layer
@@ -207,7 +197,7 @@ def exits(
     never: bool = True,
     last: bool = False,
 ) -> Callable[..., int]:
-    """The exit layer with one thing changed."""
+    """Return the exit layer with one thing changed."""
 
     def paper(threshold: float, step: int, limit: int, tau: float) -> float:
         return min(1.0, 0.9 * threshold + 0.1 * math.exp(-tau * step / limit))
@@ -294,7 +284,7 @@ EXITS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("wrong", EXITS)
 def test_wrong_exit_layers(wrong: str) -> None:
     function, law = EXITS[wrong]
-    assert broken("exit_layer", function) == law
+    assert find_broken_law("exit_layer", function) == law
 
 
 # ---------------------------------------------------------------------- missing keys and values
@@ -564,18 +554,18 @@ RECOMPUTE = {
 
 
 def test_the_frame_of_the_wrong_ones_is_right() -> None:
-    assert broken("decode", Decoding()) is None
-    assert broken("decode_recomputing", Recomputes()) is None
+    assert find_broken_law("decode", Decoding()) is None
+    assert find_broken_law("decode_recomputing", Recomputes()) is None
 
 
 @pytest.mark.parametrize("wrong", COPY, ids=lambda wrong: wrong.__name__)
 def test_wrong_copies(wrong: type[Decoding]) -> None:
-    assert broken("decode", wrong()) == COPY[wrong]
+    assert find_broken_law("decode", wrong()) == COPY[wrong]
 
 
 @pytest.mark.parametrize("wrong", RECOMPUTE, ids=lambda wrong: wrong.__name__)
 def test_wrong_recomputations(wrong: type[Decoding]) -> None:
-    assert broken("decode_recomputing", wrong()) == RECOMPUTE[wrong]
+    assert find_broken_law("decode_recomputing", wrong()) == RECOMPUTE[wrong]
 
 
 def test_a_hole_is_told_with_layer_and_position() -> None:
@@ -617,7 +607,7 @@ P_VALUES: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("wrong", P_VALUES)
 def test_wrong_p_values(wrong: str) -> None:
     function, law = P_VALUES[wrong]
-    assert broken("p_value", function) == law
+    assert find_broken_law("p_value", function) == law
 
 
 def test_a_p_value_that_comes_too_often_is_named() -> None:
@@ -685,7 +675,7 @@ CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("wrong", CALIBRATIONS)
 def test_wrong_calibrations(wrong: str) -> None:
     function, law = CALIBRATIONS[wrong]
-    assert broken("calibrate", function) == law
+    assert find_broken_law("calibrate", function) == law
 
 
 def test_a_wrong_choice_is_shown_with_its_probability_and_an_example() -> None:
@@ -873,7 +863,7 @@ class StartsAnew(Iteration):
 
 
 def second(model: Any, text: list[int], count: int) -> list[int]:
-    """The greedy tokens, by a second model whose calls nobody counts."""
+    """Return the greedy tokens, by a second model whose calls nobody counts."""
     unseen, made = type(model)(**model.made_of), list[int]()
     while len(made) < count:
         made += unseen.says([*text, *made], [0])
@@ -927,12 +917,12 @@ JACOBI = {
 
 @pytest.mark.parametrize("right", [Iteration, SlicesWhatIsFinal], ids=lambda right: right.__name__)
 def test_two_right_ways_to_iterate(right: type[Iteration]) -> None:
-    assert broken("jacobi", right()) is None
+    assert find_broken_law("jacobi", right()) is None
 
 
 @pytest.mark.parametrize("wrong", JACOBI, ids=lambda wrong: wrong.__name__)
 def test_wrong_iterations(wrong: type[Iteration]) -> None:
-    assert broken("jacobi", wrong()) == JACOBI[wrong]
+    assert find_broken_law("jacobi", wrong()) == JACOBI[wrong]
 
 
 # ---------------------------------------------------------------------- the models
@@ -983,7 +973,7 @@ def test_models_are_made_again_of_what_they_tell() -> None:
 
 
 def handed_in(folder: Path, text: str) -> dict[str, Any]:
-    """The results of a submission by task."""
+    """Return the results of a submission by task."""
     (folder / "submission.py").write_text(text, encoding="utf-8")
     report = grade_folder(ASSIGNMENT, folder)
     assert not report.problem

@@ -25,7 +25,7 @@ WRONG = RIGHT.replace("max(0, x - y)", "abs(x - y)")
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tiny assignment as A0, with short limits."""
+    """Return the tiny assignment as A0, with short limits."""
 
     def find(name: str) -> Assignment:
         if name != "A0":

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.grade.props_counter import Counter
-from tests.grade.tiny import FAST, RIGHT, TINY, graded, submit
+from tests.grade.tiny import FAST, RIGHT, TINY, grade_tiny, submit
 from tinyspec.grade.grading import GradeReport, grade_folder
 from tinyspec.grade.process import Limits, load_submission
 from tinyspec.grade.task import NoResult
@@ -97,7 +97,7 @@ class Third(Fraction): pass
 
 
 def said(report: GradeReport, name: str = "accept") -> str:
-    """The sentence about a task that had no result."""
+    """Return the sentence about a task that had no result."""
     return next(result.sentence for result in report.results if result.task.name == name)
 
 
@@ -105,7 +105,7 @@ def said(report: GradeReport, name: str = "accept") -> str:
 def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_path: Path) -> None:
     source = f"{PRELUDE}{ABOVE}{RIGHT}\ndef accept(p, q, token, chance):\n    {body}\n"
     began = time.monotonic()
-    report = graded(tmp_path, source, only=["accept"])
+    report = grade_tiny(tmp_path, source, only=["accept"])
     assert time.monotonic() - began < 20
     assert report.score == 0
     assert BODIES[body] in said(report)
@@ -116,7 +116,7 @@ def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_pat
 def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n"
     caught += "    except Exception:\n        return p\n"
-    assert said(graded(tmp_path, RIGHT + caught), "residual").startswith(
+    assert said(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
         "residual writes a file, which"
     )
 
@@ -128,7 +128,9 @@ def test_a_submission_reads_its_own_files(tmp_path: Path) -> None:
     own = "import decimal, os\nfrom helper import accept, residual\n"
     own += "here = os.path.dirname(__file__)\n"
     assert (
-        graded(tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n").score
+        grade_tiny(
+            tmp_path, own + "assert open(os.path.join(here, 'table.txt')).read() == '0'\n"
+        ).score
         == 100
     )
 
@@ -146,7 +148,7 @@ def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> Non
     """Twenty idle coins a case: cheap for the submission, and dear for who multiplies them."""
     coins = "\ndef accept(p, q, token, chance):\n"
     coins += "    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
-    report = graded(
+    report = grade_tiny(
         tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only=["accept"]
     )
     assert "takes too long" in said(report) or "is too slow" in said(report)
@@ -154,7 +156,7 @@ def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> Non
 
 def test_a_function_costs_only_itself(tmp_path: Path) -> None:
     for wrong in ("while True: pass", "raise SystemExit", "__import__('os')._exit(3)"):
-        report = graded(tmp_path, f"{RIGHT}\ndef accept(p, q, token, chance):\n    {wrong}\n")
+        report = grade_tiny(tmp_path, f"{RIGHT}\ndef accept(p, q, token, chance):\n    {wrong}\n")
         assert [result.score for result in report.results] == [0, 60]
 
 
@@ -179,7 +181,7 @@ MODULES = {
 def test_a_submission_that_cannot_be_imported_gets_a_report(
     source: str | bytes, tmp_path: Path
 ) -> None:
-    report = graded(tmp_path, source)
+    report = grade_tiny(tmp_path, source)
     assert report.score == 0
     assert [result.task.name for result in report.results] == ["accept", "residual"]
     assert report.problem.startswith("submission.py ")
@@ -188,7 +190,7 @@ def test_a_submission_that_cannot_be_imported_gets_a_report(
 
 
 def test_a_function_that_is_missing_or_none(tmp_path: Path) -> None:
-    report = graded(tmp_path, "accept = 3\n")
+    report = grade_tiny(tmp_path, "accept = 3\n")
     assert (
         "accept is missing: submission.py has an int where it should have a function of this name"
         in said(report)
@@ -202,7 +204,7 @@ def test_a_function_that_is_missing_or_none(tmp_path: Path) -> None:
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     assert "raises TypeError: residual() takes 0" in said(
-        graded(tmp_path, "def residual(): pass"), "residual"
+        grade_tiny(tmp_path, "def residual(): pass"), "residual"
     )
 
 
@@ -225,7 +227,7 @@ def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
     source = "import atexit, time, signal\natexit.register(time.sleep, 99)\n"
     source += f"signal.signal(15, signal.SIG_IGN)\n{RIGHT}"
     began = time.monotonic()
-    assert graded(tmp_path, source).score == 100
+    assert grade_tiny(tmp_path, source).score == 100
     assert time.monotonic() - began < 20
 
 
@@ -239,7 +241,7 @@ def test_it_may_print_import_its_neighbours_and_read(tmp_path: Path) -> None:
         RIGHT + "\nprint(open(__file__).read())\ndef residual(p, q):\n    print('trying', p)\n"
     )
     source += "    rest = beyond(p, q)\n    return [x / sum(rest) for x in rest]\n"
-    assert graded(tmp_path, source).score == 100
+    assert grade_tiny(tmp_path, source).score == 100
     assert sorted(os.listdir(tmp_path)) == ["helper.py", "submission.py"]
 
 
@@ -249,7 +251,7 @@ def test_the_environment_is_bare_and_hashes_are_fixed(
     monkeypatch.setenv("SECRET", "x")
     source = "import os\ndef residual(p, q):\n    return [sorted(os.environ), hash('a')]\n"
     first, second = (
-        graded(tmp_path, source, only=["residual"]).results[0].counterexample for _ in range(2)
+        grade_tiny(tmp_path, source, only=["residual"]).results[0].counterexample for _ in range(2)
     )
     assert first == second
     assert first is not None and "SECRET" not in first.got[0]
@@ -259,7 +261,7 @@ def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
     source = (
         "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
     )
-    report = graded(tmp_path, source)
+    report = grade_tiny(tmp_path, source)
     assert "after 1.5 s" in said(report)
     assert "after 0.5 s" in said(report, "residual")  # the time for waiting was used up
     spent = 0.0
@@ -272,7 +274,7 @@ def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
     source = "import time\ndef residual(p, q):\n    time.sleep(0.2)\n    return p\n"
     limits = FAST._replace(task=0.3)
     assert "is too slow: it took more than 0.3 s in all" in said(
-        graded(tmp_path, source, limits=limits, only=["residual"]), "residual"
+        grade_tiny(tmp_path, source, limits=limits, only=["residual"]), "residual"
     )
 
 

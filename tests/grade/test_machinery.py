@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.grade import props_counter
 from tests.grade.props_counter import Counter
-from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, submit
+from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, grade_tiny, submit
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -68,7 +68,7 @@ DATA = st.recursive(
 
 
 def kinds(value: Any) -> Any:
-    """The same value with every type spelled out."""
+    """Return the same value with every type spelled out."""
     if isinstance(value, dict):
         return {name: kinds(item) for name, item in value.items()}
     return (
@@ -132,7 +132,7 @@ PROGRAM = st.recursive(
 
 
 def here(source: str, name: str) -> Callable[..., Any]:
-    """A function of the source, in this process."""
+    """Return a function of the source, in this process."""
     space: dict[str, Any] = {}
     exec(source, space)
     function: Callable[..., Any] = space[name]
@@ -190,8 +190,8 @@ def verify(style, p, q, draft, chance):
 """
 
 
-def verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
-    """What a law says of a function: its evidence, its counterexample, or that it fails."""
+def find_verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
+    """Return what a law says of a function: its evidence, its counterexample, or that it fails."""
 
     def verify(p: Any, q: Any, draft: Any, chance: Any) -> Any:
         return function(style, p, q, draft, chance)
@@ -216,11 +216,11 @@ def test_a_law_gives_the_same_verdict_and_counterexample_through_the_child(there
         st.integers(0, 3),
     )
     def check(style: Any, seed: int) -> None:
-        assert verdict(local, style, seed) == verdict(remote, style, seed)
+        assert find_verdict(local, style, seed) == find_verdict(remote, style, seed)
 
     check()
-    assert verdict(local, (0, 0, True, True), 0)[1] == 40
-    assert verdict(remote, (0, 0, True, True), 0)[1] == 40
+    assert find_verdict(local, (0, 0, True, True), 0)[1] == 40
+    assert find_verdict(remote, (0, 0, True, True), 0)[1] == 40
 
 
 def test_prove_lets_an_exception_through_where_it_is_told_to() -> None:
@@ -263,7 +263,7 @@ def count(counter, steps, chance):
     local, remote = here(source, "count"), there(source, "count")
     for function in (local, remote):
         ends = set()
-        for outcome, mass in Exhaustive.walk(lambda chance: _counted(function, chance)):  # noqa: B023
+        for outcome, mass in Exhaustive.walk(lambda chance: count_steps(function, chance)):  # noqa: B023
             ends.add((outcome, mass))
         assert ends == {((5 + a + b, ((a,), (b,))), Fraction(1, 4)) for a in (0, 1) for b in (0, 1)}
     counter = Counter(5)
@@ -273,7 +273,7 @@ def count(counter, steps, chance):
     assert "tests.grade" not in str(props_counter.Counter(1).made_of)
 
 
-def _counted(function: Callable[..., Any], chance: Any) -> Any:
+def count_steps(function: Callable[..., Any], chance: Any) -> Any:
     counter = Counter(5)
     return function(counter, 2, chance), tuple(map(tuple, counter.trace))
 
@@ -282,7 +282,7 @@ def _counted(function: Callable[..., Any], chance: Any) -> Any:
 
 
 def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> None:
-    first, second = (graded(tmp_path, RIGHT) for _ in range(2))
+    first, second = (grade_tiny(tmp_path, RIGHT) for _ in range(2))
     assert (first.score, first.max_score) == (100, 100)
     assert report_to_json(first) == report_to_json(second)
     assert [result.summary for result in first.results] == [
@@ -291,7 +291,7 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
     ]
     assert "public cases (seed 0)" in describe_run(first)
     assert "other cases, and draws ten times as many" in describe_run(first)
-    final = graded(tmp_path, RIGHT, cases=grading.choose_cases(True, 7))
+    final = grade_tiny(tmp_path, RIGHT, cases=grading.choose_cases(True, 7))
     assert describe_run(final).startswith(
         "Final run: seed 7, 10 times as many cases drawn as in the public run."
     )
@@ -306,7 +306,7 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
 
 
 def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
-    report = graded(tmp_path, RIGHT.replace("max(0, x - y)", "abs(x - y)"))
+    report = grade_tiny(tmp_path, RIGHT.replace("max(0, x - y)", "abs(x - y)"))
     good, bad = report.results
     assert (good.score, bad.score) == (40, 0)
     assert describe_counterexample(bad) == [
@@ -323,13 +323,13 @@ def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
 
 
 def test_what_a_law_did_not_foresee_is_no_crash(tmp_path: Path) -> None:
-    report = graded(tmp_path, RIGHT + "\ndef accept(p, q, token, chance):\n    return [1]\n")
+    report = grade_tiny(tmp_path, RIGHT + "\ndef accept(p, q, token, chance):\n    return [1]\n")
     assert "accept gives what its laws cannot judge: TypeError" in report.results[0].sentence
     assert report.score == 60
 
 
 def test_letters_that_steer_a_terminal_are_not_shown(tmp_path: Path) -> None:
-    report = graded(tmp_path, "def residual(p, q):\n    raise ValueError('\\x1b[2J')\n")
+    report = grade_tiny(tmp_path, "def residual(p, q):\n    raise ValueError('\\x1b[2J')\n")
     assert "\x1b" not in "".join(
         [*describe_counterexample(report.results[1]), report.results[1].summary]
     )
@@ -337,7 +337,7 @@ def test_letters_that_steer_a_terminal_are_not_shown(tmp_path: Path) -> None:
 
 def test_one_task_alone(tmp_path: Path) -> None:
     watched: list[Any] = []
-    report = graded(
+    report = grade_tiny(
         tmp_path,
         RIGHT,
         only=["residual"],
@@ -345,7 +345,7 @@ def test_one_task_alone(tmp_path: Path) -> None:
     )
     assert (report.score, report.max_score, watched) == (60, 60, [("residual", 0)])
     with pytest.raises(TinyspecError, match="A0 has no task 'nothing': accept, residual"):
-        graded(tmp_path, RIGHT, only=["nothing"])
+        grade_tiny(tmp_path, RIGHT, only=["nothing"])
 
 
 def test_local_functions_are_judged_by_the_same_words() -> None:

@@ -9,7 +9,17 @@ from zipfile import ZipFile
 
 import pytest
 
-from tests.grade.tiny import FAST, RATIO, REST, RIGHT, TINY, graded, ratio, rest, submit
+from tests.grade.tiny import (
+    FAST,
+    RATIO,
+    REST,
+    RIGHT,
+    TINY,
+    grade_tiny,
+    judge_ratio,
+    judge_residual,
+    submit,
+)
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import bundle, grading
 from tinyspec.grade.assignments import A1, ASSIGNMENTS, find_assignment
@@ -31,8 +41,8 @@ SLOW = Limits(task=600.0, call=30.0)  # for functions that are right, on a machi
 REFERENCE = (assignment_folder("A1") / "reference.py").read_text(encoding="utf-8")
 
 
-def edited(*changes: tuple[str, str], text: str = REFERENCE) -> str:
-    """The reference of A1 with some lines exchanged."""
+def edit_reference(*changes: tuple[str, str], text: str = REFERENCE) -> str:
+    """Return the reference of A1 with some lines exchanged."""
     for old, line in changes:
         assert text.count(old) == 1, old
         text = text.replace(old, line)
@@ -40,7 +50,7 @@ def edited(*changes: tuple[str, str], text: str = REFERENCE) -> str:
 
 
 def score_a1(folder: Path, source: str, *only: str) -> dict[str, int]:
-    """The points of a submission to A1, by task."""
+    """Return the points of a submission to A1, by task."""
     submit(folder, source)
     names = only or [task.name for task in A1.tasks]
     return {
@@ -53,7 +63,7 @@ def task_of(*laws: GradedLaw) -> Task:
 
 
 def law_of(points: int, sentence: str, *needs: str, cases: int = 1, breaks: str = "") -> GradedLaw:
-    """A law that holds, or that breaks the law named."""
+    """Return a law that holds, or that breaks the law named."""
 
     def judge(function: Any, cases_drawn: Cases) -> Evidence:
         if breaks:
@@ -99,8 +109,8 @@ def test_a_law_earns_nothing_where_it_looked_at_nothing_or_lacks_what_it_needs()
 def test_what_the_grader_does_not_allow_costs_the_whole_task(tmp_path: Path) -> None:
     """Also what is done in the last case of the last law."""
     laws = (
-        GradedLaw(40, RATIO, ratio),
-        GradedLaw(60, REST, lambda function, cases: rest(_residual(function), cases)),
+        GradedLaw(40, RATIO, judge_ratio),
+        GradedLaw(60, REST, lambda function, cases: judge_residual(_residual(function), cases)),
     )
     both = TINY._replace(tasks=(Task("accept", "A0.1 Both", laws),))
     source = f"{RIGHT}\ndef accept(p, q, token, chance):\n    if chance is None:\n        "
@@ -111,7 +121,7 @@ def test_what_the_grader_does_not_allow_costs_the_whole_task(tmp_path: Path) -> 
 
 
 def _residual(function: Any) -> Any:
-    """A function that asks `accept` for the residual."""
+    """Return a function that asks `accept` for the residual."""
     return lambda p, q: function(p, q, 0, None)
 
 
@@ -197,7 +207,7 @@ def test_four_natural_slips_leave_at_least_half_of_the_points(slips: Any, tmp_pa
     rejected token is drawn from p again. Or the draft never reads the last token of a draft that
     was accepted whole.
     """
-    scores = score_a1(tmp_path, edited(*slips))
+    scores = score_a1(tmp_path, edit_reference(*slips))
     assert 50 <= sum(scores.values()) < 100
     lost = [task.name for task in A1.tasks if scores[task.name] < task.points]
     assert len(lost) == 4
@@ -224,7 +234,7 @@ def test_a_session_that_raises_costs_the_whole_task(slip: str, tmp_path: Path) -
 
     The page and the hand-out say what that costs.
     """
-    assert score_a1(tmp_path, edited((REWIND, slip)), "generate") == {"generate": 0}
+    assert score_a1(tmp_path, edit_reference((REWIND, slip)), "generate") == {"generate": 0}
     assert "the 30 points of `generate` are lost" in " ".join(PAGE.split())
 
 
@@ -264,27 +274,29 @@ def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
 UNWRITTEN = "    raise NotImplementedError\n"
 
 
-def unwritten(*names: str) -> str:
-    """The reference of A1 without the bodies of these functions."""
+def remove_bodies(*names: str) -> str:
+    """Return the reference of A1 without the bodies of these functions."""
     return REFERENCE + "".join(f"\ndef {name}(*given):\n{UNWRITTEN}" for name in names)
 
 
 def test_a_mistake_in_a_helper_costs_once(tmp_path: Path) -> None:
-    scores = score_a1(tmp_path, edited(TOP_P, NOT_NORMALISED), "residual", "verify", "generate")
+    scores = score_a1(
+        tmp_path, edit_reference(TOP_P, NOT_NORMALISED), "residual", "verify", "generate"
+    )
     assert scores == {"residual": 5, "verify": 25, "generate": 30}
 
 
 def test_what_is_not_written_earns_nothing_and_what_builds_on_it_everything(tmp_path: Path) -> None:
-    scores = score_a1(tmp_path, unwritten("warp", "acceptance", "residual", "verify"))
+    scores = score_a1(tmp_path, remove_bodies("warp", "acceptance", "residual", "verify"))
     assert scores == {"warp": 0, "acceptance": 0, "residual": 0, "verify": 0, "generate": 30}
 
 
 def test_helpers_are_replaced_in_every_file_and_under_every_name(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(edited(NOT_NORMALISED), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(edit_reference(NOT_NORMALISED), encoding="utf-8")
     source = "from mine import acceptance, generate, residual, verify, warp\n"
     assert score_a1(tmp_path, source, "residual", "verify") == {"residual": 5, "verify": 25}
     (tmp_path / "mine.py").write_text(
-        edited(NOT_NORMALISED, ("chance.draw(residual(", "chance.draw(rest("))
+        edit_reference(NOT_NORMALISED, ("chance.draw(residual(", "chance.draw(rest("))
         + "\nrest = residual\n",
         encoding="utf-8",
     )
@@ -295,7 +307,7 @@ def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> N
     """Who gave `residual` one argument more, and passes it, has a `verify` that works with that
     residual alone.
     """
-    source = edited(
+    source = edit_reference(
         (
             "def residual(p: Row, q: Row) -> Row:",
             "def residual(p: Row, q: Row, place: int = 0) -> Row:",
@@ -310,7 +322,7 @@ def test_a_helper_of_another_form_is_judged_where_it_stands(tmp_path: Path) -> N
 
 def test_the_report_says_whose_functions_stood_in_place(tmp_path: Path) -> None:
     report = grading.grade_folder(
-        A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW
+        A1.select(["verify"]), submit(tmp_path, edit_reference(FROM_P)), limits=SLOW
     )
     assert report_to_json(report)["tasks"][0]["helpers"] == ["acceptance", "residual"]
     assert (
@@ -454,7 +466,7 @@ def test_the_table_says_in_a_few_words_what_happened(body: str, tmp_path: Path) 
     submit(tmp_path, "")
     (tmp_path / "helper.py").write_text("def fail():\n    raise KeyError(3)\n", encoding="utf-8")
     source = f"from fractions import Fraction\n{RIGHT}\ndef residual(p, q):\n    {body}\n"
-    result = graded(tmp_path, source, only=["residual"]).results[0]
+    result = grade_tiny(tmp_path, source, only=["residual"]).results[0]
     assert result.summary == TABLE[body].format(line=source.count("\n"))
 
 
@@ -463,7 +475,7 @@ def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None
         ("x = (\n", "raised SyntaxError at line 1"),
         ("\nx = 1 / 0\n", "raised ZeroDivisionError at line 2"),
     ):
-        entries = [result.summary for result in graded(tmp_path, source).results]
+        entries = [result.summary for result in grade_tiny(tmp_path, source).results]
         assert entries == [words] * 2
     nowhere = grading.grade_folder(TINY, tmp_path / "nowhere", limits=FAST)
     assert [result.summary for result in nowhere.results] == ["there is no submission.py"] * 2
@@ -471,7 +483,7 @@ def test_the_table_says_why_a_file_could_not_be_imported(tmp_path: Path) -> None
 
 def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
     report = grading.grade_folder(
-        A1.select(["verify"]), submit(tmp_path, edited(FROM_P)), limits=SLOW
+        A1.select(["verify"]), submit(tmp_path, edit_reference(FROM_P)), limits=SLOW
     )
     assert report.results[0].summary.startswith("3 of 4 laws hold; broken: joint distribution")
 
@@ -480,7 +492,9 @@ def test_the_table_counts_the_laws_that_hold(tmp_path: Path) -> None:
 
 
 def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> None:
-    report = grading.grade_folder(A1, submit(tmp_path, edited(NOT_CAPPED, FROM_P)), limits=SLOW)
+    report = grading.grade_folder(
+        A1, submit(tmp_path, edit_reference(NOT_CAPPED, FROM_P)), limits=SLOW
+    )
     told, scope = report_to_json(report), report_to_gradescope(report)
     assert told["score"] == scope["score"] == sum(test["score"] for test in scope["tests"]) == 85
     for task, test in zip(told["tasks"], scope["tests"], strict=True):
@@ -506,7 +520,7 @@ def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path)
     first, second = (grading.choose_cases(True, None) for _ in range(2))
     assert first.seed != second.seed and first.times == second.times == grading.FINAL_TIMES
     assert grading.choose_cases(False, None) == Cases(0, 1)
-    report = graded(tmp_path, RIGHT, cases=Cases(987_654_321, 10))
+    report = grade_tiny(tmp_path, RIGHT, cases=Cases(987_654_321, 10))
     told = report_to_gradescope(report)
     assert told["extra_data"] == {"seed": 987_654_321, "times": 10}
     assert "987654321" not in str({name: told[name] for name in told if name != "extra_data"})
@@ -516,6 +530,6 @@ def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path)
 def test_the_same_seed_gives_the_same_report(tmp_path: Path) -> None:
     wrong = RIGHT.replace("max(0, x - y)", "abs(x - y)")
     cases = grading.choose_cases(True, None)
-    first, second = (report_to_json(graded(tmp_path, wrong, cases=cases)) for _ in range(2))
+    first, second = (report_to_json(grade_tiny(tmp_path, wrong, cases=cases)) for _ in range(2))
     assert first == second
     assert Fraction(first["score"]) == 40

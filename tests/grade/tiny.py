@@ -1,5 +1,7 @@
-"""A tiny assignment, and submissions to it, for tests of the machinery."""
+"""A tiny assignment, and submissions to it, for tests of the machinery; and the references."""
 
+import importlib.util
+import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,14 @@ from tinyspec.grade.task import Assignment, Cases, GradedLaw, Task
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.exact.rational import distribution_pairs
 
+ASSIGNMENTS_FOLDER = Path(__file__).parents[2] / "tutorials" / "assignments"
 FAST = Limits(call=1.5, task=20.0, hanging=1.5, least=0.5, memory=400 << 20, output=1 << 18)
 
 RATIO = "kept with probability min(1, p/q)"
 REST = "the residual is max(0, p - q), normalised"
 
 
-def ratio(function: Any, cases: Cases) -> Evidence:
+def judge_ratio(function: Any, cases: Cases) -> Evidence:
     """accept(p, q, token, chance) is True with probability min(1, p[token] / q[token])."""
     seen = 0
     for p, q in list(distribution_pairs((2,), 5))[: 20 * cases.times]:
@@ -31,7 +34,7 @@ def ratio(function: Any, cases: Cases) -> Evidence:
     return Evidence(RATIO, seen)
 
 
-def rest(function: Any, cases: Cases) -> Evidence:
+def judge_residual(function: Any, cases: Cases) -> Evidence:
     """residual(p, q) is [V]."""
     seen = 0
     for p, q in list(distribution_pairs((2,), 5))[: 20 * cases.times]:
@@ -48,8 +51,8 @@ TINY = Assignment(
     "A0",
     "Tiny",
     (
-        Task("accept", "A0.1 Accept", (GradedLaw(40, RATIO, ratio),)),
-        Task("residual", "A0.2 The residual", (GradedLaw(60, REST, rest),)),
+        Task("accept", "A0.1 Accept", (GradedLaw(40, RATIO, judge_ratio),)),
+        Task("residual", "A0.2 The residual", (GradedLaw(60, REST, judge_residual),)),
     ),
 )
 
@@ -66,15 +69,25 @@ def residual(p, q):
 
 
 def submit(folder: Path, source: str | bytes) -> Path:
-    """A folder with this submission."""
+    """Return a folder with this submission."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "submission.py").write_bytes(source if isinstance(source, bytes) else source.encode())
     return folder
 
 
-def graded(folder: Path, source: str | bytes, **named: Any) -> GradeReport:
-    """The report on a submission to the tiny assignment, or to the tasks `only` of it."""
+def grade_tiny(folder: Path, source: str | bytes, **named: Any) -> GradeReport:
+    """Return the report on a submission to the tiny assignment, or to the tasks `only` of it."""
     assignment = TINY.select(named.pop("only", ()))
     return grade_folder(
         assignment, submit(folder, source), limits=named.pop("limits", FAST), **named
     )
+
+
+def load_reference(name: str) -> Any:
+    """Return the module of an assignment's reference solution."""
+    path = ASSIGNMENTS_FOLDER / name / "reference.py"
+    spec = importlib.util.spec_from_file_location(f"{name.lower()}_reference", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

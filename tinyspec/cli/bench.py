@@ -12,9 +12,9 @@ from tinyspec.cli import base
 from tinyspec.cli.base import POSITIVE, flag, is_given, option
 from tinyspec.cli.measuring import (
     make_command,
+    name_files,
     print_result,
     result_options,
-    tell_written,
     write_text,
 )
 
@@ -140,7 +140,7 @@ def run_harness(options: dict[str, Any], given: set[str]) -> None:
     files = [svg / f"{name}-{kind}.svg" for kind in pictures]
     for file, chart in zip(files, pictures.values(), strict=True):
         write_text(file, plot.draw(chart))
-    tell_written(book.path, markdown, *files)
+    name_files(book.path, markdown, *files)
 
 
 for name, spec in COMMANDS.items():

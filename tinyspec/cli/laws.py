@@ -166,11 +166,11 @@ def prove(
         {"profile": profile.name, "methods": entries},
         lines,
         any(entry["accused"] for entry in entries),
-        (columns, [row for entry in entries for row in list_laws(entry)]),
+        (columns, [row for entry in entries for row in make_table_rows(entry)]),
     )
 
 
-def list_laws(entry: dict[str, Any]) -> list[tuple[str, ...]]:
+def make_table_rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the table's rows of a technique: a row for each law that is broken or proved."""
     cells = [(f"ACCUSED: {broken['law']}", "", "", "") for broken in entry["broken"]]
     if entry["kind"] == "analysis":

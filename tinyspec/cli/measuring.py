@@ -59,7 +59,7 @@ def make_command(spec: "CommandSpec") -> click.Command:
         if markdown is not None:
             notes = experiment.notes(result) if experiment.notes else ()
             write_text(markdown, report.write_page(result, tables, notes))
-        tell_written(out, svg, markdown)
+        name_files(out, svg, markdown)
 
     measure.__doc__ = spec.settings.__doc__
     chosen: list[Any] = [make_option(field) for field in described]
@@ -187,7 +187,7 @@ def write_text(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8")
 
 
-def tell_written(*files: Path | None) -> None:
+def name_files(*files: Path | None) -> None:
     """Name the files that were written, on standard error."""
     for file in files:
         if file is not None:

@@ -194,7 +194,7 @@ def race(
         first = outcomes[0]
         figures = {
             "model": target.name,
-            "machine": describe_machine(target),
+            "machine": describe_hardware(target),
             "prompt": text,
             "chat": chat,
             **settings,
@@ -218,7 +218,7 @@ def race(
         for method, knobs in zip(contestants, chosen.knobs, strict=True)
     ]
     picture = [] if svg is None else [f"picture: {svg}"]
-    report = Group(race_report(lanes, outcomes, guarantees), describe_machine(target), *picture)
+    report = Group(race_report(lanes, outcomes, guarantees), describe_hardware(target), *picture)
     if live:
         stage = RaceStage(out, text + "\n\n" if chat else text, title)
         with suppress(KeyboardInterrupt):  # whoever has seen enough still gets the report
@@ -287,7 +287,7 @@ def describe_sampling(settings: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def describe_machine(model: "Model") -> str:
+def describe_hardware(model: "Model") -> str:
     """Return the number format, the device and what computes there, in words."""
     import torch
 
