@@ -29,7 +29,6 @@ from tinyspec.early_exit.calm import (
     probability_gap,
     run_until_confident,
     softmax_response,
-    train_exit_classifier,
 )
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.errors import TinyspecError
@@ -41,6 +40,7 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Request, find_technique
 from tinyspec.training.schedule import TrainSettings
+from tinyspec.training.technique_parts import train_exit_classifier
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("calm")

@@ -29,13 +29,13 @@ from tinyspec.speculative.verification.specinfer import (
     SpecInferDrafter,
     answers_match,
     append_greedy_answers,
-    boost_drafts,
     merge_trees,
     multi_step_sampling,
     verify_tree_multi_step,
 )
 from tinyspec.technique import Request, find_technique
 from tinyspec.training.schedule import TrainSettings
+from tinyspec.training.technique_parts import boost_drafts
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find_technique("specinfer")

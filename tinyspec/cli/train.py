@@ -294,9 +294,9 @@ def boost(
 
     from tinyspec import data
     from tinyspec.pairing import check_pair
-    from tinyspec.speculative.verification import specinfer
     from tinyspec.training import corpus
     from tinyspec.training.schedule import TrainSettings
+    from tinyspec.training.technique_parts import boost_drafts
 
     target, small = base.load_all(model, draft, ["specinfer"], device, "float32")
     if small is None:
@@ -309,7 +309,7 @@ def boost(
     )
     passages, _ = draw(torch.Generator().manual_seed(seed))
     settings = TrainSettings(steps=steps, lr=lr, warmup=min(20, steps), weight_decay=0.0, seed=seed)
-    found = specinfer.boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
+    found = boost_drafts(target, small, passages, settings, out / ".tinyspec", tokens)
     for number, (tuned, own, together) in enumerate(zip(*found, strict=True), start=1):
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
         passages_alike = f"on {own:.1%} of the passages, together {together:.1%}"
@@ -360,10 +360,10 @@ def train_exits(
     import shutil
 
     from tinyspec import data, models
-    from tinyspec.early_exit.calm import train_exit_classifier
     from tinyspec.lm import checkpoint
     from tinyspec.training import corpus
     from tinyspec.training.schedule import TrainSettings
+    from tinyspec.training.technique_parts import train_exit_classifier
 
     loaded = models.load(model)
     found = models.find_model(model)

@@ -34,7 +34,6 @@ trained by a geometric-like loss, an ablation of the paper.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,6 @@ from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.training.schedule import TrainSettings
-from tinyspec.training.train import TrainingResult, train
 from tinyspec.tree import Probs
 
 
@@ -231,51 +228,6 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
     counts = kinds.sum(1)
     means = (each * kinds).sum(1) / counts.clamp(min=1)  # [2, L-1]
     return ((means * (counts > 0)).sum(0) / (counts > 0).sum(0)).mean()
-
-
-def train_exit_classifier(
-    model: Model,
-    crops: Callable[[torch.Generator], tuple[Tensor, ...]],
-    settings: TrainSettings,
-    folder: Path,
-    **watch: Any,
-) -> tuple[TrainingResult, Mapping[str, Tensor]]:
-    """Train the exit classifier of a frozen model.
-
-    crops   draws texts [B, T]
-    folder  where `train` keeps its state
-    """
-    frozen = model.to(dtype=torch.float32)
-    weights = {WEIGHT: torch.zeros(model.config.d_model), BIAS: torch.zeros(())}
-
-    def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-        return agreement_labels(frozen, crops(generator)[0])
-
-    held = agreement_labels(
-        frozen,
-        torch.cat(
-            [crops(torch.Generator().manual_seed(settings.seed - i))[0] for i in range(1, 5)]
-        ),
-    )
-
-    def validate() -> dict[str, float]:
-        with torch.no_grad():
-            return {"held_out": float(balanced_loss(*held, weights[WEIGHT], weights[BIAS]))}
-
-    def loss(agrees: Tensor, states: Tensor) -> Tensor:
-        return balanced_loss(agrees, states, weights[WEIGHT], weights[BIAS])
-
-    ended = train(
-        weights,
-        batches,
-        loss,
-        settings,
-        folder,
-        validate=validate,
-        title="exit classifier",
-        **watch,
-    )
-    return ended, {name: weight.detach() for name, weight in weights.items()}
 
 
 # ------------------------------ the card

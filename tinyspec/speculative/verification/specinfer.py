@@ -32,8 +32,7 @@ Left out: distributed serving, offloading and kernels, which are no part of the 
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from itertools import chain
-from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -50,8 +49,6 @@ from tinyspec.lm.forward import Scores
 from tinyspec.lm.model import Model
 from tinyspec.speculative.treedraft import TreeDrafter, branching_parents, parse_branching
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.training.schedule import TrainSettings
-from tinyspec.training.train import train
 from tinyspec.tree import ROOT, TokenTree
 
 D = TypeVar("D")
@@ -169,19 +166,6 @@ def _draw_index(ways: int, rng: RandomSource) -> int:
 # ------------------------------ collective boost-tuning (section 3)
 
 
-class BoostedDrafts(NamedTuple):
-    """The result of boosting.
-
-    drafts    the tuned models, on the device of the target, in float32
-    own       share of all prompts on which each agrees with the target
-    together  share on which at least one of the first n does
-    """
-
-    drafts: list[Model]
-    own: list[float]
-    together: list[float]
-
-
 def tune_collectively(
     drafts: Iterable[D],
     prompts: Sequence[P],
@@ -199,82 +183,6 @@ def tune_collectively(
     return tuned
 
 
-def boost_drafts(
-    target: Model,
-    drafts: Sequence[Model],
-    prompts: Tensor,
-    settings: TrainSettings,
-    folder: str | Path,
-    length: int = 8,
-    batch: int = 32,
-) -> BoostedDrafts:
-    """Tune draft models so that together they cover the target's greedy answers to these prompts.
-
-    prompts  [N, T] ids
-    length   tokens of the target's answers, which are the labels
-    folder   where the trainings' states and logs are kept, a folder for each draft; an interrupted
-             one continues from there
-
-    Raises TinyspecError if there are no drafts or prompts, or if a prompt and its answer do not fit
-    a model's context.
-    """
-    if not drafts or not len(prompts):
-        raise TinyspecError("boosting needs one draft model and one prompt at least")
-    longest = min(model.config.max_positions for model in (target, *drafts))
-    if prompts.shape[1] + length > longest:
-        raise TinyspecError(
-            f"prompts of {prompts.shape[1]} tokens and answers of {length} outgrow a context of "
-            f"{longest}"
-        )
-    texts = append_greedy_answers(target, prompts.to(target.device), length)
-
-    def tune(draft: tuple[int, Model], left: Sequence[int]) -> tuple[int, Model]:
-        number, model = draft
-        weights = {
-            name: w.detach().to(texts.device, torch.float32, copy=True)
-            for name, w in model.weights.items()
-        }
-        own = Model(
-            model.config, weights, model.tokenizer if model.has_tokenizer else None, model.name
-        )
-        rows = texts[list(left)]
-
-        def batches(generator: torch.Generator) -> tuple[Tensor]:
-            return (
-                rows[torch.randint(len(rows), (batch,), generator=generator, device=rows.device)],
-            )
-
-        def loss(text: Tensor) -> Tensor:
-            logits = own.training_logits(text[:, :-1])[:, -length:]  # rows of the answer alone
-            return F.cross_entropy(logits.flatten(0, 1), text[:, -length:].flatten())
-
-        train(
-            own.weights,
-            batches,
-            loss,
-            settings,
-            Path(folder) / str(number),
-            title=f"draft {number}",
-        )
-        return number, own.to()
-
-    matches: dict[int, Tensor] = {}
-
-    def covers(draft: tuple[int, Model], prompt: int) -> bool:
-        if id(draft) not in matches:
-            matches[id(draft)] = answers_match(draft[1], texts, length)
-        return bool(matches[id(draft)][prompt])
-
-    given = [(number, model.to(texts.device, torch.float32)) for number, model in enumerate(drafts)]
-    tuned = tune_collectively(given, range(len(texts)), tune, covers)
-    agree = torch.stack([answers_match(model, texts, length) for _, model in tuned])  # [drafts, N]
-    together = agree.cummax(dim=0).values
-    return BoostedDrafts(
-        [model for _, model in tuned],
-        *(part.float().mean(dim=1).tolist() for part in (agree, together)),
-    )
-
-
 @torch.no_grad()
 def append_greedy_answers(target: Model, prompts: Tensor, length: int) -> Tensor:
     """Return each prompt with the target's greedy answer, [N, T + length]."""
@@ -287,6 +195,12 @@ def append_greedy_answers(target: Model, prompts: Tensor, length: int) -> Tensor
 def _parts(rows: Tensor) -> list[Tensor]:
     """Return the rows in batches of 64, because a pass over all of them would not fit."""
     return [rows[at : at + 64] for at in range(0, len(rows), 64)]
+
+
+def answer_loss(draft: Model, text: Tensor, length: int) -> Tensor:
+    """Return the draft's mean cross-entropy on the last `length` tokens, the target's answer."""
+    logits = draft.training_logits(text[:, :-1])[:, -length:]
+    return F.cross_entropy(logits.flatten(0, 1), text[:, -length:].flatten())
 
 
 @torch.no_grad()
