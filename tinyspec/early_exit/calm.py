@@ -277,7 +277,7 @@ def calm(
     min_exit: int,
     interval: int,
 ) -> Decoder:
-    """Run for each token only the layers that it needs."""
+    """Return a decoder that runs for each token only the layers that it needs."""
     session: Any = request.target
     model, limit = session.model, request.stop.max_new_tokens or request.positions or math.inf
     depth = model.config.n_layers

@@ -111,7 +111,7 @@ def count_layer_evaluations(drafted: int, exit: int, depth: int) -> tuple[int, i
     ),
 )
 def layerskip(request: Request, *, exit: int, gamma: int) -> Decoder:
-    """Draft a chain with the target's first layers; the others verify it."""
+    """Return a decoder whose target drafts with its first layers and verifies with the others."""
     session: Any = request.target
     model = session.model
     early = session.view(Plan(last=resolve_exit_layer(exit, model.config.n_layers, model.name)))

@@ -238,7 +238,7 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     ),
 )
 def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
-    """Begin with the next token before the target has finished the newest one."""
+    """Return a decoder that starts on the next token before the newest one is finished."""
     session: Any = request.target
     model = session.model
     pipeline: Any = PipelinedTarget(

@@ -254,7 +254,7 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
     kind="refine",
 )
 def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
-    """Predict all words at once, then the least certain ones again."""
+    """Return a refiner that predicts all words at once, then the least certain ones again."""
     if not request.model.config.lengths:
         raise TinyspecError(
             f"{request.model.name} has no LENGTH token, so nobody says how long its translations "

@@ -453,7 +453,7 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
     ),
 )
 def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: float) -> NatRefiner:
-    """Decode by noisy parallel decoding; with one sample, from one fertility sequence."""
+    """Return a refiner for several fertility sequences; the teacher chooses a translation."""
     model, teacher = request.model, request.teacher
     if not (model.config.fertilities and model.config.positional):
         lacks = "positional attention" if model.config.fertilities else "fertility head"

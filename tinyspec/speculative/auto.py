@@ -151,7 +151,7 @@ class LazyDrafter(ModelDrafter):
 
 
 class LookupDrafter(SuffixDecodingDrafter):
-    """Looks up drafts in texts, ranks their tokens, and tracks how often they are accepted."""
+    """Look up drafts in texts, rank their tokens, and track how often they are accepted."""
 
     def __init__(self, request: Request, most: int, remember: bool):
         forest, numbers = shared_forest(
@@ -178,7 +178,8 @@ class LookupDrafter(SuffixDecodingDrafter):
     ) -> list[LookupDraft]:
         """Return the draft after any suffix of the text.
 
-        both  also the draft after the text without its last token, for cheap lookups
+        both  whether to return also the draft that continues after a replaced token; this second
+          lookup is made only if lookups are cheap
         """
         found = [self.look_up(context, max_draft_depth)]
         if both:
@@ -234,7 +235,7 @@ class LookupDrafter(SuffixDecodingDrafter):
 
 
 class AutoDrafter(BaseDrafter):
-    """Proposes the draft that the policy chooses, or that the laws choose in its place."""
+    """Propose the draft that the policy chooses, or that the laws choose in its place."""
 
     def __init__(self, policy: Goodput, request: Request, texts: LookupDrafter, gamma: int):
         self.policy, self.pick, self.texts, self.gamma = policy, request.choose, texts, gamma

@@ -122,7 +122,7 @@ class AcceptanceTracker:
         shares: Sequence[float],
         matches: Sequence[int],
     ) -> TokenTree:
-        """Return the tokens that are worth running. All are remembered, to compare with the text."""
+        """Return the tokens worth running. All are remembered, to compare them with the text."""
         self.record_without_running(tokens, parents, matches)
         if not tokens:
             return TokenTree()
@@ -177,8 +177,8 @@ def merge_drafts(
 ) -> tuple[list[int], list[int], list[float]]:
     """Merge drafts (tokens, parents, chances) into one tree.
 
-    Equal paths become one, with the greatest of their chances. In a draft, a parent comes before its
-    children, and its chance is at least theirs; so it is in the result.
+    Equal paths become one, with the greatest of their chances. In a draft a parent comes before its
+    children, and its chance is at least theirs. So it is in the result.
 
     >>> merge_drafts([([5, 6], [-1, 0], [0.5, 0.25]), ([5, 7], [-1, 0], [0.75, 0.5])])
     ([5, 6, 7], [-1, 0, 0], [0.75, 0.25, 0.5])

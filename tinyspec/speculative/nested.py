@@ -37,7 +37,7 @@ def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def external_round(tokens: Sequence[int]) -> Round:
-    """Return a round that tells an inner drafter of tokens that came from outside; it has no scores."""
+    """Return a round without scores, which tells a drafter of tokens that came from outside."""
     return Round(TokenTree(), UNSEEN, Verdict((), None), tuple(tokens), ())
 
 
@@ -68,7 +68,7 @@ class NestedDrafter(BaseDrafter):
     # ------------------------------ the inner text
 
     def follow(self, text: Sequence[int]) -> None:
-        """Make this the inner decoder's text. It keeps the common beginning, and runs nothing yet."""
+        """Make this the inner decoder's text. The common beginning stays, and nothing is run yet."""
         if self.positions is not None and len(text) > self.positions:
             return
         inner = self.decoder

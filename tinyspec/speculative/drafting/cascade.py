@@ -12,7 +12,8 @@ makes those and ever smaller ones the rest. A matrix of quotas K says both.
     K[i+1][j] = tokens that draft model j contributes when a draft of model i is drafted, j > i
 
 Lenience l between draft models: a reviewer also accepts a token that it finds at least 1/l as
-likely as its writer did. Towards the target it is 1.
+likely as its writer did. Towards the target it is 1. The authors run l = 2 and 3; the default is 1,
+because a token that passed a lenient review can no longer declare its distribution.
 
 Guarantee: EXACT. Each token declares the distribution it was committed under by the level that
 finalized it. A copied token, and one that passed a lenient review, is a point mass.
@@ -112,7 +113,7 @@ def parse_quotas(quotas: str, drafts: int) -> Quotas:
 
 
 class MaxGramDrafter(BaseDrafter):
-    """The lowest level: copies what followed the longest match, else asks the bigram table."""
+    """The lowest level: copy what followed the longest match, else ask the bigram table."""
 
     def __init__(self, longest: int, table: KatzModel | None):
         self.longest, self.table, self.index = longest, table, NgramIndex(longest)
@@ -148,7 +149,7 @@ class MaxGramDrafter(BaseDrafter):
 
 
 class CascadeDrafter(BaseDrafter):
-    """Drafts for one reviewer: each level below it contributes its quota, the largest first.
+    """Draft for one reviewer: each level below it contributes its quota, the largest first.
 
     ends     tokens that nothing follows
     listens  whether it passes on what happens to the text. Levels are shared by all reviewers above

@@ -1,10 +1,9 @@
-"""A datastore: many texts as one row of token ids with its suffix array, in memory or in a file
-that is mapped and not read.
+"""Keep many texts as one array of token ids with its suffix array, in memory or in a mapped file.
 
-The file is a line that says what it is, a JSON line (tokens, documents, vocabulary, the tokenizer's
-fingerprint), zeros up to HEADER bytes, then the ids and the sorted places, each int32 [n] in
-little-endian order. Between documents stands -1. Opening costs the same whatever the size; pages
-are read when they are looked at.
+The file begins with a line that names its format. A JSON line follows (tokens, documents,
+vocabulary, the tokenizer's fingerprint), then zeros up to HEADER bytes, the ids, and the suffix
+array, each int32 [n] in little-endian order. The id -1 stands between two documents. The file is
+mapped, not read: opening it takes the same time at any size.
 """
 
 import gzip
@@ -31,7 +30,7 @@ PIECE = 1 << 16  # characters that are tokenized at once; a longer text is cut a
 BATCH = 64  # pieces, so that all cores have some
 
 Tell = Callable[[str, int, int], None]
-"""Progress: what is being done, how much of it is done, of how much."""
+"""(task, done, total): report progress."""
 
 HOW = "build one with `tinyspec data datastore STORE FILES... --model NAME`"
 
@@ -39,10 +38,10 @@ HOW = "build one with `tinyspec data datastore STORE FILES... --model NAME`"
 class Continuations(NamedTuple):
     """What followed the longest match.
 
-    match    its length in tokens; 0: none
-    tokens   [n] the tree's nodes, the heaviest first, a parent before its children
-    parents  [n] index of the parent, ROOT (-1) for what follows the match at once
-    weights  [n] how many places agree so far
+    match    its length in tokens; 0: there is none
+    tokens   [n] the nodes of a tree, the heaviest first, a parent before its children
+    parents  [n] index of the parent; ROOT (-1) for a token right after the match
+    weights  [n] after how many places the text goes on with the path to this node
     """
 
     match: int
@@ -52,12 +51,12 @@ class Continuations(NamedTuple):
 
 
 class Datastore(NamedTuple):
-    """Texts that can be searched by their ends.
+    """Texts in which the end of another text can be looked up.
 
-    tokens      [n] int32, BORDER between documents
-    order       [n] int32, places sorted by what stands there
-    fingerprint of the tokenizer that made the ids; empty: they came as ids
-    vocabulary  one more than the largest id that the tokenizer has
+    tokens       [n] int32, BORDER between documents
+    order        [n] int32, the suffix array: places sorted by the text that begins there
+    fingerprint  of the tokenizer that made the ids; empty: the texts were given as ids
+    vocabulary   one more than the largest id that the tokenizer has
     """
 
     tokens: NDArray[np.int32]
@@ -69,16 +68,14 @@ class Datastore(NamedTuple):
     def search(
         self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int
     ) -> Continuations:
-        """The `most` heaviest beginnings of what followed the longest end of a text that occurs
-        here.
-        """
+        """Return the `most` heaviest nodes of what followed the longest end of `text` found here."""
         end = text[-longest:]
         return Continuations(
             *retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most)
         )
 
     def check(self, model: Any) -> None:
-        """Raise TinyspecError where the ids are not this model's."""
+        """Raise TinyspecError if the ids are not this model's."""
         if self.fingerprint and getattr(model, "has_tokenizer", False):
             if model.tokenizer.fingerprint != self.fingerprint:
                 raise TinyspecError(
@@ -93,7 +90,7 @@ class Datastore(NamedTuple):
 
 
 def index_texts(texts: Sequence[Sequence[int]]) -> Datastore:
-    """Texts in memory. Raises TinyspecError where one is empty."""
+    """Return a datastore in memory. Raises TinyspecError if a text is empty."""
     for number, text in enumerate(texts, 1):
         if not len(text):
             raise TinyspecError(
@@ -105,7 +102,7 @@ def index_texts(texts: Sequence[Sequence[int]]) -> Datastore:
 
 
 def _join_documents(texts: Iterable[Sequence[int] | NDArray[np.int32]]) -> NDArray[np.int32]:
-    """All in a row, BORDER between them."""
+    """Return all texts in one array, with BORDER between them."""
     rows: list[NDArray[np.int32]] = []
     for text in texts:
         rows += [np.asarray(text, np.int32), np.array([BORDER], np.int32)]
@@ -122,8 +119,9 @@ def write_datastore(
     vocabulary: int = 0,
     tell: Tell | None = None,
 ) -> int:
-    """Index documents and write them to a file, which appears when it is whole. Returns its number
-    of tokens.
+    """Index documents and write them to a file, which appears when it is complete.
+
+    Returns the number of tokens.
     """
     path, tokens = Path(path), _join_documents(document for document in documents if len(document))
     if not len(tokens):
@@ -151,7 +149,7 @@ def write_datastore(
 
 
 def open_datastore(path: str | Path) -> Datastore:
-    """A datastore's file, mapped. Raises TinyspecError where there is none, or a damaged one."""
+    """Return the datastore of a file. Raises TinyspecError if it is missing or damaged."""
     path = Path(path)
     if not path.is_file():
         raise TinyspecError(f"{path}: there is no datastore here; {HOW}")
@@ -181,16 +179,14 @@ def open_datastore(path: str | Path) -> Datastore:
 def _map_file(
     path: Path, n: int, device: int, inode: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Both arrays of a file, mapped once for all requests: each page of a new mapping is a fault at
-    its first look.
+    """Return both arrays of a file, mapped once for all requests.
 
-    What is written into the file is seen here, and a file put in its place is another inode: no
-    call gets an old store.
+    A new mapping has a page fault at the first access to each page, so an old one is used again. It
+    is never out of date: a change of the file is visible, and another file in its place has another
+    inode.
     """
     columns = np.memmap(path, "<i4", "r", HEADER, (2, n))
-    tokens, order = (
-        np.asarray(column) for column in columns
-    )  # plain views: a memmap's every slice costs more
+    tokens, order = map(np.asarray, columns)  # plain views, because slicing a memmap takes longer
     return tokens, order
 
 
@@ -204,10 +200,10 @@ def build_datastore(
     field: str = "text",
     tell: Tell | None = None,
 ) -> int:
-    """Tokenize and index files: .jsonl (each line's `field` is a document) or text (a file is one),
-    both also .gz and .xz.
+    """Tokenize files and write their datastore. Return its number of tokens.
 
-    Returns the number of tokens.
+    files  .jsonl, in which the `field` of each line is a document, or texts, each a document; both
+           may be compressed (.gz, .xz)
     """
     texts = read_pieces([Path(file) for file in files], field, tell)
     return write_datastore(
@@ -222,8 +218,8 @@ def build_datastore(
 def _tokenize_documents(
     texts: Iterator[tuple[bool, str]], tokenizer: Tokenizer
 ) -> Iterator[NDArray[np.int32]]:
-    """The ids of each document, from pieces; many pieces are tokenized side by side."""
-    rows: list[NDArray[np.int32]] = []  # of the document under way
+    """Yield the ids of each document. Many pieces are tokenized at once."""
+    rows: list[NDArray[np.int32]] = []  # of the document that is being read
     waiting: list[tuple[bool, str]] = []
     while True:
         piece = next(texts, None)
@@ -246,7 +242,7 @@ def _tokenize_documents(
 def read_pieces(
     files: Sequence[Path], field: str, tell: Tell | None = None
 ) -> Iterator[tuple[bool, str]]:
-    """Documents in pieces: (whether a document begins here, text)."""
+    """Yield documents in pieces: (whether a document begins here, text)."""
     sizes = [file.stat().st_size if file.is_file() else 0 for file in files]
     for number, file in enumerate(files):
         for fresh, text, at in _read(file, field):
@@ -256,7 +252,7 @@ def read_pieces(
 
 
 def _read(file: Path, field: str) -> Iterator[tuple[bool, str, int]]:
-    """The pieces of a file, and how many bytes of it were read."""
+    """Yield the pieces of a file: (whether a document begins here, text, bytes read so far)."""
     kinds: dict[str, Any] = {".gz": gzip.GzipFile, ".xz": lzma.LZMAFile}
     try:
         with open(file, "rb") as raw:
@@ -297,7 +293,7 @@ def _field(line: str, field: str, place: str) -> str:
 
 
 def _cut(lines: Iterable[str]) -> Iterator[str]:
-    """Lines joined to pieces of at least PIECE characters; a longer line is cut."""
+    """Yield lines, joined to pieces of at least PIECE characters; a longer line is cut."""
     text, size = list[str](), 0
     for line in lines:
         for at in range(0, len(line), PIECE):

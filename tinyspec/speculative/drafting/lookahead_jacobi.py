@@ -121,7 +121,7 @@ class JacobiWindow:
 
 
 class LookaheadJacobiDrafter(BaseDrafter):
-    """Proposes the pool's n-grams, and runs the window beside them."""
+    """Propose the pool's n-grams, and run the window beside them."""
 
     def __init__(self, width: int, n: int, guesses: int, from_prompt: bool, ends: frozenset[int]):
         self.width, self.n, self.guesses = width, n, guesses

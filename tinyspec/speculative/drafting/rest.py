@@ -18,7 +18,7 @@ p = (.5, .3, .2) with children 0 and 1 the output is (.675, .255, .07). A dictio
 one continuation each is not REST: a match may have any length, and continuations compete.
 Tests: tests/speculative/test_rest.py (`retrieve_continuations` against what runs; the longest match
 decides; the heaviest tree by brute force; the distribution with two competing continuations; a
-datastore of another tokenizer is refused). tests/core/test_suffixes.py holds the suffix array to a
+datastore of another tokenizer is an error). tests/core/test_suffixes.py holds the suffix array to a
 search through the text.
 Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
 least that probability are run (speculative/lookup.py), so the step is plain decoding if matches
@@ -49,7 +49,7 @@ from tinyspec.speculative.lookup import AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
-GLANCE = 16  # places and nodes of the cheap lookup that decides whether a full one is worth it
+CHEAP_LOOKUP = 16  # places and nodes of the lookup that decides whether to make a full one
 
 
 def retrieve_continuations(
@@ -84,7 +84,7 @@ def retrieve_continuations(
 
 
 class RestDrafter(BaseDrafter):
-    """Proposes the heaviest continuations of the longest match in any of the stores."""
+    """Propose the heaviest continuations of the longest match in any of the stores."""
 
     def __init__(
         self,
@@ -109,8 +109,10 @@ class RestDrafter(BaseDrafter):
     ) -> TokenTree:
         if self.trust.should_skip_round(max_draft_depth):
             return TokenTree()
-        if self.trust.price > 0:  # a cheap lookup: is a draft worth it?
-            found = self._longest(context, 1, min(self.matches, GLANCE), min(self.nodes, GLANCE))
+        if self.trust.price > 0:  # a cheap lookup tells whether a full one is worth its time
+            found = self._longest(
+                context, 1, min(self.matches, CHEAP_LOOKUP), min(self.nodes, CHEAP_LOOKUP)
+            )
             if not found.match or not self.trust.is_worth_running(found.weights, found.match):
                 return self.trust.record_without_running(
                     found.tokens, found.parents, [found.match] * len(found.tokens)

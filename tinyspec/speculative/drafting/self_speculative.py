@@ -24,9 +24,10 @@ biased above temperature 0. Here the draft samples, and declares the distributio
 Tests: tests/speculative/test_self_speculative.py (`draft_until_unsure` against what runs, outcome
 by outcome; `update_threshold` is what runs; the joint distribution; both kinds of sublayer; the
 shared cache; an empty skip set accepts all; the search against as many random sets).
-Left out: nothing. The threshold starts at 0.8, the cap is 8 and the averages are those of the
-authors' code. Without a search every third layer is skipped, from the third on but not the last:
-that is no result of the paper. Models of fewer than four layers then skip nothing.
+Left out: nothing. The first threshold (0.8), gamma (8), the weights and epsilon are those of the
+authors' greedy code; their sampling code starts at 0.5. Without a search every third layer is
+skipped, from the third on but not the last: that is no result of the paper. Models of fewer than
+four layers then skip nothing.
 """
 
 import json
@@ -245,7 +246,7 @@ class DraftExit(NamedTuple):
 
 
 class SelfSpeculativeDrafter(SharedSessionDrafter):
-    """Drafts with the target itself, without some sublayers.
+    """Draft with the target itself, without some sublayers.
 
     The exit adapts over a request; a rewind does not undo that.
     """

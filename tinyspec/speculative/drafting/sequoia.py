@@ -285,7 +285,7 @@ class OnlineEstimates:
 
 
 class SequoiaDrafter(TreeDrafter):
-    """Draws trees without replacement, of the shape that is best for what was measured so far.
+    """Draw trees without replacement, of the shape that is best for what was measured so far.
 
     fixed  whether P, and whether the costs, are given and not learnt
     """

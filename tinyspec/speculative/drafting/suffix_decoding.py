@@ -92,7 +92,7 @@ def best_suffix_draft(
 
 
 class SuffixDecodingDrafter(RequestForest):
-    """Proposes the best draft after any suffix of the text, from either tree.
+    """Propose the best draft after any suffix of the text, from either tree.
 
     text  number of the request's whole text, prompt and output in one, in its own tree
     """

@@ -138,7 +138,7 @@ class AdjacencyMatrix:
 
 
 class TokenRecyclingDrafter(BaseDrafter):
-    """Reads the static tree off the matrix, and writes the candidates of every pass back."""
+    """Read the draft off the matrix, and write the candidates of every pass back into it."""
 
     def __init__(self, matrix: AdjacencyMatrix, nodes: int, depth: int, ends: frozenset[int]):
         self.matrix, self.depth, self.ends = matrix, depth, ends

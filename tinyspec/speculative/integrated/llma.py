@@ -153,7 +153,7 @@ class LlmaDrafter(BaseDrafter):
 def llma(
     request: Request, *, n: int, k: int, longest: int, which: str, own: bool, price: float
 ) -> Decoder:
-    """Copy from the prompt and the references."""
+    """Return a decoder that copies from the prompt and the references."""
     return request.decoder(
         LlmaDrafter(request.references, n, max(n, longest), k, which, own, price), verify_tree
     )

@@ -231,7 +231,7 @@ def lookahead_trie(
     price: float,
     remember: bool,
 ) -> Decoder:
-    """Draft branches of all prompts and outputs that this model has seen."""
+    """Return a decoder that drafts branches of the prompt and of earlier outputs of this model."""
     forest, prompts = shared_forest(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )

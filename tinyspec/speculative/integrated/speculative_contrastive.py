@@ -213,7 +213,7 @@ def _stack_rows(rows: list[Any]) -> Any:
 def speculative_contrastive(
     request: Request, *, gamma: int, beta: float, plausibility: float
 ) -> Decoder:
-    """Draft with the amateur, and verify against its contrast with the expert."""
+    """Return a decoder that drafts with the amateur and verifies against the contrast."""
     amateur = request.drafts[0]
     target = JointTarget([request.target, amateur], make_contrast(beta, plausibility))
     limits = [n for n in (request.positions, request.draft_max_length) if n is not None]

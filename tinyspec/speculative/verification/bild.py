@@ -63,7 +63,7 @@ def write_turn(
 
 
 class BildDrafter(ModelDrafter):
-    """Lets the small model write until it is unsure of the next token."""
+    """Let the small model write until it is unsure of the next token."""
 
     def __init__(
         self, fallback: float, model: Any, gamma: int, ends: frozenset[int], positions: int | None

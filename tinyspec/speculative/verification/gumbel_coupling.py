@@ -85,7 +85,7 @@ class _Races:
 
 
 class GumbelCouplingDrafter(ModelDrafter):
-    """Proposes the winners of the draft model's races.
+    """Propose the winners of the draft model's races.
 
     The verifier uses the same noise, so no distribution is declared.
     """

@@ -26,7 +26,8 @@ Tests: tests/speculative/test_multi_candidate.py (`verify_siblings` against what
 outcome; k = V without replacement always accepts; naive sampling <= with <= without replacement;
 the formula of `sequential_acceptance`).
 Left out: a temperature of the draft's own, and training the draft on the target's texts (`tinyspec
-train lm --distill` does that).
+train lm --distill` does that). The default configuration is ours: the authors' example, 4x2x2, with
+one more depth.
 """
 
 from typing import Any

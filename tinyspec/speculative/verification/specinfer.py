@@ -79,7 +79,7 @@ def multi_step_sampling(p: Any, dists: Any, drafts: list[int], rng: Any) -> tupl
 
 
 class SpecInferDrafter(BaseDrafter):
-    """Grows one tree per draft model, side by side.
+    """Grow one tree per draft model, side by side.
 
     The session that scores the merged tree computes an equal prefix once.
     """
