@@ -96,8 +96,8 @@ def test_a_cell_hangs_below_its_column_and_the_first_row_from_the_newest_token()
     assert tree.tokens[:2] == [8, 9] and tree.probe[:3] == [False, False, True]
     assert tree.parents[2:] == [ROOT, 2, 3]  # one row stands so far, longer by N - 2 columns
     window = JacobiWindow(2, 2, [4, 5])
-    assert window.move_on([1, 2, 3]) == [] and [len(row) for row in window.rows] == [2, 2]
-    assert window.move_on([6, 7]) == [[4, 2, 6], [5, 3, 7]]
+    assert window.advance([1, 2, 3]) == [] and [len(row) for row in window.rows] == [2, 2]
+    assert window.advance([6, 7]) == [[4, 2, 6], [5, 3, 7]]
     assert window.rows == [[2, 3], [6, 7]]
 
 
@@ -108,9 +108,9 @@ def test_neither_guesses_nor_window_reach_beyond_the_room(max_draft_depth: int) 
 
 def test_columns_that_do_not_fit_keep_their_guesses() -> None:
     window = JacobiWindow(2, 2, [4, 5])
-    window.move_on([1, 2, 3])
-    assert window.columns(1) == 1 and window.columns(0) == 0
-    assert window.move_on([6])[:1] == [[4, 2, 6]] and window.rows == [[2, 3], [6, 3]]
+    window.advance([1, 2, 3])
+    assert window.count_columns(1) == 1 and window.count_columns(0) == 0
+    assert window.advance([6])[:1] == [[4, 2, 6]] and window.rows == [[2, 3], [6, 3]]
 
 
 def test_the_pool_keeps_the_newest_n_grams_of_a_first_token() -> None:

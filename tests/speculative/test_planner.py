@@ -29,7 +29,7 @@ from tinyspec.speculative.drafting.planner import (
     DraftProfile,
     measure_throughput,
     needed_tar,
-    plan,
+    plan_drafts,
     profile_draft,
     profile_target,
     recommend_drafts,
@@ -49,7 +49,7 @@ def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accep
     assert recommends_the_fastest(planned).cases
     watch = Watch()
     asked = {draft.name: requests(draft, 0.02, watch) for draft in DRAFTS}
-    verify, profiles, advice = plan(asked, 4, watch)
+    verify, profiles, advice = plan_drafts(asked, 4, watch)
     assert advice[0].draft == "wide"
     assert (
         max(profiles, key=lambda p: p.tar(4)).name == "deep"
@@ -60,7 +60,7 @@ def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accep
 def test_every_forecast_is_near_what_decoding_then_takes() -> None:
     watch = Watch()
     asked = {draft.name: requests(draft, 0.02, watch, texts=12, tokens=30) for draft in DRAFTS}
-    advice = plan(asked, 4, watch)[2]
+    advice = plan_drafts(asked, 4, watch)[2]
     slope = {draft.name: draft for draft in DRAFTS}
     rates: dict[str | None, float] = {None: 1.0}
     for found in advice:
@@ -163,7 +163,7 @@ def test_bad_input_is_said_in_one_line() -> None:
     with pytest.raises(TinyspecError, match="take longer texts"):
         profile_target(short, 5, Watch())
     with pytest.raises(TinyspecError, match="no candidate"):
-        plan({}, 2, Watch())
+        plan_drafts({}, 2, Watch())
     with pytest.raises(TinyspecError, match="no draft length"):
         recommend_drafts([1.0], [DraftProfile("a", 0.1, (0.5,))])
     with pytest.raises(TinyspecError, match="measured seconds"):

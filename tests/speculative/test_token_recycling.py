@@ -110,15 +110,15 @@ def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_
 def test_the_last_row_written_wins() -> None:
     matrix = learnt()
     matrix.learn([1, 1], [[0, 3], [3, 2]], 4)
-    assert matrix.after(1) == [3, 2]
-    assert matrix.after(3) == [NO_CANDIDATE, NO_CANDIDATE]
+    assert matrix.candidates_of(1) == [3, 2]
+    assert matrix.candidates_of(3) == [NO_CANDIDATE, NO_CANDIDATE]
     assert matrix.bytes == 4 * 2 * 4  # V k ids of four bytes
 
 
 def test_a_vocabulary_smaller_than_k_is_filled_up_with_nothing() -> None:
     matrix = AdjacencyMatrix(5)
     matrix.learn([0], top_k_rows(torch.tensor([[0.0, 2.0]]), [0], 5), 2)
-    assert matrix.after(0) == [1, 0, NO_CANDIDATE, NO_CANDIDATE, NO_CANDIDATE]
+    assert matrix.candidates_of(0) == [1, 0, NO_CANDIDATE, NO_CANDIDATE, NO_CANDIDATE]
 
 
 def test_candidates_are_the_highest_logits_and_of_equals_the_lowest_ids() -> None:

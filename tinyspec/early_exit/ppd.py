@@ -7,7 +7,7 @@ guesses of what the whole model will say. Each guess is a branch. It runs as the
 through the first d - dbar layers, on a processor of its own, while the main process takes the
 newest token through its last d - dbar layers. If the whole model chooses one of the guesses, that
 branch is the next token, partly computed already; if not, all branches are dropped. No token
-depends on a guess: what is saved is time, by more processors, never work.
+depends on a guess. More processors save time; no work is saved.
 
     steps(l)       = d l - (l - 1) match (d - dbar)                 layer-steps on k + 1 processors
     evaluations(l) = d l + (l - 1) (d - dbar) (k - match)           layer evaluations of l tokens

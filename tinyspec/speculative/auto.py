@@ -16,12 +16,13 @@ what followed it without its newest token, as if that had replaced another one. 
 one tree. c_i is a frequency times how often drafts of that kind were lately accepted
 (speculative/lookup.py). A draft model, if there is one, has learned c_i by position.
 
-Measurement. The first two rounds are plain. A size never run takes the slope of the nearest one
-that was (at first 10 % of a pass per token), and a round is at most three times as wide as any
-before it. Sizes not run for long, and a draft model whose gain is unknown, are tried now and then,
-in 1 % of the time. Looked-up tokens are compared with the text even if they were not run. After
-eight lookups in vain only every fourth round looks, and if lookups take more than 3 % of a pass,
-the second kind is left out. A draft model reads the prompt when it is first tried.
+Measurement. The first two rounds are plain. The cost of a size that was never run is estimated from
+the nearest size that was (at first a further token costs 10 % of a pass). A round is at most three
+times as wide as any before it. Sizes that were not run for long, and a draft model whose gain is
+unknown, are tried now and then, in 1 % of the time. Looked-up tokens are compared with the text
+even if they were not run. After eight lookups without a token worth running, only every fourth
+round looks up. If lookups take more than 3 % of a pass, the second kind is left out. A draft model
+reads the prompt when it is first tried.
 
 Guarantee: EXACT, whatever is chosen. The choice is made before anything is drawn, from the past and
 the clock alone; looked-up tokens are point masses, and the draft model declares its distributions.

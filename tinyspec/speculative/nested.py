@@ -68,7 +68,7 @@ class NestedDrafter(BaseDrafter):
     # ------------------------------ the inner text
 
     def follow(self, text: Sequence[int]) -> None:
-        """Make this the inner decoder's text. The common beginning stays, and nothing is run yet."""
+        """Make this the inner decoder's text. Its common beginning stays; nothing is run yet."""
         if self.positions is not None and len(text) > self.positions:
             return
         inner = self.decoder

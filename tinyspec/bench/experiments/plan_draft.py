@@ -29,7 +29,7 @@ from tinyspec.speculative.drafting.planner import (
     NewRequests,
     Recommendation,
     measure_throughput,
-    plan,
+    plan_drafts,
     recommend_drafts,
 )
 from tinyspec.technique import Clock, Request
@@ -74,7 +74,7 @@ def plan_draft(
         for half in halves
     ]
     with show_progress(f"{model.name}: {len(small)} candidates", 2 if check else 1, quiet) as tick:
-        verify, profiles, advice = plan(asked[0], longest, clock)
+        verify, profiles, advice = plan_drafts(asked[0], longest, clock)
         tick()
         checked = check_forecasts(advice, asked[1], clock) if check else {}
         tick()

@@ -352,8 +352,8 @@ SKIPS = [
             ),
             Patch(
                 SelfSpeculativeDrafter.observe,
-                "self.exit = self.exit.after(",
-                "SharedSessionDrafter.__base__.observe(self, round)\nself.exit = self.exit.after(",
+                "self.exit = self.exit.update(",
+                "SharedSessionDrafter.__base__.observe(self, round)\nself.exit = self.exit.update(",
             ),
         ),
     ),

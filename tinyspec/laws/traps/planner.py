@@ -132,7 +132,7 @@ def measures_its_steps(profile: Callable[..., DraftProfile]) -> Evidence:
 
 def advise(asked: Mapping[str, NewRequests], longest: int, watch: Watch) -> tuple[str | None, int]:
     """The technique's own answer."""
-    best = planner.plan(asked, longest, watch)[2][0]
+    best = planner.plan_drafts(asked, longest, watch)[2][0]
     return best.draft, best.n
 
 

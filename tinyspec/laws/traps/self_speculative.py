@@ -142,7 +142,7 @@ def threshold_follows(make: Callable[[float, float], Any]) -> Evidence:
     for rounds in product(((0, 2), (2, 2), (4, 4)), repeat=5):
         exit, threshold, rate = make(0.8, 0.0), 0.8, 0.0
         for accepted, drafted in rounds:
-            exit = exit.after(accepted, drafted, 0.9, 4)
+            exit = exit.update(accepted, drafted, 0.9, 4)
             rate = BETA_1 * rate + (1 - BETA_1) * accepted / drafted
             new = threshold + EPSILON if rate < 0.9 else threshold - EPSILON * (drafted < 4)
             threshold, seen = BETA_2 * threshold + (1 - BETA_2) * new, seen + 1

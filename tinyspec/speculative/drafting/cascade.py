@@ -20,7 +20,7 @@ finalized it. A copied token, and one that passed a lenient review, is a point m
 Pitfall: declaring the distribution of the model that first proposed a token, not of its reviewer;
 two levels with a constant gamma are no cascade. The released code decodes greedily only.
 Tests: tests/speculative/test_cascade.py (`draft_cascade` against what runs, tokens and forward
-passes of every level; each cascade alone, both and none; the longest match). `tinyspec dists
+passes of every level; each cascade alone, both and none; the longest match). `tinyspec laws
 cascade` enumerates four levels.
 Left out: the bigram table of Wikipedia. Here the smallest draft model samples `sample` tokens once,
 and these are counted.

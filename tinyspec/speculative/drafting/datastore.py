@@ -68,7 +68,7 @@ class Datastore(NamedTuple):
     def search(
         self, text: Sequence[int], shortest: int, longest: int, length: int, matches: int, most: int
     ) -> Continuations:
-        """Return the `most` heaviest nodes of what followed the longest end of `text` found here."""
+        """Return the `most` heaviest nodes of what followed the longest match."""
         end = text[-longest:]
         return Continuations(
             *retrieve(self.tokens, self.order, end, shortest, longest, length, matches, most)

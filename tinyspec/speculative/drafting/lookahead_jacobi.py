@@ -5,9 +5,9 @@ Nothing is trained.
 
 Idea. Jacobi iteration fills the coming positions with arbitrary tokens, replaces each by the
 model's argmax there, and repeats. It reaches the greedy text, but rarely faster than one token per
-pass. Its path, though, passes n-grams that come true elsewhere. A window of W columns keeps the
-last N - 1 iterations; cell (i, j) is iteration i's token for position i + j after the newest token,
-made as the continuation of the cells above it in its column.
+pass. But its iterations contain n-grams that later occur in the text. A window of W columns keeps
+the last N - 1 iterations. Cell (i, j) is iteration i's token for position i + j after the newest
+token; it was predicted after the cells above it in its column.
 
     new row: c(N-1, j) = argmax of p(. | text, c(0, 1), ..., c(0, j), c(1, j), ..., c(N-2, j))
     n-gram:  (c(0, j), c(1, j), ..., c(N-1, j)), for every column j
@@ -106,11 +106,11 @@ class JacobiWindow:
         length = width + depth - 1
         self.rows = [[text[-1], *(text[at % len(text)] for at in range(length - 1))]]
 
-    def columns(self, max_draft_depth: int) -> int:
+    def count_columns(self, max_draft_depth: int) -> int:
         """Return how many columns fit if a draft may be `max_draft_depth` deep."""
         return max(min(len(self.rows[-1]), max_draft_depth - len(self.rows) + 2), 0)
 
-    def move_on(self, row: Sequence[int]) -> list[list[int]]:
+    def advance(self, row: Sequence[int]) -> list[list[int]]:
         """Enter the model's tokens for the columns that were run; return the n-grams completed.
 
         Columns that did not fit keep their newest token.
@@ -174,7 +174,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
         self, window: JacobiWindow, max_draft_depth: int, tokens: list[int], parents: list[int]
     ) -> None:
         """Add the lookahead branch: row 0 as a chain, every other cell below the one above it."""
-        columns = window.columns(max_draft_depth)
+        columns = window.count_columns(max_draft_depth)
         above = [ROOT] * columns
         for i, row in enumerate(window.rows if columns else ()):
             for j in range(i == 0, columns):  # cell (0, 0) is the root
@@ -188,7 +188,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
         if not self.newest_row:
             return
         best = top_k_rows(round.scores.logits, [node + 1 for node in self.newest_row], 1)
-        for ngram in self.window.move_on([token for (token,) in best])[: len(best)]:
+        for ngram in self.window.advance([token for (token,) in best])[: len(best)]:
             self.pool.add(ngram)
 
 

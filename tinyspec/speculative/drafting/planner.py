@@ -179,11 +179,11 @@ class KnownTextDrafter(BaseDrafter):
 
 
 def profile_draft(
-    name: str, asked: NewRequests, longest: int, clock: Clock, seed: int = 0
+    name: str, requests: NewRequests, longest: int, clock: Clock, seed: int = 0
 ) -> DraftProfile:
     """Measure a draft model in rounds of `longest` tokens: its step time and its acceptance."""
     seconds, tokens, rounds, passed = 0.0, 0, 0, [0] * longest
-    for number, (request, prompt) in enumerate(asked()):
+    for number, (request, prompt) in enumerate(requests()):
         drafter = TimedDrafter(request, longest, clock)
         decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
         rng = Seeded(seed + number)
@@ -203,7 +203,7 @@ def profile_draft(
     return DraftProfile(name, seconds / tokens, tuple(count / rounds for count in passed))
 
 
-def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0) -> list[float]:
+def profile_target(requests: NewRequests, longest: int, clock: Clock, seed: int = 0) -> list[float]:
     """Return the median seconds of a round over n = 0, 1, ... draft tokens, [longest + 1].
 
     A round is forward pass, verification and commit; drafting is not in it.
@@ -212,7 +212,7 @@ def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0
     texts: list[list[int]] = []
     # The first pass decodes plainly, so that the texts are known; the second drafts from them.
     for known in (False, True):
-        for number, (request, prompt) in enumerate(asked()):
+        for number, (request, prompt) in enumerate(requests()):
             drafter = KnownTextDrafter(texts[number], longest) if known else BaseDrafter()
             decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
             rng = Seeded(seed + number)
@@ -229,31 +229,32 @@ def profile_target(asked: NewRequests, longest: int, clock: Clock, seed: int = 0
     return [median(found) for found in seconds]
 
 
-def plan(
-    asked: Mapping[str, NewRequests], longest: int, clock: Clock, seed: int = 0
+def plan_drafts(
+    requests: Mapping[str, NewRequests], longest: int, clock: Clock, seed: int = 0
 ) -> tuple[list[float], list[DraftProfile], list[Recommendation]]:
     """Measure the target and every candidate, and recommend.
 
-    asked  by the candidate's name: requests on the target with that draft model
+    requests  by the candidate's name: requests on the target with that draft model
     """
-    if not asked:
+    if not requests:
         raise TinyspecError("the planner has no candidate: name at least one draft model")
-    verify = profile_target(next(iter(asked.values())), longest, clock, seed)
+    verify = profile_target(next(iter(requests.values())), longest, clock, seed)
     profiles = [
-        profile_draft(name, requests, longest, clock, seed) for name, requests in asked.items()
+        profile_draft(name, new_requests, longest, clock, seed)
+        for name, new_requests in requests.items()
     ]
     return verify, profiles, recommend_drafts(verify, profiles)
 
 
 def measure_throughput(
-    asked: NewRequests, n: int, clock: Clock, seed: int = 0
+    requests: NewRequests, n: int, clock: Clock, seed: int = 0
 ) -> tuple[float, float]:
     """Measure decoding with n draft tokens per round (0: plain decoding), the prompt aside.
 
     Returns the tokens per second and the accepted tokens per round.
     """
     seconds, tokens, accepted, rounds = 0.0, 0, 0, 0
-    for number, (request, prompt) in enumerate(asked()):
+    for number, (request, prompt) in enumerate(requests()):
         drafter = TimedDrafter(request, n, clock) if n else BaseDrafter()
         decoder = start_decoder(request.decoder(drafter, verify_tree), prompt)
         rng = Seeded(seed + number)

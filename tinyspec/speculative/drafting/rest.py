@@ -22,10 +22,11 @@ datastore of another tokenizer is an error). tests/core/test_suffixes.py holds t
 search through the text.
 Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
 least that probability are run (speculative/lookup.py), so the step is plain decoding if matches
-lately failed. A lookup at a few places decides that, and after some in vain only every fourth round
-looks. `price` 0 is the paper's rule. `tinyspec data datastore STORE FILES...` builds a file, which
-is mapped and not read: opening it takes the same time for 10^4 tokens and for 10^7. It names its
-tokenizer. References are indexed in memory; the longer match decides, and the file's if equal.
+lately failed. A lookup at a few places decides that. After eight lookups without such a token only
+every fourth round looks up. `price` 0 is the paper's rule. `tinyspec data datastore STORE FILES...`
+builds a file, which is mapped and not read: opening it takes the same time for 10^4 tokens and for
+10^7. It names its tokenizer. References are indexed in memory. The longer match decides; of equal
+ones it is the file's.
 Left out: the arbitrary token that the released code verifies if nothing matches. Of more than
 `matches` places, evenly spaced ones are read, not the first.
 """

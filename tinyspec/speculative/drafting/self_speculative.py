@@ -236,7 +236,7 @@ class DraftExit(NamedTuple):
     threshold: float
     passed: float = 0.0
 
-    def after(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "DraftExit":
+    def update(self, accepted: int, drafted: int, wanted: float, gamma: int) -> "DraftExit":
         """Return the exit after a round; a round without a draft changes nothing."""
         if not drafted:
             return self
@@ -269,7 +269,7 @@ class SelfSpeculativeDrafter(SharedSessionDrafter):
         return bool(unsure) or super().should_stop(probs, tip, token)
 
     def observe(self, round: Round) -> None:
-        self.exit = self.exit.after(
+        self.exit = self.exit.update(
             len(round.verdict.accepted), len(round.tree.tokens), self.wanted, self.gamma
         )
 

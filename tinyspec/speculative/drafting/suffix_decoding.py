@@ -3,10 +3,10 @@
 Paper: Oliaro et al., NeurIPS 2025, arXiv 2411.04975. Nothing is trained.
 
 Idea. Two suffix trees are kept: one over the prompt and output of the request, one over the outputs
-of all requests. Every node knows how often it was met. For every suffix of the text that a tree
-knows, p tokens long, a draft tree is grown after it greedily: the leaf with the greatest D(N) is
-added next, up to MAX_SPEC(p) nodes. Of all these drafts, over both trees and all p, the one with
-the greatest score is verified.
+of all requests. Every node counts how often its text occurred. For every suffix of the text that
+occurs in a tree, p tokens long, a draft tree is grown greedily from what followed it: the leaf with
+the greatest D(N) is added next, up to MAX_SPEC(p) nodes. Of all these drafts, over both trees and
+all p, the one with the greatest score is verified.
 
     D(N)        = D(parent) count(N) / (sum of count over N and its siblings),   D(root) = 1
     score       = sum over its nodes of D(N)          the tokens that the draft can hope for

@@ -131,7 +131,7 @@ class AdjacencyMatrix:
         """Return its size in memory."""
         return self.rows.nbytes
 
-    def after(self, token: int) -> list[int]:
+    def candidates_of(self, token: int) -> list[int]:
         """Return the candidates after a token; NO_CANDIDATE if none is known."""
         row: list[int] = self.rows[token].tolist() if token < len(self.rows) else []
         return row
@@ -155,14 +155,18 @@ class TokenRecyclingDrafter(BaseDrafter):
         self.newest = context[-1]
         tokens, parents = list[int](), list[int]()
         # place in the static tree -> (node of the draft, its depth, candidates after it)
-        below = {ROOT: (ROOT, 0, self.matrix.after(self.newest))}
+        below = {ROOT: (ROOT, 0, self.matrix.candidates_of(self.newest))}
         for place, (up, rank) in enumerate(self.shape):
             parent, level, known = below.get(up, (ROOT, max_draft_depth, []))
             token = known[rank] if rank < len(known) and level < max_draft_depth else NO_CANDIDATE
             if token == NO_CANDIDATE:
                 continue
             ended = token in self.ends  # nothing follows the end of a text
-            below[place] = (len(tokens), level + 1, [] if ended else self.matrix.after(token))
+            below[place] = (
+                len(tokens),
+                level + 1,
+                [] if ended else self.matrix.candidates_of(token),
+            )
             tokens.append(token)
             parents.append(parent)
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))

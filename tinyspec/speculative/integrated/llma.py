@@ -4,9 +4,9 @@ Paper: Yang et al. 2023, arXiv 2304.04487. Nothing is trained.
 
 Idea. Answers often repeat what a reference says: a retrieved document, an earlier answer, the text
 under revision. If the last n tokens also occur in a reference, the k tokens that follow there are
-the draft. The target checks them in one forward pass, keeps those that agree, and adds one token.
-After a mismatch a new match is sought. Without a match the step is plain decoding. The prompt is a
-reference too and, with `own`, so is the text as it grows.
+the draft. The target checks them in one forward pass, accepts those that agree, and adds one token.
+After a mismatch a new match is looked for. Without a match the step is plain decoding. The prompt
+is a reference too and, with `own`, so is the text as it grows.
 
     calls(N) = ceil(N / (k + 1))        target passes for N tokens that are copied whole
 

@@ -9,8 +9,8 @@ tree of drafts, and the target checks the tree in one forward pass. Four procedu
 technique:
 
     branch inserting       a branch of `branch_length` tokens is stored after every position
-    branch eliminating     the branches of a prompt go when its request ends
-    node pruning           beyond `bound` nodes all counts are halved; what falls to 0 goes
+    branch eliminating     the branches of a prompt are removed when its request ends
+    node pruning           beyond `bound` nodes all counts are halved; a count of 0 is removed
     multi-stage retrieval  the longest match first, one token less until there are `branch_length`
                            draft tokens; of too many the most frequent, half of the draft reserved
                            for outputs and the rest filled from the prompt first

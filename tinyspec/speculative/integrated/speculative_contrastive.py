@@ -13,10 +13,10 @@ pass, and the draft is verified against the *contrast* of the two models.
     q(x)     = p_a(x)                                                   the draft's distribution
     P(accept x) = min(1, p(x) / q(x))
 
-The amateur runs each token once; only its distribution after the last draft token is left to
-compute. If it gives a plausible token no probability at all, p is the limit of a small
-probability: only such tokens are possible, in proportion to p_e^(1 + beta). The contrast is formed
-of the models' own distributions; temperature and filters come after it.
+The amateur has run all draft tokens but the last, so the contrast needs one more position of it. If
+p_a is 0 at a plausible token, the quotient is infinite there: then only such tokens are possible,
+in proportion to p_e^(1 + beta), which is the limit for a small p_a. The contrast is formed of the
+models' own distributions; temperature and filters come after it.
 
 Guarantee: EXACT relative to plain contrastive decoding (gamma 0), not to the expert alone. beta 0
 and plausibility 0 give speculative decoding of the expert.

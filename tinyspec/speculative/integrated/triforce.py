@@ -5,8 +5,8 @@ Paper: Sun et al., COLM 2024, arXiv 2404.11912. Nothing is trained.
 Idea. With a long context the target's cost is its key/value cache. Three levels share the work:
 1. a small draft model that sees only the first tokens and the latest ones (StreamingLLM, Xiao et
    al. 2023, arXiv 2309.17453) drafts gamma1 tokens for level 2;
-2. the target's own weights, over *retrieved* chunks of its cache and all that came since, verify
-   them until gamma2 tokens stand;
+2. the target's own weights, over *retrieved* chunks of its cache and all later tokens, verify them,
+   and repeat until there are gamma2 tokens;
 3. the target with its full cache verifies these gamma2 tokens in one forward pass.
 
 Retrieval: old keys are cut into chunks. In every layer, for every key/value head, the chunks whose
@@ -24,8 +24,8 @@ of the residual; its tokens then do not follow the q that they declare.
 Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
 outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
 context). The joint distribution is enumerated on small transformers.
-Left out: choosing anew when acceptance falls. The query is that of a round that is run anyway (the
-first is plain).
+Left out: choosing new chunks when acceptance falls. To choose chunks takes a query of the target.
+It comes from a round that is run anyway, so the first round has no draft.
 """
 
 import warnings
@@ -69,7 +69,7 @@ def decode_three_levels(
     The decoder runs `TriforceDrafter`, a decoder inside a decoder. A test compares the two on every
     outcome.
     """
-    stood = list[int]()  # tokens that level 2 has written, each sampled from its row of q
+    stood = list[int]()  # tokens that level 2 has written; each follows its row of q
     q = list[Any]()
     while len(stood) < gamma2:
         draft, q_small = list[int](), list[Any]()

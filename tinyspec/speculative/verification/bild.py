@@ -19,8 +19,8 @@ the large model writes the very token that stood there, nothing is removed and t
 Guarantee: LOSSY in `rollback`. At 0 every token is over the threshold, so every position is the
 large model's own sample: EXACT under both rules, at any temperature.
 Pitfall: a ratio test, or proposing the token that the small model is unsure of: that is speculative
-decoding with a confidence stop. The authors' code saves the rollback of an equal token, but then
-keeps the rest of the block unread (probs/museum).
+decoding with a confidence stop. The authors' code spares an equal token the rollback, but then
+accepts the rest of the block without a test (laws/museum).
 Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome by outcome; both
 exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
