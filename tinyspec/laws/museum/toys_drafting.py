@@ -368,7 +368,7 @@ SKIPS = [
         "a fixed threshold",
         "if not drafted:",
         "if True:",
-        self_speculative.DraftExit.after,
+        self_speculative.DraftExit.update,
         law=skip_traps.ADAPTS,
     ),
     _skipping(
