@@ -109,7 +109,7 @@ def laws(
             report = judge_museum("mutants" if mutants else "toys", is_wide, show)
         elif demo:
             (card, *_) = find_cards(methods or ("speculative_decoding",))
-            report = sample_texts(card.name, model, samples, show)
+            report = run_statistics(card.name, model, samples, show)
         elif seeds:
             report = prove_on_seeds(find_cards(methods, everything), seeds, resume, show)
         else:
@@ -234,7 +234,7 @@ def judge_museum(what: str, is_wide: bool, show: Advance) -> LawsReport:
     return LawsReport(judged, lines, bool(survivors), table)
 
 
-def sample_texts(method: str, model: str, samples: int, show: Advance) -> LawsReport:
+def run_statistics(method: str, model: str, samples: int, show: Advance) -> LawsReport:
     """Sample texts of a method and of plain decoding on a real model, and compare their counts."""
     from tinyspec.laws.statistics import format_demo, run_demo
 
