@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 PYTHON ?= python
 
-.PHONY: help test fast lint size book notebooks look bench ci
+.PHONY: help test fast lint size words mutants book notebooks look bench ci
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
@@ -19,6 +19,12 @@ lint:  ## check style, layout and types
 
 size:  ## print the code lines of each room
 	$(PYTHON) .ci/size.py
+
+words:  ## print how functions are named and docstrings begin
+	$(PYTHON) .ci/words.py
+
+mutants:  ## change FILE=tinyspec/... in every small way, and see which changes no law catches (needs `pip install cosmic-ray`)
+	$(PYTHON) .ci/mutants.py $(FILE)
 
 book:  ## execute the lessons and bind them as HTML pages
 	$(PYTHON) -m tinyspec book
