@@ -6,7 +6,10 @@ computes with them, else in float64 up to a tolerance. A refutation is the small
 the words of the task.
 """
 
+import inspect
 import time
+import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
@@ -232,12 +235,23 @@ class _Search:
         """Raise TinyspecError with the case at which the function failed, and how it failed.
 
         That is said for the numbers that the function otherwise computes with, else for each kind.
+        A TypeError on lists of fractions says only that the function wants arrays: then what it did
+        with arrays is said.
         """
-        if self.worked in errors:
+        if len(errors) > 1 and isinstance(errors.get("fractions"), TypeError):
+            errors = {kind: error for kind, error in errors.items() if kind != "fractions"}
+        elif self.worked in errors:
             errors = {self.worked: errors[self.worked]}
         said = dict[str, list[str]]()
         for numbers, error in errors.items():
-            said.setdefault(f"{type(error).__name__}: {error}", []).append(numbers)
+            file = inspect.getsourcefile(self.form.function)
+            lines = [
+                frame.lineno
+                for frame in traceback.extract_tb(error.__traceback__)
+                if frame.filename == file
+            ]
+            where = f" in line {lines[-1]}" if lines else ""
+            said.setdefault(f"{type(error).__name__}: {error}{where}", []).append(numbers)
         how = "; ".join(
             f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items()
         )
@@ -253,7 +267,10 @@ class _Search:
         errors = dict[str, Exception]()
         for place, numbers in enumerate(self.numbers):
             try:
-                law = self.enumerate(case, numbers, zero)
+                with warnings.catch_warnings():
+                    if numbers == "torch":  # numpy warns of a function that hands it tensors
+                        warnings.simplefilter("ignore", DeprecationWarning)
+                    law = self.enumerate(case, numbers, zero)
             except self.through:
                 raise
             except Exception as error:  # whatever the reader's code raises
