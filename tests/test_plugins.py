@@ -13,7 +13,7 @@ import pytest
 
 import tinyspec
 from tests.zoo import failed, run
-from tinyspec import plugins, technique
+from tinyspec import pairing, plugins, technique
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import prove
 
@@ -192,6 +192,24 @@ def test_in_python_a_file_is_a_method(tmp_path: Path) -> None:
     assert card in tinyspec.techniques()
     out = tinyspec.generate("storyteller", "Once", method="mine", max_new_tokens=5)
     assert out.tokens == tinyspec.generate("storyteller", "Once", max_new_tokens=5).tokens
+
+
+def test_a_plugins_own_default_holds_unless_its_knob_takes_advice(tmp_path: Path) -> None:
+    """The card of apprentice, storyteller's draft model, advises gamma 4."""
+    drafts = [tinyspec.load("apprentice")]
+    (tmp_path / "own.py").write_text(TECHNIQUE)
+    (tmp_path / "advised.py").write_text(TECHNIQUE.replace("low=1)", "low=1, advised=True)"))
+    for name, advice in (("own", {}), ("advised", {"gamma": 4})):
+        (card,) = technique.load_plugin(tmp_path / f"{name}.py")
+        assert pairing.advised_knobs(card, drafts) == advice
+
+
+def test_a_guarantee_that_is_a_word_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TECHNIQUE.replace("Guarantee.EXACT", '"exact"'))
+    with pytest.raises(
+        TinyspecError, match="guarantee is 'exact': it must be one of Guarantee.EXACT"
+    ):
+        technique.load_plugin(tmp_path / "mine.py")
 
 
 def test_a_technique_written_in_a_notebook_is_named_by_its_function() -> None:

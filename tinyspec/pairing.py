@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 from tinyspec import models
@@ -65,10 +65,14 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 
-def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, int]:
-    """Return the draft length that the first draft's card advises, for a method that has gamma."""
-    length = drafts[0].config.extra.get("gamma") if drafts else None
-    return {"gamma": length} if length and any(knob.name == "gamma" for knob in card.knobs) else {}
+def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, Any]:
+    """Return the defaults that the first draft's card advises, for the knobs that take advice."""
+    advice = drafts[0].config.extra if drafts else {}
+    return {
+        knob.name: advice[knob.name]
+        for knob in card.knobs
+        if knob.advised and advice.get(knob.name) is not None
+    }
 
 
 def check_pair(model: Model, small: Model) -> None:

@@ -54,6 +54,7 @@ class Knob:
     small      values for which the laws enumerate every outcome: the first in every case, each
                other one once
     beyond     a value outside the range with a meaning of its own, as inf for "never"
+    advised    the card of the draft model may name a better default, under the knob's name
     """
 
     name: str
@@ -64,6 +65,18 @@ class Knob:
     choices: tuple[Any, ...] = ()
     small: tuple[Any, ...] = ()
     beyond: float | None = None
+    advised: bool = False
+
+    @property
+    def default_text(self) -> str:
+        """Return the default as the help prints it.
+
+        >>> Knob("gamma", 3, "tokens of a draft", advised=True).default_text
+        "3, or what the draft model's card advises"
+        """
+        return f"{self.default}" + (
+            ", or what the draft model's card advises" if self.advised else ""
+        )
 
     def check(self, value: Any) -> Any:
         """Return the value in the default's type. Raises TinyspecError, which names the range."""
@@ -303,6 +316,10 @@ def technique(
 ) -> Callable[[B], B]:
     """Register a builder under its file's name. `traits` are the other fields of a card."""
 
+    if not isinstance(guarantee, Guarantee):
+        known = ", ".join(f"Guarantee.{one.name}" for one in Guarantee)
+        raise TinyspecError(f"guarantee is {guarantee!r}: it must be one of {known}")
+
     def register(build: B) -> B:
         module = build.__module__
         in_notebook = module == "__main__"  # a cell has no file
@@ -389,7 +406,10 @@ def find_technique(name: str) -> Card:
         )
     if spelled in ABSENT:
         raise TinyspecError(f"there is no method '{name}': {ABSENT[spelled]}")
-    raise TinyspecError(f"there is no method '{name}': {suggest_nearest(name, cards)}")
+    raise TinyspecError(
+        f"there is no method '{name}': {suggest_nearest(name, cards)}; "
+        "a file of your own is loaded with --plugin FILE.py, or tinyspec.technique.load_plugin"
+    )
 
 
 _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()

@@ -123,5 +123,6 @@ def describe_card(card: "Card") -> str:
     flags = [f"--{knob.name.replace('_', '-')} {knob.default}" for knob in card.knobs]
     width = max(map(len, flags), default=0)
     for words, knob in zip(flags, card.knobs, strict=True):
-        lines.append(f"  {words:{width}}  {knob.doc}{describe_range(knob)}")
+        advice = "; the draft model's card may advise another default" if knob.advised else ""
+        lines.append(f"  {words:{width}}  {knob.doc}{describe_range(knob)}{advice}")
     return "\n".join(lines)

@@ -361,6 +361,7 @@ def zero_clock() -> float:
             low=1,
             high=64,
             small=(1, 2),
+            advised=True,
         ),
         Knob(
             "remember", True, "whether outputs are kept for later requests", choices=(True, False)

@@ -158,7 +158,9 @@ def best_gamma(alpha: float, c: float, longest: int = 64) -> int:
     drafts=1,
     lossy=("lenience", 1.0),
     knobs=(
-        Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),
+        Knob(
+            "gamma", 3, "tokens the draft model proposes in a round", low=1, high=64, advised=True
+        ),
         Knob(
             "lenience",
             1.0,

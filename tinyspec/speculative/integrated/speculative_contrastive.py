@@ -192,6 +192,7 @@ def _stack_rows(rows: list[Any]) -> Any:
             "tokens the amateur proposes in a round; 0 is plain contrastive decoding",
             low=0,
             high=1024,
+            advised=True,
         ),
         Knob(
             "beta",

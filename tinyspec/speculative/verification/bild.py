@@ -119,7 +119,14 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
             high=20.0,
         ),
         Knob("rule", "paper", "what ends a block", choices=("paper", "safe"), small=("safe",)),
-        Knob("gamma", 10, "most tokens the small model writes before it is read", low=1, high=64),
+        Knob(
+            "gamma",
+            10,
+            "most tokens the small model writes before it is read",
+            low=1,
+            high=64,
+            advised=True,
+        ),
     ),
 )
 def bild(request: Request, *, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:

@@ -137,7 +137,11 @@ def _draft_nodes(tree: TokenTree) -> list[int]:
     family="verification",
     guarantee=Guarantee.EXACT,
     drafts=1,
-    knobs=(Knob("gamma", 8, "tokens the draft model proposes in a round", low=1, high=64),),
+    knobs=(
+        Knob(
+            "gamma", 8, "tokens the draft model proposes in a round", low=1, high=64, advised=True
+        ),
+    ),
 )
 def block_verification(request: Request, *, gamma: int) -> Decoder:
     """Return a decoder whose draft model samples a chain of gamma tokens."""

@@ -156,7 +156,11 @@ def match_probability(p: Probs, q: Probs) -> Any:
     guarantee=Guarantee.EXACT,
     coupled=True,
     optional_draft=True,
-    knobs=(Knob("gamma", 3, "tokens the draft model proposes in a round", low=1, high=64),),
+    knobs=(
+        Knob(
+            "gamma", 3, "tokens the draft model proposes in a round", low=1, high=64, advised=True
+        ),
+    ),
 )
 def gumbel_coupling(request: Request, *, gamma: int) -> Decoder:
     """Return a decoder whose draft model and target race on the same noise.

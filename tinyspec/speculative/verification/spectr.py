@@ -229,7 +229,7 @@ def optimal_acceptance(p: Probs, q: Probs, k: int) -> Any:
     drafts=1,
     knobs=(
         Knob("k", 8, "drafts, independent of each other", low=1, high=1024, small=(2, 3)),
-        Knob("gamma", 8, "tokens of a draft", low=1, high=64, small=(1, 2)),
+        Knob("gamma", 8, "tokens of a draft", low=1, high=64, small=(1, 2), advised=True),
     ),
 )
 def spectr(request: Request, *, k: int, gamma: int) -> Decoder:
