@@ -156,7 +156,7 @@ CODE_LINES = {
     "chapters": 5_160,
     "laws": 11640,
     "museum": 3410,
-    "training": 2620,
+    "training": 2590,
     "bench": 6122,
     "grade": 3530,
     "cli": 2480,

@@ -1,4 +1,4 @@
-"""EM may not lose likelihood, must find alignments that are known, and must be quick enough for a training corpus."""
+"""EM loses no likelihood, finds known alignments, and is quick enough for a training corpus."""
 
 import math
 import time

@@ -1,4 +1,4 @@
-"""Greedy decoding and beam search over many rows: against one row at a time, and against all texts there are."""
+"""Greedy and beam search over many rows, against one row at a time and against all texts."""
 
 import itertools
 
@@ -12,7 +12,7 @@ BEGIN, EOS, V = 1, 2, 5
 
 
 class Table:
-    """A random law for every text so far and every row's own source; it remembers its rows' texts."""
+    """A random distribution for each source and text so far; it remembers its rows' texts."""
 
     def __init__(self, sources: list[int]):
         self.texts: list[tuple[int, ...]] = [(source,) for source in sources]

@@ -1,4 +1,4 @@
-"""Cleaning, tokens, and the two figures: bits per byte has a closed form where the law is uniform."""
+"""Cleaning, tokens, and two figures: bits per byte has a closed form for uniform models."""
 
 import math
 from pathlib import Path

@@ -15,7 +15,7 @@ ALL = [("lex",), ("ord",), ("fert",), ("lex", "fert"), ("ord", "fert"), ("lex", 
 
 
 def law(task: Dialects, source: tuple[int, ...]) -> dict[tuple[int, ...], float]:
-    """The law of the translation, over every text there is: an oracle that counts nothing together."""
+    """Return the distribution of the translation over all texts: an oracle that merges nothing."""
     first = MASK + 1 + task.words
     found: Counter[tuple[int, ...]] = Counter()
     for pair in task.all_translations(source):

@@ -1,4 +1,4 @@
-"""A draft is distilled from its target's own outputs: the outputs, the words, the loss, the command, interruptions."""
+"""A draft is distilled from its target's outputs: prompts, vocabulary, loss, command, resuming."""
 
 import json
 import os
@@ -19,8 +19,9 @@ from tinyspec.training import distill, imitation, outputs
 from tinyspec.training.outputs import OutputSettings, TargetOutput, TargetPrompt
 from tinyspec.training.train_lm import distillation_loss
 
-SMALL = ["--texts", "8", "--set", "distill.tokens=12", "--set", "distill.prompt=8", "--set", "train.steps=30", "--set",
-         "train.lr=1e-2", "--set", "distill.question=6", "--set", "train.warmup=2", "--set", "distill.batch=4"]  # fmt: skip
+SMALL = ["--texts", "8", "--set", "distill.tokens=12", "--set", "distill.prompt=8",
+         "--set", "train.steps=30", "--set", "train.lr=1e-2", "--set", "distill.question=6",
+         "--set", "train.warmup=2", "--set", "distill.batch=4"]  # fmt: skip
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Exit losses and layer dropout are the published ones, and a recipe with a section [exits] trains through them."""
+"""Exit losses and layer dropout are the published ones, and recipes with [exits] use them."""
 
 import json
 import math
@@ -183,7 +183,7 @@ def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Pat
 
 
 def test_a_trained_model_is_trained_on_with_exits(zoo: Path) -> None:
-    """LayerSkip's continual pretraining: from its weights, all of the dropout from the first step on."""
+    """LayerSkip's continual pretraining: from given weights, with full dropout from step 0."""
     assert run(zoo, "teller")
     section = '[exits]\nweights = "sum"\ncurriculum = "gradual"\np_max = 0.2\nscratch = false\n'
     text = RECIPE.replace('name = "teller"', 'name = "helper"\nstart = "../teller"').replace(

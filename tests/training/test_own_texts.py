@@ -1,4 +1,4 @@
-"""A draft learns on text that its teacher wrote, and under the repetition penalty it will be asked under."""
+"""A draft learns from its teacher's own texts, under the repetition penalty of its users."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The trainer learns, goes on as if it had never stopped, keeps the best, and leaves no half file."""
+"""The trainer learns, continues bit for bit, keeps the best weights, and leaves no half file."""
 
 import itertools
 import json
@@ -191,7 +191,8 @@ def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_schedules_warm_up_and_end_at_the_floor() -> None:
     for schedule in ("cosine", "wsd"):
-        s = TrainSettings(steps=100, lr=1.0, warmup=10, schedule=schedule, floor=0.1)  # type: ignore[arg-type]
+        given: Any = {"schedule": schedule}
+        s = TrainSettings(steps=100, lr=1.0, warmup=10, floor=0.1, **given)
         rates = [learning_rate(s, i) for i in range(101)]
         assert rates[0] == pytest.approx(0.1, rel=0.01)
         assert rates[-1] == pytest.approx(0.1)

@@ -1,4 +1,4 @@
-"""A recipe becomes a checkpoint with a card, its draft is distilled from it, and an interruption costs nothing."""
+"""A recipe becomes a checkpoint with a card, and its draft is distilled from it."""
 
 import json
 import lzma
@@ -75,9 +75,9 @@ def zoo(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(zoo: Path, name: str, **options: object) -> bool:
+def run(zoo: Path, name: str, **options: Any) -> bool:
     options = {"data_folder": zoo / "data", "device": "cpu", **options}
-    return train_lm(zoo / name / "recipe.toml", zoo / name, **options).finished  # type: ignore[arg-type]
+    return train_lm(zoo / name / "recipe.toml", zoo / name, **options).finished
 
 
 def test_a_pair_is_trained_and_finds_each_other(zoo: Path) -> None:

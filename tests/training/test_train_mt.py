@@ -1,4 +1,4 @@
-"""A teacher, what it writes, and two students: from recipes to checkpoints, on a language of made-up words."""
+"""A teacher, its translations, and two students, from recipes to checkpoints."""
 
 import gzip
 import json

@@ -1,7 +1,6 @@
-"""Everything that is trained: one trainer (train.py), the recipes it reads, its losses, and the
-texts it learns from.
+"""Train models: one trainer (train.py), recipes, losses, and the texts that models learn from.
 
-Draft models and exits (train_lm, distill, exit_losses) and translators (train_mt, taught) are each
-a few lines of loss and data on the same trainer: batches that can be drawn again, checkpoints that
-go on, a card at the end.
+Language models and exits (train_lm.py, exit_losses.py), drafts (distill.py), translation models
+(train_mt.py, translation_tasks.py) and the parts that techniques use (technique_parts.py) differ in
+loss and batches. driver.py follows a recipe from its file to a checkpoint with a card.
 """

@@ -7,18 +7,18 @@ that a word is the same token at every position. Decoding removes that space. De
 text for sacrebleu; it needs no detokenizer.
 """
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import tokenizers
 import torch
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.training.corpus import train_bpe
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<mask>")
 PAD, BOS, EOS, MASK = range(4)
@@ -42,26 +42,8 @@ def train_joint_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | P
     )
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     bpe.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    bpe.save(str(folder / "tokenizer.json"))
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "mask_token"), SPECIAL, strict=True))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2) + "\n", encoding="utf-8"
-    )
-    return Tokenizer.from_folder(folder)
+    roles = ("pad_token", "bos_token", "eos_token", "mask_token")
+    return train_bpe(bpe, texts, vocab_size, dict(zip(roles, SPECIAL, strict=True)), Path(folder))
 
 
 def encode_pairs(tokenizer: Tokenizer, texts: Sequence[tuple[str, str]]) -> list[SentencePair]:

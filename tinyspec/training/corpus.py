@@ -4,9 +4,10 @@ Bits per UTF-8 byte is the negative log2 likelihood of a text, divided by its le
 the quality measure here because it does not depend on the tokenizer.
 """
 
+import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,8 @@ def clean_book(text: str) -> str:
 
     It has unix line ends, no title block, no spaces at line ends, no blank lines at its ends.
 
-    >>> clean_book("# Title: A\n\n## Author: B\n\n## Year: 1900\n\n-------\n\n## Part I \r\n\r\nIt rained. \r\n")
+    >>> head = "# Title: A\n\n## Author: B\n\n## Year: 1900\n\n-------\n\n"
+    >>> clean_book(head + "## Part I \r\n\r\nIt rained. \r\n")
     '## Part I\n\nIt rained.'
     """
     text = _HEADER.sub("", text.replace("\r\n", "\n").replace("\r", "\n"), count=1)
@@ -47,26 +49,42 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: str | Path) -
     bpe.normalizer = normalizers.Replace("\r\n", "\n")
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
+    return train_bpe(bpe, texts, vocab_size, {"eos_token": END_TOKEN}, Path(folder))
+
+
+def train_bpe(
+    bpe: tokenizers.Tokenizer,
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Mapping[str, str],
+    folder: Path,
+) -> Tokenizer:
+    """Learn the merges of a byte-level tokenizer from `texts`, and save it to `folder`.
+
+    special_tokens  role -> text, such as eos_token; their ids are 0, 1, and so on
+    """
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_TOKEN],
+        special_tokens=list(special_tokens.values()),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     bpe.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **special_tokens,
+    }
     (folder / "tokenizer_config.json").write_text(
-        '{\n  "tokenizer_class": "PreTrainedTokenizerFast",\n  "clean_up_tokenization_spaces": false,\n'
-        f'  "eos_token": "{END_TOKEN}"\n}}\n',
-        encoding="utf-8",
+        json.dumps(config, indent=2) + "\n", encoding="utf-8"
     )
     return Tokenizer.from_folder(folder)
 
 
 def pack_texts(tokenizer: Tokenizer, texts: Iterable[str], end: int) -> Tensor:
-    """Return all texts in one row of ids [n], with an `end` token before each and after the last."""
+    """Return all texts in one row of ids [n], an `end` token before each and after the last."""
     ids = [end]
     for text in texts:
         ids += tokenizer.encode(text)
@@ -112,7 +130,11 @@ def encode_document(
 
 
 class WindowBatch(NamedTuple):
-    """A batch of windows: inputs and targets [B, T], and whether a target is scored (bool [B, T])."""
+    """A batch of windows.
+
+    inputs, targets  ids [B, T]
+    scored           whether a target is scored, bool [B, T]
+    """
 
     inputs: Tensor
     targets: Tensor

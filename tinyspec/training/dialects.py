@@ -102,8 +102,8 @@ class Dialects:
             )
         if "ord" in self.kinds and self.modes > self.shortest:
             raise TinyspecError(
-                f"{self.modes} orders of {self.shortest} words: a rotation by {self.shortest} is none, "
-                f"so take at most {self.shortest} modes"
+                f"{self.modes} orders of {self.shortest} words: "
+                f"a rotation by {self.shortest} is none, so take at most {self.shortest} modes"
             )
         if not 0 <= self.noise < 1:
             raise TinyspecError(f"noise is {self.noise}: it must be from 0 to below 1")

@@ -31,7 +31,7 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.training import outputs
-from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
+from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.imitation import (
     cross_entropy_and_alpha,
     evaluate_draft,
@@ -237,7 +237,6 @@ def initial_draft_weights(
     """Return float32 weights: random, or the target's where name and shape are equal."""
     weights = dict(Model.random(config, seed).weights)
     rows = borrowed.rows(target.weights, config.says) if config.says else {}
-    for name in weights.keys() & set(target.weights) if inherit else ():
-        if name not in rows and target.weights[name].shape == weights[name].shape:
-            weights[name] = target.weights[name].detach().float().cpu().clone()
+    if inherit:
+        inherit_weights(weights, target.weights, weights.keys() - rows.keys())
     return {**weights, **{name: w.detach().float().cpu() for name, w in rows.items()}}

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypedDict, TypeVar
 
@@ -120,6 +120,15 @@ class RecipeRun(Generic[R]):
             shutil.copyfile(self.path, self.out / "recipe.toml")
         write_card(self.out, page, self.recipe, result, self.device, curves, **values)
         shutil.rmtree(self.state)
+
+
+def inherit_weights(
+    weights: dict[str, Tensor], parent: Mapping[str, Tensor], names: Iterable[str]
+) -> None:
+    """Replace the named weights by the parent's, in float32, where the shape is the same."""
+    for name in names:
+        if name in parent and name in weights and parent[name].shape == weights[name].shape:
+            weights[name] = parent[name].detach().float().cpu().clone()
 
 
 def find_beside(name: str, *folders: Path) -> Path | None:

@@ -5,7 +5,8 @@ final norm and one head. The cross-entropy of each exit has a weight in the loss
 to the model. Layers l and steps t of T are counted from 0, as in LayerSkip (Elhoushi et al.,
 ACL 2024, arXiv 2404.16710, section 4.1).
 
-    loss(t) = sum_l e(t, l) CE(head(norm(x_{l+1})), y),    e(t, l) = C(t, l) e(l) / sum_k C(t, k) e(k)
+    loss(t) = sum_l e(t, l) CE(head(norm(x_{l+1})), y)
+    e(t, l) = C(t, l) e(l) / sum_k C(t, k) e(k)
 
     "linear"  e(l) = l + 1: CALM (Schuster et al., NeurIPS 2022, arXiv 2207.07061)
     "sum"     e(l) = e_scale (0 + 1 + ... + l) below the last layer, (L-1) + e_scale (0 + ... + L-2)
@@ -79,7 +80,10 @@ class ExitLosses:
     def describe(self) -> str:
         """Return the section as a sentence for a model's card."""
         if not self.changes_training:
-            return "Only its last layer was taught to speak; it is what the exits checkpoints are compared with."
+            return (
+                "Only its last layer was taught to speak; "
+                "it is what the exits checkpoints are compared with."
+            )
         losses = "early exits were taught along, their losses weighted "
         kind = {
             "none": "",

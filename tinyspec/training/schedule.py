@@ -56,6 +56,6 @@ def learning_rate(settings: TrainSettings, step: int, elapsed: float = 0.0) -> f
 
 
 def training_progress(settings: TrainSettings, step: int, elapsed: float) -> float:
-    """Return how much of the training is over, 0 to 1: by steps, or by the clock if that is more."""
+    """Return how much of the training is over, 0 to 1: by steps, or by the clock if it is more."""
     clock = elapsed / (60 * settings.minutes) if settings.minutes else 0.0
     return min(1.0, max(step / settings.steps, clock))

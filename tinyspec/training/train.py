@@ -89,50 +89,52 @@ def train(
     folder.mkdir(parents=True, exist_ok=True)
     run = _TrainingState(dict(weights), settings, folder)
     run.resume()
-    shown = progress_bar(console, TextColumn("{task.fields[note]}"))
+    bar = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
     generator = torch.Generator(run.device)
-    recent: list[Tensor] = []
-    started = time.monotonic() - run.seconds
-    saved, since, mark = started + run.seconds, run.tokens, started + run.seconds
-    with _catch_stop_signals() as stop, shown, torch.random.fork_rng(devices=cuda):
-        task = shown.add_task(title, total=settings.steps, completed=run.step, note="")
+    losses: list[Tensor] = []  # since the last line of the log
+    now = logged_at = saved_at = time.monotonic()
+    started, logged_tokens = now - run.seconds, run.tokens
+    with _catch_stop_signals() as stop, bar, torch.random.fork_rng(devices=cuda):
+        task = bar.add_task(title, total=settings.steps, completed=run.step, note="")
         while run.progress < 1 and not stop.is_set():
+            # 1. Step: all random numbers of a step come from its own seed.
             seed = settings.seed * 1_000_003 + run.step
             torch.manual_seed(seed)
             generator.manual_seed(seed)
             if before_step is not None:
                 before_step(run.step, run.progress)
             batch = batches(generator)
-            recent.append(_accumulate_gradients(loss, batch, settings.pieces))
+            losses.append(_accumulate_gradients(loss, batch, settings.pieces))
             run.apply_gradients(batch[0].numel())
             run.seconds = time.monotonic() - started
+            # 2. Log: the mean loss and the pace since the last line.
             if run.step % settings.log_every == 0 or run.progress >= 1:
-                mean = float(torch.stack(recent).mean())  # waits for the device
+                mean = float(torch.stack(losses).mean())  # waits for the device
                 if not math.isfinite(mean):
                     raise TinyspecError(
                         f"the loss is {mean} at step {run.step}: lower [train] lr, or raise warmup"
                     )
                 now = time.monotonic()
-                pace = round((run.tokens - since) / (now - mark))
-                recent, since, mark, run.seconds = [], run.tokens, now, now - started
+                pace = round((run.tokens - logged_tokens) / (now - logged_at))
+                losses, logged_tokens, logged_at = [], run.tokens, now
+                run.seconds = now - started
                 run.append_log(loss=mean, lr=run.lr, tokens_per_second=pace)
-                done = round(run.progress * settings.steps)  # by the clock, if that is further
-                shown.update(task, completed=done, note=f"loss {mean:.3f}  {pace:,} tokens/s")
-            if (
-                validate
-                and run.checked < run.step
-                and (run.step % settings.valid_every == 0 or run.progress >= 1)
-            ):
+                done = round(run.progress * settings.steps)  # by the clock, if that is more
+                bar.update(task, completed=done, note=f"loss {mean:.3f}  {pace:,} tokens/s")
+            # 3. Validate: with the average of the weights. Its time is no part of the pace.
+            is_due = run.step % settings.valid_every == 0 or run.progress >= 1
+            if validate and run.checked < run.step and is_due:
                 with run.use_average():
                     run.record_validation(validate())
                 if console is not None:
-                    shown.console.print(_format_log_entry(run.log[-1]), highlight=False)
-                mark += time.monotonic() - started - run.seconds
+                    bar.console.print(_format_log_entry(run.log[-1]), highlight=False)
+                logged_at += time.monotonic() - started - run.seconds
                 run.seconds = time.monotonic() - started
-            if time.monotonic() - saved > 60 * settings.save_minutes:
+            # 4. Save.
+            if time.monotonic() - saved_at > 60 * settings.save_minutes:
                 run.save()
-                saved = time.monotonic()
+                saved_at = time.monotonic()
         run.save()
     if finished := run.progress >= 1:
         run.restore_best()
@@ -140,7 +142,7 @@ def train(
 
 
 def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int) -> Tensor:
-    """Compute the gradients of the batch's mean loss piece by piece, and return the loss, detached."""
+    """Compute the gradients of the batch's mean loss piece by piece, and return the loss."""
     total = torch.zeros((), device=batch[0].device)
     for part in zip(*(t.chunk(pieces) for t in batch), strict=True):
         share = len(part[0]) / len(batch[0])
@@ -224,7 +226,7 @@ class _TrainingState:
             w.data.copy_(value)
 
     def record_validation(self, figures: Mapping[str, float]) -> None:
-        """Log the figures of a validation, and keep the weights if the first figure is the lowest."""
+        """Log the figures of a validation; keep the weights if the first figure is the lowest."""
         figure = next(iter(figures.values()))
         if self.best is None or figure < self.best:
             self.best, self.best_weights = figure, [w.detach().clone() for w in self.tensors]
@@ -244,7 +246,7 @@ class _TrainingState:
             file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
-        """Write the state to a temporary file, then move it: a reader sees the old or the new one."""
+        """Write the state to a temporary file, then move it: no reader sees half a state."""
         if not all(bool(w.isfinite().all()) for w in self.weights.values()):
             raise TinyspecError(
                 f"weights are no longer finite at step {self.step}: "

@@ -30,13 +30,12 @@ from torch.nn import functional as F
 from tinyspec import data
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.training import corpus
 from tinyspec.training.card import sample_continuation
 from tinyspec.training.corpus import END_ID
-from tinyspec.training.driver import RecipeRun, RunOptions
+from tinyspec.training.driver import RecipeRun, RunOptions, inherit_weights
 from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule, exit_logits
 from tinyspec.training.own_texts import OwnTexts, apply_repetition_penalty, write_own_texts
 from tinyspec.training.recipe import Recipe, read_recipe
@@ -83,7 +82,10 @@ def train_lm(
             "write the same here"
         )
     begin = teacher if plan.inherit else parent
-    model = _initial_model(config, plan.settings.seed, begin).to(where)
+    weights = dict(Model.random(config, plan.settings.seed).weights)
+    if begin is not None:
+        inherit_weights(weights, begin.weights, begin.weights)
+    model = Model(config, weights).to(where)
     exits = plan.exits or ExitLosses()
     schedule = None
     if exits.changes_training:
@@ -194,19 +196,6 @@ def _load_models(
         else:
             tokenizer = corpus.train_tokenizer(texts, size, run.state)
     return replace(plan, vocab_size=size), tokenizer, teacher, parent
-
-
-def _initial_model(config: Config, seed: int, parent: Model | None) -> Model:
-    """Return a model with random weights, or the parent's where name and shape are equal."""
-    model = Model.random(config, seed)
-    inherited = {} if parent is None else parent.weights
-    weights = {
-        name: inherited[name].detach().cpu().clone()
-        if name in inherited and inherited[name].shape == w.shape
-        else w
-        for name, w in model.weights.items()
-    }
-    return Model(config, weights)
 
 
 def autocast(device: torch.device) -> torch.autocast:

@@ -7,7 +7,8 @@ files. BLEU on the valid sentences decides which weights are best. The test sent
 the benchmark.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Unpack
 
@@ -22,10 +23,10 @@ from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.training import bitext, distilled
 from tinyspec.training.bitext import SentencePair
 from tinyspec.training.bleu import corpus_bleu, load_bleu
-from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
+from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.recipe import TranslationRecipe, read_translation_recipe
 from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.translation_tasks import TASKS
+from tinyspec.training.translation_tasks import TASKS, translate_in_batches
 
 SHOWN = 5  # examples on a card: the first valid sentences
 
@@ -70,9 +71,12 @@ def train_mt(
         f"{plan.name}: {model.config.parameters():,} weights on {run.device}"
     )
 
+    def translate_texts(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[str]:
+        translations = translate_in_batches(sources, partial(task.translate, model))
+        return [tokenizer.decode(ids) for ids in translations]
+
     def measure_bleu(model: Seq2Seq) -> float:
-        translations = task.translate(model, [pair.source for pair in valid])
-        found = [tokenizer.decode(ids) for ids in translations]
+        found = translate_texts(model, [pair.source for pair in valid])
         return corpus_bleu(found, [german for _, german in held_out]).score
 
     def validate() -> dict[str, float]:
@@ -96,8 +100,7 @@ def train_mt(
     stored = Seq2Seq.load(run.out)  # the weights as they are stored, in float32
     figures = {"valid_bleu": measure_bleu(stored)}
     run.print(f"valid_bleu {figures['valid_bleu']:.2f}")
-    english = [stored.tokenizer.encode(source) for source, _ in held_out[:SHOWN]]
-    translations = [stored.tokenizer.decode(ids) for ids in task.translate(stored, english)]
+    examples = translate_texts(stored, [pair.source for pair in valid[:SHOWN]])
     run.finish(
         "translator",
         result,
@@ -105,7 +108,7 @@ def train_mt(
         config=stored.config,
         figures=figures,
         judged=len(held_out),
-        examples=list(zip(held_out, translations, strict=False)),
+        examples=list(zip(held_out, examples, strict=False)),
     )
     return result
 
@@ -151,10 +154,10 @@ def initial_model(
     config = plan.config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
-    for name, w in ({} if parent is None else parent.weights).items():
-        is_inherited = plan.finetune or name.startswith(plan.inherit)
-        if is_inherited and name in weights and w.shape == weights[name].shape:
-            weights[name] = w.float().clone()
+    if parent is not None:
+        prefixes = "" if plan.finetune else plan.inherit
+        names = [name for name in parent.weights if name.startswith(prefixes)]
+        inherit_weights(weights, parent.weights, names)
     return Seq2Seq(
         config, {name: w.to(device) for name, w in weights.items()}, tokenizer, plan.name
     )

@@ -4,6 +4,7 @@ The loss of a technique stands in the technique's own file. Here is what `train 
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,8 +14,7 @@ from torch.nn import functional as F
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive import mask_predict as masking
-from tinyspec.nonautoregressive import nat as fertile
+from tinyspec.nonautoregressive import mask_predict, nat
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
@@ -22,6 +22,8 @@ from tinyspec.training.distilled import BeamSettings
 from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
 
+Pairs = Sequence[SentencePair]
+Ids = Sequence[int]
 VALIDATION_KNOBS = {"iterations": 4, "lengths": 2}  # of Mask-Predict: few, to be quick
 
 
@@ -31,35 +33,28 @@ class TranslationTask(NamedTuple):
     pairs      the pairs to train on; a method may leave out pairs that it cannot generate
     batch      returns the pairs with these numbers as tensors
     loss       of a batch, a scalar; its random numbers come from the generator
-    translate  returns translations as ids, for the validation
+    translate  translates a batch of sources for the validation
     figures    returns further figures that a validation logs
     """
 
-    pairs: Sequence[SentencePair]
-    batch: Callable[[Sequence[int]], Batch]
+    pairs: Pairs
+    batch: Callable[[Ids], Batch]
     loss: Callable[[Seq2Seq, Batch, torch.Generator], Tensor]
-    translate: Callable[[Seq2Seq, Sequence[Sequence[int]]], list[list[int]]]
+    translate: Callable[[Seq2Seq, Sequence[Ids]], list[list[int]]]
     figures: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
 
 
 def make_teacher_task(
-    plan: TranslationRecipe,
-    seen: Sequence[SentencePair],
-    valid: Sequence[SentencePair],
-    judge: Seq2Seq | None,
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
     """Return the task of the autoregressive teacher, with smoothed labels."""
 
-    def batch(numbers: Sequence[int]) -> Batch:
-        return pad_pairs(seen, numbers)
-
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        return teacher_forcing_loss(model, batch[0], batch[1], plan.dropout, plan.smoothing)
+        source, target = batch
+        return teacher_forcing_loss(model, source, target, plan.dropout, plan.smoothing)
 
-    def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        return translate_in_batches(
-            sources, lambda part: distilled.write_translations(model, part, BeamSettings(beam=1))
-        )
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        return distilled.write_translations(model, sources, BeamSettings(beam=1))
 
     def figures(model: Seq2Seq) -> dict[str, float]:
         total = tokens = 0.0
@@ -70,7 +65,68 @@ def make_teacher_task(
             tokens += count
         return {"valid_loss": total / tokens}
 
-    return TranslationTask(seen, batch, loss, translate, figures)
+    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures)
+
+
+def make_nat_task(
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
+) -> TranslationTask:
+    """Return the task of NAT, whose fertilities come from the aligner.
+
+    It is validated with one pass, from each word's most probable fertility.
+    """
+    most = int(plan.shape.get("fertilities", 0)) - 1
+    if most < 1:
+        raise TinyspecError(
+            f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing"
+        )
+    pairs = [pair for pair in pairs if len(pair.target) <= most * len(pair.source)]
+    alignment = aligner.align_words(
+        [pair.source for pair in pairs], [pair.target for pair in pairs]
+    )
+    fertilities = [
+        aligner.count_fertilities(links, len(pair.source), most).tolist()
+        for links, pair in zip(alignment.links, pairs, strict=True)
+    ]
+
+    def batch(numbers: Ids) -> Batch:
+        return *pad_pairs(pairs, numbers), pad_sequences([fertilities[i] for i in numbers], 0)
+
+    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
+        aligned, options = nat.AlignedPairs(*batch), (generator, plan.dropout, plan.smoothing)
+        if not plan.finetune:
+            return nat.nat_loss(model, aligned, *options)
+        assert teacher is not None
+        return nat.finetune_loss(model, teacher, aligned, *options)
+
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        return nat.translate_batch(model, pad_sequences(sources).to(model.device))
+
+    return TranslationTask(pairs, batch, loss, translate)
+
+
+def make_mask_predict_task(
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
+) -> TranslationTask:
+    """Return the task of Mask-Predict. It is validated with VALIDATION_KNOBS."""
+
+    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
+        masked = mask_predict.TranslationPairs(*batch)
+        return mask_predict.masked_lm_loss(model, masked, generator, plan.dropout, plan.smoothing)
+
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        refiner = mask_predict.MaskPredictRefiner(model, **VALIDATION_KNOBS)
+        padded = pad_sequences(sources).to(model.device)
+        return translate_sources(model, padded, refiner, [Seeded(0) for _ in sources])
+
+    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate)
+
+
+TASKS = {
+    "teacher": make_teacher_task,
+    "nat": make_nat_task,
+    "mask_predict": make_mask_predict_task,
+}
 
 
 def teacher_forcing_loss(
@@ -94,17 +150,15 @@ def teacher_forcing_loss(
     )
 
 
-def pad_pairs(pairs: Sequence[SentencePair], numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+def pad_pairs(pairs: Pairs, numbers: Ids) -> tuple[Tensor, Tensor]:
     """Return the sources [B, S] and the targets [B, T] of the pairs with these numbers."""
-    return pad_sequences([pairs[i].source for i in numbers]), pad_sequences(
-        [pairs[i].target for i in numbers]
-    )
+    chosen = [pairs[i] for i in numbers]
+    sources, targets = zip(*chosen, strict=True)
+    return pad_sequences(sources), pad_sequences(targets)
 
 
 def translate_in_batches(
-    sources: Sequence[Sequence[int]],
-    translate: Callable[[list[Sequence[int]]], list[list[int]]],
-    batch: int = 128,
+    sources: Sequence[Ids], translate: Callable[[list[Ids]], list[list[int]]], batch: int = 128
 ) -> list[list[int]]:
     """Return translations in the order of the sources, made in batches of similar lengths."""
     order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
@@ -113,91 +167,3 @@ def translate_in_batches(
         part = order[at : at + batch]
         found.update(zip(part, translate([sources[i] for i in part]), strict=True))
     return [found[i] for i in range(len(sources))]
-
-
-def make_nat_task(
-    plan: TranslationRecipe,
-    seen: Sequence[SentencePair],
-    valid: Sequence[SentencePair],
-    judge: Seq2Seq | None,
-) -> TranslationTask:
-    """Return the task of NAT, whose fertilities come from the aligner.
-
-    It is validated with one pass, from each word's most probable fertility.
-    """
-    most = int(plan.shape.get("fertilities", 0)) - 1
-    if most < 1:
-        raise TinyspecError(
-            f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing"
-        )
-    seen = [pair for pair in seen if len(pair.target) <= most * len(pair.source)]
-    links = aligner.align_words(
-        [pair.source for pair in seen], [pair.target for pair in seen]
-    ).links
-    counts = [
-        aligner.count_fertilities(link, len(pair.source), most).tolist()
-        for link, pair in zip(links, seen, strict=True)
-    ]
-
-    def batch(numbers: Sequence[int]) -> Batch:
-        return *pad_pairs(seen, numbers), pad_sequences([counts[i] for i in numbers], 0)
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        return fertile.nat_loss(
-            model, fertile.AlignedPairs(*batch), generator, plan.dropout, plan.smoothing
-        )
-
-    def fine(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        assert judge is not None
-        return fertile.finetune_loss(
-            model, judge, fertile.AlignedPairs(*batch), generator, plan.dropout, plan.smoothing
-        )
-
-    def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        return translate_in_batches(
-            sources,
-            lambda part: fertile.translate_batch(model, pad_sequences(part).to(model.device)),
-        )
-
-    return TranslationTask(seen, batch, fine if plan.finetune else loss, translate)
-
-
-def make_mask_predict_task(
-    plan: TranslationRecipe,
-    seen: Sequence[SentencePair],
-    valid: Sequence[SentencePair],
-    judge: Seq2Seq | None,
-) -> TranslationTask:
-    """Return the task of Mask-Predict. It is validated with VALIDATION_KNOBS."""
-
-    def batch(numbers: Sequence[int]) -> Batch:
-        return pad_pairs(seen, numbers)
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        return masking.masked_lm_loss(
-            model, masking.TranslationPairs(*batch), generator, plan.dropout, plan.smoothing
-        )
-
-    def translate(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-        def ask(part: list[Sequence[int]]) -> list[list[int]]:
-            refiner = masking.MaskPredictRefiner(model, **VALIDATION_KNOBS)
-            return translate_sources(
-                model, pad_sequences(part).to(model.device), refiner, [Seeded(0) for _ in part]
-            )
-
-        return translate_in_batches(sources, ask)
-
-    return TranslationTask(seen, batch, loss, translate)
-
-
-TASKS: dict[
-    str,
-    Callable[
-        [TranslationRecipe, Sequence[SentencePair], Sequence[SentencePair], Seq2Seq | None],
-        TranslationTask,
-    ],
-] = {
-    "teacher": make_teacher_task,
-    "nat": make_nat_task,
-    "mask_predict": make_mask_predict_task,
-}
