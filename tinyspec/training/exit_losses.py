@@ -81,10 +81,10 @@ class ExitLosses:
         """Return the section as a sentence for a model's card."""
         if not self.changes_training:
             return (
-                "Only its last layer was taught to speak; "
-                "it is what the exits checkpoints are compared with."
+                "Only its last layer was trained to predict; "
+                "the other exits checkpoints are compared with it."
             )
-        losses = "early exits were taught along, their losses weighted "
+        losses = "early exits were trained too, their losses weighted "
         kind = {
             "none": "",
             "linear": losses + "by depth",

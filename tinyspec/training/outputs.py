@@ -114,6 +114,12 @@ class TargetPrompt(NamedTuple):
 
 
 PromptSource = Callable[[random.Random], str]
+TASKS_ON_PASSAGES = (
+    "Summarize:",
+    "Explain in simple words:",
+    "Continue this story:",
+    "What happens here?",
+)
 
 
 def make_prompts(
@@ -123,62 +129,54 @@ def make_prompts(
     data_folder: str | Path | None = None,
 ) -> list[TargetPrompt]:
     """Return a prompt for each text. Prompt i depends on the seed, i and the data alone."""
-    chat = model.has_tokenizer and model.tokenizer.has_chat
+    is_chat = model.has_tokenizer and model.tokenizer.has_chat
     if file is not None:
-        own = [
-            part.strip() for part in file.read_text(encoding="utf-8").split("\n\n") if part.strip()
-        ]
-        if not own:
+        parts = [part.strip() for part in file.read_text(encoding="utf-8").split("\n\n")]
+        paragraphs = [part for part in parts if part]
+        if not paragraphs:
             raise TinyspecError(
                 f"{file}: no prompts in it; they are paragraphs, split at blank lines"
             )
-        kinds: list[PromptSource] = [lambda chance: chance.choice(own)]
+        sources: list[PromptSource] = [lambda rng: rng.choice(paragraphs)]
     else:
-        kinds = list(_find_questions(data_folder)) if chat else _find_openings(data_folder)
-    itself = (
-        TargetPrompt(*_split_chat_template(model)) if chat else TargetPrompt(_empty_prompt(model))
-    )
-    room = model.config.max_positions - asking.tokens - asking.question
-    made = []
+        sources = list(_find_questions(data_folder)) if is_chat else _find_openings(data_folder)
+    no_question = _split_chat_template(model) if is_chat else (_empty_prompt(model),)
+    default = TargetPrompt(*no_question)  # a chat model asks its own question
+    longest = model.config.max_positions - asking.tokens - asking.question
+    n_kinds = len(sources) + (is_chat and file is None)  # with the model's own questions
+    prompts = []
     for i in range(asking.texts):
-        chance = random.Random(f"{asking.seed} {i}")
-        # a batch waits for its longest text, so it is of one kind; the last kind is what the model
-        # asks itself
-        kind = i // asking.batch % (len(kinds) + (chat and file is None)) if kinds else 0
-        if kind >= len(kinds):
-            made.append(itself)
-        elif chat:
-            ids = model.tokenizer.chat([{"role": "user", "content": kinds[kind](chance)}])
-            made.append(TargetPrompt(ids) if len(ids) <= room else itself)
+        rng = random.Random(f"{asking.seed} {i}")
+        # All prompts of a batch are of one kind, because a batch waits for its longest text.
+        kind = i // asking.batch % n_kinds if sources else 0
+        if kind >= len(sources):
+            prompts.append(default)
+        elif is_chat:
+            ids = model.tokenizer.chat([{"role": "user", "content": sources[kind](rng)}])
+            prompts.append(TargetPrompt(ids) if len(ids) <= longest else default)
         else:
-            ids = _encode_plain_prompt(model, kinds[kind](chance))
-            length = len(ids) if file is not None else chance.randint(8, max(asking.prompt, 8))
-            made.append(TargetPrompt(ids[: min(length, room)] or itself.ids))
-    return made
+            ids = _encode_plain_prompt(model, sources[kind](rng))
+            length = len(ids) if file is not None else rng.randint(8, max(asking.prompt, 8))
+            prompts.append(TargetPrompt(ids[: min(length, longest)] or default.ids))
+    return prompts
 
 
 def _find_questions(root: str | Path | None) -> Iterator[PromptSource]:
     """Yield sources of questions, for the data on this machine."""
     with suppress(TinyspecError):
-        sums = [s.question for s in data.read_gsm8k("train", root)]
-        yield lambda chance: chance.choice(sums)
+        questions = [s.question for s in data.read_gsm8k("train", root)]
+        yield lambda rng: rng.choice(questions)
     with suppress(TinyspecError):
         captions = [german for _, german in data.read_multi30k("train", root)]
-        yield lambda chance: f"Translate German to English: {chance.choice(captions)}"
+        yield lambda rng: f"Translate German to English: {rng.choice(captions)}"
     with suppress(TinyspecError):
-        parts = [
-            part
+        passages = [
+            paragraph
             for book in data.read_books("train", root)
-            for part in corpus.clean_book(book.text).split("\n\n")
+            for paragraph in corpus.clean_book(book.text).split("\n\n")
+            if 200 < len(paragraph) < 500  # characters
         ]
-        parts = [part for part in parts if 200 < len(part) < 500]
-        lead = (
-            "Summarize:",
-            "Explain in simple words:",
-            "Continue this story:",
-            "What happens here?",
-        )
-        yield lambda chance: f"{chance.choice(lead)} {chance.choice(parts)}"
+        yield lambda rng: f"{rng.choice(TASKS_ON_PASSAGES)} {rng.choice(passages)}"
 
 
 def _find_openings(root: str | Path | None) -> list[PromptSource]:
@@ -190,11 +188,11 @@ def _find_openings(root: str | Path | None) -> list[PromptSource]:
     except TinyspecError:
         return []
 
-    def opening(chance: random.Random) -> str:
-        book = chance.choice(books)
-        return "\n\n".join(book[chance.randrange(len(book)) :][:4])
+    def open_at_random(rng: random.Random) -> str:
+        book = rng.choice(books)
+        return "\n\n".join(book[rng.randrange(len(book)) :][:4])
 
-    return [opening]
+    return [open_at_random]
 
 
 def _split_chat_template(model: Model) -> tuple[list[int], list[int]]:
@@ -202,14 +200,16 @@ def _split_chat_template(model: Model) -> tuple[list[int], list[int]]:
     one, two = (
         model.tokenizer.chat([{"role": "user", "content": word}]) for word in ("What", "Please")
     )
+    return _common_prefix(one, two), _common_prefix(one[::-1], two[::-1])[::-1]
 
-    def common(a: Sequence[int], b: Sequence[int]) -> list[int]:
-        return [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False))]
 
-    return common(one, two), common(one[::-1], two[::-1])[::-1]
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    pairs = zip(a, b, strict=False)
+    return [x for x, _ in takewhile(lambda pair: pair[0] == pair[1], pairs)]
 
 
 def _encode_plain_prompt(model: Model, text: str) -> list[int]:
+    """Return the ids of a text, after the model's begin token if it wants one."""
     bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
     return bos + model.tokenizer.encode(text)
 
