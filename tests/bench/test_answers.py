@@ -12,7 +12,7 @@ from tinyspec.bench.answers import (
     mean_over_tasks,
     tabulate_copying_tasks,
     tabulate_pass_costs,
-    tokens_a_call,
+    tokens_per_pass,
 )
 from tinyspec.bench.book import Sample
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
@@ -111,7 +111,7 @@ def test_tokens_per_pass_are_counted_after_the_pass_that_read_the_prompt() -> No
         sample("rag", "d", 0, 0, 1),
     ]
     rows += [sample("qa", "a", 0, 50, 11), sample("rag", "a", 0, 50, 11)._replace(arm="other")]
-    assert tokens_a_call({"samples": [list(row) for row in rows]}, "auto", "rag") == 3.0
+    assert tokens_per_pass({"samples": [list(row) for row in rows]}, "auto", "rag") == 3.0
 
 
 def test_the_cost_of_a_pass_is_its_tokens_over_the_speed_up() -> None:

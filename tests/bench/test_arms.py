@@ -37,7 +37,7 @@ def job(*ids: int, tokens: int = 9) -> Job:
 
 def own(method: str, temperature: float = 0.0) -> TechniqueArm:
     return TechniqueArm(
-        ArmSpec.read(method),
+        ArmSpec.parse(method),
         model(ENDING),
         BenchSettings(temperature=temperature),
         model(ENDING, seed=1),
@@ -130,7 +130,7 @@ def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
 
 def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
     known: dict[str, list[int]] = {}
-    answer = arms.make_reference(model(ENDING), known, known.__setitem__)
+    answer = arms.make_plain_decoder(model(ENDING), known)
     expected = answer(job())
     assert list(own(PLAIN).run(job(), 0, time.perf_counter).ids) == list(expected)
     assert answer(job()) is known["qa/0/0"]  # made once
@@ -138,7 +138,7 @@ def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
 
 def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -> None:
     m, draft = model(ENDING), model(ENDING, seed=1)
-    made = arms.own_arms(
+    made = arms.make_technique_arms(
         BenchSettings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft
     )
     assert [arm.label for arm in made] == [PLAIN, "llma:k=4", "speculative_decoding:gamma=2"]
@@ -148,7 +148,7 @@ def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -
         ("llma:k=0", "k is 0"),
     ):
         with pytest.raises(TinyspecError, match=says):
-            arms.own_arms(BenchSettings(methods=(wrong,)), m, draft)
+            arms.make_technique_arms(BenchSettings(methods=(wrong,)), m, draft)
 
 
 def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_with_nothing(
@@ -183,11 +183,11 @@ def test_what_says_how_large_it_is_is_found_below_a_drafter() -> None:
             self.__dict__.update(parts)
 
     Sized.__module__, Drafter.__module__ = "tinyspec._core.thing", "tinyspec.speculative.thing"
-    assert arms.kept_bytes(Drafter(a=Sized(), b=Drafter(c=Sized()), d=3, e=b"bytes")) == 80
-    assert arms.kept_bytes(Drafter(a=1)) is None
+    assert arms.count_drafter_bytes(Drafter(a=Sized(), b=Drafter(c=Sized()), d=3, e=b"bytes")) == 80
+    assert arms.count_drafter_bytes(Drafter(a=1)) is None
     loop = Drafter(a=Sized())
     loop.b = loop  # type: ignore[attr-defined]
-    assert arms.kept_bytes(loop) == 40
+    assert arms.count_drafter_bytes(loop) == 40
 
 
 def test_refusals_are_counted_by_rounds_so_that_alpha_is_a_share_of_tested_places() -> None:
@@ -227,8 +227,11 @@ def test_own_memory_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
 def test_a_failed_memory_probe_beside_transformers_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from tinyspec.bench import memory
     from tinyspec.bench.experiments import plain
 
-    monkeypatch.setattr(plain.sys, "executable", "false")
-    assert plain.measure_peak_memory("storyteller", "float32", 2) is None
-    assert capsys.readouterr().err.startswith("warning: the memory was not measured")
+    monkeypatch.setattr(memory.sys, "executable", "false")
+    settings = BenchSettings(model="storyteller", dtype="float32")
+    assert plain.measure_peak_memory(model(ENDING), settings, [1, 2], 2) is None
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: the memory of autoregressive was not measured")

@@ -28,19 +28,19 @@ from tinyspec.technique import load_techniques
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """A chapter of three, so that nothing depends on how many there are."""
     monkeypatch.setattr(
-        chapters, "methods_of", lambda name: ["llma", "speculative_decoding", "auto"]
+        chapters, "list_decoders", lambda name: ["llma", "speculative_decoding", "auto"]
     )
 
 
 @pytest.mark.usefixtures("few")
 def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
     m = model(ENDING)
-    found, cannot, _ = chapters.find_contestants(
+    found, cannot, _ = chapters.select_techniques(
         "speculative", BenchSettings(model="alone"), m, model(ENDING, seed=1), job()
     )
     assert found.methods == (PLAIN, "llma", "speculative_decoding", "auto")
     assert found.draft == ""
-    alone, left, _ = chapters.find_contestants(
+    alone, left, _ = chapters.select_techniques(
         "speculative", BenchSettings(model="alone"), m, None, job()
     )
     assert alone.methods == (PLAIN, "llma", "auto") and alone.draft is None
@@ -53,13 +53,13 @@ def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(
         stores.PREPARE, "llma", ("k", lambda model: PreparedArm({"k": 3}, "three tokens"))
     )
-    found, _, built = chapters.find_contestants(
+    found, _, built = chapters.select_techniques(
         "speculative", BenchSettings(), model(ENDING), None, job()
     )
     assert "llma" in found.methods
     assert built == {"llma": "three tokens"}
     own = [
-        TechniqueArm(ArmSpec.read(label), model(ENDING), BenchSettings())
+        TechniqueArm(ArmSpec.parse(label), model(ENDING), BenchSettings())
         for label in ("llma", "llma:k=5")
     ]
     assert [arm.options["k"] for arm in own] == [3, 5]
@@ -68,7 +68,7 @@ def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPat
         raise OSError("the disk is\nfull")
 
     monkeypatch.setitem(stores.PREPARE, "llma", ("k", fails))
-    found, cannot, _ = chapters.find_contestants(
+    found, cannot, _ = chapters.select_techniques(
         "speculative", BenchSettings(), model(ENDING), None, job()
     )
     assert "llma: OSError: the disk is full" in cannot and "llma" not in found.methods
@@ -104,19 +104,19 @@ def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
 
 
 def test_every_decoder_of_the_chapter_is_asked() -> None:
-    asked = set(chapters.methods_of("speculative"))
+    asked = set(chapters.list_decoders("speculative"))
     here = {
         n
         for n, card in load_techniques().items()
         if card.build.__module__.startswith("tinyspec.speculative")
     }
-    assert asked | set(chapters.analyses_of("speculative")) | {PLAIN} == here
+    assert asked | set(chapters.list_analyses("speculative")) | {PLAIN} == here
     with pytest.raises(TinyspecError, match="did you mean 'speculative'"):
-        chapters.methods_of("speculativ")
+        chapters.list_decoders("speculativ")
 
 
 def test_a_plain_model_continues_sixty_openings_of_the_valid_books() -> None:
-    assert chapters.usual_tasks(model(ENDING)) == ("books:60",)
+    assert chapters.default_tasks(model(ENDING)) == ("books:60",)
     found = tasks.load_items("books", 60)
     assert len({item.turns for item in found}) == 60
     assert not any(item.chat for item in found)
@@ -151,7 +151,7 @@ def test_the_tables_have_a_row_for_every_arm_of_every_task() -> None:
         "units": [],
         "torch": "2",
     }
-    book.expect(jobs())
+    book.check_prompts(jobs())
     book.references = {j.key: list(range(j.tokens)) for j in jobs()}
     measure.run_turns(book, jobs(), arms(hand), hand)
     told = [s._replace(stopped=s.accepted, state=900, held=90) for s in book.samples]

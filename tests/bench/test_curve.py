@@ -119,7 +119,9 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
     """Recounted weight by weight: every matrix is read once and multiplied by each token, tables of rows are looked up."""
     tables = {"positions"} | (set() if config.tied else {"embed"})
     used = {name: w for name, w in Model.random(config).weights.items() if name not in tables}
-    assert curve.weight_bytes(config, 4) == sum(w.numel() * w.element_size() for w in used.values())
+    assert curve.count_weight_bytes(config, 4) == sum(
+        w.numel() * w.element_size() for w in used.values()
+    )
     products = sum(w.numel() for w in used.values() if w.ndim == 2)
     attention = (
         2 * 2 * config.q_dim * config.n_layers * (3 * 10 + 1 + 2 + 3)

@@ -19,13 +19,13 @@ from tinyspec.bench.experiments.dialects import (
     DialectSettings,
     DialectTrial,
     chart_dialects,
-    describe_kind,
+    describe_dialects,
     one_pass_loss,
     one_pass_nll,
     summarize_dialects,
     tabulate_dialects,
 )  # fmt: skip
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.training.bitext import pad_sequences
 
@@ -122,7 +122,7 @@ def test_shares_are_counted_by_the_digits() -> None:
 def test_a_committed_result_follows_from_its_verdicts(path: Path) -> None:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert summarize_dialects(result) == result["figures"]
-    page = [f"`{result['command']}`", *(table.markdown() for table in tabulate_dialects(result))]
+    page = [f"`{result['command']}`", *(table.to_markdown() for table in tabulate_dialects(result))]
     assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(page) + "\n"
 
 
@@ -132,12 +132,12 @@ def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
     assert page.startswith("`tinyspec ") and page.count("| autoregressive |") == 2
     drawn = (folder / "d.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(drawn)
-    assert draw(chart_dialects(result)) == drawn
+    assert draw_chart(chart_dialects(result)) == drawn
     assert all(
         len(row) == len(table.header) for table in tabulate_dialects(result) for row in table.rows
     )
     assert "valid %" in shown and not (folder / "d.json.parts").exists()
-    assert describe_kind("ord") == "orders of their own"
+    assert describe_dialects("ord") == "orders of their own"
 
 
 def test_an_interrupted_run_goes_on_where_it_was(

@@ -38,13 +38,13 @@ def test_long_blocks_and_short_ones_leave_every_token_as_it_is(zoo: Zoo, tmp_pat
 
 
 def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = equality.decode_greedily
+    plain = equality.decode_to_length
 
     def other(*args, **kwargs):  # type: ignore[no-untyped-def]
         ids, counted = plain(*args, **kwargs)
         return (ids if args[3] == "autoregressive" else [*ids[:-1], ids[-1] ^ 1]), counted
 
-    monkeypatch.setattr(equality, "decode_greedily", other)
+    monkeypatch.setattr(equality, "decode_to_length", other)
     result = equality.measure_equality(EqualitySettings(zoo.big, tokens=8), quiet=True)
     assert not result["passed"]
     assert result["mismatches"] == 6
@@ -54,7 +54,7 @@ def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch)
 def test_an_interrupted_run_goes_on_where_it_was(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out, plain, asked = tmp_path / "e.json", equality.decode_greedily, list[str]()
+    out, plain, asked = tmp_path / "e.json", equality.decode_to_length, list[str]()
 
     def counted(*args, **kwargs) -> tuple[list[int], Statistics]:  # type: ignore[no-untyped-def]
         asked.append(args[3])
@@ -62,7 +62,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
             raise KeyboardInterrupt
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(equality, "decode_greedily", counted)
+    monkeypatch.setattr(equality, "decode_to_length", counted)
     with pytest.raises(KeyboardInterrupt):
         equality.measure_equality(EqualitySettings(zoo.big, tokens=8), out, quiet=True)
     assert json.loads(out.read_text())["questions"] == 1

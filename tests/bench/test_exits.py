@@ -13,7 +13,7 @@ import torch
 import tinyspec
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
 from tinyspec.bench.experiments import calibrate, exits
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 from tinyspec.early_exit.calibrate import textual_loss
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
@@ -119,8 +119,8 @@ def test_work_is_every_product_that_was_made() -> None:
         max_positions=16,
     )
     layer = 4 * 8 + 4 * 4 + 4 * 12 + 6 * 4  # qkv, out, gate and up, down
-    assert exits.relative_work(config, 2, 0, 1) == 1
-    assert exits.relative_work(config, 1, 1, 1) == pytest.approx(
+    assert exits.count_relative_work(config, 2, 0, 1) == 1
+    assert exits.count_relative_work(config, 1, 1, 1) == pytest.approx(
         (layer + 2 * 2 * 4 + 40) / (2 * layer + 40)
     )
 
@@ -144,7 +144,7 @@ def test_the_table_has_a_row_a_setting_and_the_picture_a_line_a_measure(
     )
     chart = exits.chart_exits(result)
     assert [len(panel.lines) for panel in chart.panels] == [4, 4]  # type: ignore[union-attr]
-    ElementTree.fromstring(draw(chart))
+    ElementTree.fromstring(draw_chart(chart))
 
 
 def test_the_command_writes_all_three_and_goes_on_where_it_was(

@@ -28,7 +28,7 @@ STAMP = {
 
 def begun(path: Path | None = None, rounds: int = 2, asked: list[Job] | None = None) -> SampleBook:
     book = SampleBook(settled(rounds), path, STAMP)
-    book.expect(asked or jobs())
+    book.check_prompts(asked or jobs())
     book.references = {job.key: list(range(job.tokens)) for job in asked or jobs()}
     return book
 
@@ -162,7 +162,7 @@ def test_more_rounds_add_to_the_file_and_change_nothing_in_it(tmp_path: Path) ->
     hand = Hand()
     first = done(begun(tmp_path / "r.json", rounds=1), hand, arms(hand)).samples
     book = reopened(tmp_path / "r.json")
-    book.settings = book.settings.enlarged({"rounds": 3})
+    book.settings = book.settings.enlarge({"rounds": 3})
     done(book, hand, arms(hand))
     assert book.samples[: len(first)] == first
     assert sorted({s.round for s in book.samples}) == [0, 1, 2]
@@ -174,12 +174,12 @@ def test_a_sample_is_never_entered_twice() -> None:
     book = done(begun(), hand, arms(hand))
     before = list(book.samples)
     with pytest.raises(ValueError, match="counted twice"):
-        book.add([book.samples[0]])
+        book.add_turn([book.samples[0]])
     fresh = book.samples[0]._replace(round=9)
     with pytest.raises(ValueError, match="counted twice"):
-        book.add([fresh, fresh])
+        book.add_turn([fresh, fresh])
     assert book.samples == before
-    book.add([fresh])
+    book.add_turn([fresh])
 
 
 @pytest.mark.parametrize(
@@ -210,18 +210,18 @@ def test_no_json_and_another_prompt_of_the_same_name_are_refused(tmp_path: Path)
         reopened(tmp_path / "r.json")
     book = begun()
     with pytest.raises(TinyspecError, match="another prompt now"):
-        book.expect([jobs()[0]._replace(ids=(9, 9))])
+        book.check_prompts([jobs()[0]._replace(ids=(9, 9))])
 
 
 def test_only_rounds_may_grow() -> None:
     was = BenchSettings(rounds=3, tokens=8)
-    assert was.enlarged({"rounds": 4, "tokens": 8}) == BenchSettings(rounds=4, tokens=8)
+    assert was.enlarge({"rounds": 4, "tokens": 8}) == BenchSettings(rounds=4, tokens=8)
     with pytest.raises(TinyspecError, match="tokens 8, not 9"):
-        was.enlarged({"tokens": 9})
+        was.enlarge({"tokens": 9})
     with pytest.raises(TinyspecError, match="only add"):
-        was.enlarged({"rounds": 2})
+        was.enlarge({"rounds": 2})
     with pytest.raises(TinyspecError, match="methods"):
-        was.enlarged({"methods": ("llma",)})
+        was.enlarge({"methods": ("llma",)})
 
 
 def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_parts_add_up_to_the_whole() -> None:
     head = 4 * LLAMA.vocab_size * LLAMA.d_model
     assert found["reads"] == pytest.approx(
         {
-            "matrices": (curve.weight_bytes(LLAMA, 4) - head) / 7e-3,
+            "matrices": (curve.count_weight_bytes(LLAMA, 4) - head) / 7e-3,
             "head": head / 3e-3,
             "fastest": 100 / 1e-3,
         }
@@ -149,14 +149,14 @@ def test_the_command_writes_the_result_and_the_table(
 def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> None:
     """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps. The race asks for four."""
     assert advised_knobs(find_technique("speculative_decoding"), [tinyspec.load("apprentice")]) == {
-        "gamma": parts.GUESSES
+        "gamma": parts.GAMMA
     }
 
     def result(name: str, wholes: dict[str, float], guesses: float = 0.0) -> dict[str, Any]:
         of = {k: {"whole": whole, "guesses": guesses} for k, whole in wholes.items()}
         return {"command": name, "figures": {"128": {"milliseconds": of}}}
 
-    table, _ = parts.describe_race_round(
+    table = parts.tabulate_race_round(
         result("big", {"1": 0.5, "4": 9.0, "5": 0.9}), result("small", {"1": 9.0, "4": 9.0}, 0.6)
     )
     assert table.splitlines()[2:] == [

@@ -55,11 +55,12 @@ def test_a_model_on_the_torch_path_stays_there(zoo: Zoo) -> None:
 
 def test_a_token_that_differs_is_listed_with_its_gap_and_forced(zoo: Zoo) -> None:
     model = models.load(zoo.big, dtype="float32")
-    right = peer.decode(model, [1, 2, 3], 6)
+    right, _ = peer.decode_to_length(model, [1, 2, 3], 6)
 
     def other(ids: list[int], tokens: int) -> list[int]:
         wrong = right[2] ^ 1
-        return [*right[:2], wrong, *peer.decode(model, [*ids, *right[:2], wrong], tokens - 3)]
+        rest, _ = peer.decode_to_length(model, [*ids, *right[:2], wrong], tokens - 3)
+        return [*right[:2], wrong, *rest]
 
     found = peer.list_mismatches(model, other, [1, 2, 3], 6, "autoregressive")
     assert [(m["at"], m["ours"], m["theirs"]) for m in found] == [(2, right[2], right[2] ^ 1)]

@@ -44,7 +44,7 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
 ) -> None:
     pytest.importorskip("transformers")
     settings = BenchSettings(model=zoo.big, dtype="float32")
-    spec = ArmSpec.read(label.replace("SMALL", "s"))
+    spec = ArmSpec.parse(label.replace("SMALL", "s"))
     spec = ArmSpec(
         spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs)
     )
@@ -110,7 +110,7 @@ def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
         peers.make_peer_arms(
-            [ArmSpec.read("transformers:lokup=3")],
+            [ArmSpec.parse("transformers:lokup=3")],
             BenchSettings(model=zoo.big, dtype="float32"),
             big,
             96,
@@ -212,4 +212,4 @@ def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
         ("llama.cpp:weights=q8_0", narrow, "blocks of 32"),
     ):
         with pytest.raises(TinyspecError, match=says):
-            peers.make_peer_arms([ArmSpec.read(wrong)], settings, model, 32)
+            peers.make_peer_arms([ArmSpec.parse(wrong)], settings, model, 32)

@@ -11,7 +11,7 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.experiments import ppd
 from tinyspec.bench.harness import dump_json
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 from tinyspec.early_exit.ppd import expected_cost
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
@@ -98,7 +98,7 @@ def test_the_tables_have_a_row_a_layer_and_the_picture_both_panels(result: dict[
     assert len(first.rows) == 6 and all(len(row) == len(first.header) for row in first.rows)
     chart = ppd.chart_ppd(result)
     assert [len(panel.lines) for panel in chart.panels] == [3, 3]  # type: ignore[union-attr]
-    ElementTree.fromstring(draw(chart))
+    ElementTree.fromstring(draw_chart(chart))
 
 
 def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:

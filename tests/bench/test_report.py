@@ -35,7 +35,7 @@ STAMP = {
 def result() -> dict[str, Any]:
     hand = Hand()
     book = SampleBook(replace(settings(), tokens=8), None, STAMP)
-    book.expect(jobs())
+    book.check_prompts(jobs())
     book.references = {
         job.key: [1] * job.tokens for job in jobs()
     }  # text that loops, and not what the arms write
@@ -107,8 +107,8 @@ def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -
     charts = report.make_charts(result)
     assert list(charts) == ["speedups", "curve"]
     for chart in charts.values():
-        text = plot.draw(chart)
-        assert text == plot.draw(chart), "the same chart, the same bytes"
+        text = plot.draw_chart(chart)
+        assert text == plot.draw_chart(chart), "the same chart, the same bytes"
         root = ElementTree.fromstring(text)
         assert root.find("{http://www.w3.org/2000/svg}title").text == chart.title  # type: ignore[union-attr]
         assert root.find("{http://www.w3.org/2000/svg}desc").text == chart.summary  # type: ignore[union-attr]
@@ -122,7 +122,7 @@ def test_a_chart_shows_medians_and_colours_slow_downs_and_peers(result: dict[str
     assert isinstance(panel, plot.Bars)
     median = result["figures"]["tasks"]["qa"]["llma"]["speedup"]["median"]
     assert panel.bars["llma"] == median
-    assert f">{median:.2f}</text>" in plot.draw(chart)
+    assert f">{median:.2f}</text>" in plot.draw_chart(chart)
     assert {plot.SLOWER, plot.PEER} <= {*panel.colours.values()} | {
         colour
         for other in chart.panels

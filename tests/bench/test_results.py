@@ -176,7 +176,7 @@ PAGES = sorted(RESULTS[0].parent.glob("*.md"))
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    return summary.list_pages(RESULTS[0].parent)
+    return summary.render_pages(RESULTS[0].parent)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
@@ -200,7 +200,7 @@ def test_a_committed_chart_shows_what_its_result_says(file: str) -> None:
         )
         for text in (
             (RESULTS[0].parent / file).read_text(encoding="utf-8"),
-            plot.draw(CHARTS[file]),
+            plot.draw_chart(CHARTS[file]),
         )
     ]
     assert words[0] == words[1] and words[0]
@@ -214,7 +214,7 @@ def test_the_readme_shows_the_headline() -> None:
 
 def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict[str, str]) -> None:
     _, *sections = pages["README.md"].split("\n## ")
-    assert [section.split("\n")[0] for section in sections] == list(summary.QUESTIONS)
+    assert [section.split("\n")[0] for section in sections] == summary.list_questions()
     for section in sections:
         _, answer, *blocks = section.split("\n\n")
         assert answer.endswith(".") and "|" not in answer and "tinyspec bench" not in answer
@@ -225,7 +225,7 @@ def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict
 def test_links_of_the_page_lead_somewhere(pages: dict[str, str]) -> None:
     page = pages["README.md"]
     anchors = {
-        summary.anchor_of(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")
+        summary.make_anchor(line.lstrip("# ")) for line in page.splitlines() if line.startswith("#")
     }
     for target in re.findall(r"\]\(([^)]+)\)", page):
         if target.startswith("#"):

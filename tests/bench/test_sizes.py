@@ -12,7 +12,7 @@ from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import sizes
 from tinyspec.bench.harness import dump_json
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 from tinyspec.speculative.drafting.speculative_decoding import walltime_speedup
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "2", "--dtype", "float32", "--quiet")
@@ -66,7 +66,7 @@ def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[st
     assert all(len(row) == len(grid.header) for row in grid.rows)
     chart = sizes.chart_sizes(result)
     assert [len(panel.lines) for panel in chart.panels] == [2, 2]  # type: ignore[union-attr]
-    ElementTree.fromstring(draw(chart))
+    ElementTree.fromstring(draw_chart(chart))
 
 
 def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:

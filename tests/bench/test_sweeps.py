@@ -11,7 +11,7 @@ from tests.zoo import failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import sweeps
 from tinyspec.bench.harness import dump_json
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 
 QUICK = ("--prompts", "2", "--tokens", "8", "--rounds", "1", "--quiet")
 
@@ -64,7 +64,7 @@ def test_the_table_has_a_row_a_size_and_the_picture_both_panels(result: dict[str
     assert all(len(row) == len(grid.header) for row in grid.rows)
     chart = sweeps.chart_sweeps(result)
     assert [len(panel.lines) for panel in chart.panels] == [1, 1]  # type: ignore[union-attr]
-    ElementTree.fromstring(draw(chart))
+    ElementTree.fromstring(draw_chart(chart))
 
 
 def test_the_command_writes_all_three(model: str, tmp_path: Path) -> None:

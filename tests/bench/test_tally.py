@@ -195,7 +195,7 @@ values = st.one_of(st.integers(-99, 99), st.booleans(), st.floats(0.1, 9), words
 @given(words, st.dictionaries(words, values, max_size=3))
 def test_a_label_reads_back_as_the_arm_it_names(name: str, knobs: dict[str, object]) -> None:
     spec = ArmSpec(name, tuple(knobs.items()))
-    assert ArmSpec.read(spec.label) == spec
+    assert ArmSpec.parse(spec.label) == spec
 
 
 @pytest.mark.parametrize("wrong", ["llma:k", "llma:=2", "llma:k=", "llma:k=1:k=2"])

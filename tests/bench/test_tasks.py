@@ -84,7 +84,7 @@ def test_missing_data_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_a_second_turn_looks_back_on_plain_greedy_decodings_answer(chatty: Model) -> None:
     letters = chatty.tokenizer.encode("cat")
     item = Item("mt_bench", "1", ("the cat", "the dog"))
-    first, second = tasks.make_requests_of_items(chatty, [item], 8, lambda job: letters * 2)
+    first, second = tasks.list_jobs(chatty, [item], 8, lambda job: letters * 2)
     assert chatty.tokenizer.decode(first.ids) == "u: the cat\na:".replace("u:", "user:")
     assert (
         chatty.tokenizer.decode(second.ids) == "user: the cat\nassistant: catcat\nuser: the dog\na:"
@@ -96,31 +96,27 @@ def test_a_second_turn_looks_back_on_plain_greedy_decodings_answer(chatty: Model
 def test_an_answer_in_a_conversation_ends_where_its_text_does(chatty: Model) -> None:
     ended = Model(replace(chatty.config, eos=(7,)), dict(chatty.weights), chatty.tokenizer)
     said = [*chatty.tokenizer.encode("cat"), 7, *chatty.tokenizer.encode("dog")]
-    second = tasks.make_requests_of_items(
-        ended, [Item("mt_bench", "1", ("a", "b"))], 8, lambda job: said
-    )[1]
+    second = tasks.list_jobs(ended, [Item("mt_bench", "1", ("a", "b"))], 8, lambda job: said)[1]
     assert "dog" not in chatty.tokenizer.decode(second.ids)
-    short = tasks.make_requests_of_items(
-        ended, [Item("qa", "1", ("a",))], 8, lambda job: said, until_eos=True
-    )[0]
+    short = tasks.list_jobs(ended, [Item("qa", "1", ("a",))], 8, lambda job: said, until_eos=True)[
+        0
+    ]
     assert short.tokens == len(chatty.tokenizer.encode("cat")) + 1
 
 
 def test_a_prompt_that_is_too_long_keeps_its_end_and_says_so(chatty: Model) -> None:
-    job = tasks.make_requests_of_items(
-        chatty, [Item("books", "1", ("the cat " * 90,), chat=False)], 16, told
-    )[0]
+    job = tasks.list_jobs(chatty, [Item("books", "1", ("the cat " * 90,), chat=False)], 16, told)[0]
     assert len(job.ids) + job.tokens == chatty.config.max_positions
     assert job.cropped > 0
     with pytest.raises(TinyspecError, match="--tokens"):
-        tasks.make_requests_of_items(chatty, [Item("books", "1", ("a",), chat=False)], 999, told)
+        tasks.list_jobs(chatty, [Item("books", "1", ("a",), chat=False)], 999, told)
 
 
 def test_a_model_without_a_template_continues_the_text(chatty: Model) -> None:
     plain = Model(chatty.config, dict(chatty.weights), chatty.tokenizer)
     plain.tokenizer.chat_template, kept = None, plain.tokenizer.chat_template
     try:
-        job = tasks.make_requests_of_items(plain, [Item("qa", "1", ("the cat",))], 4, told)[0]
+        job = tasks.list_jobs(plain, [Item("qa", "1", ("the cat",))], 4, told)[0]
         assert plain.tokenizer.decode(job.ids) == "the cat"
     finally:
         plain.tokenizer.chat_template = kept

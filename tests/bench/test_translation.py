@@ -24,7 +24,7 @@ from tinyspec.bench.experiments.translators import (
     make_translator_arms,
 )
 from tinyspec.bench.harness import dump_json
-from tinyspec.bench.plot import draw
+from tinyspec.bench.plot import draw_chart
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
@@ -202,7 +202,7 @@ def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str
         (grid,) = translation.tabulate_translation(one)
         assert grid.rows[0][0] == PLAIN
         assert all(len(row) == len(grid.header) for row in grid.rows)
-        ElementTree.fromstring(draw(chart_translation(one)))
+        ElementTree.fromstring(draw_chart(chart_translation(one)))
     assert [len(panel.lines) for panel in chart_translation(other).panels] == [2, 2]  # type: ignore[union-attr]
     assert [len(panel.bars) for panel in chart_translation(result).panels] == 2 * [
         len(result["figures"])

@@ -1,16 +1,17 @@
-"""An arm: whoever is asked for the tokens of a job and is timed. Here are ours; `peers.py` and
-`llamacpp.py` have the others.
+"""Run a technique of ours as an arm: a program that writes the tokens of a job and is timed.
 
-Two spans are timed for every request. `prefill` lasts until the prompt but for its last token has
-been read, `decode` from there until the last token is known. A peer that cannot be asked to stop
-reading there ends its prefill with its first tokens, and these are then not counted as made in
-`decode`. Tokens are counted from the ids that came back, by one counter for all arms.
+`peers.py` and `llamacpp.py` have the arms that run other programs.
+
+Two spans are timed for every request. `prefill` ends when the prompt without its last token has
+been read. `decode` lasts from there until the last token is known. A peer that cannot stop there
+ends its prefill with its first tokens. These tokens are not counted as made in `decode`. Tokens
+are counted from the ids that came back, by one counter for all arms.
 """
 
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -19,32 +20,34 @@ import torch
 from tinyspec import models
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.stores import prepare_arm
-from tinyspec.bench.tasks import Job
-from tinyspec.decoding.trace import Statistics, token_origins
+from tinyspec.bench.tasks import Job, choose_items, list_jobs
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.trace import Statistics, decode, token_origins
 from tinyspec.generation import start_generation
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft
-from tinyspec.technique import find_technique
+from tinyspec.technique import Request, find_technique
 
 Clock = Callable[[], float]
 
 
 class ArmOutput(NamedTuple):
-    """What an arm did for one job. Seconds, ids, and counts; a count is None where the arm cannot
-    tell.
+    """The outcome of one job: seconds, ids, and counts. A count is None if the arm cannot tell it.
 
-    calls        rounds: forwards of the target after the prefill
-    draft_calls  forwards of a draft model
-    nodes        tokens that were proposed, and verified in those calls
-    accepted     proposed tokens that were kept
-    silent       rounds that kept no token of their own behind the accepted ones (the stop cut it
-                 off)
+    calls        rounds: forward passes of the target after the prefill
+    draft_calls  forward passes of a draft model
+    nodes        draft tokens that were verified in those passes
+    accepted     draft tokens that were accepted
+    silent       rounds without a recovered or bonus token, because the stop cut it off
     truncated    tokens that were decided and cut off by the stop
-    row_layers   (row, layer) evaluations of the target
+    row_layers   (position, layer) evaluations of the target
     early        ids that were known when `prefill` ended: `decode` is the time of the others
-    stopped      rounds in which a guess was refused and none beside it was accepted
-    state        bytes of what the drafter keeps of texts (tries, automata), as they say themselves;
-                 None: nothing says so
+    stopped      rounds in which a draft token was rejected and no sibling was accepted
+    state        bytes of what the drafter keeps of texts (tries, automata), as these report them;
+                 None: none of them reports its size
     held         tokens of the texts that it keeps
     """
 
@@ -65,28 +68,33 @@ class ArmOutput(NamedTuple):
 
 
 class Arm(Protocol):
-    """One contestant. `run` may be called any number of times, and owes nothing to earlier
-    calls.
-    """
+    """A program that is timed. `run` may be called any number of times; the calls are independent."""
 
     @property
     def label(self) -> str: ...
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
-        """`job.tokens` new ids for the job; `seed` matters where the temperature is above 0."""
+        """Write `job.tokens` new ids. `seed` matters only if the temperature is above 0."""
         ...
 
     def close(self) -> None:
-        """Let go of what was loaded."""
+        """Free what was loaded."""
 
 
 class TechniqueArm:
-    """One of our techniques on our model."""
+    """One of our techniques on our model. `label` replaces the name that the arm has by its knobs."""
 
-    def __init__(self, spec: ArmSpec, model: Model, settings: BenchSettings, draft: Draft = None):
-        self.label, self.draft = spec.label, draft
+    def __init__(
+        self,
+        spec: ArmSpec,
+        model: Model,
+        settings: BenchSettings,
+        draft: Draft = None,
+        label: str = "",
+    ):
+        self.label, self.draft = label or spec.label, draft
         self.base, self.persistent = model, find_technique(spec.name).persistent
-        self.model, self.round, self.held = without_eos(model), -1, 0
+        self.model, self.round, self.held = disable_eos(model), -1, 0
         self.options: dict[str, Any] = {
             "method": spec.name,
             "temperature": settings.temperature,
@@ -96,13 +104,13 @@ class TechniqueArm:
         }
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
-        """The bare loop: no text is made of the ids, and no log-probabilities.
+        """Decode without making text or log-probabilities.
 
-        What a persistent technique remembers it may use for other requests of the same round
-        (`seed`); a new round begins with nothing, for it asks the same again.
+        A persistent technique remembers the requests of its round (`seed`). A new round asks the
+        same again, so the technique begins it with nothing.
         """
         if self.persistent and seed != self.round:
-            self.model, self.round, self.held = without_eos(self.base), seed, 0
+            self.model, self.round, self.held = disable_eos(self.base), seed, 0
         wait = make_synchronizer(self.model.device)
         begun = clock()
         running = start_generation(
@@ -124,7 +132,7 @@ class TechniqueArm:
             stopped += "recovered" in token_origins(round)
         wait()
         done = clock()
-        ids, state = tuple(decoder.new), kept_bytes(decoder.drafter)
+        ids, state = tuple(decoder.new), count_drafter_bytes(decoder.drafter)
         self.held = len(decoder.context) + (self.held if self.persistent else 0)
         decoder.end()
         return ArmOutput(
@@ -136,10 +144,29 @@ class TechniqueArm:
         return None
 
 
-def kept_bytes(drafter: Any) -> int | None:
-    """Bytes of all structures below a drafter that say how large they are (`bytes`); None where
-    none does.
-    """
+def decode_to_length(
+    model: Model,
+    ids: Sequence[int],
+    tokens: int,
+    method: str = PLAIN,
+    references: Sequence[Sequence[int]] = (),
+    **knobs: Any,
+) -> tuple[list[int], Statistics]:
+    """Decode greedily. Returns exactly `tokens` new ids, and what was counted."""
+    forward_log: list[ForwardRecord] = []
+    request = Request(
+        model.session(forward_log),
+        sampling=SamplingParams(temperature=0.0),
+        stop=StoppingCriteria(max_new_tokens=tokens),
+        references=references,
+        positions=model.config.max_positions,
+        forward_log=forward_log,
+    )
+    return decode(find_technique(method).make(request, **knobs), ids, Seeded(0))
+
+
+def count_drafter_bytes(drafter: Any) -> int | None:
+    """Return the bytes of all structures of a drafter that report them (`bytes`); None if none does."""
     found, seen, todo = list[int](), set[int](), [drafter]
     while todo:
         thing = todo.pop()
@@ -156,32 +183,31 @@ def kept_bytes(drafter: Any) -> int | None:
     return sum(found) if found else None
 
 
-def without_eos(model: Model) -> Model:
-    """The same model, for which no token ends a text: an answer is as long as it was asked to
-    be.
-    """
-    twin = copy.copy(
-        model.pack()
-    )  # packing empties the old weights: once, and before there are two of it
+def disable_eos(model: Model) -> Model:
+    """Return the same model without end-of-text tokens: every answer has the length asked for."""
+    # Packing empties the old weights, so it happens once, before the model is copied.
+    twin = copy.copy(model.pack())
     twin.config = replace(model.config, eos=())
     return twin
 
 
 def make_synchronizer(device: torch.device) -> Callable[[], None]:
-    """What to call before a clock is read: a CUDA device works on after the call that set it to
-    work.
-    """
+    """Return what to call before a clock is read: it waits until a CUDA device has finished."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None
 
 
 def check_token_balance(made: ArmOutput, job: Job, label: str) -> None:
-    """Refuse books that do not add up: every arm made what was asked, and every token is accepted
-    or a round's own.
+    """Raise RuntimeError unless the counts of a job add up.
 
-    tokens = accepted + rounds - silent, after the cut. A benchmark that breaks this counts a bonus
-    twice, or not at all, or tokens that were cut off, and its tau is worth nothing.
+    Every arm writes as many tokens as were asked for. Each is an accepted draft token or the
+    recovered or bonus token of its round:
+
+        tokens = accepted + rounds - silent        after the cut
+
+    A benchmark that breaks this counts a bonus token twice or not at all, or tokens that were cut
+    off. Its tau would be wrong.
     """
     tokens = len(made.ids)
     if tokens != job.tokens:
@@ -192,28 +218,30 @@ def check_token_balance(made: ArmOutput, job: Job, label: str) -> None:
         return
     if tokens != made.accepted + made.calls - made.silent:
         raise RuntimeError(
-            f"{label}: the books of {job.key} do not balance: {tokens} tokens, but {made.accepted} accepted + "
-            f"{made.calls} rounds - {made.silent} without a token of their own"
+            f"{label}: the books of {job.key} do not balance: {tokens} tokens, but "
+            f"{made.accepted} accepted + {made.calls} rounds - {made.silent} without a token of "
+            "their own"
         )
 
 
 def collect_garbage() -> None:
-    """Collect garbage now, so that it is not collected inside somebody's time."""
+    """Collect garbage now, so that it is not collected while an arm is timed."""
     gc.collect()
 
 
 def load_arm_models(
     settings: BenchSettings, any_method: bool = False
 ) -> tuple[Model, list[Model] | None]:
-    """The model, and its draft models where an arm needs one and there is one; with `any_method`,
-    wherever there is one.
+    """Return the model, and its draft models if an arm needs them.
+
+    any_method  load the draft models whether an arm needs them or not
     """
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    cards = [find_technique(arm.name) for arm in settings.arms if not arm.peer]
+    cards = [find_technique(arm.name) for arm in settings.arms if not arm.is_peer]
     wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
     model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
-    names = draft_names(settings, model)
+    names = list_draft_names(settings, model)
     if not wanted or not names:
         return model, None
     return model, [
@@ -221,9 +249,10 @@ def load_arm_models(
     ]
 
 
-def draft_names(settings: BenchSettings, model: Model) -> list[str]:
-    """The draft models of a run: those given, else what the model's card names, else a draft of the
-    zoo made for it.
+def list_draft_names(settings: BenchSettings, model: Model) -> list[str]:
+    """Return the draft models of a run.
+
+    They are those given, else those that the model's card names, else one of the zoo made for it.
     """
     if settings.draft is not None:
         return [name for name in settings.draft.split(",") if name]
@@ -231,23 +260,36 @@ def draft_names(settings: BenchSettings, model: Model) -> list[str]:
     return [named] if isinstance(named, str) else list(named)
 
 
-def own_arms(settings: BenchSettings, model: Model, draft: Draft) -> list[Arm]:
-    """Our arms, plain decoding first; a knob that is wrong is said now."""
-    specs = [spec for spec in settings.arms if not spec.peer]
+def make_technique_arms(settings: BenchSettings, model: Model, draft: Draft) -> list[Arm]:
+    """Return our arms, plain decoding first. A wrong knob is reported now."""
+    specs = [spec for spec in settings.arms if not spec.is_peer]
     for spec in specs:
         find_technique(spec.name).settings(dict(spec.knobs))
     return [TechniqueArm(spec, model, settings, draft) for spec in specs]
 
 
-def make_reference(
-    model: Model, known: Mapping[str, Sequence[int]], keep: Callable[[str, list[int]], None]
-) -> Any:
-    """Plain greedy decoding's answer to a job: from `known`, else made now and handed to `keep`."""
+def make_plain_decoder(model: Model, known: dict[str, list[int]]) -> Callable[[Job], list[int]]:
+    """Return a function that answers jobs by plain greedy decoding.
+
+    known  the answers so far; a new one is added
+    """
     plain = TechniqueArm(ArmSpec(PLAIN), model, BenchSettings())
 
-    def answer(job: Job) -> Sequence[int]:
+    def answer(job: Job) -> list[int]:
         if job.key not in known:
-            keep(job.key, list(plain.run(job, 0, time.perf_counter).ids))
+            known[job.key] = list(plain.run(job, 0, time.perf_counter).ids)
         return known[job.key]
 
     return answer
+
+
+def ask_openings(model: Model, settings: BenchSettings, answers: dict[str, list[int]]) -> list[Job]:
+    """Return the openings of the valid books as jobs.
+
+    answers  gets plain greedy decoding's answer to each
+    """
+    answer = make_plain_decoder(model, answers)
+    jobs = list_jobs(model, choose_items(("books",), settings.prompts), settings.tokens, answer)
+    for job in jobs:
+        answer(job)
+    return jobs

@@ -1,9 +1,9 @@
-"""The samples of a run, as they are kept in its file: added whole turns at a time, and never twice.
+"""Keep the samples of a run in a file. Whole turns are added, and none twice.
 
-A turn is one job in one round, done by every arm. Only whole turns are written, so the arms of a
-turn always met the same mood of the machine, and a run that was interrupted repeats the turn it was
-in. Each sample has one key (task, prompt, turn of the conversation, arm, round); a second one under
-the same key is refused.
+A turn is one job in one round, done by every arm. Only whole turns are written. So the arms of a
+turn ran under the same load of the machine, and an interrupted run repeats the turn it was in.
+Each sample has one key (task, prompt, turn of the conversation, arm, round). A second sample with
+the same key is an error.
 """
 
 import json
@@ -18,16 +18,16 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
 VERSION = 1  # of the file
-OLDER = 17  # columns of files of before
+OLDER = 17  # columns of older files
 
 
 class Sample(NamedTuple):
-    """One request of one arm. Seconds and counts as `arms.ArmOutput` has them.
+    """One request of one arm. Seconds and counts are those of `arms.ArmOutput`.
 
     tokens  counted from the ids
     timed   how many of them were made in `decode` seconds
-    same    how many ids at the front are plain greedy decoding's; None at a temperature above 0
-    stopped, state, held  as `arms.ArmOutput` has them; files of before do not have these columns
+    same    how many ids at the front equal plain greedy decoding's; None above temperature 0
+    stopped, state, held  as in `arms.ArmOutput`; older files do not have these columns
     """
 
     task: str
@@ -53,7 +53,7 @@ class Sample(NamedTuple):
 
     @property
     def job(self) -> str:
-        """The key of its job."""
+        """Return the key of its job."""
         return f"{self.task}/{self.prompt}/{self.turn}"
 
     @property
@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class SampleBook:
-    """All samples of a run, with what they depend on; `path` None keeps them in memory alone."""
+    """All samples of a run, and what they depend on. Without `path` they are kept in memory only."""
 
     def __init__(
         self,
@@ -71,36 +71,30 @@ class SampleBook:
         stamp: Mapping[str, Any] | None = None,
     ):
         self.settings, self.path = settings, path
-        self.stamps: list[dict[str, Any]] = [
-            dict(stamp or {})
-        ]  # command, commit, date, machine of every sitting
+        # Command, commit, date and machine of every session that added samples.
+        self.stamps: list[dict[str, Any]] = [dict(stamp or {})]
         self.samples: list[Sample] = []
         self.references: dict[str, list[int]] = {}
-        self.prompts: dict[
-            str, list[int]
-        ] = {}  # job -> ids in its prompt, left out in front, wanted, and their check sum
+        # Per job: ids of its prompt, ids left out at the front, tokens to write, check sum.
+        self.prompts: dict[str, list[int]] = {}
         self.skipped: list[str] = []
-        self.rest: dict[str, Any] = {}  # curve, ceilings, memory: whatever is measured once
+        self.rest: dict[str, Any] = {}  # what is measured once: curve, ceilings, memory
         self._keys: set[tuple[str, str, int]] = set()
 
-    def add(self, turn: Sequence[Sample]) -> None:
-        """Enter the samples of one turn, all or none. ValueError for one that is there already."""
+    def add_turn(self, turn: Sequence[Sample]) -> None:
+        """Add the samples of one turn, all or none. Raises ValueError if one is there already."""
         keys = [sample.key for sample in turn]
-        if len(set(keys)) < len(keys) or self._keys.intersection(keys):
-            raise ValueError(
-                f"counted twice: {sorted(k for k in keys if k in self._keys or keys.count(k) > 1)[0]}"
-            )
+        if twice := sorted(k for k in keys if k in self._keys or keys.count(k) > 1):
+            raise ValueError(f"counted twice: {twice[0]}")
         self._keys.update(keys)
         self.samples.extend(turn)
 
-    def has(self, job: Job, round: int, arms: Sequence[str]) -> bool:
-        """Whether this turn was done."""
+    def has_turn(self, job: Job, round: int, arms: Sequence[str]) -> bool:
+        """Return whether this turn was done."""
         return all((job.key, arm, round) in self._keys for arm in arms)
 
-    def expect(self, jobs: Sequence[Job]) -> None:
-        """Note what is asked. TinyspecError where the file's samples answered another prompt of the
-        same name.
-        """
+    def check_prompts(self, jobs: Sequence[Job]) -> None:
+        """Record the prompts. Raises TinyspecError if the file has another prompt of that name."""
         for job in jobs:
             asked = [
                 len(job.ids),
@@ -110,11 +104,12 @@ class SampleBook:
             ]
             if self.prompts.setdefault(job.key, asked) != asked:
                 raise TinyspecError(
-                    f"{self.path}: {job.key} is another prompt now (other data, model or tokenizer): start anew"
+                    f"{self.path}: {job.key} is another prompt now (other data, model or "
+                    "tokenizer): start anew"
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """What the file holds, the newest sitting's command, commit, date and machine first."""
+        """Return the content of the file. The newest command, commit, date and machine come first."""
         return {
             **self.stamps[-1],
             "version": VERSION,
@@ -130,16 +125,14 @@ class SampleBook:
 
     def save(self) -> None:
         """Write the file, whole or not at all."""
-        if self.path is None:
-            return
         save_result(self.path, self.as_dict())
 
     @classmethod
     def open(cls, path: Path, stamp: Callable[[BenchSettings], Mapping[str, Any]]) -> "SampleBook":
-        """The book of a file, for another sitting, whose stamp may depend on the settings found
-        (the number of threads).
+        """Return the book of a file, to add samples to it.
 
-        TinyspecError where the file is none of ours, is damaged, or was begun on another machine.
+        stamp  makes the new stamp from the settings found, which include the number of threads
+        Raises TinyspecError if the file is not ours, is damaged, or is from another machine.
         """
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
@@ -156,34 +149,17 @@ class SampleBook:
         book = cls(BenchSettings.from_dict(found["settings"]), path)
         now = stamp(book.settings)
         if found["machine"] != now["machine"]:
-            raise TinyspecError(
-                f"{path} was begun on another machine ({_describe_difference(found['machine'], now['machine'])})"
-            )
+            difference = _describe_difference(found["machine"], now["machine"])
+            raise TinyspecError(f"{path} was begun on another machine ({difference})")
         book.stamps = [*found["sittings"], dict(now)]
-        book.references, book.prompts, book.skipped = (
-            found["references"],
-            found["prompts"],
-            found["skipped"],
-        )
+        book.references, book.prompts = found["references"], found["prompts"]
+        book.skipped = found["skipped"]
         try:
-            book.add([Sample(*row) for row in found["samples"]])
+            book.add_turn([Sample(*row) for row in found["samples"]])
         except (TypeError, ValueError) as error:
             raise TinyspecError(f"{path}: damaged ({error}); start anew") from error
-        kept = {
-            "version",
-            "sittings",
-            "settings",
-            "skipped",
-            "prompts",
-            "references",
-            "columns",
-            "samples",
-        }
-        book.rest = {
-            name: value
-            for name, value in found.items()
-            if name not in kept | set(found["sittings"][-1])
-        }
+        known = {*cls(book.settings, None, found["sittings"][-1]).as_dict()}
+        book.rest = {name: value for name, value in found.items() if name not in known}
         return book
 
 

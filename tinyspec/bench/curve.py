@@ -1,12 +1,14 @@
-"""The curve on which speculation lives: what one forward over k new tokens costs, against one over
-a single token.
+"""Measure the cost curve: the time of a forward pass over k new tokens, against one over 1 token.
 
-A forward over few tokens waits for the weights to come from memory, one over many for arithmetic.
-Under both stands a floor that no program goes below: max(weight bytes / bandwidth, operations /
-peak). The two ceilings are measured in the same rounds as the curve, by whoever reads or multiplies
-fastest: a slow meter would flatter. On a shared machine the memory is faster in some moments than
-in others, so there are two floors: of the best moment of the run, which is strict, and of the best
-meter's median, which is like against like.
+Speculative decoding gains where this curve is flat. A forward pass over few tokens waits for the
+weights to come from memory; one over many waits for arithmetic. No program takes less than
+
+    floor = max(weight bytes / bandwidth, operations / peak)
+
+Bandwidth and peak are measured in the same rounds as the curve, and the fastest meter counts: a
+slow meter would make the curve look too good. The memory of a shared machine is not always equally
+fast. So there are two floors: one from the best sample of the run, which is strict, and one from
+the best median, which compares medians with medians.
 """
 
 import time
@@ -18,24 +20,22 @@ import torch
 
 from tinyspec import _core
 from tinyspec.bench.arms import Clock, collect_garbage, make_synchronizer
-from tinyspec.bench.harness import find_quartiles
+from tinyspec.bench.harness import find_quartiles, name_dtype
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import pack
 from tinyspec.lm.model import Model
 from tinyspec.tree import TokenTree
 
-SETTLE = 0.02
-"""Seconds before each that is timed: threads of whoever ran before keep their cores for some
-milliseconds.
-"""
-KS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
-CACHED = 256
+SETTLE = 0.02  # seconds before each sample: the threads of the last one hold their cores for some
+KS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)  # new tokens of a forward pass
+CACHED = 256  # tokens in the cache before it
 MEBIBYTE = 2**20
 
 
 class TimedForward(Protocol):
-    """Somebody's forward over k tokens behind a cache. `weights`: bytes it reads for them; None: as
-    many as ours.
+    """A program's forward pass over k tokens after a cache.
+
+    weights  bytes of weights that it reads; None: as many as ours
     """
 
     label: str
@@ -46,20 +46,18 @@ class TimedForward(Protocol):
 
 
 class OwnForward:
-    """Ours: a session with `cached` tokens behind it scores a chain, of which nothing is kept."""
+    """Our forward pass: a session with `cached` tokens scores a chain, and commits nothing."""
 
     label = "tinyspec"
 
     def __init__(self, model: Model, cached: int):
         self.model, self.cached, self.wait = model, cached, make_synchronizer(model.device)
-        self.weights: int | None = weight_bytes(model.config, model.dtype.itemsize)
+        self.weights: int | None = count_weight_bytes(model.config, model.dtype.itemsize)
         self.session = model.session()
         self.session.extend(self._some(cached + 1))
 
     def prepare(self, k: int) -> None:
-        """Take the newest token back and give it again: it is the first of the k, and not yet
-        run.
-        """
+        """Rewind the newest token and add it again: it is the first of the k, and not yet run."""
         self.session.rewind(self.cached)
         self.session.extend(self._some(1))
         self.wait()
@@ -72,11 +70,12 @@ class OwnForward:
         return [7 * i % self.model.config.vocab_size for i in range(n)]
 
 
-def weight_bytes(config: Config, itemsize: int) -> int:
-    """Bytes of weights that a forward over few tokens reads: all of them, but of a table of rows
-    only some rows.
+def count_weight_bytes(config: Config, itemsize: int) -> int:
+    """Return the bytes of weights that a forward pass over few tokens reads.
 
-    >>> weight_bytes(Config(vocab_size=8, d_model=4, n_layers=0, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=4,
+    It reads all of them, except that it reads few rows of an embedding table.
+
+    >>> count_weight_bytes(Config(vocab_size=8, d_model=4, n_layers=0, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=4,
     ...                     max_positions=9, tied=False), 2)  # the head of 8 x 4 and the last norm's gain
     72
     """
@@ -88,8 +87,9 @@ def weight_bytes(config: Config, itemsize: int) -> int:
 
 
 def count_operations(config: Config, k: int, cached: int) -> int:
-    """Multiplications and additions of a forward over k tokens behind `cached` others: products and
-    attention.
+    """Return the operations of a forward pass over k tokens after `cached` others.
+
+    They are the multiplications and additions of matrix products and attention.
     """
     matrices = sum(
         s[0] * s[1]
@@ -97,16 +97,13 @@ def count_operations(config: Config, k: int, cached: int) -> int:
         if len(s) == 2 and n not in ("positions", "embed")
     )
     matrices += config.vocab_size * config.d_model if config.tied else 0
-    looks = (
-        k * cached + k * (k + 1) // 2
-    )  # each token looks at the cache, and at itself and those before it
-    return 2 * k * matrices + 4 * looks * config.n_layers * config.q_dim
+    # Each token attends to the cache, to itself, and to the new tokens before it.
+    pairs = k * cached + k * (k + 1) // 2
+    return 2 * k * matrices + 4 * pairs * config.n_layers * config.q_dim
 
 
 class Meter(NamedTuple):
-    """A piece of work that is nothing but reading, or nothing but arithmetic: `amount` bytes, or
-    operations.
-    """
+    """Work that only reads `amount` bytes ("bandwidth"), or only does as many operations ("peak")."""
 
     who: str
     kind: str
@@ -115,14 +112,17 @@ class Meter(NamedTuple):
 
 
 def make_meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Meter]:
-    """Weight reads: one row times a matrix of that many MiB, by us and by torch, and torch's sum
-    over it. Products: a square of `side`, by us and by torch, in the model's type and in
-    float32."""
+    """Return the meters of bandwidth and peak.
+
+    Bandwidth: one row times a matrix of so many MiB, by us and by torch, and torch's sum over it.
+    Peak: a square matrix of `side` times itself, by us and by torch, in the model's dtype and in
+    float32.
+    """
     width, device, made = 2048, model.device, list[Meter]()
     for dtype in dict.fromkeys((model.dtype, torch.float32)):
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             continue
-        name = str(dtype).removeprefix("torch.")
+        name = name_dtype(dtype)
         compiled = device.type == "cpu" and _core.compute is not None and dtype != torch.float16
         square = torch.randn(side, side).to(device, dtype)
         made.append(
@@ -156,7 +156,7 @@ def make_meters(model: Model, mebibytes: int = 256, side: int = 1024) -> list[Me
 
 
 def _synchronized(work: Callable[..., torch.Tensor], *on: torch.Tensor) -> Callable[[], object]:
-    """The work, until it is done."""
+    """Return a function that does the work and waits until it is done."""
     wait = make_synchronizer(on[0].device)
 
     def run() -> None:
@@ -167,7 +167,7 @@ def _synchronized(work: Callable[..., torch.Tensor], *on: torch.Tensor) -> Calla
 
 
 def _compiled_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], object]:
-    """x times the weight's transpose by our kernel."""
+    """Return a function that computes x times the weight's transpose by our kernel."""
     assert _core.compute is not None
     out, inputs = weight.shape
     packed = pack(weight)
@@ -232,10 +232,10 @@ def measure_curve(
 def find_ceilings(
     raw: Mapping[str, Any], of: Callable[[Sequence[float]], float] = min
 ) -> dict[str, dict[str, float]]:
-    """What each meter reached at its best (or `of` its samples): {"bandwidth": {who: bytes/s},
-    "peak": {who: operations/s}}.
+    """Return what each meter reached: {"bandwidth": {who: bytes/s}, "peak": {who: operations/s}}.
 
-    A whole forward over one token reads all weights: it is a meter of bandwidth too.
+    of  which of its samples counts: the best, or the median
+    A whole forward pass over one token reads all weights, so it is a meter of bandwidth too.
     """
     best: dict[str, dict[str, float]] = {"bandwidth": {}, "peak": {}}
     for meter in raw["meters"]:
@@ -249,21 +249,18 @@ def find_ceilings(
 
 
 def find_highest_ceilings(tops: Mapping[str, Mapping[str, float]]) -> tuple[float, float]:
-    """Bandwidth and peak: whoever reads, and whoever multiplies fastest. 0: there was no such
-    meter.
-    """
+    """Return the greatest bandwidth and the greatest peak of all meters; 0 if there is no meter."""
     return max(tops["bandwidth"].values(), default=0.0), max(tops["peak"].values(), default=0.0)
 
 
 def summarize_curve(
     raw: Mapping[str, Any], config: Config, itemsize: int, cached: int
 ) -> dict[str, Any]:
-    """The curve of each program in figures: milliseconds, quartiles, t(k)/t(1), and how near our
-    own comes to the floor.
+    """Return each program's curve: milliseconds, quartiles, t(k)/t(1), and how near the floor it is.
 
-    `over` is the median time over the floor of the run's best moment; `usually`, over that of the
-    best meter's median: 1 is the machine's limit. `falls` lists the k whose cost is below that of a
-    smaller k by more than the quartiles of both explain.
+    over     median time over the floor by the best samples; 1 is the machine's limit
+    usually  median time over the floor by the best median
+    falls    the k that cost less than a smaller k, by more than the quartiles of both explain
     """
     tops = find_ceilings(raw)
     bandwidth, peak = find_highest_ceilings(tops)
@@ -287,7 +284,7 @@ def summarize_curve(
             for k, seconds in sorted(times.items())
         }
         if bandwidth and peak:
-            read = raw["weights"][label] or weight_bytes(config, itemsize)
+            read = raw["weights"][label] or count_weight_bytes(config, itemsize)
             for k, row in ((int(k), row) for k, row in rows.items()):
                 row["floor"], often = (
                     1e3 * max(read / reading, count_operations(config, k, cached) / summing)
@@ -302,7 +299,7 @@ def summarize_curve(
 
 
 def find_cost_drops(times: Mapping[int, Sequence[float]]) -> list[int]:
-    """The k that cost less than some smaller one, beyond the quartiles of both.
+    """Return the k that cost less than some smaller one, beyond the quartiles of both.
 
     >>> find_cost_drops({1: [1.0, 1.0, 1.0], 2: [3.0, 3.1, 3.2], 4: [2.0, 2.0, 2.1]})
     [4]

@@ -1,9 +1,8 @@
-"""Our weights as a .gguf file, for llama.cpp: the same numbers, in float32, bfloat16 or q8_0,
-without a tokenizer.
+"""Write our weights as a .gguf file for llama.cpp, in float32, bfloat16 or q8_0.
 
-The benchmark hands llama.cpp token ids and takes ids back, so the file says "no vocabulary". What
-differs from our own layout is undone here: fused matrices are split, and the rows of LLaMA's
-queries and keys stand in llama.cpp's order.
+The benchmark gives llama.cpp token ids and gets ids back, so the file has no tokenizer and says
+"no vocabulary". Our layout is changed to llama.cpp's: fused matrices are split, and the rows of
+LLaMA's queries and keys are put into its order.
 """
 
 from pathlib import Path
@@ -24,8 +23,7 @@ KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 def write_gguf(path: Path, model: Model, kind: str) -> None:
     """Write the file. Vectors stay float32, as llama.cpp wants them; matrices are of `kind`.
 
-    TinyspecError for a kind it does not know, or rows that are no multiple of 32 where q8_0 needs
-    blocks of them.
+    Raises TinyspecError for an unknown kind, and for q8_0 if rows are no multiple of 32.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -82,15 +80,16 @@ def _write_metadata(writer: Any, c: Config) -> None:
 
 
 def _frequency_divisors(c: Config) -> Any:
-    """What llama.cpp divides each frequency by: [head_dim / 2]."""
+    """Return what llama.cpp divides each frequency by: [head_dim / 2]."""
     from dataclasses import replace
 
     return (frequencies(replace(c, rope_scaling=None)) / frequencies(c)).float().numpy()
 
 
 def _permute_if_llama(rows: Tensor, c: Config, name: str) -> Tensor:
-    """Queries and keys of LLaMA in llama.cpp's order, which turns neighbouring pairs; everything
-    else as it is.
+    """Return queries and keys of LLaMA in llama.cpp's order of rows, and others unchanged.
+
+    llama.cpp rotates neighbouring pairs of rows.
     """
     if not FAMILIES[c.family].permuted:
         return rows
@@ -99,7 +98,7 @@ def _permute_if_llama(rows: Tensor, c: Config, name: str) -> Tensor:
 
 
 def permute_heads(rows: Tensor, heads: int) -> Tensor:
-    """The rows of a head (i, i + hd/2) side by side: what `gguf_file.unpermute` undoes.
+    """Put rows i and i + hd/2 of each head side by side. `gguf_file.unpermute` undoes it.
 
     >>> permute_heads(torch.tensor([0, 1, 2, 3]), heads=1).tolist()
     [0, 2, 1, 3]

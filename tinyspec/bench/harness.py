@@ -1,9 +1,8 @@
-"""How things are measured here: warm up, interleave the arms in one run, quote ratios of medians,
-keep raw samples.
+"""Measure and save: interleave the arms of a run, take ratios of medians, and keep raw samples.
 
-Machines are shared and noisy. Two arms timed one after the other compare two moods of the machine;
-timed in turn, they meet the same mood. A result file carries the samples it was computed from, and
-a test recomputes its ratios.
+Machines are shared and noisy. Two arms that are timed one after the other meet different loads;
+two that take turns meet the same. A result file contains the samples that its figures come from,
+and a test recomputes them.
 """
 
 import json
@@ -32,8 +31,9 @@ Arms = Mapping[str, Callable[[], Any]]
 def time_interleaved(
     arms: Arms, rounds: int, *, warm: int = 1, tick: Callable[[], None] | None = None
 ) -> dict[str, list[float]]:
-    """Seconds of each arm, `rounds` times, the arms in turn; the order turns round each time.
-    Warm-up runs are not kept.
+    """Return the seconds of each arm, `rounds` times. Arms take turns; every round reverses them.
+
+    warm  runs of each arm before, which are not timed
     """
     names = list(arms)
     for _ in range(warm):
@@ -51,7 +51,7 @@ def time_interleaved(
 
 
 def ratio_of_medians(samples: Mapping[str, Sequence[float]], slow: str, fast: str) -> float:
-    """How many times faster `fast` is: the ratio of the medians.
+    """Return how many times as fast as `slow` `fast` is: the ratio of the medians.
 
     >>> ratio_of_medians({"a": [2.0, 9.0, 2.0], "b": [1.0, 1.0, 5.0]}, "a", "b")
     2.0
@@ -60,7 +60,7 @@ def ratio_of_medians(samples: Mapping[str, Sequence[float]], slow: str, fast: st
 
 
 def find_quartiles(samples: Sequence[float]) -> tuple[float, float]:
-    """The quartiles of the samples, as printed beside a median.
+    """Return the quartiles that are printed beside a median.
 
     >>> find_quartiles([1.0, 2.0, 3.0, 4.0, 5.0])
     (2.0, 4.0)
@@ -71,7 +71,7 @@ def find_quartiles(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures were taken on."""
+    """Return what the figures were measured on."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.exists() else ""
@@ -97,45 +97,50 @@ def describe_machine() -> dict[str, Any]:
 
 
 def describe_machines(results: dict[str, dict[str, Any]]) -> str:
-    """Where and when they were measured; whichever ran elsewhere, or on another number of threads,
-    than most is named.
+    """Return where and when results were measured. Those that differ from most are named.
 
     >>> here = {"cpu": "Z", "units": [], "cores": 2, "threads": 2, "torch": "2"}
-    >>> describe_machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "threads": 1}, "date": "7"},
-    ...          "c": {"machine": here, "date": "6"}})
+    >>> a = {"machine": here, "date": "5"}
+    >>> describe_machines({"a": a, "b": {"machine": {**here, "threads": 1}, "date": "7"}, "c": a})
     '2 cores of Z, torch 2, 2 threads (b: 1), 5 to 7'
-    >>> describe_machines({"a": {"machine": here, "date": "5"}, "b": {"machine": {**here, "units": ["wide"]}, "date": "5"},
-    ...          "c": {"machine": here, "date": "5"}})
-    '2 cores of Z, torch 2 (b: 2 cores of Z with wide, torch 2), 2 threads, 5'
+    >>> describe_machines({"a": a, "b": {"machine": {**here, "units": ["x"]}, "date": "5"}, "c": a})
+    '2 cores of Z, torch 2 (b: 2 cores of Z with x, torch 2), 2 threads, 5'
     """
     each = {name: result["machine"] for name, result in results.items()}
-    units = {
-        name: " with " + ", ".join(m["units"]) if m["units"] else "" for name, m in each.items()
-    }
     places = {
-        name: f"{m['cores']} cores of {m['cpu']}{units[name]}, torch {m['torch']}"
+        name: f"{m['cores']} cores of {m['cpu']}{describe_units(m)}, torch {m['torch']}"
         for name, m in each.items()
     }
     dates = sorted({result["date"] for result in results.values()})
     threads = {name: m["threads"] for name, m in each.items()}
-    most = mode(threads.values())
     span = " to ".join(dict.fromkeys((dates[0], dates[-1])))
-    who = _describe_majority(places), _describe_majority(threads, f"{most} threads")
-    return ", ".join([*who, span])
+    return ", ".join(
+        [_describe_majority(places), _describe_majority(threads, unit=" threads"), span]
+    )
 
 
-def _describe_majority(of: dict[str, Any], said: str = "") -> str:
-    """What most have, and in brackets those that have something else."""
+def describe_units(machine: Mapping[str, Any]) -> str:
+    """Return " with avx2, ..." for the vector units of a machine."""
+    return " with " + ", ".join(machine["units"]) if machine["units"] else ""
+
+
+def _describe_majority(of: dict[str, Any], unit: str = "") -> str:
+    """Return the value that most have, and in brackets those that have another."""
     most, others = mode(of.values()), dict[Any, list[str]]()
     for name, value in of.items():
         if value != most:
             others.setdefault(value, []).append(name)
     aside = "; ".join(f"{', '.join(names)}: {value}" for value, names in others.items())
-    return (said or str(most)) + (f" ({aside})" if aside else "")
+    return f"{most}{unit}" + (f" ({aside})" if aside else "")
+
+
+def name_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without "torch."."""
+    return str(dtype).removeprefix("torch.")
 
 
 def find_commit() -> str | None:
-    """The commit of the source tree, with + where it was changed; None outside one."""
+    """Return the commit of the source tree, with + if it was changed; None outside a checkout."""
     try:
         here = Path(__file__).parent
         head = subprocess.run(
@@ -150,7 +155,7 @@ def find_commit() -> str | None:
 
 
 def stamp_result(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """A result with where it came from: command, commit, machine, date."""
+    """Return a result together with its command, commit, date and machine."""
     command = "tinyspec " + " ".join(sys.argv[1:])
     stamp = datetime.now(UTC).strftime("%Y-%m-%d")
     return {
@@ -162,9 +167,10 @@ def stamp_result(figures: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def save_result(path: str | Path, result: Mapping[str, Any]) -> None:
-    """Write a result file, whole or not at all."""
-    path = Path(path)
+def save_result(path: Path | None, result: Mapping[str, Any]) -> None:
+    """Write a result file, whole or not at all. Without a path, nothing is written."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     part.write_text(dump_json(result), encoding="utf-8")
@@ -172,24 +178,33 @@ def save_result(path: str | Path, result: Mapping[str, Any]) -> None:
 
 
 def read_unfinished(
-    out: Path | None, command: str, settings: Mapping[str, Any], read: Callable[[dict[str, Any]], T]
-) -> T | None:
-    """Return what `read` takes from the file that an interrupted run left; None if there is no file.
+    out: Path | None,
+    resume: bool,
+    command: str,
+    settings: Mapping[str, Any],
+    read: Callable[[dict[str, Any]], T],
+    empty: T,
+) -> T:
+    """Return what `read` takes from the file that an interrupted run left.
 
     settings  what the file's own must equal: its "settings", or else its entries of these names
+    empty     what is returned if nothing is resumed, or there is no file yet
     Raises TinyspecError if --out is missing, the file is another command's, or settings differ.
     """
+    if not resume:
+        return empty
     if out is None:
         raise TinyspecError("--resume goes on with the file of --out: name it")
     if not out.exists():
-        return None
+        return empty
     try:
         found = json.loads(out.read_text(encoding="utf-8"))
         known = dict(found.get("settings", found))
         kept = read(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise TinyspecError(
-            f"{out} is no result of `tinyspec bench {command}` ({type(error).__name__}): name another"
+            f"{out} is no result of `tinyspec bench {command}` ({type(error).__name__}): "
+            "name another"
         ) from error
     for key, value in settings.items():
         if known.get(key) != value:
@@ -201,8 +216,7 @@ def read_unfinished(
 
 
 def dump_json(result: Mapping[str, Any]) -> str:
-    """JSON with one line for each sample and each short list: a file that a person can read and
-    `git diff` can show.
+    """Return JSON with one line for each sample and each flat list, so that `git diff` shows it.
 
     >>> print(dump_json({"a": 1, "rows": [[1, 2], [3, 4]]}))
     {
@@ -223,26 +237,22 @@ def _dump_value(value: Any, depth: int) -> str:
     )
     if not isinstance(value, (list, tuple, Mapping)) or flat or not value:
         return json.dumps(value, ensure_ascii=False)
-    lead = "\n" + " " * (depth + 1)
     if isinstance(value, Mapping):
+        opening, closing = "{}"
         inside = [
             f"{json.dumps(str(name), ensure_ascii=False)}: {_dump_value(entry, depth + 1)}"
             for name, entry in value.items()
         ]
-        return "{" + lead + f",{lead}".join(inside) + "\n" + " " * depth + "}"
-    return (
-        "["
-        + lead
-        + f",{lead}".join(_dump_value(entry, depth + 1) for entry in value)
-        + "\n"
-        + " " * depth
-        + "]"
-    )
+    else:
+        opening, closing = "[]"
+        inside = [_dump_value(entry, depth + 1) for entry in value]
+    lead = "\n" + " " * (depth + 1)
+    return opening + lead + f",{lead}".join(inside) + lead[:-1] + closing
 
 
 @contextmanager
-def show_progress(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
-    """A bar with the time left, on stderr; yields the function that moves it on by one."""
+def show_progress_bar(title: str, total: int, quiet: bool = False) -> Iterator[Callable[[], None]]:
+    """Show a bar with the time left on stderr. Yields the function that moves it on by one."""
     bar = progress_bar(None if quiet else Console(stderr=True))
     with bar:
         task = bar.add_task(title, total=total)

@@ -1,11 +1,10 @@
-"""llama.cpp as an arm, through llama-cpp-python: the same weights as a .gguf file made for the run,
-the same ids.
+"""Run llama.cpp as an arm, through llama-cpp-python: the same weights and the same ids.
 
     llama.cpp                  weights in the run's dtype
     llama.cpp:weights=q8_0     or float32, bfloat16
 
-Only its C interface is used: ids in, one forward, its own sampler, id out. Nothing of Python stands
-between two tokens but that loop.
+The weights are written as a .gguf file for the run. Only the C interface is used: ids in, one
+forward pass, its own sampler, id out. Python does nothing else between two tokens.
 """
 
 import ctypes
@@ -23,11 +22,11 @@ from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.model import Model
 
 BATCH = 512  # tokens of a prompt that it reads together
-_silence: list[Any] = []  # what C calls instead of writing a log: kept, for it is called later
+_log_callback: list[Any] = []  # C calls it instead of writing a log, so it must not be freed
 
 
 def load_library() -> Any:
-    """The bindings, silenced. TinyspecError, in one line, where they are not installed."""
+    """Return the bindings, without their log. Raises TinyspecError if they are not installed."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -36,19 +35,21 @@ def load_library() -> Any:
                 "the peer llama.cpp is not installed: pip install 'tinyspec[peers]'"
             ) from None
         raise TinyspecError(
-            f"llama-cpp-python is installed but does not load ({error}); pip install --force-reinstall 'tinyspec[peers]'"
+            f"llama-cpp-python is installed but does not load ({error}); "
+            "pip install --force-reinstall 'tinyspec[peers]'"
         ) from None
     lib: Any = llama_cpp
-    if not _silence:
-        _silence.append(lib.llama_log_callback(lambda level, text, data: None))
-        lib.llama_log_set(_silence[0], ctypes.c_void_p(0))
+    if not _log_callback:
+        _log_callback.append(lib.llama_log_callback(lambda level, text, data: None))
+        lib.llama_log_set(_log_callback[0], ctypes.c_void_p(0))
         lib.llama_backend_init()
     return lib
 
 
 def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder: Path) -> Path:
-    """The weights that this arm runs on, as a file in the folder. What is wrong with the arm is
-    said before it is written.
+    """Write the weights of this arm into the folder, and return the file.
+
+    Raises TinyspecError for a wrong arm before anything is written.
     """
     load_library()
     knobs = dict(spec.knobs)
@@ -65,16 +66,11 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
 
 
 class LlamaCppArm:
-    """A model and a context of llama.cpp for `room` tokens, from a .gguf file that may go once it
-    is loaded.
-    """
+    """A model and a context of llama.cpp for `room` tokens. The .gguf file may be deleted then."""
 
     def __init__(self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int):
-        self.label, self.lib, self.sampling = (
-            spec.label,
-            load_library(),
-            (settings.temperature, settings.top_p),
-        )
+        self.label, self.lib = spec.label, load_library()
+        self.sampling = settings.temperature, settings.top_p
         how = self.lib.llama_model_default_params()
         how.use_mmap, how.n_gpu_layers = False, 0
         self.model = self.lib.llama_model_load_from_file(str(path).encode(), how)
@@ -95,12 +91,12 @@ class LlamaCppArm:
 
     @classmethod
     def of(cls, spec: ArmSpec, settings: BenchSettings, model: Model, room: int) -> "LlamaCppArm":
-        """From a model of ours."""
+        """Return the arm of a model of ours."""
         with tempfile.TemporaryDirectory() as folder:
             return cls(spec, settings, export_weights(spec, settings, model, Path(folder)), room)
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
-        """Its own loop: forward, sample, forward."""
+        """Decode in its own loop: forward pass, sample, forward pass."""
         sampler = self._sampler(seed)
         self.lib.llama_memory_clear(self.memory, False)
         sample, decode, context = self.lib.llama_sampler_sample, self.lib.llama_decode, self.context
@@ -120,7 +116,7 @@ class LlamaCppArm:
         return ArmOutput(read - begun, done - read, tuple(ids), job.tokens, nodes=0)
 
     def read(self, ids: Any) -> None:
-        """Run ids behind what is cached, many at a time."""
+        """Run ids after what is cached, many at a time."""
         for at in range(0, len(ids), BATCH):
             part = ids[at : at + BATCH]
             array = (self.lib.llama_token * len(part))(*part)
@@ -128,7 +124,7 @@ class LlamaCppArm:
                 raise RuntimeError("llama_decode failed")
 
     def forwards(self, cached: int) -> "LlamaCppForward":
-        """What its cost curve is measured on."""
+        """Return what its cost curve is measured on."""
         return LlamaCppForward(self, cached)
 
     def close(self) -> None:
@@ -151,24 +147,17 @@ class LlamaCppArm:
 
 
 class LlamaCppForward:
-    """Forwards over k tokens behind `cached` others; every token's logits are asked for, as a
-    verifier would.
-    """
+    """Forward passes over k tokens after `cached` others, with logits of every token."""
 
     def __init__(self, llama: LlamaCppArm, cached: int):
-        self.llama, self.cached, self.label, self.weights = (
-            llama,
-            cached,
-            llama.label,
-            llama.weights,
-        )
-        self.lib = llama.lib
+        self.llama, self.cached = llama, cached
+        self.label, self.weights, self.lib = llama.label, llama.weights, llama.lib
         self.lib.llama_memory_clear(llama.memory, False)
         llama.read([7 * i % 97 for i in range(cached)])
         self.batch = self.lib.llama_batch_init(BATCH, 0, 1)
 
     def prepare(self, k: int) -> None:
-        """Take back what the last forward added, and lay out the next."""
+        """Remove what the last forward pass added, and set up the next."""
         self.lib.llama_memory_seq_rm(self.llama.memory, 0, self.cached, -1)
         batch = self.batch
         batch.n_tokens = k

@@ -1,8 +1,7 @@
-"""Peak memory of an arm: the most that a fresh process held, which loaded the model, read a prompt
-and made some tokens.
-"""
+"""Measure the peak memory of an arm: the most that a fresh process held while it did one job."""
 
 import json
+import resource
 import subprocess
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 
 from tinyspec.bench import arms, llamacpp, peers
-from tinyspec.bench.experiments.plain import peak_resident_bytes
 from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
@@ -24,15 +22,14 @@ from tinyspec.lm.model import Model
 def measure_arm_memory(
     spec: ArmSpec, settings: BenchSettings, model: Model, job: Job
 ) -> dict[str, int]:
-    """{"peak": bytes of the process, "device": bytes on a CUDA device or 0}, of one arm doing one
-    job.
+    """Return {"peak": bytes of the process, "device": bytes on a CUDA device or 0} for one job.
 
     A .gguf file for llama.cpp is written here, outside the process that is measured.
     """
     alone = replace(
         settings,
-        methods=() if spec.peer else (spec.label,),
-        peers=(spec.label,) if spec.peer else (),
+        methods=() if spec.is_peer else (spec.label,),
+        peers=(spec.label,) if spec.is_peer else (),
     )
     asked: dict[str, Any] = {"label": spec.label, "settings": alone.as_dict(), "job": job._asdict()}
     code = "from tinyspec.bench import memory; memory.print_arm_memory()"
@@ -53,18 +50,16 @@ def measure_arm_memory(
 
 
 def print_arm_memory() -> None:
-    """In a process of its own: what standard input describes; prints the figures. A peer is alone
-    in it.
-    """
+    """Run, in a process of its own, what standard input describes, and print the figures."""
     asked: dict[str, Any] = json.load(sys.stdin)
-    settings, spec = BenchSettings.from_dict(asked["settings"]), ArmSpec.read(asked["label"])
+    settings, spec = BenchSettings.from_dict(asked["settings"]), ArmSpec.parse(asked["label"])
     job = Job(**{**asked["job"], "ids": tuple(asked["job"]["ids"])})
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     arm: arms.Arm
     if spec.name == "llama.cpp":
         arm = llamacpp.LlamaCppArm(spec, settings, Path(asked["file"]), len(job.ids) + job.tokens)
-    elif spec.peer:
+    elif spec.is_peer:
         arm = peers.TransformersArm(
             spec, peers.load_transformers(settings.model, settings), settings
         )
@@ -74,3 +69,16 @@ def print_arm_memory() -> None:
     arm.run(job, settings.seed, time.perf_counter)
     device = torch.cuda.max_memory_allocated() if settings.device.startswith("cuda") else 0
     print(json.dumps({"peak": peak_resident_bytes(), "device": device}))
+
+
+def peak_resident_bytes() -> int:
+    """Return the most memory that this process has held, in bytes.
+
+    getrusage would also count what its parent held before it, so Linux's own figure comes first.
+    """
+    status = Path("/proc/self/status")
+    for line in status.read_text().splitlines() if status.exists() else ():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

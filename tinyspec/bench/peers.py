@@ -1,14 +1,13 @@
-"""transformers as an arm: plain `generate`, prompt lookup, an assistant model. Same weights, same
-ids, same number of tokens.
+"""Run transformers as an arm: the same weights, the same ids, the same number of tokens.
 
     transformers               plain decoding
-    transformers:lookup=10     prompt lookup decoding, 10 tokens a guess (and :ngram=2, the longest
+    transformers:lookup=10     prompt lookup decoding, 10 draft tokens (and :ngram=2, the longest
                                match)
-    transformers:assistant=apprentice    assisted decoding (and :tokens=5, how many it guesses)
+    transformers:assistant=apprentice    assisted decoding (and :tokens=5, draft tokens)
 
 `generate` reads the prompt and makes its first tokens in one step, so its prefill ends with that
-step; a cache that was filled before is not handed to it, for assisted decoding then makes other
-tokens (seen with 5.23).
+step. It does not get a cache that was filled before: assisted decoding then makes other tokens
+(seen with 5.23).
 """
 
 import tempfile
@@ -30,8 +29,10 @@ KNOBS = ("lookup", "ngram", "assistant", "tokens")
 def make_peer_arms(
     specs: list[ArmSpec], settings: BenchSettings, model: Model, room: int
 ) -> list[Arm]:
-    """The peers of a run, with room for so many tokens. TinyspecError, in one line, for one that is
-    not installed, or a knob that it does not have."""
+    """Return the peers of a run, with room for so many tokens.
+
+    Raises TinyspecError for a peer that is not installed, or a knob that it does not have.
+    """
     made: list[Arm] = []
     theirs: Any = None
     for spec in specs:
@@ -53,9 +54,7 @@ def _check_knobs(spec: ArmSpec) -> None:
 
 
 def load_transformers(name: str, settings: BenchSettings, model: Model | None = None) -> Any:
-    """transformers' model of the same weights; what is no folder that it reads (a .gguf file) is
-    saved as one first.
-    """
+    """Return transformers' model of the same weights. A .gguf file is saved as a folder first."""
     try:
         from transformers import AutoModelForCausalLM
         from transformers.utils import logging
@@ -74,9 +73,8 @@ def load_transformers(name: str, settings: BenchSettings, model: Model | None = 
         theirs: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=getattr(torch, settings.dtype)
         )
-    theirs.generation_config.eos_token_id = (
-        None  # no end: a minimum length would forbid the token and change the text
-    )
+    # No token ends a text. A minimum length would forbid the token, and so change the text.
+    theirs.generation_config.eos_token_id = None
     return theirs.to(settings.device).eval()
 
 
@@ -105,16 +103,12 @@ class TransformersArm:
             self.options["assistant_model"] = self.assistant
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
-        """`generate`. The mask is passed: without one it hides the prompt's own end-of-turn
-        token.
-        """
+        """Call `generate`. Without a mask it would hide the prompt's own end-of-turn token."""
         prompt = torch.tensor([job.ids], device=self.device)
         wait, first = make_synchronizer(self.device), list[tuple[float, int]]()
 
         def step(ids: Any, *_: Any, **__: Any) -> Any:
-            """Called after every step, as a rule that never stops: notes when the first ended, and
-            its tokens.
-            """
+            """Record when the first step ended, and its tokens. A stopping rule that never stops."""
             if not first:
                 wait()
                 first.append((clock(), ids.shape[1] - len(job.ids)))
@@ -142,7 +136,7 @@ class TransformersArm:
         )
 
     def forwards(self, cached: int) -> "TransformersForward":
-        """What its cost curve is measured on."""
+        """Return what its cost curve is measured on."""
         return TransformersForward(self.theirs, cached, self.device)
 
     def close(self) -> None:
@@ -150,9 +144,7 @@ class TransformersArm:
 
 
 class CallCounter:
-    """Counts a model's forwards, and the rows that went into them, while it is entered. None:
-    nothing to count.
-    """
+    """Count a model's forward passes, and the positions in them. Without a model, count nothing."""
 
     def __init__(self, model: Any):
         self.model, self.calls, self.rows = model, 0, 0
@@ -174,9 +166,7 @@ class CallCounter:
 
 
 class TransformersForward:
-    """Forwards of transformers' model over k tokens behind `cached` others, and how many bytes of
-    weights each reads.
-    """
+    """Forward passes of transformers' model over k tokens after `cached` others."""
 
     label = "transformers"
 
@@ -191,7 +181,7 @@ class TransformersForward:
         self.added = 0
 
     def prepare(self, k: int) -> None:
-        """Take back what the last forward added."""
+        """Remove what the last forward pass added."""
         if self.added:
             self.cache.crop(-self.added)
         self.added = k

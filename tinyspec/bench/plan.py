@@ -1,8 +1,8 @@
-"""What a run of the harness is: the arms that race, and every setting that a sample depends on.
+"""Describe a run of the harness: its arms, and every setting that a sample depends on.
 
-An arm is written NAME or NAME:knob=value:knob=value. `autoregressive` is plain decoding, the arm
-that others are measured against; it takes part in every run. Two runs whose settings agree may
-share samples, which is what --resume asks.
+An arm is written NAME or NAME:knob=value:knob=value. `autoregressive` is plain decoding. It takes
+part in every run, and the others are measured against it. Two runs with equal settings may share
+samples; --resume relies on that.
 """
 
 import json
@@ -26,7 +26,7 @@ class ArmSpec:
 
     @property
     def label(self) -> str:
-        """As it was written, which is its name in tables and files.
+        """Return its name in tables and files: the text that it is written as.
 
         >>> ArmSpec("llma", (("k", 8), ("own", False))).label
         'llma:k=8:own=false'
@@ -36,16 +36,15 @@ class ArmSpec:
         )
 
     @property
-    def peer(self) -> bool:
-        """Whether it is somebody else's program."""
+    def is_peer(self) -> bool:
+        """Return whether it is another program."""
         return self.name in PEERS
 
     @classmethod
-    def read(cls, text: str) -> "ArmSpec":
-        """Back from its label. Values are numbers, true and false where they look like it, else
-        texts.
+    def parse(cls, text: str) -> "ArmSpec":
+        """Return the arm of a label. A value that reads as JSON is a number or a bool, else a text.
 
-        >>> ArmSpec.read("llma:k=8:own=false").knobs
+        >>> ArmSpec.parse("llma:k=8:own=false").knobs
         (('k', 8), ('own', False))
         """
         name, *pairs = text.strip().split(":")
@@ -54,7 +53,8 @@ class ArmSpec:
             knob, equals, value = pair.partition("=")
             if not (equals and knob and value):
                 raise TinyspecError(
-                    f"'{text.strip()}': '{pair}' is not knob=value; write NAME:knob=value:knob=value"
+                    f"'{text.strip()}': '{pair}' is not knob=value; "
+                    "write NAME:knob=value:knob=value"
                 )
             if (knob := knob.strip().replace("-", "_")) in knobs:
                 raise TinyspecError(f"'{text.strip()}': {knob} is given twice")
@@ -75,13 +75,13 @@ def _format_value(value: Any) -> str:
 
 
 def read_arms(texts: Iterable[str]) -> list[ArmSpec]:
-    """Arms from comma-separated lists, none twice.
+    """Return the arms of comma-separated lists, none twice.
 
     >>> [arm.label for arm in read_arms(["llma, speculative_decoding:gamma=2", "llma"])]
     ['llma', 'speculative_decoding:gamma=2']
     """
     parts = [part for text in texts for part in text.split(",") if part.strip()]
-    return list(dict.fromkeys(ArmSpec.read(part) for part in parts))
+    return list(dict.fromkeys(ArmSpec.parse(part) for part in parts))
 
 
 @dataclass(frozen=True)
@@ -120,18 +120,18 @@ class BenchSettings:
         for name, low in (("prompts", 1), ("tokens", 1), ("rounds", 1)):
             if getattr(self, name) < low:
                 raise TinyspecError(f"{name} is {getattr(self, name)}: it must be at least {low}")
-        if unknown := next((a.name for a in read_arms(self.peers) if not a.peer), None):
+        if unknown := next((a.name for a in read_arms(self.peers) if not a.is_peer), None):
             raise TinyspecError(f"there is no peer '{unknown}': {suggest_nearest(unknown, PEERS)}")
 
     @property
     def arms(self) -> list[ArmSpec]:
-        """All arms, plain decoding first."""
+        """Return all arms, plain decoding first."""
         return list(
             dict.fromkeys([ArmSpec(PLAIN), *read_arms(self.methods), *read_arms(self.peers)])
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For the result file."""
+        """Return the settings as a result file has them."""
         return {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
@@ -139,9 +139,7 @@ class BenchSettings:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "BenchSettings":
-        """Back from `as_dict`. TinyspecError for a setting that this version does not know, or
-        lacks.
-        """
+        """Return the settings of a result file. Raises TinyspecError for other names of settings."""
         names = {field.name for field in fields(cls)}
         if strange := sorted(names ^ set(given)):
             raise TinyspecError(
@@ -152,19 +150,19 @@ class BenchSettings:
         }
         return cls(**values)
 
-    def enlarged(self, given: Mapping[str, Any]) -> "BenchSettings":
-        """These settings with what the command line gave. Only what adds samples may differ: else
-        they would not agree.
+    def enlarge(self, given: Mapping[str, Any]) -> "BenchSettings":
+        """Return these settings with what the command line gave. Only more rounds are allowed.
 
-        >>> BenchSettings(rounds=3).enlarged({"rounds": 5}).rounds
+        >>> BenchSettings(rounds=3).enlarge({"rounds": 5}).rounds
         5
         """
         wanted = replace(self, **given)
         for name, value in given.items():
             if name not in GROWING and value != getattr(self, name):
                 raise TinyspecError(
-                    f"--resume: the file's samples were taken with {name} {_format_setting(getattr(self, name))}, "
-                    f"not {_format_setting(value)}; leave it out, or start anew without --resume"
+                    f"--resume: the file's samples were taken with {name} "
+                    f"{_format_setting(getattr(self, name))}, not {_format_setting(value)}; "
+                    "leave it out, or start anew without --resume"
                 )
         if wanted.rounds < self.rounds:
             raise TinyspecError(

@@ -1,6 +1,6 @@
-"""Charts of results, drawn by matplotlib in one style that is legible on light and dark pages.
+"""Draw charts of results by matplotlib, in one style that is legible on light and dark pages.
 
-An experiment describes its chart as data: a `Chart` with panels of `Lines` or `Bars`. `draw` turns
+An experiment describes its chart as data: a `Chart` with panels of `Lines` or `Bars`. `draw_chart` turns
 it into one self-contained SVG without script, font or link. Text stays text, and a title and a
 description say what is shown. The same chart gives the same bytes.
 """
@@ -20,8 +20,9 @@ HUES = ("#0072b2", "#d55e00", "#009e73", "#aa4499", "#8a6d00")  # told apart by 
 FASTER, SLOWER, PEER = HUES[0], HUES[1], "#8c959f"
 DASHES: tuple[Any, ...] = ("-", (0, (5, 3)), (0, (2, 2)), (0, (6, 2, 2, 2)), (0, (1, 3)))
 MARKERS = "os^Dv"  # a line has a dash and a marker of its own: colour alone must not tell
-ON_DARK = {INK: "#e6edf3", QUIET: "#9198a1", RULE: "#3d444d", PEER: "#7d8590",
-           **dict(zip(HUES, ("#4aa8e8", "#f0793a", "#1fb58a", "#e08bd8", "#d9b93b"), strict=True))}  # fmt: skip
+HUES_ON_DARK = ("#4aa8e8", "#f0793a", "#1fb58a", "#e08bd8", "#d9b93b")
+ON_DARK = {INK: "#e6edf3", QUIET: "#9198a1", RULE: "#3d444d", PEER: "#7d8590"}
+ON_DARK |= dict(zip(HUES, HUES_ON_DARK, strict=True))
 WIDTH = 9.6  # inches
 NOTE_COLUMNS = 132  # letters of a note's line
 
@@ -75,7 +76,8 @@ class Lines:
         for n, (label, line) in enumerate(self.lines.items()):
             axes.plot(
                 list(line), list(line.values()), label=label, color=HUES[n % len(HUES)], lw=1.8,
-                ls=DASHES[n % len(DASHES)], marker=MARKERS[n % len(MARKERS)], ms=4, mfc="none", clip_on=False,
+                ls=DASHES[n % len(DASHES)], marker=MARKERS[n % len(MARKERS)], ms=4, mfc="none",
+                clip_on=False,
             )  # fmt: skip
         if self.floor:
             at = sorted(self.floor)
@@ -165,7 +167,7 @@ class Chart:
     columns: int = 2
 
 
-def draw(chart: Chart) -> str:
+def draw_chart(chart: Chart) -> str:
     """Return a chart as an SVG. Raises TinyspecError if matplotlib is not installed."""
     try:
         import matplotlib
@@ -214,8 +216,10 @@ def _add_titles(svg: str, chart: Chart) -> str:
         for what in ("fill", "stroke")
     )
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" viewBox="{size[1]}" '
-        f'role="img" aria-labelledby="t d">\n<title id="t">{escape(chart.title)}</title>\n'
-        f'<desc id="d">{escape(chart.summary)}</desc>\n<style>@media (prefers-color-scheme:dark){{{dark}}}</style>\n'
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        f'viewBox="{size[1]}" role="img" aria-labelledby="t d">\n'
+        f'<title id="t">{escape(chart.title)}</title>\n'
+        f'<desc id="d">{escape(chart.summary)}</desc>\n'
+        f"<style>@media (prefers-color-scheme:dark){{{dark}}}</style>\n"
     )
     return head + svg[inside:]

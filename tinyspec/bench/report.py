@@ -1,30 +1,41 @@
-"""Tables of a run, for a terminal and in Markdown. A slow-down is printed as one: "4.5x slower"."""
+"""Write tables, notes and charts of results, for a terminal and in Markdown.
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+A table is data: a `Column` names a figure and says how it is written, and `make_grid` makes the
+table of them. A slow-down is written as one: "4.5x slower".
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
+from tinyspec.bench.harness import describe_units
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.plot import FASTER, PEER, SLOWER, Bars, Chart, Lines
 from tinyspec.technique import Guarantee, find_technique
 
-SHORT = {"mt_bench": "MT-bench", "translation": "transl.", "summarization": "summ.", "math_reasoning": "maths",
-         "rag": "RAG", "qa": "QA", "human_eval": "HumanEval", "gsm8k": "GSM8K"}  # fmt: skip
-Rows = list[list[str]]
+SHORT = {
+    "mt_bench": "MT-bench",
+    "translation": "transl.",
+    "summarization": "summ.",
+    "math_reasoning": "maths",
+    "rag": "RAG",
+    "qa": "QA",
+    "human_eval": "HumanEval",
+    "gsm8k": "GSM8K",
+}
 
 
 class Grid:
-    """A table in plain data: a title, a header, rows of texts. The first column is a name, the
-    others are numbers.
-    """
+    """A table of texts: a title, a header, rows. The first column is a name, the others are numbers."""
 
-    def __init__(self, title: str, header: Sequence[str], rows: Rows):
-        self.title, self.header, self.rows = title, list(header), rows
+    def __init__(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]):
+        self.title, self.header, self.rows = title, list(header), [list(row) for row in rows]
 
-    def rich(self) -> Table:
+    def to_rich(self) -> Table:
+        """Return the table for a terminal."""
         table = Table(title=self.title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
         for i, name in enumerate(self.header):
             table.add_column(name, justify="left" if i == 0 else "right", overflow="fold")
@@ -32,14 +43,62 @@ class Grid:
             table.add_row(*row)
         return table
 
-    def markdown(self) -> str:
-        return f"**{self.title}**\n\n{self.table()}"
-
-    def table(self) -> str:
-        """Return the table in Markdown, without its title."""
+    def to_markdown(self) -> str:
+        """Return the table in Markdown, after its title if it has one."""
         lines = [self.header, ["---"] + ["---:"] * (len(self.header) - 1), *self.rows]
         cells = [" | ".join(cell.replace("\n", " ") for cell in line) for line in lines]
-        return "\n".join(f"| {line} |" for line in cells)
+        title = f"**{self.title}**\n\n" if self.title else ""
+        return title + "\n".join(f"| {line} |" for line in cells)
+
+
+class Column(NamedTuple):
+    """A column of a table.
+
+    figure  what it shows of a row: a key, a path of keys, or a function of the row
+    write   how that is written: a format such as ".2f", or a function
+    """
+
+    heading: str
+    figure: str | tuple[str, ...] | Callable[[Any], Any]
+    write: str | Callable[[Any], str] = ""
+
+    def write_cell(self, row: Any) -> str:
+        """Return the text of a row in this column."""
+        value = row
+        if callable(self.figure):
+            value = self.figure(row)
+        else:
+            for key in (self.figure,) if isinstance(self.figure, str) else self.figure:
+                value = value[key]
+        return (
+            format_number(value, self.write) if isinstance(self.write, str) else self.write(value)
+        )
+
+
+def make_grid(
+    title: str, rows: Mapping[str, Any], columns: Sequence[Column], first: str = ""
+) -> Grid:
+    """Return a table with a line for each row.
+
+    rows   the figures of each row by its name
+    first  heading of the column of names
+
+    >>> rows = {"a": {"speed": 2.0}, "b": {"speed": None}}
+    >>> make_grid("", rows, [Column("tokens/s", "speed", ".1f")]).rows
+    [['a', '2.0'], ['b', '-']]
+    """
+    header = [first, *(column.heading for column in columns)]
+    cells = [[name, *(c.write_cell(row) for c in columns)] for name, row in rows.items()]
+    return Grid(title, header, cells)
+
+
+def format_number(value: Any, spec: str = ".2f") -> str:
+    """Return a number as text; "-" for None.
+
+    >>> format_number(1.234), format_number(None), format_number(0.5, ".0%")
+    ('1.23', '-', '50%')
+    """
+    return "-" if value is None else format(value, spec)
 
 
 def format_speedup(value: float | None, unit: str = "") -> str:
@@ -52,24 +111,19 @@ def format_speedup(value: float | None, unit: str = "") -> str:
     """
     if value is None:
         return "-"
-    return f"{value:.2f}{unit}" if round(value, 2) >= 1 else f"{_slow_down(value)}x slower"
+    return f"{value:.2f}{unit}" if round(value, 2) >= 1 else f"{_format_slow_down(value)}x slower"
 
 
-def _slow_down(value: float) -> str:
+def _format_slow_down(value: float) -> str:
     """Return 1 / value to two digits; below 2 to three, since two would call 0.98 "1.0x slower"."""
     times = 1 / value
-    return (
-        f"{times:.2f}"
-        if times < 1.995
-        else f"{times:.1f}"
-        if times < 9.95
-        else f"{float(f'{times:.2g}'):.0f}"
-    )
+    if times < 1.995:
+        return f"{times:.2f}"
+    return f"{times:.1f}" if times < 9.95 else f"{float(f'{times:.2g}'):.0f}"
 
 
 def format_quartiles(five: Mapping[str, float] | None) -> str:
-    """Return a speed-up with its quartiles. Where all three are slow-downs, all three are told as
-    such.
+    """Return a speed-up with its quartiles. If all three are slow-downs, all are written as such.
 
     >>> format_quartiles({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
@@ -84,164 +138,24 @@ def format_quartiles(five: Mapping[str, float] | None) -> str:
     if round(low, 2) >= 1:
         spread = f"{low:.2f}-{high:.2f}"
     elif round(high, 2) < 1:
-        spread = f"{_slow_down(high)}-{_slow_down(low)}"
+        spread = f"{_format_slow_down(high)}-{_format_slow_down(low)}"
     else:
         spread = f"{format_speedup(low)} to {format_speedup(high)}"
     return f"{format_speedup(middle)} ({spread})"
 
 
-def find_least_speedup(figures: Mapping[str, Any], arm: str) -> float | None:
-    """The worst speed-up of any prompt."""
-    found = [of[arm]["speedup"]["min"] for of in figures["tasks"].values() if of[arm]["speedup"]]
-    return min(found, default=None)
+def format_identical(of: Mapping[str, Any]) -> str:
+    """Return on how many requests an arm wrote plain decoding's text; "-" if that is not known."""
+    return "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
 
 
-def format_number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
-    """All tables of a result."""
-    figures, settings = result["figures"], result["settings"]
-    names = list(figures["tasks"])
-    heads = [SHORT.get(name, name) for name in names]
-    arms = list(figures["overall"])
-    many = len(names) > 1
-    rows = [
-        [
-            arm,
-            *(format_quartiles(figures["tasks"][name][arm]["speedup"]) for name in names),
-            *([format_speedup(figures["overall"][arm]["mean"])] if many else []),
-            format_speedup(find_least_speedup(figures, arm)),
-        ]
-        for arm in arms
-    ]
-    yield Grid(
-        "Times as fast as plain decoding, after the prompt: median of prompts (quartiles), and the "
-        "least of all prompts",
-        ["", *heads, *(["mean"] if many else []), "least"],
-        rows,
-    )
-    if result.get("chapter"):
-        for name in names:
-            yield _tabulate_task(result, name)
-    yield Grid(
-        "What it took",
-        ["", "tokens/s", "with prompt", "tau", "target passes/token", "draft passes/token", "nodes/token",
-         "position-layers/token", "same text", "peak MiB"],
-        [_count_row(result, arm) for arm in arms],
-    )  # fmt: skip
-    for peer, ratios in figures["against"].items():
-        others = [arm for arm in arms if arm in ratios and arm != peer and ratios[arm]]
-        shown = [
-            [
-                arm,
-                *(format_speedup(ratios[arm].get(n)) for n in names),
-                format_speedup(ratios[arm]["mean"]),
-            ]
-            for arm in others
-        ]
-        yield Grid(f"Times as fast as {peer}", ["", *heads, "mean"], shown)
-    if "curve_figures" in result:
-        yield _tabulate_curve(result["curve_figures"], settings)
-
-
-def _count_row(result: Mapping[str, Any], arm: str) -> list[str]:
-    of = result["figures"]["overall"][arm]
-    held = result.get("memory", {}).get(arm)
-    same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
-    return [
-        arm,
-        format_number(of["tokens_per_second"], 1),
-        format_speedup(of["request"]),
-        format_number(of["tau"]),
-        format_number(of["calls_per_token"]),
-        format_number(of["draft_calls_per_token"]),
-        format_number(of["nodes_per_token"]),
-        format_number(of["layers_per_token"], 1),
-        same,
-        "-" if held is None else f"{held['peak'] / 2**20:.0f}",
-    ]
-
-
-def _tabulate_task(result: Mapping[str, Any], task: str) -> Grid:
-    """All techniques on one task, a row each."""
-    rows = []
-    for arm, of in result["figures"]["tasks"][task].items():
-        same = "-" if of["identical"] is None else f"{of['identical']} of {of['jobs']}"
-        counts = (
-            of["tau"],
-            of["alpha"],
-            of["calls_per_token"],
-            of["draft_calls_per_token"],
-            of["nodes_per_token"],
-        )
-        rows.append(
-            [
-                arm,
-                format_quartiles(of["speedup"]),
-                *map(format_number, counts),
-                same,
-                format_number(of["state_per_token"], 0),
-            ]
-        )
-    return Grid(
-        f"{SHORT.get(task, task)}: {count_things(rows_of(result, task), 'request')}",
-        ["", "times as fast (quartiles)", "tau", "alpha", "target passes/token", "draft passes/token", "nodes/token",
-         "same text", "state bytes/token"],
-        rows,
-    )  # fmt: skip
-
-
-def rows_of(result: Mapping[str, Any], task: str) -> int:
-    """How many requests of a task there were."""
-    return max((of["jobs"] for of in result["figures"]["tasks"][task].values()), default=0)
-
-
-def _tabulate_curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
-    curves = figures["curves"]
-    ks = list(next(iter(curves.values()))["rows"])
-    header = [
-        "new tokens",
-        *(f"{label}\n{what}" for label in curves for what in ("ms", "t(k)/t(1)", "over the floor")),
-    ]
-    rows = [
-        [
-            k,
-            *(
-                text
-                for curve in curves.values()
-                for row in [curve["rows"][k]]
-                for text in (
-                    format_number(row["milliseconds"], 1),
-                    format_number(row["against_one"]),
-                    format_number(row.get("over")),
-                )
-            ),
-        ]
-        for k in ks
-    ]
-    tops = (
-        f"{figures['bandwidth'] / 1e9:.1f} GB/s",
-        f"{figures['peak'] / 1e9:.0f} billion operations/s",
-    )
-    return Grid(
-        f"One forward pass after {figures['cached']} cached tokens, {settings['dtype']}; the floor "
-        "is the larger of "
-        f"weights at {tops[0]} ({_find_best(figures, 'bandwidth')}) and arithmetic at {tops[1]} "
-        f"({_find_best(figures, 'peak')})",
-        header,
-        rows,
-    )
-
-
-def _find_best(figures: Mapping[str, Any], kind: str) -> str:
-    reached: Mapping[str, float] = figures["ceilings"][kind]
-    return max(reached, key=lambda who: reached[who], default="nobody")
+def format_bytes(value: float | None) -> str:
+    """Return bytes in MiB."""
+    return "-" if value is None else f"{value / 2**20:.0f}"
 
 
 def count_things(n: int, what: str) -> str:
-    """A number of things.
+    """Return a number of things.
 
     >>> count_things(1, "round"), count_things(2, "round")
     ('1 round', '2 rounds')
@@ -249,32 +163,145 @@ def count_things(n: int, what: str) -> str:
     return f"{n} {what}" + ("" if n == 1 else "s")
 
 
+# ---------------------------------------------------------------------- a run of `tinyspec bench`
+
+TAU = Column("tau", "tau", ".2f")
+COUNTS = (
+    Column("target passes/token", "calls_per_token", ".2f"),
+    Column("draft passes/token", "draft_calls_per_token", ".2f"),
+    Column("nodes/token", "nodes_per_token", ".2f"),
+)
+SAME_TEXT = Column("same text", format_identical)
+
+
+def gather_arms(figures: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return each arm's figures over all tasks, with its figures by task under "tasks"."""
+    return {
+        arm: {**of, "tasks": {task: each[arm] for task, each in figures["tasks"].items()}}
+        for arm, of in figures["overall"].items()
+    }
+
+
+def list_speedup_columns(
+    tasks: Mapping[str, Any], write: Callable[[Any], str], *figure: str
+) -> list[Column]:
+    """Return a column for each task, and the mean if there are several."""
+    columns = [Column(SHORT.get(t, t), ("tasks", t, "speedup", *figure), write) for t in tasks]
+    return [*columns, *([Column("mean", "mean", format_speedup)] if len(tasks) > 1 else [])]
+
+
+def find_least_speedup(figures: Mapping[str, Any], arm: str) -> float | None:
+    """Return the worst speed-up of any prompt."""
+    found = [of[arm]["speedup"]["min"] for of in figures["tasks"].values() if of[arm]["speedup"]]
+    return min(found, default=None)
+
+
+def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
+    """Make all tables of a result."""
+    figures, tasks = result["figures"], result["figures"]["tasks"]
+    memory = result.get("memory", {})
+    arms = gather_arms(figures)
+    for arm, of in arms.items():
+        of |= {"least": find_least_speedup(figures, arm), "peak": memory.get(arm, {}).get("peak")}
+    yield make_grid(
+        "Times as fast as plain decoding, after the prompt: median of prompts (quartiles), and the "
+        "least of all prompts",
+        arms,
+        [*list_speedup_columns(tasks, format_quartiles), Column("least", "least", format_speedup)],
+    )
+    if result.get("chapter"):
+        for task, each in tasks.items():
+            yield _tabulate_task(task, each)
+    yield make_grid(
+        "What it took",
+        arms,
+        [
+            Column("tokens/s", "tokens_per_second", ".1f"),
+            Column("with prompt", "request", format_speedup),
+            TAU,
+            *COUNTS,
+            Column("position-layers/token", "layers_per_token", ".1f"),
+            SAME_TEXT,
+            Column("peak MiB", "peak", format_bytes),
+        ],
+    )
+    for peer, ratios in figures["against"].items():
+        others = {arm: ratios[arm] for arm in arms if arm != peer and ratios.get(arm)}
+        columns = [
+            Column(SHORT.get(task, task), lambda of, task=task: of.get(task), format_speedup)
+            for task in tasks
+        ]
+        columns.append(Column("mean", "mean", format_speedup))
+        yield make_grid(f"Times as fast as {peer}", others, columns)
+    if "curve_figures" in result:
+        yield _tabulate_curve(result["curve_figures"], result["settings"])
+
+
+def _tabulate_task(task: str, arms: Mapping[str, Any]) -> Grid:
+    """Return the table of all techniques on one task."""
+    requests = max((of["jobs"] for of in arms.values()), default=0)
+    columns = [
+        Column("times as fast (quartiles)", "speedup", format_quartiles),
+        TAU,
+        Column("alpha", "alpha", ".2f"),
+        *COUNTS,
+        SAME_TEXT,
+        Column("state bytes/token", "state_per_token", ".0f"),
+    ]
+    return make_grid(f"{SHORT.get(task, task)}: {count_things(requests, 'request')}", arms, columns)
+
+
+def _tabulate_curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> Grid:
+    """Return the cost curve of each program, and the floor under it in the title."""
+    curves = figures["curves"]
+    rows = {
+        k: {label: curve["rows"][k] for label, curve in curves.items()}
+        for k in next(iter(curves.values()))["rows"]
+    }
+    columns = [
+        column
+        for label in curves
+        for column in (
+            Column(f"{label}\nms", (label, "milliseconds"), ".1f"),
+            Column(f"{label}\nt(k)/t(1)", (label, "against_one"), ".2f"),
+            Column(
+                f"{label}\nover the floor", lambda of, label=label: of[label].get("over"), ".2f"
+            ),
+        )
+    ]
+    best = {
+        kind: max(reached, key=reached.__getitem__, default="nobody")
+        for kind, reached in figures["ceilings"].items()
+    }
+    title = (
+        f"One forward pass after {figures['cached']} cached tokens, {settings['dtype']}; the floor "
+        f"is the larger of weights at {figures['bandwidth'] / 1e9:.1f} GB/s ({best['bandwidth']}) "
+        f"and arithmetic at {figures['peak'] / 1e9:.0f} billion operations/s ({best['peak']})"
+    )
+    return make_grid(title, rows, columns, first="new tokens")
+
+
 def list_notes(result: Mapping[str, Any]) -> list[str]:
-    """What must be known beside the tables, a line each."""
+    """Return what a reader of the tables must know, a line each."""
     settings, m = result["settings"], result["machine"]
     how = "greedy" if settings["temperature"] == 0 else f"temperature {settings['temperature']:g}"
     end = "at most" if settings["until_eos"] else "(an end of text ends nothing)"
-    units = " with " + ", ".join(m["units"]) if m["units"] else ""
     lines = [
         f"{settings['model']}, {settings['dtype']} on {settings['device']}, {how}, "
-        f"{settings['tokens']} tokens an answer "
-        f"{end}, {count_things(settings['rounds'], 'round')}",
-        f"{count_things(m['cores'], 'core')} of {m['cpu']}{units}, {count_things(m['threads'], 'thread')}, "
-        f"torch {m['torch']}, "
+        f"{settings['tokens']} tokens an answer {end}, {count_things(settings['rounds'], 'round')}",
+        f"{count_things(m['cores'], 'core')} of {m['cpu']}{describe_units(m)}, "
+        f"{count_things(m['threads'], 'thread')}, torch {m['torch']}, "
         f"{result['date']}, commit {result['commit']}",
     ]
     commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
     if len(commits) > 1:
         lines.append(f"samples of several commits: {', '.join(commits)}")
     if result.get("chapter"):
-        drafts = settings["draft"] or "none; what needs one is left out"
-        lines.append(f"draft model: {drafts}")
+        lines.append(f"draft model: {settings['draft'] or 'none; what needs one is left out'}")
         lines.append(
             "tau: tokens per forward pass of the target; alpha: of the positions at which draft "
-            "tokens were tested, the "
-            "share at which one was accepted; a persistent technique begins each round with "
-            "nothing and keeps what it "
-            "sees in that round"
+            "tokens were tested, the share at which one was accepted; a persistent technique "
+            "begins each round with nothing and keeps what it sees in that round"
         )
         lines += list_lossy_arms(settings["methods"])
     lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
@@ -285,20 +312,21 @@ def list_notes(result: Mapping[str, Any]) -> list[str]:
     for name, text in result.get("texts", {}).items():
         if text["distinct_4grams"] < 0.8:
             lines.append(
-                f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: it loops"
+                f"{name}: only {text['distinct_4grams']:.0%} of plain text's 4-grams are distinct: "
+                "it loops"
             )
     return lines
 
 
 def list_lossy_arms(labels: Sequence[str]) -> list[str]:
-    """Of arms that may write another text than plain decoding: why.
+    """Return, for arms that may write another text than plain decoding, why.
 
     >>> list_lossy_arms(["llma", "speculative_decoding:lenience=0.5"])
     ['speculative_decoding:lenience=0.5: lossy at these settings, so its text may be another']
     """
     lines = []
     for label in labels:
-        spec = ArmSpec.read(label)
+        spec = ArmSpec.parse(label)
         card = find_technique(spec.name)
         if card.keeps:
             lines.append(f"{label}: keeps {card.keeps}, so its text may be another")
@@ -308,24 +336,20 @@ def list_lossy_arms(labels: Sequence[str]) -> list[str]:
 
 
 def render_result(result: Mapping[str, Any]) -> RenderableType:
-    """All of it, for a terminal."""
-    return Group(*(grid.rich() for grid in list_tables(result)), *list_notes(result))
+    """Return tables and notes for a terminal."""
+    return Group(*(grid.to_rich() for grid in list_tables(result)), *list_notes(result))
 
 
 def write_page(result: Mapping[str, Any], grids: Sequence[Grid], notes: Sequence[str] = ()) -> str:
-    """Return a page in Markdown: the command that made the result, its tables, and what must be
-    known beside them.
-    """
-    return (
-        "\n\n".join([f"`{result['command']}`", *(grid.markdown() for grid in grids), *notes]) + "\n"
-    )
+    """Return a page in Markdown: the command that made the result, its tables, and its notes."""
+    blocks = [f"`{result['command']}`", *(grid.to_markdown() for grid in grids), *notes]
+    return "\n\n".join(blocks) + "\n"
 
 
 def write_markdown(result: Mapping[str, Any]) -> str:
-    """The same for a page. The command that made it comes first."""
-    return write_page(
-        result, list(list_tables(result)), ["\n".join(f"- {line}" for line in list_notes(result))]
-    )
+    """Return the page of a run of `tinyspec bench`."""
+    notes = "\n".join(f"- {line}" for line in list_notes(result))
+    return write_page(result, list(list_tables(result)), [notes])
 
 
 def describe_provenance(result: Mapping[str, Any]) -> str:
@@ -336,23 +360,28 @@ def describe_provenance(result: Mapping[str, Any]) -> str:
     )
 
 
+# ---------------------------------------------------------------------- charts of a run
+
+
 def make_charts(result: Mapping[str, Any]) -> dict[str, Chart]:
-    """Return the charts of a run by name: speed-ups by task, and the cost curve if it was measured."""
-    drawn = {"speedups": _speedup_chart(result)}
+    """Return the charts of a run by name: speed-ups by task, and the cost curve if measured."""
+    drawn = {"speedups": _chart_speedups(result)}
     if "curve_figures" in result:
-        drawn["curve"] = _curve_chart(result)
+        drawn["curve"] = _chart_curve(result)
     return drawn
 
 
-def _speedup_chart(result: Mapping[str, Any]) -> Chart:
-    """A panel a task, a bar an arm, from 1 (plain decoding) to the right, or left where it is slower."""
+def _chart_speedups(result: Mapping[str, Any]) -> Chart:
+    """Draw a panel for each task, a bar for each arm. A bar of a slow-down points left from 1."""
     tasks, every = result["figures"]["tasks"], result["figures"]["overall"]
     arms = [arm for arm in every if arm != PLAIN]
     fives = {task: {arm: of[arm]["speedup"] for arm in arms} for task, of in tasks.items()}
     top = max([1.0, *(five["q3"] for of in fives.values() for five in of.values() if five)])
 
-    def colour(arm: str, five: Mapping[str, float]) -> str:
-        return PEER if ArmSpec.read(arm).peer else FASTER if five["median"] >= 1 else SLOWER
+    def choose_colour(arm: str, five: Mapping[str, float]) -> str:
+        if ArmSpec.parse(arm).is_peer:
+            return PEER
+        return FASTER if five["median"] >= 1 else SLOWER
 
     panels = [
         Bars(
@@ -360,27 +389,29 @@ def _speedup_chart(result: Mapping[str, Any]) -> Chart:
             {arm: five and five["median"] for arm, five in of.items()},
             {arm: (five["q1"], five["q3"]) for arm, five in of.items() if five},
             origin=1.0,
-            colours={arm: colour(arm, five) for arm, five in of.items() if five},
+            colours={arm: choose_colour(arm, five) for arm, five in of.items() if five},
             top=top,
             digits=2,
             named=at % 3 == 0,
         )
         for at, (task, of) in enumerate(fives.items())
     ]
-    means = "; ".join(
-        f"{arm} {every[arm]['mean']:.2f}" for arm in arms if every[arm]["mean"] is not None
+    means = [f"{arm} {every[arm]['mean']:.2f}" for arm in arms if every[arm]["mean"] is not None]
+    about = (
+        "Times as fast as plain decoding. The thin line spans the quartiles over prompts; peers "
+        "are grey."
     )
-    about = [
-        "Times as fast as plain decoding. The thin line spans the quartiles over prompts; peers are grey."
-    ]
-    title = f"{result['settings']['model']}: times as fast as plain decoding"
     return Chart(
-        title, panels, [*about, *list_notes(result)[:2]], f"mean over tasks: {means}", columns=3
+        f"{result['settings']['model']}: times as fast as plain decoding",
+        panels,
+        [about, *list_notes(result)[:2]],
+        f"mean over tasks: {'; '.join(means)}",
+        columns=3,
     )
 
 
-def _curve_chart(result: Mapping[str, Any]) -> Chart:
-    """What a forward pass over k tokens takes, in ms and against one token, with the machine's floor."""
+def _chart_curve(result: Mapping[str, Any]) -> Chart:
+    """Draw the time of a pass over k tokens, in ms and over that of one, and the machine's floor."""
     figures = result["curve_figures"]
     rows: dict[str, dict[int, dict[str, float]]] = {
         label: {int(k): row for k, row in sorted(of["rows"].items(), key=lambda pair: int(pair[0]))}
@@ -388,7 +419,10 @@ def _curve_chart(result: Mapping[str, Any]) -> Chart:
     }
     own = rows.get("tinyspec", {})
     floor = {k: row["floor"] for k, row in own.items() if "floor" in row}
-    against = {k: ms / own[min(own)]["milliseconds"] for k, ms in floor.items()}
+    floors: dict[str, Mapping[int, float]] = {
+        "milliseconds": floor,
+        "against_one": {k: ms / own[min(own)]["milliseconds"] for k, ms in floor.items()},
+    }
     titles = {
         "milliseconds": "milliseconds",
         "against_one": "time of k tokens over the program's own time of one",
@@ -397,7 +431,11 @@ def _curve_chart(result: Mapping[str, Any]) -> Chart:
         name: {label: {k: r[name] for k, r in line.items()} for label, line in rows.items()}
         for name in titles
     }
-    floors: dict[str, Mapping[int, float]] = {"milliseconds": floor, "against_one": against}
+    ends = [
+        f"{label} at {max(of)} tokens {of[max(of)]:.2f}"
+        for label, of in lines["against_one"].items()
+        if of
+    ]
     return Chart(
         f"{result['settings']['model']}: the cost of a forward pass over k new tokens",
         [
@@ -405,9 +443,5 @@ def _curve_chart(result: Mapping[str, Any]) -> Chart:
             for name, title in titles.items()
         ],
         [f"After {figures['cached']} cached tokens.", *list_notes(result)[:2]],
-        "; ".join(
-            f"{label} at {max(of)} tokens {of[max(of)]:.2f}"
-            for label, of in lines["against_one"].items()
-            if of
-        ),
+        "; ".join(ends),
     )

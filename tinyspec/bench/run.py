@@ -1,10 +1,11 @@
-"""A whole run of `tinyspec bench`: what is asked, by whom it is answered, what everything costs, in
-one file.
+"""Run `tinyspec bench`: ask the prompts, time the arms, and measure what else belongs to a run.
 
-In this order: plain greedy decoding answers every prompt once (that is what texts are compared
-with, and what a conversation's second turn looks back on); every arm warms up; the cost curve and
-the machine's two ceilings are measured in common rounds; the turns; the peak memory of each arm in
-a process of its own.
+1. Plain greedy decoding answers every prompt once. Texts are compared with its answers, and the
+   second turn of a conversation contains them.
+2. Every arm warms up.
+3. The cost curve and the machine's bandwidth and peak are measured in common rounds.
+4. The turns are timed.
+5. The peak memory of each arm is measured in a process of its own.
 """
 
 import sys
@@ -20,7 +21,7 @@ from tinyspec.bench import arms as own
 from tinyspec.bench import chapters, curve, measure, memory, peers, tally, tasks
 from tinyspec.bench.arms import Arm, Clock
 from tinyspec.bench.book import SampleBook
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
@@ -32,15 +33,13 @@ CURVE_ROUNDS = 7
 def open_book(
     settings: BenchSettings, out: Path | None = None, resume: Path | None = None, **given: Any
 ) -> SampleBook:
-    """A new book, or that of the file to resume, in which `given` may only enlarge what was
-    settled.
-    """
+    """Return a new book, or that of the file to resume, to which `given` may only add samples."""
     if resume is None:
         return SampleBook(settings, out, _stamp_sitting(settings))
     if out is not None and out != resume:
         raise TinyspecError("--resume writes to the file that it resumes: leave --out away")
     book = SampleBook.open(resume, _stamp_sitting)
-    book.settings = book.settings.enlarged(given)
+    book.settings = book.settings.enlarge(given)
     return book
 
 
@@ -59,22 +58,20 @@ def run_bench(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Do what the book does not have yet, and return all of it. The book is saved after every
-    part.
-    """
+    """Do what the book does not have yet, and return all of it. Each part is saved when done."""
     model, draft = own.load_arm_models(book.settings, any_method=chapter is not None)
     if chapter is not None and not book.settings.tasks:
-        book.settings = replace(book.settings, tasks=chapters.usual_tasks(model))
+        book.settings = replace(book.settings, tasks=chapters.default_tasks(model))
     jobs = make_jobs(book, model, quiet)
     if chapter is not None and not book.samples:
-        book.settings, book.skipped, built = chapters.find_contestants(
+        book.settings, book.skipped, built = chapters.select_techniques(
             chapter, book.settings, model, draft, max(jobs, key=lambda job: len(job.ids))
         )
         book.rest |= {"chapter": chapter, "built": built}
-    contestants = own.own_arms(book.settings, model, draft)
+    contestants = own.make_technique_arms(book.settings, model, draft)
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
     contestants += peers.make_peer_arms(
-        [spec for spec in book.settings.arms if spec.peer], book.settings, model, room
+        [spec for spec in book.settings.arms if spec.is_peer], book.settings, model, room
     )
     try:
         measure.warm_up_arms(contestants, jobs[0], clock)
@@ -82,7 +79,7 @@ def run_bench(
             book.rest["curve"] = measure_costs(model, contestants, clock, quiet)
             book.save()
         still = measure.count_left(book, jobs, contestants)
-        with show_progress(
+        with show_progress_bar(
             f"{model.name}: {len(contestants)} arms, {len(jobs)} prompts", still, quiet
         ) as tick:
             measure.run_turns(book, jobs, contestants, clock, tick)
@@ -103,16 +100,14 @@ def run_bench(
 
 
 def make_jobs(book: SampleBook, model: Model, quiet: bool) -> list[Job]:
-    """The jobs, with plain greedy decoding's answer to each in the book."""
+    """Return the jobs. Plain greedy decoding's answer to each is put into the book."""
     settings = book.settings
     found = tasks.choose_items(settings.tasks, settings.prompts)
-    answer = own.make_reference(model, book.references, book.references.__setitem__)
-    with show_progress("plain greedy decoding answers", len(found), quiet) as tick:
+    answer = own.make_plain_decoder(model, book.references)
+    with show_progress_bar("plain greedy decoding answers", len(found), quiet) as tick:
         jobs = list[Job]()
         for item in found:
-            fresh = tasks.make_requests_of_items(
-                model, [item], settings.tokens, answer, settings.until_eos
-            )
+            fresh = tasks.list_jobs(model, [item], settings.tokens, answer, settings.until_eos)
             if settings.temperature == 0:
                 for job in fresh:
                     answer(job)
@@ -120,12 +115,12 @@ def make_jobs(book: SampleBook, model: Model, quiet: bool) -> list[Job]:
             tick()
     if not jobs:
         raise TinyspecError("nothing is asked: name at least one task with --tasks")
-    book.expect(jobs)
+    book.check_prompts(jobs)
     return jobs
 
 
 def measure_costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) -> dict[str, Any]:
-    """Raw seconds of the forwards of ours and of every peer, and of the meters of both ceilings."""
+    """Return the seconds of the forward passes, ours and every peer's, and of all meters."""
     cached = min(curve.CACHED, model.config.max_positions - max(curve.KS) - 1)
     if cached < 1:
         raise TinyspecError(
@@ -133,23 +128,18 @@ def measure_costs(model: Model, arms: Sequence[Arm], clock: Clock, quiet: bool) 
         )
     forwards: dict[str, curve.TimedForward] = {}
     for arm in arms:
-        made = forwards_of(arm, cached)
-        if made is not None:
+        make: Callable[[int], curve.TimedForward] | None = getattr(arm, "forwards", None)
+        if make is not None:  # a peer's
+            made = make(cached)
             forwards.setdefault(made.label, made)
     every = [curve.OwnForward(model, cached), *forwards.values()]
     meters = curve.make_meters(
         model, *((256, 1024) if model.device.type == "cpu" else (2048, 8192))
     )
     steps = (CURVE_ROUNDS + 1) * (len(every) * len(curve.KS) + len(meters))
-    with show_progress("cost curve and ceilings", steps, quiet) as tick:
+    with show_progress_bar("cost curve and ceilings", steps, quiet) as tick:
         raw = curve.measure_curve(every, meters, CURVE_ROUNDS, clock, tick)
     return {"cached": cached, **raw}
-
-
-def forwards_of(arm: Arm, cached: int) -> curve.TimedForward | None:
-    """A peer's bare forwards; None for an arm of ours."""
-    make: Callable[[int], curve.TimedForward] | None = getattr(arm, "forwards", None)
-    return None if make is None else make(cached)
 
 
 def measure_peaks(
@@ -160,7 +150,7 @@ def measure_peaks(
     Where that fails, a warning says so and the table shows "-". --resume tries again.
     """
     failures = list[str]()
-    with show_progress("peak memory, a process each", len(specs), quiet) as tick:
+    with show_progress_bar("peak memory, a process each", len(specs), quiet) as tick:
         for spec in specs:
             try:
                 found = memory.measure_arm_memory(spec, book.settings, model, jobs[0])
@@ -174,7 +164,7 @@ def measure_peaks(
 
 
 def add_figures(book: SampleBook, model: Model) -> Mapping[str, Any]:
-    """Figures, from what the book holds."""
+    """Return the figures that follow from the book."""
     labels = [spec.label for spec in book.settings.arms]
     made: dict[str, Any] = {"figures": tally.summarize_samples(book.samples, labels)}
     if book.settings.temperature == 0:

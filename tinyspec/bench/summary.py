@@ -8,16 +8,21 @@ that no number in them can be older than the result it came from.
 import json
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
 from tinyspec.bench import answers, report
 from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments import parts
 from tinyspec.bench.harness import describe_machines
-from tinyspec.bench.plot import Chart, draw
+from tinyspec.bench.plot import Chart, draw_chart
 
+TEMPLATE = "results.md.jinja"
 QUOTED = (
     "race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval",
     "sizes", "exits", "translation", "translation-iterations", "dialects", "equality", "peer",
@@ -27,20 +32,6 @@ QUOTED = (
 """The results that the page quotes."""
 UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds")
 """Those of them in which nothing is timed: any machine gives the same figures."""
-
-QUESTIONS: dict[str, Callable[[answers.Results], str]] = {
-    "Is the output really unchanged?": answers.answer_unchanged,
-    "How much faster is it?": answers.answer_faster,
-    "When is it slower?": answers.answer_slower,
-    "What does a forward pass cost, and where does the time go?": answers.answer_cost,
-    "How fast is plain decoding itself?": answers.answer_plain,
-    "What do sampling and verifying cost?": answers.answer_kernels,
-    "What does a lookup cost?": answers.answer_lookup,
-    "How large should the draft model be?": answers.answer_sizes,
-    "What does leaving early buy?": answers.answer_exits,
-    "What does writing all words at once cost in quality?": answers.answer_at_once,
-}
-"""The sections of the page, in the order in which a reader asks."""
 
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd"
@@ -84,53 +75,70 @@ def _tabulate_claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -
 
 
 def write_readme(folder: Path) -> str:
-    """Return the page of all measurements."""
+    """Return the page of all measurements: the template, filled with figures and tables."""
     results = {name: load_result(folder, name) for name in QUOTED}
-    sections = [f"## {question}\n\n{answer(results)}" for question, answer in QUESTIONS.items()]
-    contents = [f"- [{question}](#{anchor_of(question)})" for question in QUESTIONS]
-    return answers.join_blocks(
-        "# Measurements",
-        _tabulate_claims(results, "../"),
-        "\n".join(f"- {line}" for line in _describe_method(results)),
-        "\n".join(contents),
-        *sections,
-    ) + "\n"  # fmt: skip
-
-
-def _describe_method(results: Mapping[str, dict[str, Any]]) -> list[str]:
-    """Return where, when and how it was measured, and how to read it."""
     timed = {name: result for name, result in results.items() if name not in UNTIMED}
-    return [
-        f"**Machine and dates**: {describe_machines(timed)}.",
-        "**Method**: arms take turns in one run. Where techniques or peers are compared by task, a "
-        "ratio is taken within a turn, and the median of them is shown; the race, plain decoding and "
-        "the kernels show the ratio of two medians. *The mean* is that of the groups.",
-        "**Baseline**: a speed-up is against plain decoding of the same model in the same number "
-        "format, in the same run. Each table names its model, format and prompts, and the figures of "
-        "two tables differ because these do: a large model spends more of its time in the forward "
-        "pass, and text that repeats its prompt is easy to draft. Where a table compares with "
-        "another program, it says so.",
-        "**Reading**: 1.31 or 1.31x is 1.31 times as fast. A slow-down is turned round: 4.5x "
-        "slower. *After the prompt*: "
-        "the time to read the prompt is left out.",
-        "**Data**: all samples are in the `.json` files of this folder. Tests recompute the "
-        "figures from them, and hold this "
-        "page to `python -m tinyspec.bench.summary tutorials/results`, which writes it and "
-        "measures nothing.",
+    environment = Environment(
+        loader=PackageLoader("tinyspec.bench", ""),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "count_things": report.count_things,
+        "join_blocks": answers.join_blocks,
+        "make_anchor": make_anchor,
+        "number": report.format_number,
+        "speedup": report.format_speedup,
+        "times": answers.format_times,
+    }
+    functions = {
+        name: function
+        for module in (answers, parts, report)
+        for name, function in vars(module).items()
+        if name.startswith(("count_", "describe_", "find_", "list_", "tabulate_"))
+    }
+    page = environment.get_template(TEMPLATE).render(
+        **functions,
+        **{name.replace("-", "_"): result for name, result in results.items()},
+        claims=_tabulate_claims(results, "../"),
+        machines=describe_machines(timed),
+        questions=list_questions(),
+        share=answers.SHARE,
+    )
+    return _join_lines(page)
+
+
+def list_questions() -> list[str]:
+    """Return the headings of the sections: the questions, in the order in which a reader asks."""
+    text = files("tinyspec.bench").joinpath(TEMPLATE).read_text("utf-8")
+    return re.findall(r"^## (.*)$", text, re.MULTILINE)
+
+
+def _join_lines(page: str) -> str:
+    """Put each paragraph, and each entry of a list, on one line. Tables and code stay as they are.
+
+    >>> _join_lines("one\\ntwo\\n\\n- a\\n  b\\n- c\\n")
+    'one two\\n\\n- a b\\n- c\\n'
+    """
+    blocks = [
+        block if block.startswith(("|", "```")) else re.sub(r"\n(?!- )\s*", " ", block)
+        for block in page.strip().split("\n\n")
     ]
+    return answers.join_blocks(blocks) + "\n"
 
 
-def anchor_of(heading: str) -> str:
+def make_anchor(heading: str) -> str:
     """Return the anchor that a heading has in Markdown.
 
-    >>> anchor_of("When is it slower?")
+    >>> make_anchor("When is it slower?")
     'when-is-it-slower'
     """
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
-def list_pages(folder: Path) -> dict[str, str]:
-    """Return the text of every page by its file name."""
+def render_pages(folder: Path) -> dict[str, str]:
+    """Render every page. Returns its text by its file name."""
     pages = {"README.md": write_readme(folder)}
     for path in sorted(folder.glob("*.md")):
         if path.name not in pages:
@@ -167,7 +175,7 @@ def _find_experiment(kind: str) -> Experiment:
 
 if __name__ == "__main__":
     results_folder = Path(sys.argv[1])
-    for file, page in list_pages(results_folder).items():
+    for file, page in render_pages(results_folder).items():
         (results_folder / file).write_text(page, encoding="utf-8")
     for file, chart in list_charts(results_folder).items():
-        (results_folder / file).write_text(draw(chart), encoding="utf-8")
+        (results_folder / file).write_text(draw_chart(chart), encoding="utf-8")

@@ -1,11 +1,10 @@
-"""From samples to figures. Everything here is a function of the samples alone, so that a test can
-recompute it.
+"""Compute figures from samples. Everything here is a function of the samples alone.
 
-A speed-up is taken where it is fair: within a turn, in which both arms did the same job in the same
-mood of the machine. The ratio of a job is the median of its rounds' ratios; that of a task the
-median of its jobs', with the least, the greatest and the quartiles beside it; that of a run the
-mean of its tasks', each task counting once. A ratio below 1 is a slow-down. Two costs are compared:
-`decode`, seconds a token from the prompt's end on, and `request`, the prompt included.
+A speed-up is a ratio within a turn, where both arms did the same job under the same load. The
+ratio of a job is the median over its rounds. The ratio of a task is the median over its jobs, with
+minimum, maximum and quartiles. The ratio of a run is the mean over its tasks. A ratio below 1 is a
+slow-down. Two costs are compared: `decode`, seconds per token after the prompt, and `request`,
+seconds per token with the prompt.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,21 +20,19 @@ Cost = Callable[[Sample], float]
 
 
 def seconds_per_token(sample: Sample) -> float:
-    """Seconds a token, once the prompt is read. An arm whose prefill made all of its tokens has
-    none.
-    """
+    """Return the seconds per token after the prompt; 0 if the prefill made all tokens."""
     return sample.decode / sample.timed if sample.timed else 0.0
 
 
 def seconds_per_token_with_prompt(sample: Sample) -> float:
-    """Seconds a token of the whole request."""
+    """Return the seconds per token of the whole request."""
     return (sample.prefill + sample.decode) / sample.tokens
 
 
-def five_numbers(values: Sequence[float]) -> dict[str, float]:
-    """A median with its spread.
+def five_number_summary(values: Sequence[float]) -> dict[str, float]:
+    """Return a median with its spread.
 
-    >>> five_numbers([1.0, 2.0, 3.0, 4.0, 9.0])
+    >>> five_number_summary([1.0, 2.0, 3.0, 4.0, 9.0])
     {'min': 1.0, 'q1': 2.0, 'median': 3.0, 'q3': 4.0, 'max': 9.0}
     """
     q1, middle, q3 = (
@@ -47,8 +44,9 @@ def five_numbers(values: Sequence[float]) -> dict[str, float]:
 def paired_ratios(
     samples: Iterable[Sample], base: str, arm: str, cost: Cost = seconds_per_token
 ) -> dict[str, float]:
-    """Of every job that both did, how many times as fast as `base` the arm was: the median over
-    their common rounds.
+    """Return, for each job, how many times as fast as `base` the arm was.
+
+    It is the median over the rounds that both did.
     """
     costs: dict[str, dict[tuple[str, int], float]] = {base: {}, arm: {}}
     for sample in samples:
@@ -61,8 +59,8 @@ def paired_ratios(
     return {job: median(found) for job, found in ratios.items()}
 
 
-def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
-    """Samples of each task, in the order they come."""
+def group_by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
+    """Return the samples of each task, in their order."""
     tasks: dict[str, list[Sample]] = {}
     for sample in samples:
         tasks.setdefault(sample.task, []).append(sample)
@@ -70,12 +68,13 @@ def by_task(samples: Iterable[Sample]) -> dict[str, list[Sample]]:
 
 
 def count_samples(samples: Sequence[Sample]) -> dict[str, float | None]:
-    """Machine-independent figures of one arm. tau is tokens per target call; a figure is None where
-    a count is.
+    """Return the figures of one arm that do not depend on the machine.
 
-    acceptance       of the guesses that were run, the share that was kept
-    alpha            of the places at which guesses were tested, the share at which one was kept
-    state_per_token  bytes that a drafter keeps, by the tokens of the texts that it keeps
+    A figure is None if a count that it needs is None.
+    tau              tokens per forward pass of the target
+    acceptance       share of the draft tokens that was accepted
+    alpha            share of the tested positions at which a draft token was accepted
+    state_per_token  bytes that a drafter keeps, per token of the texts that it keeps
     """
     tokens, calls = sum(s.tokens for s in samples), sum(s.calls for s in samples)
 
@@ -103,7 +102,7 @@ def count_samples(samples: Sequence[Sample]) -> dict[str, float | None]:
 
 
 def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
-    """All figures of one arm on one task's samples."""
+    """Return all figures of one arm on one task's samples."""
     own = [s for s in samples if s.arm == arm]
     jobs = {s.job: [t for t in own if t.job == s.job] for s in own}
     ratios = list(paired_ratios(samples, base, arm).values())
@@ -112,10 +111,10 @@ def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> di
     same = [s.same for s in own if s.same is not None]
     return {
         "jobs": len(jobs),
-        "speedup": five_numbers(ratios) if ratios else None,
-        "request": five_numbers(whole) if whole else None,
+        "speedup": five_number_summary(ratios) if ratios else None,
+        "request": five_number_summary(whole) if whole else None,
         "tokens_per_second": len(seconds) / sum(seconds) if sum(seconds) else None,
-        "milliseconds_per_token": five_numbers([1e3 * s for s in seconds]),
+        "milliseconds_per_token": five_number_summary([1e3 * s for s in seconds]),
         "identical": sum(all(s.same == s.tokens for s in rounds) for rounds in jobs.values())
         if same
         else None,
@@ -125,16 +124,16 @@ def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> di
 
 
 def summarize_samples(samples: Sequence[Sample], arms: Sequence[str]) -> dict[str, Any]:
-    """Figures by task and arm; of each arm over all tasks; and every arm against every peer."""
+    """Return figures by task and arm, of each arm over all tasks, and against every peer."""
     tasks = {
         name: {arm: summarize_task(own, arm) for arm in arms}
-        for name, own in by_task(samples).items()
+        for name, own in group_by_task(samples).items()
     }
-    peers = [arm for arm in arms if ArmSpec.read(arm).peer]
-    against = {peer: compare_with(samples, arms, [peer]) for peer in peers}
+    peers = [arm for arm in arms if ArmSpec.parse(arm).is_peer]
+    against = {peer: compare_arms(samples, arms, [peer]) for peer in peers}
     for family, members in group_by_family(peers).items():
         if len(members) > 1:
-            against[f"{family}, best setting"] = compare_with(samples, arms, members)
+            against[f"{family}, best setting"] = compare_arms(samples, arms, members)
     return {
         "tasks": tasks,
         "overall": {arm: summarize_arm(tasks, samples, arm) for arm in arms},
@@ -145,8 +144,9 @@ def summarize_samples(samples: Sequence[Sample], arms: Sequence[str]) -> dict[st
 def summarize_arm(
     tasks: Mapping[str, Mapping[str, Any]], samples: Sequence[Sample], arm: str
 ) -> dict[str, Any]:
-    """An arm over the tasks: means of their medians, over all, Spec-Bench's six, and those that
-    copy; the worst task.
+    """Return the figures of an arm over all tasks: means of the tasks' medians, and the worst task.
+
+    Means are over all tasks, over Spec-Bench's six, and over those whose answers copy.
     """
     ratios = {
         name: arms[arm]["speedup"]["median"] for name, arms in tasks.items() if arms[arm]["speedup"]
@@ -174,15 +174,17 @@ def summarize_arm(
     }
 
 
-def compare_with(
+def compare_arms(
     samples: Sequence[Sample], arms: Sequence[str], others: Sequence[str]
 ) -> dict[str, dict[str, float]]:
-    """How many times as fast as the others each arm is, by task and on the mean. Several others are
-    one in its best setting, and which is best is found for every task anew."""
+    """Return how many times as fast as the others each arm is, by task and in the mean.
+
+    Several others are settings of one program. The best of them is taken for each task.
+    """
     found: dict[str, dict[str, float]] = {}
     for arm in arms:
         ratios: dict[str, float] = {}
-        for name, own in by_task(samples).items():
+        for name, own in group_by_task(samples).items():
             medians = [
                 median(r.values()) for other in others if (r := paired_ratios(own, other, arm))
             ]
@@ -194,7 +196,7 @@ def compare_with(
 
 
 def group_by_family(labels: Sequence[str]) -> dict[str, list[str]]:
-    """Labels that differ only in the values of their knobs.
+    """Group labels that differ only in the values of their knobs.
 
     >>> group_by_family(["transformers", "transformers:lookup=3", "transformers:lookup=10"])
     {'transformers': ['transformers'], 'transformers:lookup': ['transformers:lookup=3',
@@ -202,7 +204,7 @@ def group_by_family(labels: Sequence[str]) -> dict[str, list[str]]:
     """
     found: dict[str, list[str]] = {}
     for label in labels:
-        spec = ArmSpec.read(label)
+        spec = ArmSpec.parse(label)
         found.setdefault(":".join([spec.name, *(name for name, _ in spec.knobs)]), []).append(label)
     return found
 
@@ -210,8 +212,11 @@ def group_by_family(labels: Sequence[str]) -> dict[str, list[str]]:
 def describe_texts(
     references: Mapping[str, Sequence[int]], eos: Sequence[int]
 ) -> dict[str, dict[str, float]]:
-    """What plain greedy decoding wrote, by task: the share of distinct 4-grams (text that loops
-    flatters every drafter), and of tokens behind the first end of text."""
+    """Return, for each task, how much plain greedy decoding repeats, and writes after its end.
+
+    distinct_4grams  share of distinct 4-grams: text that loops makes every drafter look good
+    behind_the_end   share of tokens after the first end of text
+    """
     tasks: dict[str, list[Sequence[int]]] = {}
     for job, ids in references.items():
         tasks.setdefault(job.split("/")[0], []).append(ids)

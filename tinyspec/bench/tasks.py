@@ -1,10 +1,10 @@
-"""What is asked: Spec-Bench in its six groups, HumanEval, GSM8K, 20 edits of our own, and
-continuations of the valid books.
+"""Make the prompts of a run: Spec-Bench in its six groups, HumanEval, GSM8K, edits, and books.
 
-Spec-Bench (Xia et al. 2024, arXiv 2401.07851) counts MT-bench's eight categories as one group; its
-questions have two turns. So that every arm reads the same ids, the answer that stands in a second
-turn's prompt is plain greedy decoding's, up to its first end of text. A model with a chat template
-is asked through it; another one continues the plain text.
+Spec-Bench (Xia et al. 2024, arXiv 2401.07851) counts MT-bench's eight categories as one group. Its
+questions have two turns. Every arm must read the same ids, so the answer in a second turn's prompt
+is plain greedy decoding's, up to its first end of text. A model with a chat template gets its
+prompt through it; another one continues the plain text. The 20 edits are our own. The books are
+openings of the valid books, to be continued.
 """
 
 import json
@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from tinyspec import data
 from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.generation import prompt_ids
 from tinyspec.lm.model import Model
 
 T = TypeVar("T")
@@ -26,9 +27,7 @@ Answer = Callable[["Job"], Sequence[int]]
 
 
 class Item(NamedTuple):
-    """A prompt of a task. `turns` are what the user says; one without `chat` is continued, not
-    answered.
-    """
+    """A prompt of a task. `turns` are the user's messages; without `chat` the text is continued."""
 
     task: str
     id: str
@@ -37,7 +36,7 @@ class Item(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One request: ids to read and how many tokens to write. Every arm gets the same.
+    """One request: ids to read, and how many tokens to write. Every arm gets the same.
 
     cropped  ids left out at the front because the model's context is short
     """
@@ -51,13 +50,12 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in a result file."""
+        """Return its name in a result file."""
         return f"{self.task}/{self.prompt}/{self.turn}"
 
 
 def expand_tasks(names: Sequence[str]) -> tuple[str, ...]:
-    """Tasks from names of tasks and of several of them, in one order; NAME:20 asks for 20 prompts
-    of it.
+    """Return tasks, in one order, from names of tasks and of groups. NAME:20 asks for 20 prompts.
 
     >>> expand_tasks(["edits:20", "spec_bench"])[-2:]
     ('rag', 'edits:20')
@@ -74,7 +72,7 @@ def expand_tasks(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def choose_items(entries: Sequence[str], n: int) -> list[Item]:
-    """The prompts of what `expand_tasks` gave: n of each task, or as many as its entry says.
+    """Return the prompts of what `expand_tasks` gave: n of each task, or as many as its entry says.
 
     >>> [item.id for item in choose_items(["edits:2"], 5)]
     ['proofread-1', 'config-1']
@@ -86,7 +84,7 @@ def choose_items(entries: Sequence[str], n: int) -> list[Item]:
 
 
 def spread_evenly(entries: Sequence[T], n: int) -> list[T]:
-    """n of the entries, evenly over all of them; all where there are no more.
+    """Return n of the entries, evenly spread over all; all of them if there are no more.
 
     >>> spread_evenly("abcdefgh", 4)
     ['a', 'c', 'e', 'g']
@@ -95,8 +93,9 @@ def spread_evenly(entries: Sequence[T], n: int) -> list[T]:
 
 
 def load_items(task: str, n: int) -> list[Item]:
-    """n prompts of a task, spread over it. TinyspecError, with the command that helps, where its
-    data is not there.
+    """Return n prompts of a task, spread over it.
+
+    Raises TinyspecError, with the command that fetches it, if the data is missing.
     """
     if task in SPEC_BENCH:
         named = SPEC_BENCH[1:]
@@ -126,34 +125,59 @@ def load_items(task: str, n: int) -> list[Item]:
 
 
 def read_edits() -> list[dict[str, str]]:
-    """The committed edit prompts: [{"id", "kind", "instruction", "text"}]. Their answers mostly
-    copy `text`.
+    """Return the committed edit prompts: [{"id", "kind", "instruction", "text"}].
+
+    Their answers mostly copy `text`.
     """
+    return read_committed("edits.json")
+
+
+def read_openings() -> list[str]:
+    """Return 60 openings of paragraphs from the three books that no model of the zoo has seen."""
+    return [entry["text"] for entry in read_committed("continuations.json")]
+
+
+def tokenize_openings(model: Model, room: int) -> list[list[int]]:
+    """Return the openings as ids, cut at the front so that each fits into so many positions."""
+    return [prompt_ids(model, text)[-room:] for text in read_openings()]
+
+
+def find_room(model: Model, tokens: int, *drafts: Model) -> int:
+    """Return how long a prompt may be if `tokens` new ones follow. Raises TinyspecError if none."""
+    room = min(each.config.max_positions for each in (model, *drafts)) - tokens
+    if room < 1:
+        raise TinyspecError(
+            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
+        )
+    return room
+
+
+def tokenize_question(model: Model, question: data.Question, tokens: int) -> list[int]:
+    """Return the first turn of a question as ids, cut so that `tokens` new ones fit."""
+    ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
+    return ids[-(model.config.max_positions - tokens) :]
+
+
+def read_committed(name: str) -> list[dict[str, str]]:
+    """Return the prompts of a file of this folder."""
     found: list[dict[str, str]] = json.loads(
-        files("tinyspec.bench").joinpath("edits.json").read_text("utf-8")
+        files("tinyspec.bench").joinpath(name).read_text("utf-8")
     )
     return found
 
 
-def read_openings() -> list[str]:
-    """60 openings of paragraphs from the three books that no model of the zoo was trained on,
-    spread over each.
-    """
-    found = json.loads(files("tinyspec.bench").joinpath("continuations.json").read_text("utf-8"))
-    return [entry["text"] for entry in found]
-
-
 def _complete(code: str) -> str:
-    return f"Complete this Python function. Write out the whole function.\n\n```python\n{code.strip()}\n```"
+    asked = "Complete this Python function. Write out the whole function."
+    return f"{asked}\n\n```python\n{code.strip()}\n```"
 
 
-def make_requests_of_items(
+def list_jobs(
     model: Model, items: Sequence[Item], tokens: int, answer: Answer, until_eos: bool = False
 ) -> list[Job]:
-    """The requests of these prompts, a turn each, in order.
+    """Return the requests of these prompts, one for each turn, in order.
 
-    answer  plain greedy decoding's ids for a job: it is what a second turn looks back on, and with
-            `until_eos` it tells how long an answer is
+    answer     returns plain greedy decoding's ids for a job. A second turn's prompt contains them.
+    until_eos  an answer is as long as plain greedy decoding's
     """
     made: list[Job] = []
     for item in items:
@@ -161,11 +185,7 @@ def make_requests_of_items(
         for turn, asked in enumerate(item.turns):
             said.append({"role": "user", "content": asked})
             ids = _ids(model, item, said)
-            room = model.config.max_positions - tokens
-            if room < 1:
-                raise TinyspecError(
-                    f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
-                )
+            room = find_room(model, tokens)
             job = Job(item.task, item.id, turn, tuple(ids[-room:]), tokens, max(len(ids) - room, 0))
             last = turn == len(item.turns) - 1
             if until_eos or not last:
@@ -177,7 +197,7 @@ def make_requests_of_items(
 
 
 def cut_at_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
-    """Ids up to the first end of text, which is kept.
+    """Return the ids up to the first end of text, and that one.
 
     >>> cut_at_eos([5, 0, 7], [0])
     [5, 0]

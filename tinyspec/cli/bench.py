@@ -139,7 +139,7 @@ def run_harness(options: dict[str, Any], given: set[str]) -> None:
     pictures = {} if svg is None else report.make_charts(result)
     files = [svg / f"{name}-{kind}.svg" for kind in pictures]
     for file, chart in zip(files, pictures.values(), strict=True):
-        write_text(file, plot.draw(chart))
+        write_text(file, plot.draw_chart(chart))
     name_files(book.path, markdown, *files)
 
 

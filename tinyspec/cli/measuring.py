@@ -53,9 +53,9 @@ def make_command(spec: "CommandSpec") -> click.Command:
         tables = experiment.tables(result) if experiment.tables else ()
         closing = experiment.closing(result) if experiment.closing else ()
         lines = closing if tables or closing else list_figures(result)
-        print_result(result, as_json, [table.rich() for table in tables], lines)
+        print_result(result, as_json, [table.to_rich() for table in tables], lines)
         if svg is not None and experiment.chart:
-            write_text(svg, plot.draw(experiment.chart(result)))
+            write_text(svg, plot.draw_chart(experiment.chart(result)))
         if markdown is not None:
             notes = experiment.notes(result) if experiment.notes else ()
             write_text(markdown, report.write_page(result, tables, notes))

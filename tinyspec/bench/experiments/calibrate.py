@@ -1,11 +1,11 @@
-"""`tinyspec calibrate`: the lowest of CALM's thresholds whose texts stay within delta, with
-probability 1 - epsilon.
+"""`tinyspec calibrate`: find CALM's lowest threshold with a risk of at most delta.
 
-Passages are drawn independently, each place of the texts as likely as any other: what is shown
-holds for passages drawn so, from texts like these. Thresholds 1, 0.95, ... are tested in this
-order, by Hoeffding's p-values (early_exit/calibrate.py), until one fails. Textual consistency
-compares with the full model's text, risk consistency with how the passage really goes on. In the
-end the choice is looked at on fresh passages; that is no part of the guarantee.
+The risk is below delta with probability 1 - epsilon. Passages are drawn independently, and each
+place of the texts is as likely as any other. The guarantee holds for passages drawn so, from texts
+like these. Thresholds 1, 0.95, ... are tested in this order, by Hoeffding's p-values
+(early_exit/calibrate.py), until one fails. Textual consistency compares with the full model's text,
+risk consistency with how the passage really goes on. In the end the choice is checked on fresh
+passages, which is no part of the guarantee.
 """
 
 import math
@@ -16,13 +16,13 @@ from tinyspec import models
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.exits import (
     Passage,
+    count_relative_work,
     count_work,
     decode_with_exits,
     draw_passages,
     read_classics,
-    relative_work,
 )
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.settings import CalibrationSettings
 from tinyspec.early_exit.calibrate import (
     calibrate,
@@ -33,57 +33,62 @@ from tinyspec.early_exit.calibrate import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.model import Model
+
+Texts = Sequence[list[int]]
 
 
 def list_thresholds(step: float) -> list[float]:
-    """From the safest down.
+    """Return thresholds from 1, the safest, down to 0.
 
     >>> list_thresholds(0.25)
     [1.0, 0.75, 0.5, 0.25, 0.0]
     """
     if not 0 < step <= 1:
         raise TinyspecError(f"--step is {step}: it must be above 0 and at most 1")
-    found = [round(1 - i * step, 10) for i in range(int(1 / step + 1e-9) + 1)]
-    return found
+    return [round(1 - i * step, 10) for i in range(int(1 / step + 1e-9) + 1)]
 
 
 def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
-    """Return the threshold ("inf" where not even 1 passed: the full model), and everything that was
-    tested.
+    """Return the threshold, and everything that was tested.
+
+    The threshold is "inf", the full model, if not even 1 passed.
     """
     delta, epsilon, consistency = given.delta, given.epsilon, given.consistency
-    prompts, prompt_tokens, tokens = given.prompts, given.prompt_tokens, given.tokens
-    seed, check = given.seed, given.check
+    prompts, check = given.prompts, given.check
     knobs = {name: getattr(given, name) for name in ("measure", "decay", "tau", "min_exit")}
     check_examples(prompts, delta, epsilon)  # before any text is read
-    texts = given.texts or read_classics("valid")
+    texts = given.texts or read_classics()
     candidates = list_thresholds(given.step)
     model = models.load(given.model, dtype=given.dtype)
-    found = draw_passages(model, texts, prompts + check, prompt_tokens, tokens, seed)
+    found = draw_passages(
+        model, texts, prompts + check, given.prompt_tokens, given.tokens, given.seed
+    )
     examples, fresh = found[:prompts], found[prompts:]
-    decode_with_exits(
-        model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0}
-    )  # what is wrong with the knobs is said first
-    full = [
-        decode_with_exits(model, p.prompt, tokens, [], {"threshold": math.inf}) for p in examples
-    ]
+
+    def decode_all(
+        passages: Sequence[Passage], threshold: float, forward_log: list[ForwardRecord]
+    ) -> Texts:
+        now = {**knobs, "threshold": threshold}
+        return [
+            decode_with_exits(model, p.prompt, given.tokens, forward_log, now) for p in passages
+        ]
+
+    # A wrong knob is reported before anything else is run.
+    decode_with_exits(model, examples[0].prompt, 1, [], {**knobs, "threshold": 1.0})
+    full = decode_all(examples, math.inf, [])
     costs: dict[float, float] = {}
-    with show_progress(f"{model.name}: {consistency} consistency", len(candidates), quiet) as tick:
+    title = f"{model.name}: {consistency} consistency"
+    with show_progress_bar(title, len(candidates), quiet) as tick:
 
-        def losses(threshold: float) -> list[float]:
+        def measure_losses(threshold: float) -> list[float]:
             forward_log: list[ForwardRecord] = []
-            early = [
-                decode_with_exits(
-                    model, p.prompt, tokens, forward_log, {**knobs, "threshold": threshold}
-                )
-                for p in examples
-            ]
-            costs[threshold] = _work(model, forward_log, sum(map(len, early)))
+            early = decode_all(examples, threshold, forward_log)
+            work = count_relative_work(model.config, *count_work(forward_log))
+            costs[threshold] = work / max(sum(map(len, early)), 1)
             tick()
-            return _losses(consistency, early, full, examples)
+            return _compute_losses(consistency, early, full, examples)
 
-        outcome = calibrate(candidates, losses, delta, epsilon, hoeffding_p_value)
+        outcome = calibrate(candidates, measure_losses, delta, epsilon, hoeffding_p_value)
     choice = math.inf if outcome.choice is None else outcome.choice
     made: dict[str, Any] = {
         "model": model.name,
@@ -93,9 +98,9 @@ def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str
         "consistency": consistency,
         "knobs": knobs,
         "prompts": prompts,
-        "prompt_tokens": prompt_tokens,
-        "tokens": tokens,
-        "seed": seed,
+        "prompt_tokens": given.prompt_tokens,
+        "tokens": given.tokens,
+        "seed": given.seed,
         "work_over_full": costs.get(choice, 1.0),
         "tested": [
             {
@@ -109,35 +114,21 @@ def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str
         ],
     }
     if check and fresh:
-        early, full = (
-            [
-                decode_with_exits(model, p.prompt, tokens, [], {**knobs, "threshold": x})
-                for p in fresh
-            ]
-            for x in (choice, math.inf)
-        )
-        made["checked"] = {
-            "prompts": check,
-            "loss": sum(_losses(consistency, early, full, fresh)) / check,
-        }
+        early, full = (decode_all(fresh, threshold, []) for threshold in (choice, math.inf))
+        losses = _compute_losses(consistency, early, full, fresh)
+        made["checked"] = {"prompts": check, "loss": sum(losses) / check}
     return stamp_result(made)
 
 
-Texts = Sequence[list[int]]
-
-
-def _losses(consistency: str, early: Texts, full: Texts, of: Sequence[Passage]) -> list[float]:
+def _compute_losses(
+    consistency: str, early: Texts, full: Texts, of: Sequence[Passage]
+) -> list[float]:
     if consistency == "textual":
         return [textual_loss(*pair) for pair in zip(early, full, strict=True)]
     return [
         risk_loss(one, other, passage.rest)
         for one, other, passage in zip(early, full, of, strict=True)
     ]
-
-
-def _work(model: Model, forward_log: Sequence[ForwardRecord], tokens: int) -> float:
-    """All work behind the prompts, over the full model's for as many tokens."""
-    return relative_work(model.config, *count_work(forward_log)) / max(tokens, 1)
 
 
 def describe_tests(result: dict[str, Any]) -> list[str]:

@@ -1,13 +1,15 @@
-"""`tinyspec bench dialects`: what writing all words at once costs where a source has several right
-translations.
+"""`tinyspec bench dialects`: measure parallel decoding where a source has several translations.
 
-On the task of tinyspec/training/dialects.py, where the best a model can do is known exactly: a
-model that reads what it wrote; one that writes in a single parallel pass, trained on the same pairs
-and on the first one's translations of their sources (distillation); and Mask-Predict, by its
-passes, on the pairs as they are. Every model is judged with the length that it tells itself.
+The task is that of tinyspec/training/dialects.py, where the best that a model can do is known
+exactly. The models are:
 
-All are Seq2Seq of one shape, trained alike for the same number of steps. A training that was
-interrupted goes on.
+    autoregressive   reads what it wrote
+    one pass         writes all words in parallel, trained on the same pairs, and on the first
+                     model's translations of their sources (distillation)
+    Mask-Predict     by its passes, trained on the pairs as they are
+
+Every model predicts the length itself. All are Seq2Seq models of one shape, trained alike for the
+same number of steps. An interrupted training goes on.
 """
 
 import shutil
@@ -22,9 +24,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
 from tinyspec.bench.plot import SLOWER, Bars, Chart
-from tinyspec.bench.report import Grid, describe_provenance, format_number
+from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
 from tinyspec.bench.settings import DialectSettings
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import RandomSource, Seeded
@@ -51,7 +53,7 @@ BATCH = 250  # sources that are decoded together
 Loss = Callable[[Seq2Seq, Tensor, Tensor], Tensor]
 
 
-def task_of(given: DialectSettings, kind: str) -> Dialects:
+def make_dialects(given: DialectSettings, kind: str) -> Dialects:
     """Return the task of a kind of dialects."""
     return Dialects(tuple(kind.split("+")), given.modes, given.words, given.shortest, given.longest)
 
@@ -60,7 +62,7 @@ class DialectTrial:
     """One kind of dialects: its sentences, and the models as they are trained in `folder`."""
 
     def __init__(self, kind: str, setup: DialectSettings, folder: Path):
-        self.setup, self.folder, self.task = setup, folder, task_of(setup, kind)
+        self.setup, self.folder, self.task = setup, folder, make_dialects(setup, kind)
         held = self.task.sample_pairs(setup.tests, seed=2 * setup.seed + 1)
         pairs = self.task.sample_pairs(
             setup.pairs, seed=2 * setup.seed + 2, exclude={pair.source for pair in held}
@@ -73,28 +75,28 @@ class DialectTrial:
     def fit(
         self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0
     ) -> Seq2Seq:
-        """A model trained on the sources and these targets; at once, where the folder holds it
-        already.
-        """
+        """Return a model trained on the sources and these targets; at once if the folder has it."""
         s = self.setup
+        longest = self.task.max_target_length
         config = Seq2SeqConfig(
-            self.task.vocab_size, s.width, 4, 2 * s.width, s.layers, s.layers, 2 * self.task.max_target_length + 12,
-            lengths=self.task.max_target_length + 1,
-        )  # fmt: skip
+            vocab_size=self.task.vocab_size,
+            d_model=s.width,
+            n_heads=4,
+            d_ff=2 * s.width,
+            encoder_layers=s.layers,
+            decoder_layers=s.layers,
+            max_positions=2 * longest + 12,
+            lengths=longest + 1,
+        )
         model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
-        said = [
-            (x, y[: self.task.max_target_length])
-            for x, y in zip(self.sources, targets, strict=True)
-            if y
-        ]  # a poor teacher's: cut
-        if not said:
+        # A poor teacher may write nothing, or too much.
+        pairs = [(x, y[:longest]) for x, y in zip(self.sources, targets, strict=True) if y]
+        if not pairs:
             raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
-        source, target = pad_sequences([x for x, _ in said]), pad_sequences([y for _, y in said])
+        source, target = pad_sequences([x for x, _ in pairs]), pad_sequences([y for _, y in pairs])
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-            """As many pairs of each dialect: a model that meets one of them more often takes that
-            one for a while.
-            """
+            """Draw as many pairs of each dialect: a model prefers one that it meets more often."""
             first = torch.randint(
                 max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
             )
@@ -103,9 +105,15 @@ class DialectTrial:
 
         steps = steps or s.steps
         settings = TrainSettings(
-            steps, s.lr, warmup=max(1, steps // 15), floor=0.0, weight_decay=0.01, betas=(0.9, 0.98), seed=s.seed,
+            steps,
+            s.lr,
+            warmup=max(1, steps // 15),
+            floor=0.0,
+            weight_decay=0.01,
+            betas=(0.9, 0.98),
+            seed=s.seed,
             save_minutes=1.0,
-        )  # fmt: skip
+        )
         where = self.folder / name.replace(", ", "-")
         ended = train(model.weights, batches, lambda *batch: loss(model, *batch), settings, where)
         if not ended.finished:
@@ -115,7 +123,7 @@ class DialectTrial:
         return model
 
     def translate_tests(self, model: Seq2Seq, refiner: Refiner) -> list[list[int]]:
-        """The test sentences as a refiner writes them."""
+        """Return the test sentences as a refiner translates them."""
         made = list[list[int]]()
         for at in range(0, len(self.tests), BATCH):
             part = pad_sequences(self.tests[at : at + BATCH])
@@ -127,8 +135,10 @@ class DialectTrial:
     def judge_outputs(
         self, outputs: Sequence[Sequence[int]], passes: float, **more: float
     ) -> dict[str, Any]:
-        """An arm as plain data: a digit a sentence (1 valid + 2 of one dialect + 4 repeats a
-        token), and what it cost.
+        """Return an arm as plain data.
+
+        verdicts  a digit for each sentence: 1 if it is a right translation, + 2 if it is of one
+                  dialect, + 4 if it repeats a token
         """
         marks = (
             self.task.judge_output(source, output)
@@ -145,7 +155,7 @@ class DialectTrial:
     # ------------------------------------------------------------------ the models
 
     def run_autoregressive(self) -> tuple[Seq2Seq, dict[str, Any]]:
-        """Trained on the pairs as they are: the teacher."""
+        """Train the autoregressive model, the teacher, on the pairs, and judge it."""
         model = self.fit(AR, teacher_forcing_loss, self.targets)
         made = [
             text
@@ -161,8 +171,9 @@ class DialectTrial:
     def run_one_pass(
         self, name: str, targets: Sequence[Sequence[int]]
     ) -> dict[str, dict[str, Any]]:
-        """One parallel pass from evenly spread copies of the source; only on the pairs as they are
-        its nats have a floor.
+        """Train a model of one parallel pass on these targets, and judge it.
+
+        On the pairs as they are (RAW) its nats have a known floor, so they are measured there.
         """
         model = self.fit(
             name, one_pass_loss, targets, self.setup.student_steps if name == KD else 0
@@ -183,8 +194,9 @@ class DialectTrial:
     def run_mask_predict(
         self, passes: Sequence[int], lengths: Sequence[int]
     ) -> dict[str, dict[str, Any]]:
-        """Mask-Predict by its passes, with the first number of lengths; the most passes with the
-        others.
+        """Train Mask-Predict, and judge it by its passes and lengths.
+
+        All passes run with the first number of lengths, the most passes with the others too.
         """
 
         def loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
@@ -205,13 +217,14 @@ class DialectTrial:
 
 
 def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Greedy translations of a batch."""
+    """Return greedy translations of a batch."""
     return write_translations(model, sources, BeamSettings(beam=1, factor=2.0))
 
 
 def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
-    """-sum of log p(y_t | x, T) over a batch, all places written in one pass from evenly spread
-    copies of the source.
+    """Return -sum of log p(y_t | x, T) over a batch, with all words predicted in one pass.
+
+    The decoder reads copies of the source, evenly spread over T places.
     """
     places, slots = copy_uniformly((source != 0).sum(dim=1), (target != 0).sum(dim=1))
     logits = model.logits(decode_parallel(model, source.gather(1, places), slots, memory)[slots])
@@ -219,15 +232,16 @@ def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: Encoder
 
 
 def one_pass_loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
-    """The one-pass model's loss: its words and its length, per word."""
+    """Return the one-pass model's loss: of its words and its length, per word."""
     memory, lengths = model.encode(source), (target != 0).sum(dim=1)
-    told = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
-    return (one_pass_nll(model, source, target, memory) + told) / lengths.sum()
+    length_nll = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
+    return (one_pass_nll(model, source, target, memory) + length_nll) / lengths.sum()
 
 
 class CopyRefiner:
-    """One pass from copies of the source, spread evenly over the likeliest length; words likeliest,
-    or drawn one by one.
+    """Write all words in one pass from copies of the source, with the most likely length.
+
+    Each word is the most likely one, or is sampled by `generator`.
     """
 
     def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
@@ -244,13 +258,13 @@ class CopyRefiner:
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         states = decode_parallel(self.model, canvas.tokens, canvas.mask, memory)
-        law = forbid_special_tokens(self.model, self.model.logits(states)).log_softmax(dim=-1)
-        tokens = law.argmax(dim=-1)
+        logits = forbid_special_tokens(self.model, self.model.logits(states))
+        logprobs = logits.log_softmax(dim=-1)
+        tokens = logprobs.argmax(dim=-1)
         if self.generator is not None:
-            tokens = torch.multinomial(
-                law.exp().flatten(0, 1), 1, generator=self.generator
-            ).view_as(tokens)
-        return Canvas(tokens, canvas.mask, law.gather(-1, tokens[..., None])[..., 0])
+            probs = logprobs.exp().flatten(0, 1)
+            tokens = torch.multinomial(probs, 1, generator=self.generator).view_as(tokens)
+        return Canvas(tokens, canvas.mask, logprobs.gather(-1, tokens[..., None])[..., 0])
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration == 1
@@ -267,48 +281,42 @@ def measure_dialects(
 ) -> dict[str, Any]:
     """Measure every kind with every model.
 
-    With `out`, each kind is written as it is done; with `resume`, what is there is kept.
+    With `out`, each kind is written when it is done, and `resume` goes on there. Trainings lie
+    beside the file until the end.
     """
-    kinds, passes, lengths = given.kinds, given.passes, given.lengths
+    kinds = given.kinds
     for kind in kinds:
-        task_of(given, kind)
+        make_dialects(given, kind)  # a wrong kind is reported before anything is trained
     settings = {name: value for name, value in asdict(given).items() if name != "kinds"}
-    settings |= {"passes": list(passes), "lengths": list(lengths)}
-    done: dict[str, Any] = {}
-    if resume:
-        done = read_unfinished(out, "dialects", settings, lambda found: dict(found["kinds"])) or {}
+    settings |= {"passes": list(given.passes), "lengths": list(given.lengths)}
+    done: dict[str, Any] = read_unfinished(
+        out, resume, "dialects", settings, lambda found: dict(found["kinds"]), {}
+    )
     parts = None if out is None else out.with_name(out.name + ".parts")
-    if parts is not None and parts.exists() and not resume:
-        shutil.rmtree(parts)
+    if parts is not None and not resume:
+        shutil.rmtree(parts, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        show_progress("dialects", 4 * len(kinds), quiet) as tick,
+        show_progress_bar("dialects", 4 * len(kinds), quiet) as tick,
     ):
         for kind in kinds:
             if kind not in done:
-                done[kind] = _measure_kind(
-                    DialectTrial(kind, given, (parts or Path(temporary)) / kind),
-                    passes,
-                    lengths,
-                    tick,
-                )
-                if out is not None:
-                    save_result(out, stamp_result({"settings": settings, "kinds": done}))
+                trial = DialectTrial(kind, given, (parts or Path(temporary)) / kind)
+                done[kind] = _measure_kind(trial, tick)
+                save_result(out, stamp_result({"settings": settings, "kinds": done}))
             else:
                 for _ in range(4):
                     tick()
     result = stamp_result({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
     result["figures"] = summarize_dialects(result)
-    if out is not None:
-        save_result(out, result)
-        shutil.rmtree(out.with_name(out.name + ".parts"), ignore_errors=True)
+    save_result(out, result)
+    if parts is not None:
+        shutil.rmtree(parts, ignore_errors=True)
     return result
 
 
-def _measure_kind(
-    trial: DialectTrial, passes: Sequence[int], lengths: Sequence[int], tick: Callable[[], None]
-) -> dict[str, Any]:
-    """The arms of one kind, and the floors of its test sentences."""
+def _measure_kind(trial: DialectTrial, tick: Callable[[], None]) -> dict[str, Any]:
+    """Return the arms of one kind, and the floors of its test sentences."""
     floors = [trial.task.entropy_bounds(source) for source in trial.tests]
     mean = {
         name: sum(getattr(one, name) for one in floors) / len(floors)
@@ -326,7 +334,7 @@ def _measure_kind(
     ]
     arms |= trial.run_one_pass(KD, taught)
     tick()
-    arms |= trial.run_mask_predict(passes, lengths)
+    arms |= trial.run_mask_predict(trial.setup.passes, trial.setup.lengths)
     tick()
     return {"floors": mean, "arms": arms}
 
@@ -335,9 +343,7 @@ def _measure_kind(
 
 
 def summarize_dialects(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Shares of every arm, from its verdicts alone: a digit a sentence, 1 valid + 2 of one dialect
-    + 4 repeats a token.
-    """
+    """Return the shares of every arm, from its verdicts alone (`DialectTrial.judge_outputs`)."""
     return {
         kind: {
             arm: {
@@ -350,57 +356,60 @@ def summarize_dialects(result: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def describe_kind(kind: str) -> str:
-    """A kind in words.
+def describe_dialects(kind: str) -> str:
+    """Return a kind of dialects in words.
 
-    >>> describe_kind("lex+fert")
+    >>> describe_dialects("lex+fert")
     'words and fertilities of their own'
     """
     return " and ".join(KINDS[one].split()[0] for one in kind.split("+")) + " of their own"
 
 
+def write_percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+COLUMNS = (
+    Column("valid %", "valid", write_percent),
+    Column("of one dialect %", "single", write_percent),
+    Column("with a repeated word %", "repeated", write_percent),
+    Column("decoder passes", "passes", ".2f"),
+    Column("nats / the floor", "nats"),
+)
+
+
 def tabulate_dialects(result: Mapping[str, Any]) -> list[Grid]:
-    """A table a kind, a row a model or number of passes."""
+    """Return a table for each kind, a line for each model or number of passes."""
     made = []
-    for kind, arms in result["figures"].items():
-        floors, rows = result["kinds"][kind]["floors"], []
-        for arm, of in arms.items():
-            row = result["kinds"][kind]["arms"][arm]
-            floor = floors["sequence" if arm == "autoregressive" else "parallel"]
-            nats = f"{row['nats']:.2f} / {floor:.2f}" if "nats" in row else "-"
-            shares = [f"{100 * of[name]:.1f}" for name in ("valid", "single", "repeated")]
-            rows.append([arm, *shares, format_number(row["passes"]), nats])
-        head = [
-            "model",
-            "valid %",
-            "of one dialect %",
-            "with a repeated word %",
-            "decoder passes",
-            "nats / the floor",
-        ]
-        made.append(
-            Grid(f"{result['settings']['modes']} dialects with {describe_kind(kind)}", head, rows)
-        )
+    for kind, shares in result["figures"].items():
+        floors, rows = result["kinds"][kind]["floors"], {}
+        for arm, of in result["kinds"][kind]["arms"].items():
+            floor = floors["sequence" if arm == AR else "parallel"]
+            nats = f"{of['nats']:.2f} / {floor:.2f}" if "nats" in of else "-"
+            rows[arm] = {**shares[arm], "passes": of["passes"], "nats": nats}
+        title = f"{result['settings']['modes']} dialects with {describe_dialects(kind)}"
+        made.append(make_grid(title, rows, COLUMNS, first="model"))
     return made
 
 
 def chart_dialects(result: Mapping[str, Any]) -> Chart:
-    """Draw a panel a kind, a bar a model: how many outputs are a right translation."""
+    """Draw a panel for each kind, a bar for each model: the share of right translations."""
     shares, s = result["figures"], result["settings"]
     arms = list(dict.fromkeys(arm for of in shares.values() for arm in of))
     panels = list[Bars]()
     for kind, of in shares.items():
         valid = {arm: 100 * of[arm]["valid"] if arm in of else None for arm in arms}
         low = {arm: SLOWER for arm, share in valid.items() if share is not None and share < 90}
-        panels.append(Bars(describe_kind(kind), valid, colours=low, top=100, named=not panels))
+        panels.append(Bars(describe_dialects(kind), valid, colours=low, top=100, named=not panels))
     return Chart(
         "Right translations, of every hundred",
         panels,
         [
-            f"T: decoder passes, l: lengths tried at once. {s['modes']} equally likely dialects, {s['shortest']} to "
-            f"{s['longest']} of {s['words']} words, {s['tests']} test sentences, lengths as each model tells them.",
-            f"{s['layers']} + {s['layers']} layers of {s['width']}, {s['steps']} steps of {s['batch']} sentences, "
-            f"one seed; {describe_provenance(result)}",
+            f"T: decoder passes, l: lengths tried at once. {s['modes']} equally likely dialects, "
+            f"{s['shortest']} to {s['longest']} of {s['words']} words, {s['tests']} test "
+            "sentences, lengths as each model tells them.",
+            f"{s['layers']} + {s['layers']} layers of {s['width']}, {s['steps']} steps of "
+            f"{s['batch']} sentences, one seed; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{kind}: " + ", ".join(f"{a} {100 * f['valid']:.1f}" for a, f in of.items())

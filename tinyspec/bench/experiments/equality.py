@@ -1,11 +1,11 @@
-"""`tinyspec bench equality`: lossless means lossless, in bfloat16 too. Greedy speculation against
-plain greedy decoding.
+"""`tinyspec bench equality`: compare greedy speculation with plain greedy decoding, in bfloat16.
 
-Everywhere else a block is verified with other rounding than one-token steps have, so the two texts
-part sooner or later where two logits all but tie. Our kernels sum a row in an order that depends on
-the row alone, so not one token may differ, on any prompt. Beside the methods asked for, `rehearsed`
-copies from the plain answer itself with every seventh token changed: then most of the text is
-verified in long blocks, which a method that finds little to copy would not do.
+Lossless means that not one token differs. Elsewhere the rounding of a verified block is not that of
+one-token steps, so the texts part sooner or later where two logits are nearly equal. Our kernels
+sum a row in an order that depends on the row alone, so no token may differ on any prompt. Beside
+the methods asked for, `rehearsed` copies from the plain answer itself with every seventh token
+changed. Then most of the text is verified in long blocks; a method that finds little to copy would
+not do that.
 
 Nothing is timed, so the machine may be busy.
 """
@@ -14,84 +14,79 @@ import json
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tinyspec import data, models
+from tinyspec.bench.arms import decode_to_length
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
+from tinyspec.bench.measure import count_agreeing
 from tinyspec.bench.settings import EqualitySettings
-from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trace import Statistics, decode
+from tinyspec.bench.tasks import spread_evenly, tokenize_question
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids
 from tinyspec.lm.model import Model
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import find_technique
 
-REHEARSED, CHANGED = "rehearsed", 7
-COLUMNS = ("question", "category", "prompt", "check", "arm", "same", "calls", "drafted", "accepted")
+REHEARSED = "rehearsed"  # the arm that copies from the plain answer
+CHANGED = 7  # in that answer, every seventh token is changed
 
 
-def decode_greedily(
-    model: Model,
-    ids: Sequence[int],
-    tokens: int,
-    method: str,
-    references: Sequence[Sequence[int]] = (),
-    **knobs: Any,
-) -> tuple[list[int], Statistics]:
-    """Greedy ids that end after `tokens` tokens and nowhere else, and what was counted."""
-    forward_log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    limit = model.config.max_positions
-    request = Request(
-        model.session(forward_log),
-        (),
-        SamplingParams(temperature=0.0),
-        stop,
-        references,
-        positions=limit,
-        forward_log=forward_log,
-    )
-    return decode(find_technique(method).make(request, **knobs), ids, Seeded(0))
+class EqualitySample(NamedTuple):
+    """One question, answered by one arm.
+
+    prompt  tokens of the prompt
+    check   check sum of plain decoding's answer
+    same    how many ids at the front equal plain decoding's
+    """
+
+    question: int
+    category: str
+    prompt: int
+    check: int
+    arm: str
+    same: int
+    calls: int
+    drafted: int
+    accepted: int
 
 
 def noisy_reference(prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
-    """The end of the prompt and the answer with every seventh token changed.
+    """Return the end of the prompt and the answer with every seventh token changed.
 
     >>> noisy_reference([5], [1, 2, 3, 4, 5, 6, 7, 8])
     [5, 1, 2, 3, 4, 5, 6, 0, 8]
     """
-    return [
-        *prompt[-8:],
-        *(0 if i % CHANGED == CHANGED - 1 else token for i, token in enumerate(answer)),
-    ]
+    changed = (0 if i % CHANGED == CHANGED - 1 else token for i, token in enumerate(answer))
+    return [*prompt[-8:], *changed]
 
 
 def compare_on_question(
-    model: Model, question: Any, tokens: int, methods: Sequence[str]
-) -> list[list[Any]]:
-    """One line an arm: how many ids at the front are plain decoding's, and how many calls and
-    guesses it took.
-    """
-    ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)[
-        -(model.config.max_positions - tokens) :
-    ]
-    plain, _ = decode_greedily(model, ids, tokens, "autoregressive")
-    check, lines = zlib.crc32(json.dumps(plain).encode()), list[list[Any]]()
+    model: Model, question: data.Question, tokens: int, methods: Sequence[str]
+) -> list[EqualitySample]:
+    """Answer a question by every arm, and compare with plain decoding's answer."""
+    ids = tokenize_question(model, question, tokens)
+    plain, _ = decode_to_length(model, ids, tokens, "autoregressive")
+    check, samples = zlib.crc32(json.dumps(plain).encode()), list[EqualitySample]()
     for arm in (*methods, REHEARSED):
-        copied = arm == REHEARSED
-        if copied:
-            got, counted = decode_greedily(
-                model, ids, tokens, "llma", [noisy_reference(ids, plain)], price=0.0
-            )
+        if arm == REHEARSED:
+            reference = noisy_reference(ids, plain)
+            got, counted = decode_to_length(model, ids, tokens, "llma", [reference], price=0.0)
         else:
-            got, counted = decode_greedily(model, ids, tokens, arm)
-        same = next((i for i, (a, b) in enumerate(zip(got, plain, strict=True)) if a != b), tokens)
-        figures = (counted.target_calls, counted.drafted, counted.accepted)
-        lines.append([question.id, question.category, len(ids), check, arm, same, *figures])
-    return lines
+            got, counted = decode_to_length(model, ids, tokens, arm)
+        samples.append(
+            EqualitySample(
+                question=question.id,
+                category=question.category,
+                prompt=len(ids),
+                check=check,
+                arm=arm,
+                same=count_agreeing(got, plain),
+                calls=counted.target_calls,
+                drafted=counted.drafted,
+                accepted=counted.accepted,
+            )
+        )
+    return samples
 
 
 def measure_equality(
@@ -101,53 +96,57 @@ def measure_equality(
 
     With `out`, the result is saved after every question.
     """
-    name, questions, tokens = given.model, given.questions, given.tokens
-    methods, dtype = given.methods, given.dtype
-    for method in methods:
+    for method in given.methods:
         if find_technique(method).drafts:
             raise TinyspecError(
                 f"{method} needs a draft model; this comparison takes methods without one"
             )
-    model, bank = models.load(name, dtype=dtype), data.read_spec_bench()
-    chosen = (
-        bank
-        if questions is None
-        else [bank[i * len(bank) // questions] for i in range(min(questions, len(bank)))]
-    )
-    head = {"model": name, "dtype": dtype, "tokens_each": tokens, "methods": list(methods)}
-    done: list[list[Any]] = []
-    if resume and out is not None:
-        done = read_unfinished(out, "equality", head, lambda found: list(found["rows"])) or []
-    seen = {line[0] for line in done}
-    result = _summarize(head, done)
-    with show_progress(f"{name} {dtype} against itself", len(chosen), quiet) as tick:
+    model, bank = models.load(given.model, dtype=given.dtype), data.read_spec_bench()
+    chosen = spread_evenly(bank, len(bank) if given.questions is None else given.questions)
+    settings = {
+        "model": given.model,
+        "dtype": given.dtype,
+        "tokens_each": given.tokens,
+        "methods": list(given.methods),
+    }
+    done = read_unfinished(out, resume, "equality", settings, _read_samples, [])
+    seen = {sample.question for sample in done}
+    result = _make_result(settings, done)
+    title = f"{given.model} {given.dtype} against itself"
+    with show_progress_bar(title, len(chosen), quiet) as tick:
         for question in chosen:
             if question.id not in seen:
-                done += compare_on_question(model, question, tokens, methods)
-                result = _summarize(head, done)
-                if out is not None:
-                    save_result(out, result)
+                done += compare_on_question(model, question, given.tokens, given.methods)
+                result = _make_result(settings, done)
+                save_result(out, result)
             tick()
     return result
 
 
-def _summarize(head: dict[str, Any], lines: list[list[Any]]) -> dict[str, Any]:
-    tokens = head["tokens_each"]
-    figures = {
-        "questions": len({line[0] for line in lines}),
-        "tokens": tokens * len(lines),
-        "mismatches": sum(line[5] < tokens for line in lines),
-        "passed": bool(lines) and all(line[5] == tokens for line in lines),
-        "tokens_per_call": {
-            arm: round(
-                sum(tokens for line in lines if line[4] == arm)
-                / sum(r[6] for r in lines if r[4] == arm),
-                3,
-            )
-            for arm in dict.fromkeys(line[4] for line in lines)
-        },
-    }
-    return stamp_result({**head, **figures, "columns": list(COLUMNS), "rows": lines})
+def _read_samples(found: dict[str, Any]) -> list[EqualitySample]:
+    return [EqualitySample(*row) for row in found["rows"]]
+
+
+def _make_result(settings: dict[str, Any], samples: Sequence[EqualitySample]) -> dict[str, Any]:
+    tokens = settings["tokens_each"]
+    by_arm: dict[str, list[EqualitySample]] = {}
+    for sample in samples:
+        by_arm.setdefault(sample.arm, []).append(sample)
+    return stamp_result(
+        {
+            **settings,
+            "questions": len({sample.question for sample in samples}),
+            "tokens": tokens * len(samples),
+            "mismatches": sum(sample.same < tokens for sample in samples),
+            "passed": bool(samples) and all(sample.same == tokens for sample in samples),
+            "tokens_per_call": {
+                arm: round(tokens * len(own) / sum(sample.calls for sample in own), 3)
+                for arm, own in by_arm.items()
+            },
+            "columns": list(EqualitySample._fields),
+            "rows": [list(sample) for sample in samples],
+        }
+    )
 
 
 EXPERIMENT = Experiment(measure_equality)

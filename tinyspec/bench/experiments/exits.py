@@ -1,30 +1,40 @@
-"""`tinyspec bench exits`: what early exits save and what they cost, the survey's second experiment.
+"""`tinyspec bench exits`: measure what early exits save and cost, the survey's second experiment.
 
-CALM's three measures over a sweep of thresholds, and, as what they must beat, one fixed exit for
-all tokens. Two ways each: *forced*, the passage goes on as its book does (is the exit's word the
-full model's, on the same past? what is the perplexity of the book?), and *free*, the model goes on
-by itself at temperature 0 (is the text the full model's? how likely does the full model hold it
-for?). Past tokens left early in both, and were copied up.
+CALM's three measures run over a sweep of thresholds. They must beat one fixed exit for all tokens,
+which runs too. There are two ways:
 
-Work is counted, not timed, and all of it is counted: layers run, keys and values made for layers
-that were left out, and products with the vocabulary matrix, which the softmax measure needs at
-every layer it looks at. A "layers per token" alone is the field's flattering figure.
-Multiplications of weights are added up; 1 is the full model. Attention's own are left out.
+    forced  the text goes on as its book does: how often is the exit's token the full model's, after
+            the same text? what is the perplexity of the book?
+    free    the model goes on by itself at temperature 0: how much of the text is the full model's?
+            what probability does the full model give it?
+
+In both ways, earlier tokens have left early, and their states were copied up.
+
+Work is counted, not timed, and all of it: layers run, keys and values made for skipped layers, and
+products with the vocabulary matrix, which the softmax measure needs at every layer where it may
+exit. Layers per token alone look better than the work is. The unit is multiplications of weights
+over the full model's; those of attention are left out.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tinyspec import data, models
-from tinyspec.bench.arms import without_eos
+from tinyspec.bench.arms import disable_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.harness import (
+    name_dtype,
+    read_unfinished,
+    save_result,
+    show_progress_bar,
+    stamp_result,
+)
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, describe_provenance, format_number
+from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
 from tinyspec.bench.settings import MEASURES, ExitSettings
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
@@ -39,17 +49,16 @@ from tinyspec.technique import Request, find_technique
 from tinyspec.training import corpus
 from tinyspec.tree import TokenTree
 
-
-def read_classics(split: Literal["train", "valid"]) -> list[str]:
-    """Return the books of a split."""
-    return [corpus.clean_book(book.text) for book in data.read_books(split)]
-
-
 FIXED, FULL = "fixed", "full"
 
 
+def read_classics() -> list[str]:
+    """Return the valid books."""
+    return [corpus.clean_book(book.text) for book in data.read_books("valid")]
+
+
 class Passage(NamedTuple):
-    """A piece of a book: what is read, and what comes after it."""
+    """A piece of a book: a prompt, and what comes after it."""
 
     prompt: list[int]
     rest: list[int]
@@ -58,11 +67,13 @@ class Passage(NamedTuple):
 class ExitSample(NamedTuple):
     """One passage, one way, under one setting.
 
-    right    forced: words of the exit that are the full model's; free: tokens that are those of its
-             text
-    bits     of the passage under the exits' rows (forced), of the text under the full model (free)
-    layers, fills, heads   (row, layer) evaluations, keys and values copied up, products with the
-                           vocabulary matrix
+    right    forced: tokens of the exit that are the full model's; free: tokens that are those of
+             the full model's text
+    bits     forced: of the passage under the exits' distributions; free: of the text under the
+             full model
+    layers   (position, layer) evaluations
+    fills    keys and values copied up
+    heads    products with the vocabulary matrix
     """
 
     way: str
@@ -78,11 +89,11 @@ class ExitSample(NamedTuple):
 def draw_passages(
     model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int
 ) -> list[Passage]:
-    """n independent draws, each place of the texts as likely as any other."""
+    """Draw n passages independently. Each place of the texts is as likely as any other."""
     if prompt + tokens > model.config.max_positions:
         raise TinyspecError(
-            f"{prompt} tokens of a passage and {tokens} new ones do not fit into the context of {model.name} "
-            f"({model.config.max_positions}): fewer --tokens or --prompt-tokens"
+            f"{prompt} tokens of a passage and {tokens} new ones do not fit into the context of "
+            f"{model.name} ({model.config.max_positions}): fewer --tokens or --prompt-tokens"
         )
     ids = [model.tokenizer.encode(text) for text in texts]
     room = [max(len(text) - prompt - tokens + 1, 0) for text in ids]
@@ -100,10 +111,10 @@ def draw_passages(
     return found
 
 
-def make_calm_decoder(
+def make_exit_decoder(
     model: Model, tokens: int, forward_log: list[ForwardRecord], knobs: Mapping[str, Any]
 ) -> Decoder:
-    """CALM at temperature 0, with nothing in its text yet."""
+    """Return a decoder of CALM at temperature 0, with no text yet."""
     stop = StoppingCriteria(frozenset(model.config.eos), max_new_tokens=tokens)
     return find_technique("calm").make(
         Request(
@@ -123,18 +134,16 @@ def decode_with_exits(
     forward_log: list[ForwardRecord],
     knobs: Mapping[str, Any],
 ) -> list[int]:
-    """The text that it writes."""
-    return decode(make_calm_decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
+    """Return the text that CALM writes at temperature 0."""
+    return decode(make_exit_decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
 
 
-def relative_work(config: Config, layers: float, fills: float, heads: float) -> float:
-    """Multiplications of weights, over those of the full model for one token."""
+def count_relative_work(config: Config, layers: float, fills: float, heads: float) -> float:
+    """Return the multiplications of weights, over those of the full model for one token."""
     shapes = config.shapes()
     layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
-    head, kv = (
-        (len(config.says) or config.vocab_size) * config.d_model,
-        2 * config.kv_dim * config.d_model,
-    )
+    head = (len(config.says) or config.vocab_size) * config.d_model
+    kv = 2 * config.kv_dim * config.d_model
     return (layers * layer + fills * kv + heads * head) / (config.n_layers * layer + head)
 
 
@@ -146,31 +155,34 @@ def measure_exits(
 ) -> dict[str, Any]:
     """Return all samples and what follows from them.
 
-    With `out`, each setting is written as it comes; `resume` goes on there.
+    With `out`, each setting is written when it is done; with `resume`, the run goes on there.
     """
-    thresholds, measures, prompts, tokens = (
-        given.thresholds, given.measures, given.prompts, given.tokens
-    )  # fmt: skip
-    prompt_tokens, seed = given.prompt_tokens, given.seed
-    texts = given.texts or read_classics("valid")
-    model = without_eos(models.load(given.model, dtype=given.dtype))
-    found = draw_passages(model, texts, prompts, prompt_tokens, tokens, seed)
+    thresholds, measures = given.thresholds, given.measures
+    texts = given.texts or read_classics()
+    model = disable_eos(models.load(given.model, dtype=given.dtype))
+    found = draw_passages(
+        model, texts, given.prompts, given.prompt_tokens, given.tokens, given.seed
+    )
     knobs = {"decay": given.decay, "tau": given.tau, "min_exit": given.min_exit}
     if missing := [m for m in measures if m not in MEASURES]:
         raise TinyspecError(f"there is no measure '{missing[0]}': {', '.join(MEASURES)}")
-    for measure in measures:  # a missing classifier is said before anything is run
+    for measure in measures:  # a missing classifier is reported before anything is run
         for threshold in thresholds or (0.5,):
-            make_calm_decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
+            make_exit_decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
     settings = {
-        "model": model.name, "n_layers": model.config.n_layers, "dtype": str(model.dtype).removeprefix("torch."),
-        "prompts": prompts, "prompt_tokens": prompt_tokens, "tokens": tokens, "seed": seed, **knobs,
-    }  # fmt: skip
-    done: dict[str, list[Any]] = {}
-    if resume:
-        done = read_unfinished(out, "exits", settings, _finished) or {}
+        "model": model.name,
+        "n_layers": model.config.n_layers,
+        "dtype": name_dtype(model.dtype),
+        "prompts": given.prompts,
+        "prompt_tokens": given.prompt_tokens,
+        "tokens": given.tokens,
+        "seed": given.seed,
+        **knobs,
+    }
+    done = read_unfinished(out, resume, "exits", settings, _read_samples, {})
     asked = dict(_list_arms(measures, thresholds, knobs, model.config.n_layers))
     result: dict[str, Any] = {}
-    with show_progress(f"{model.name}: exits", len(asked), quiet) as tick:
+    with show_progress_bar(f"{model.name}: exits", len(asked), quiet) as tick:
         whole = [_run_full_model(model, passage) for passage in found]
         for label, chosen in asked.items():
             if label not in done:
@@ -180,35 +192,32 @@ def measure_exits(
                     for s in _run_forced_and_free(model, at, p, whole[at], chosen)
                 ]
             made = {"settings": settings, "columns": list(ExitSample._fields), "samples": done}
-            result = stamp_result({**made, "config": _shape_of(model.config)})
-            if out is not None:
-                save_result(out, result)
+            shape = {name: getattr(model.config, name) for name in SHAPE}
+            result = stamp_result({**made, "config": shape})
+            save_result(out, result)
             tick()
     result["figures"] = summarize_exits(result, model.config)
-    if out is not None:
-        save_result(out, result)
+    save_result(out, result)
     return result
 
 
 def _list_arms(
     measures: Sequence[str], thresholds: Sequence[float], knobs: Mapping[str, Any], depth: int
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Every setting with its name: the full model, fixed exits, each measure at each threshold."""
+    """Yield the full model, fixed exits, and each measure at each threshold, by their names."""
     yield FULL, {"threshold": math.inf}
-    for layer in range(1, depth):  # a threshold that everyone reaches, first asked there
+    for layer in range(1, depth):  # every token reaches threshold 0, at the first exit allowed
         yield f"{FIXED} {layer}", {"threshold": 0.0, "decay": "constant", "min_exit": layer}
     for measure in measures:
         for threshold in thresholds:
             yield f"{measure} {threshold:g}", {**knobs, "measure": measure, "threshold": threshold}
 
 
-def _shape_of(config: Config) -> dict[str, Any]:
-    names = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
-    return {name: getattr(config, name) for name in names}
+SHAPE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
 
 
 class FullModelOutput(NamedTuple):
-    """The full model on a passage: its words behind each token of it, and its own text."""
+    """The full model on a passage: its prediction of each token of it, and its own text."""
 
     words: list[int]
     text: list[int]
@@ -216,18 +225,17 @@ class FullModelOutput(NamedTuple):
 
 def _run_full_model(model: Model, passage: Passage) -> FullModelOutput:
     rows = model.logits([*passage.prompt, *passage.rest])[len(passage.prompt) - 1 : -1]
-    return FullModelOutput(
-        rows.argmax(-1).tolist(),
-        decode_with_exits(model, passage.prompt, len(passage.rest), [], {"threshold": math.inf}),
-    )
+    knobs = {"threshold": math.inf}
+    text = decode_with_exits(model, passage.prompt, len(passage.rest), [], knobs)
+    return FullModelOutput(rows.argmax(-1).tolist(), text)
 
 
 def _run_forced_and_free(
     model: Model, at: int, passage: Passage, whole: FullModelOutput, knobs: Mapping[str, Any]
 ) -> Iterator[ExitSample]:
-    """A passage forced, and free."""
+    """Run a passage both ways: forced, and free."""
     n, forward_log = len(passage.rest), list[ForwardRecord]()
-    target = make_calm_decoder(model, n, forward_log, knobs).target
+    target = make_exit_decoder(model, n, forward_log, knobs).target
     target.extend(passage.prompt)
     right, bits = 0, 0.0
     for word, token in zip(whole.words, passage.rest, strict=True):
@@ -248,7 +256,7 @@ def _bits(row: Any, token: int) -> float:
 
 
 def count_work(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
-    """Layers, fills and head products behind the prompt."""
+    """Return layers, fills and head products after the prompt."""
     calls = [call for call in forward_log if not call.prefill]
     return (
         sum(c.row_layers for c in calls),
@@ -257,7 +265,7 @@ def count_work(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     )
 
 
-def _finished(found: dict[str, Any]) -> dict[str, list[Any]]:
+def _read_samples(found: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that an interrupted run has finished."""
     return {
         str(label): [list(ExitSample(*row)) for row in rows]
@@ -269,14 +277,16 @@ def _finished(found: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def summarize_exits(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
-    """Figures by setting and way, from the samples alone; `front`: nothing else is both cheaper and
-    agrees as often.
+    """Return figures by setting and way, from the samples alone.
+
+    front  whether no cheaper setting agrees as often
     """
     found: dict[str, Any] = {}
     for label, rows in result["samples"].items():
         samples = [ExitSample(*row) for row in rows]
         found[label] = {
-            way: _mean([s for s in samples if s.way == way], config) for way in ("forced", "free")
+            way: _average_samples([s for s in samples if s.way == way], config)
+            for way in ("forced", "free")
         }
     for one in found.values():
         mine = one["forced"]
@@ -287,7 +297,7 @@ def summarize_exits(result: Mapping[str, Any], config: Config) -> dict[str, Any]
     return found
 
 
-def _mean(samples: Sequence[ExitSample], config: Config) -> dict[str, float]:
+def _average_samples(samples: Sequence[ExitSample], config: Config) -> dict[str, float]:
     n = sum(s.tokens for s in samples)
     layers, fills, heads = (
         sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads")
@@ -296,33 +306,37 @@ def _mean(samples: Sequence[ExitSample], config: Config) -> dict[str, float]:
         "layers": layers,
         "fills": fills,
         "heads": heads,
-        "work": relative_work(config, layers, fills, heads),
+        "work": count_relative_work(config, layers, fills, heads),
         "agreement": sum(s.right for s in samples) / n,
         "perplexity": 2 ** (sum(s.bits for s in samples) / n),
     }
 
 
+COLUMNS = (
+    Column("layers per token", ("forced", "layers"), ".2f"),
+    Column("K/V fills", ("forced", "fills"), ".2f"),
+    Column("head products", ("forced", "heads"), ".2f"),
+    Column("work", ("forced", "work"), ".2f"),
+    Column("agreement", ("forced", "agreement"), ".1%"),
+    Column("perplexity", ("forced", "perplexity"), ".2f"),
+    Column("free: work", ("free", "work"), ".2f"),
+    Column("same text", ("free", "agreement"), ".1%"),
+    Column("perplexity, full model's", ("free", "perplexity"), ".2f"),
+)
+
+
 def tabulate_exits(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of settings."""
-    rows = []
-    for label, of in result["figures"].items():
-        forced, free = of["forced"], of["free"]
-        rows.append([
-            label + (" *" if of["front"] else ""), *(format_number(forced[k]) for k in ("layers", "fills", "heads")),
-            format_number(forced["work"]), f"{forced['agreement']:.1%}", format_number(forced["perplexity"]),
-            format_number(free["work"]), f"{free['agreement']:.1%}", format_number(free["perplexity"]),
-        ])  # fmt: skip
-    head = [
-        "", "layers per token", "K/V fills", "head products", "work", "agreement", "perplexity",
-        "free: work", "same text", "perplexity, full model's",
-    ]  # fmt: skip
-    of = result["settings"]["model"]
-    title = f"Early exits of {of}: work over the full model's; * nothing is cheaper and agrees more"
-    return [Grid(title, head, rows)]
+    rows = {label + (" *" if of["front"] else ""): of for label, of in result["figures"].items()}
+    model = result["settings"]["model"]
+    title = (
+        f"Early exits of {model}: work over the full model's; * nothing is cheaper and agrees more"
+    )
+    return [make_grid(title, rows, COLUMNS)]
 
 
 def chart_exits(result: Mapping[str, Any]) -> Chart:
-    """Draw agreement and perplexity on forced text over the work that was done, a line a measure."""
+    """Draw agreement and perplexity on forced text over the work, a line for each measure."""
     of, settings = result["figures"], result["settings"]
     full = of[FULL]["forced"]["perplexity"]
     agreement, perplexity = dict[str, dict[float, float]](), dict[str, dict[float, float]]()
@@ -340,9 +354,10 @@ def chart_exits(result: Mapping[str, Any]) -> Chart:
             Lines("perplexity over the full model's, to 4", perplexity, top=4.0, **across),
         ],
         [
-            "Work: layers, fills and head products of a token, all together; the upright line is the full model.",
-            f"{settings['prompts']} passages of {settings['tokens']} tokens; threshold {settings['decay']}; "
-            f"{settings['dtype']}; {describe_provenance(result)}",
+            "Work: layers, fills and head products of a token, all together; the upright line is "
+            "the full model.",
+            f"{settings['prompts']} passages of {settings['tokens']} tokens; threshold "
+            f"{settings['decay']}; {settings['dtype']}; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{name}: agreement {max(line.values()):.2f} at best"

@@ -1,22 +1,26 @@
-"""`tinyspec bench parts`: where the time of a call goes, and how far each part is from what the
-machine allows.
+"""`tinyspec bench parts`: measure the parts of a forward pass, and the least that it could take.
 
-A call over k rows behind a text is taken apart by running its parts alone, on the same weights,
-rows and cache, in turn with the whole of it. Five are timed: the whole (a session scores a chain of
-k - 1 guesses); its layers; its layers where each row sees nothing but itself; the layers' matrices
-alone, one after another; the head. What lies between two of them is a part too:
+The parts of a forward pass over k positions after a text run alone, on the same weights, inputs and
+cache, in turn with the whole. Five are timed:
 
-    attention   layers, less layers that see themselves alone: scores and values of the text behind
-    between     layers that see themselves alone, less their matrices: norms, activation, meetings
-                of threads
-    around      the whole, less layers and head: Python, from tokens to logits
+    whole       a session scores a chain of k - 1 draft tokens
+    layers      all layers
+    blind       all layers, but each position attends to itself only
+    matrices    the matrices of the layers, one after another
+    head        the product with the vocabulary matrix
 
-A sixth is no part of it: k guesses of which each chooses the next, as a draft model makes them.
-What is left over is Python.
+The differences are parts too:
 
-Each difference is one of medians, so a small one may come out below zero; and whatever is run alone
-wakes the threads and fills the caches for itself. The floor is the cost curve's, by the meters'
-medians (`curve.summarize_curve`).
+    attention   layers - blind: scores and values of the text before
+    between     blind - matrices: norms, activation, synchronisation of threads
+    around      whole - layers - head: Python, from tokens to logits
+
+A sixth is timed that is no part: k draft tokens, each of which chooses the next, as a draft model
+makes them.
+
+Differences are of medians, so a small one may be below zero. A part that runs alone wakes the
+threads and fills the caches for itself. The floor is the cost curve's, by the meters' medians
+(`curve.summarize_curve`).
 """
 
 import time
@@ -30,8 +34,8 @@ import torch
 from tinyspec import models
 from tinyspec.bench import curve
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import show_progress, stamp_result
-from tinyspec.bench.report import Grid
+from tinyspec.bench.harness import show_progress_bar, stamp_result
+from tinyspec.bench.report import Column, Grid, make_grid
 from tinyspec.bench.settings import PartsSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
@@ -49,11 +53,11 @@ WHOLE, LAYERS, BLIND, MATRICES, HEAD = (
 )
 GUESSED = "guesses, one by one"
 PARTS = ("matrices", "head", "attention", "between", "around")
-"""What a call is made of; they add up to it."""
+"""The parts of a forward pass; they add up to it."""
 
 
 class PassPart:
-    """A part of a call by itself. It computes what the call would, of rows that mean nothing."""
+    """A part of a forward pass that runs alone, on inputs that mean nothing."""
 
     weights: int | None = None
 
@@ -61,15 +65,16 @@ class PassPart:
         self.label, self.work = label, work
 
     def prepare(self, k: int) -> None:
-        """Nothing: what it overwrites is its own."""
+        """Do nothing: the part overwrites only what is its own."""
 
     def run(self, k: int) -> None:
         self.work(k)
 
 
 def make_timed_parts(model: Model, cached: int, most: int = max(KS)) -> list[curve.TimedForward]:
-    """The whole call, and the parts that can be run by themselves. Raises TinyspecError where they
-    were not compiled.
+    """Return the whole pass, and the parts that can run alone.
+
+    Raises TinyspecError if the layers are not compiled, or the text does not fit.
     """
     engine = model.engine
     if engine is None:
@@ -85,14 +90,14 @@ def make_timed_parts(model: Model, cached: int, most: int = max(KS)) -> list[cur
         curve.OwnForward(model, cached),
         PassPart(LAYERS, lambda k: layers.run(k, [(cached + row + 1, ()) for row in range(k)])),
         PassPart(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
-        PassPart(MATRICES, layers.matrices),
+        PassPart(MATRICES, layers.multiply_matrices),
         PassPart(HEAD, lambda k: engine.head(layers.rows[k])),
         DraftChain(model, cached),
     ]
 
 
 class DraftChain(curve.OwnForward):
-    """Ours as a draft model: k guesses one after the other, each the best one behind the last."""
+    """Our draft model: k greedy draft tokens, one after the other."""
 
     label = GUESSED
 
@@ -103,7 +108,7 @@ class DraftChain(curve.OwnForward):
 
 
 class CompiledLayers:
-    """The compiled layers behind a text of their own, and the matrices that they are made of."""
+    """The compiled layers after a text of their own, and their matrices."""
 
     def __init__(self, model: Model, engine: Engine, cached: int, most: int):
         self.engine, self.cached, config = engine, cached, model.config
@@ -124,13 +129,13 @@ class CompiledLayers:
         self.made = np.empty((most, widest), np.float32)
 
     def run(self, k: int, seen: list[Seen]) -> Any:
-        """All layers over k rows, each of which sees these slots: their states [k, d]."""
+        """Run all layers over k positions that see these slots. Returns their states [k, d]."""
         slots, x = list(range(self.cached, self.cached + k)), self.rows[k].numpy().copy()
         self.engine.layers(x, self.session.cache, slots, slots, (1, seen))
         return x
 
-    def matrices(self, k: int) -> None:
-        """All matrices of the layers, times k rows."""
+    def multiply_matrices(self, k: int) -> None:
+        """Multiply all matrices of the layers with k rows."""
         threads = torch.get_num_threads()
         for matrix, out, inputs in self.steps:
             x = self.given.reshape(-1)[: k * inputs].reshape(k, inputs)
@@ -138,12 +143,14 @@ class CompiledLayers:
 
 
 def split_into_parts(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each k the milliseconds of the whole and of its parts, from the samples of
-    `curve.measure_curve`.
+    """Return, for each k, the milliseconds of the whole pass and of its parts.
 
-    >>> part = {"tinyspec": [0.010], "layers": [0.008], "layers that see themselves": [0.006], "matrices": [0.005],
-    ...         "head": [0.001], "guesses, one by one": [0.012]}
-    >>> [(name, round(ms)) for name, ms in split_into_parts({"curves": {n: {"1": s} for n, s in part.items()}})["1"].items()]
+    raw  the samples of `curve.measure_curve`
+
+    >>> part = {WHOLE: [0.010], LAYERS: [0.008], BLIND: [0.006], MATRICES: [0.005],
+    ...         HEAD: [0.001], GUESSED: [0.012]}
+    >>> found = split_into_parts({"curves": {name: {"1": s} for name, s in part.items()}})
+    >>> [(name, round(ms)) for name, ms in found["1"].items()]
     [('whole', 10), ('matrices', 5), ('head', 1), ('attention', 2), ('between', 1), ('around', 1),
     ('guesses', 12)]
     """
@@ -165,14 +172,17 @@ def split_into_parts(raw: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 def summarize_parts(
     raw: Mapping[str, Any], config: Config, itemsize: int, cached: int
 ) -> dict[str, Any]:
-    """milliseconds: the parts, and the floor under the whole. reads: bytes a second of the layers'
-    matrices and of the head where one row goes through them, and of the fastest meter; all in
-    medians."""
+    """Return the figures of a forward pass, all in medians.
+
+    milliseconds  of the parts, and the floor under the whole
+    reads         bytes per second of the layers' matrices and of the head at one position, and of
+                  the fastest meter
+    """
     whole = {**raw, "curves": {WHOLE: raw["curves"][WHOLE]}}
     found = curve.summarize_curve(whole, config, itemsize, cached)
     rows, parts = found["curves"][WHOLE]["rows"], split_into_parts(raw)
     head = itemsize * config.vocab_size * config.d_model
-    bytes_of = {"matrices": curve.weight_bytes(config, itemsize) - head, "head": head}
+    bytes_of = {"matrices": curve.count_weight_bytes(config, itemsize) - head, "head": head}
     reads = (
         {part: 1e3 * size / parts["1"][part] for part, size in bytes_of.items()}
         if "1" in parts
@@ -204,7 +214,7 @@ def measure_parts(
     steps = (rounds + 1) * (
         sum(len(each) for each in arms.values()) * len(ks) + len(arms) * len(meters)
     )
-    with show_progress("calls, taken apart", steps, quiet) as tick:
+    with show_progress_bar("calls, taken apart", steps, quiet) as tick:
         for length, each in arms.items():
             raw = curve.measure_curve(each, meters, rounds, clock, tick, ks)
             samples[str(length)], found[str(length)] = (
@@ -217,84 +227,66 @@ def measure_parts(
 
 
 def tabulate_parts(result: Mapping[str, Any]) -> Grid:
-    """A row for each length of text and k."""
-    least = min(
-        of["whole"] for each in result["figures"].values() for of in each["milliseconds"].values()
-    )
-    digits = 1 if least >= 3 else 2
-    rows = [
-        [f"{k} after {cached}", *(f"{of[part]:.{digits}f}" for part in ("whole", "floor", *PARTS))]
+    """Return the table of parts, a line for each length of text and each k."""
+    rows = {
+        f"{k} after {cached}": of
         for cached, each in result["figures"].items()
         for k, of in each["milliseconds"].items()
-    ]
+    }
+    digits = 1 if min(of["whole"] for of in rows.values()) >= 3 else 2
     title = (
         "Milliseconds of a forward pass over k new tokens after a text, and of its parts: "
-        f"{result['model']}, "
-        f"{result['dtype']}"
+        f"{result['model']}, {result['dtype']}"
     )
-    return Grid(title, ["", "whole", "floor", *PARTS], rows)
+    columns = [Column(part, part, f".{digits}f") for part in ("whole", "floor", *PARTS)]
+    return make_grid(title, rows, columns)
 
 
 def describe_parts(result: Mapping[str, Any]) -> list[str]:
-    """Return what the page of results says of it: the table, and how each part grows from 1
-    position to 8.
-    """
+    """Return the table, and how each part grows from 1 position to 8."""
+    grid = tabulate_parts(result)
     blocks = [
-        tabulate_parts(result).table(),
-        f'Milliseconds, {result["model"]}, {result["dtype"]}: "8 after 256" is a forward pass over 8 new tokens after a '
-        "text of 256. Each part is run alone in the same rounds. *matrices*: of the layers; "
-        "*attention*: over the text; "
-        "*between*: norms, activation, synchronisation of threads; *around*: Python. The last "
-        "three are differences of "
-        "medians: where they are small they may be negative.",
+        Grid("", grid.header, grid.rows).to_markdown(),
+        f'Milliseconds, {result["model"]}, {result["dtype"]}: "8 after 256" is a forward pass over '
+        "8 new tokens after a text of 256. Each part is run alone in the same rounds. *matrices*: "
+        "of the layers; *attention*: over the text; *between*: norms, activation, synchronisation "
+        "of threads; *around*: Python. The last three are differences of medians: where they are "
+        "small they may be negative.",
     ]
     for cached, of in result["figures"].items():
         one, eight, reads = of["milliseconds"]["1"], of["milliseconds"]["8"], of["reads"]
         grown = ", ".join(f"{part} {eight[part] - one[part]:+.1f}" for part in PARTS)
         blocks.append(
             f"From 1 to 8 positions after {cached} tokens a forward pass grows from "
-            f"{one['whole']:.1f} to "
-            f"{eight['whole']:.1f} ms: {grown}. A pass over 1 position reads the matrices at "
-            f"{reads['matrices'] / 1e9:.0f} GB/s and the head at {reads['head'] / 1e9:.0f}; the "
-            "fastest meter in the same "
-            f"rounds reads {reads['fastest'] / 1e9:.0f}."
+            f"{one['whole']:.1f} to {eight['whole']:.1f} ms: {grown}. A pass over 1 position reads "
+            f"the matrices at {reads['matrices'] / 1e9:.0f} GB/s and the head at "
+            f"{reads['head'] / 1e9:.0f}; the fastest meter in the same rounds reads "
+            f"{reads['fastest'] / 1e9:.0f}."
         )
     return blocks
 
 
-GUESSES = 4  # of speculative decoding in a round of the race, as the card of the draft advises
+GAMMA = 4  # draft tokens in a round of the race, as the card of the draft advises
 
 
-def describe_race_round(target: Mapping[str, Any], draft: Mapping[str, Any]) -> list[str]:
-    """Return what a round of the race costs in plain steps of the target: a draft must bring more
-    tokens than that.
-    """
-    (cached,), (behind,) = target["figures"], draft["figures"]
-    calls, steps = (
-        target["figures"][cached]["milliseconds"],
-        draft["figures"][behind]["milliseconds"],
-    )
-    plain, judged = calls["1"]["whole"], calls[str(1 + GUESSES)]["whole"]
-    step = steps[str(GUESSES)]["guesses"] / GUESSES
-    rows = [
-        ["plain step of the target", f"{plain:.2f}", "1.00"],
-        [
-            f"forward pass that verifies {GUESSES} draft tokens",
-            f"{judged:.2f}",
-            f"{judged / plain:.2f}",
-        ],
-        ["one draft token", f"{step:.2f}", f"{step / plain:.2f}"],
-        [
-            f"round of {GUESSES} draft tokens",
-            f"{judged + GUESSES * step:.2f}",
-            f"{(judged + GUESSES * step) / plain:.2f}",
-        ],
+def tabulate_race_round(target: Mapping[str, Any], draft: Mapping[str, Any]) -> str:
+    """Return what a round of the race costs in plain steps: a draft must bring more tokens."""
+    ((cached, of),) = target["figures"].items()
+    ((_, of_draft),) = draft["figures"].items()
+    plain = of["milliseconds"]["1"]["whole"]
+    verify = of["milliseconds"][str(1 + GAMMA)]["whole"]
+    step = of_draft["milliseconds"][str(GAMMA)]["guesses"] / GAMMA
+    rows = {
+        "plain step of the target": plain,
+        f"forward pass that verifies {GAMMA} draft tokens": verify,
+        "one draft token": step,
+        f"round of {GAMMA} draft tokens": verify + GAMMA * step,
+    }
+    columns = [
+        Column("ms", lambda ms: ms, ".2f"),
+        Column("in plain steps", lambda ms: ms / plain, ".2f"),
     ]
-    return [
-        Grid("", [f"after {cached} tokens", "ms", "in plain steps"], rows).table(),
-        "A round must bring more tokens than the plain steps it costs. All parts: "
-        "[parts-storyteller.md](parts-storyteller.md), [parts-apprentice.md](parts-apprentice.md).",
-    ]
+    return make_grid("", rows, columns, first=f"after {cached} tokens").to_markdown()
 
 
 EXPERIMENT = Experiment(measure_parts, lambda result: [tabulate_parts(result)])

@@ -1,11 +1,10 @@
-"""`tinyspec bench peer`: greedy tokens equal to transformers', in float32, on real questions; or to
-our own torch path's.
+"""`tinyspec bench peer`: compare greedy tokens with transformers', or with our own torch path's.
 
-Greedy equality against a peer is a float32 property, and two programs that sum in another order may
-still part where the two best logits all but tie. A mismatch is therefore allowed only where the gap
-between our two best logits is under `GAP`; it is listed, the peer's token is forced, and the
-comparison goes on behind it. The torch path is a peer like any other: it is what runs under
-TINYSPEC_PURE=1 and where nothing is compiled, and it sums as torch does.
+The comparison is in float32, on real questions. Two programs that sum in another order may still
+part where the two best logits are nearly equal. So a mismatch is allowed only if the gap between
+our two best logits is under `GAP`. It is listed, the peer's token is forced, and the comparison
+goes on after it. The torch path runs under TINYSPEC_PURE=1 and where nothing is compiled. It sums
+as torch does, so it is a peer like any other.
 """
 
 from collections.abc import Callable
@@ -14,16 +13,15 @@ from typing import Any
 import torch
 
 from tinyspec import data, models
+from tinyspec.bench.arms import decode_to_length
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.plain import (
-    decode,
-    find_model_folder,
-    load_transformers_model,
-    peer_decode,
-)
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.experiments.plain import decode_by_transformers
+from tinyspec.bench.harness import show_progress_bar, stamp_result
+from tinyspec.bench.measure import count_agreeing
+from tinyspec.bench.peers import load_transformers
+from tinyspec.bench.plan import BenchSettings
 from tinyspec.bench.settings import PeerSettings
-from tinyspec.generation import prompt_ids
+from tinyspec.bench.tasks import spread_evenly, tokenize_question
 from tinyspec.lm.model import Model
 
 GAP = 1e-3  # logits closer than this count as a tie between two float32 programs
@@ -31,7 +29,7 @@ SHARE = 0.01  # of all tokens that may be ties
 
 
 Peer = Callable[[list[int], int], list[int]]
-"""Greedy decoding by somebody else: a prompt and how many tokens."""
+"""Decode greedily by another program: a prompt, and how many tokens."""
 
 
 class TorchPathModel(Model):
@@ -41,19 +39,18 @@ class TorchPathModel(Model):
         return self
 
 
-def load_transformers_decoder(name: str) -> Peer:
-    """transformers' model of the same folder."""
-    theirs = load_transformers_model(find_model_folder(name), torch.float32)
-    return lambda ids, tokens: peer_decode(theirs, ids, tokens)
+def load_transformers_decoder(model: Model, name: str) -> Peer:
+    """Return a decoder of the same weights by transformers."""
+    theirs = load_transformers(name, BenchSettings(name, dtype="float32"), model)
+    return lambda ids, tokens: decode_by_transformers(theirs, ids, tokens)
 
 
-def load_torch_decoder(name: str) -> Peer:
-    """Our own model by torch's products."""
-    model = models.load(name, dtype="float32")
-    unpacked = TorchPathModel(
-        model.config, {key: weight.clone() for key, weight in model.weights.items()}, name=name
-    )
-    return lambda ids, tokens: decode(unpacked, ids, tokens)
+def load_torch_decoder(model: Model, name: str) -> Peer:
+    """Return a decoder of the same weights on our own torch path."""
+    fresh = models.load(name, dtype="float32")
+    weights = {key: weight.clone() for key, weight in fresh.weights.items()}
+    unpacked = TorchPathModel(model.config, weights, name=name)
+    return lambda ids, tokens: decode_to_length(unpacked, ids, tokens)[0]
 
 
 PEERS = {"transformers": load_transformers_decoder, "torch": load_torch_decoder}
@@ -62,18 +59,14 @@ PEERS = {"transformers": load_transformers_decoder, "torch": load_torch_decoder}
 def list_mismatches(
     model: Model, theirs: Peer, ids: list[int], tokens: int, method: str
 ) -> list[dict[str, Any]]:
-    """The mismatches over `tokens` greedy tokens: where, both tokens, and the gap of our two best
-    logits there.
-    """
+    """Return the mismatches: where, both tokens, and the gap of our two best logits there."""
     expected = theirs(ids, tokens)
     mismatches: list[dict[str, Any]] = []
     done = 0
     while done < tokens:
-        got = decode(model, [*ids, *expected[:done]], tokens - done, method)
-        same = next(
-            (i for i, (a, b) in enumerate(zip(got, expected[done:], strict=True)) if a != b), None
-        )
-        if same is None:
+        got, _ = decode_to_length(model, [*ids, *expected[:done]], tokens - done, method)
+        same = count_agreeing(got, expected[done:])
+        if same == len(got):
             break
         at = done + same
         best = torch.topk(model.logits([*ids, *expected[:at]])[-1].double(), 2).values
@@ -84,29 +77,25 @@ def list_mismatches(
 
 
 def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
-    """Compare on Spec-Bench questions, spread over its categories. `passed` is the verdict under
-    the rule above.
-    """
-    name, questions, tokens, methods = given.model, given.questions, given.tokens, given.methods
+    """Compare on questions of Spec-Bench, spread over it. `passed` is the verdict by the rule above."""
+    name, tokens, methods = given.model, given.tokens, given.methods
     model = models.load(name, dtype="float32")
-    theirs = PEERS[given.against](name)
-    bank = data.read_spec_bench()
-    step = len(bank) / questions
-    chosen = [bank[int(i * step)] for i in range(questions)]
+    theirs = PEERS[given.against](model, name)
+    chosen = spread_evenly(data.read_spec_bench(), given.questions)
     rows: list[dict[str, Any]] = []
-    with show_progress(f"{name} against {given.against}", questions * len(methods), quiet) as tick:
+    title = f"{name} against {given.against}"
+    with show_progress_bar(title, len(chosen) * len(methods), quiet) as tick:
         for question in chosen:
-            ids = prompt_ids(model, question.turns[0], chat=model.tokenizer.has_chat)
-            ids = ids[-(model.config.max_positions - tokens) :]
+            ids = tokenize_question(model, question, tokens)
             for method in methods:
-                row = {
-                    "question": question.id,
-                    "category": question.category,
-                    "method": method,
-                    "prompt": len(ids),
-                }
                 rows.append(
-                    {**row, "mismatches": list_mismatches(model, theirs, ids, tokens, method)}
+                    {
+                        "question": question.id,
+                        "category": question.category,
+                        "method": method,
+                        "prompt": len(ids),
+                        "mismatches": list_mismatches(model, theirs, ids, tokens, method),
+                    }
                 )
                 tick()
     wrong = [m for row in rows for m in row["mismatches"]]
@@ -115,7 +104,7 @@ def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
         {
             "model": name,
             "peer": given.against,
-            "questions": questions,
+            "questions": len(chosen),
             "tokens": total,
             "gap": GAP,
             "identical": sum(not row["mismatches"] for row in rows),

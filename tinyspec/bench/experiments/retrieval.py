@@ -1,13 +1,11 @@
-"""`tinyspec bench retrieval`: what it costs to look a draft up and to add a token, by the size of
-what is known.
+"""`tinyspec bench retrieval`: measure the cost of a draft lookup, and of a token that is added.
 
-Four ways to retrieve, each as its technique calls it, the Python call included: the n-gram index of
-`llma`, the trie of `lookahead_trie`, the two trees of `suffix_decoding`, the datastore of `rest`
-(which is built, not appended to). The text is made up from a seed: phrases of two to eleven words
-that return by Zipf's law, their words drawn by it too, so that it repeats itself as text does;
-nobody's index has seen the text that is asked for. Every question is asked once, so no answer is
-warm. The machine's memory decides how large an index can be: 10 million tokens took up to about 5
-GB.
+Four indexes are called as their techniques call them, the Python call included: the n-gram index of
+`llma`, the trie of `lookahead_trie`, the two trees of `suffix_decoding`, and the datastore of
+`rest` (which is built, and never extended). The text is made from a seed: phrases of two to eleven
+words, and the words in them, are drawn by Zipf's law, so that it repeats itself as text does. No
+index has seen the text that is looked up, and every question is asked once, so that no cache helps.
+The memory of the machine limits the size of an index: 10 million tokens took up to about 5 GB.
 """
 
 import gc
@@ -23,7 +21,7 @@ from numpy.typing import NDArray
 
 from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.settings import RetrievalSettings
 from tinyspec.speculative.drafting.datastore import Datastore, index_texts
 from tinyspec.speculative.lookup import OUTPUTS
@@ -35,23 +33,24 @@ CHUNK = 100_000
 
 
 class LookupIndex(Protocol):
-    """Something that drafts are looked up in."""
+    """An index in which drafts are looked up."""
 
     def build(self, tokens: NDArray[np.int32]) -> None: ...
     def append(self, token: int) -> None: ...
     def ask(self, context: Sequence[int]) -> int:
-        """How many guesses there are behind this text."""
+        """Look up drafts of this text. Returns how many tokens were found."""
         ...
 
     def bytes(self) -> int | None:
-        """What it holds, as it says itself; None: the process is asked."""
+        """Return its size in bytes; None if it does not know."""
         ...
 
 
 def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
-    """n ids: phrases that return by Zipf's law, of words drawn by Zipf's law.
+    """Return n ids: phrases that are drawn by Zipf's law, of words that are drawn by it too.
 
-    >>> make_zipf_text(1000).shape, bool((make_zipf_text(1000) == make_zipf_text(2000)[:1000]).all())
+    >>> short, long = make_zipf_text(1000), make_zipf_text(2000)
+    >>> short.shape, bool((short == long[:1000]).all())
     ((1000,), True)
     """
     rng = np.random.default_rng(seed)
@@ -65,7 +64,7 @@ def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
 
 
 class NgramLookup:
-    """As llma asks: sixteen tokens behind the longest match of up to eight."""
+    """The index of llma: sixteen tokens after the longest match of up to eight."""
 
     def __init__(self) -> None:
         self.index = NgramIndex(8)
@@ -85,9 +84,7 @@ class NgramLookup:
 
 
 class ForestLookup:
-    """A forest with everything in the tree of outputs, and a tree of the request's own that is
-    empty.
-    """
+    """A forest with all text in the tree of outputs. The tree of the request itself is empty."""
 
     def __init__(self, depth: int):
         self.forest = Forest(depth, 1 << 30)
@@ -105,7 +102,7 @@ class ForestLookup:
 
 
 class TrieLookup(ForestLookup):
-    """As lookahead_trie asks."""
+    """The index of lookahead_trie."""
 
     def __init__(self) -> None:
         knobs = find_technique("lookahead_trie").settings({})
@@ -122,7 +119,7 @@ class TrieLookup(ForestLookup):
 
 
 class SuffixLookup(ForestLookup):
-    """As suffix_decoding asks."""
+    """The index of suffix_decoding."""
 
     def __init__(self) -> None:
         self.knobs = find_technique("suffix_decoding").settings({})
@@ -138,7 +135,7 @@ class SuffixLookup(ForestLookup):
 
 
 class DatastoreLookup:
-    """As rest asks."""
+    """The index of rest."""
 
     store: Datastore
 
@@ -169,7 +166,7 @@ ARMS: dict[str, Callable[[], LookupIndex]] = {
 
 
 def read_resident_bytes() -> int | None:
-    """Bytes of this process in memory; None where the system does not say."""
+    """Return the bytes of this process in memory; None if the system does not report them."""
     pages = Path("/proc/self/statm")
     return (
         int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
@@ -179,9 +176,7 @@ def read_resident_bytes() -> int | None:
 def time_index(
     arm: str, size: int, rounds: int, tick: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """One index of so many tokens: seconds of building, of every round's questions and appended
-    tokens; bytes.
-    """
+    """Time one index of so many tokens: building, the questions of each round, appended tokens."""
     whole = make_zipf_text(size + rounds * (APPENDED + ASKED + LONGEST))
     known, ahead = whole[:size], whole[size:].tolist()
     gc.collect()
@@ -210,29 +205,29 @@ def time_index(
 
 
 def summarize_lookups(sample: dict[str, Any], size: int) -> dict[str, Any]:
-    """What a sample says of one call, one guess and one token."""
+    """Return the figures of one lookup, one draft token and one added token."""
     calls = [seconds / ASKED for seconds in sample["ask"]]
     each = [
         seconds / max(n, 1) for seconds, n in zip(sample["ask"], sample["guesses"], strict=True)
     ]
-    told = {
+    figures = {
         "us_per_call": 1e6 * median(calls),
         "us_per_guess": 1e6 * median(each),
         "guesses_per_call": sum(sample["guesses"]) / (ASKED * len(calls)),
         "build_seconds": sample["build"],
     }
     if sample["append"]:
-        told["us_per_append"] = 1e6 * median(sample["append"]) / APPENDED
+        figures["us_per_append"] = 1e6 * median(sample["append"]) / APPENDED
     if sample["bytes"] is not None:
-        told["bytes_per_token"] = max(sample["bytes"], 0) / size
-    return {name: round(value, 3) for name, value in told.items()}
+        figures["bytes_per_token"] = max(sample["bytes"], 0) / size
+    return {name: round(value, 3) for name, value in figures.items()}
 
 
 def measure_retrieval(given: RetrievalSettings, quiet: bool = False) -> dict[str, Any]:
     """Measure every arm at every size; one index at a time is in memory."""
     sizes, arms, rounds = given.sizes, given.arms, given.rounds
     samples: dict[str, dict[str, Any]] = {arm: {} for arm in arms}
-    with show_progress("look-ups", len(sizes) * len(arms) * rounds, quiet) as tick:
+    with show_progress_bar("look-ups", len(sizes) * len(arms) * rounds, quiet) as tick:
         for size in sorted(sizes):
             for arm in arms:
                 samples[arm][str(size)] = time_index(arm, size, rounds, tick)

@@ -1,11 +1,15 @@
-"""`tinyspec bench sizes`: acceptance and time against the size of the draft, the survey's first
-experiment.
+"""`tinyspec bench sizes`: acceptance and time by the size of the draft, the survey's first experiment.
 
-For each draft: how many weights it reads for a token; alpha = E sum min(p, q), from paired rows
-over plain continuations of the openings of the valid books, at temperature 1 and as decoded; c, a
-draft step in plain steps. For each draft and gamma: tau and time, in turns with plain decoding,
-beside what Leviathan et al. forecast from alpha and c (theorem 3.8). Larger drafts are accepted
-more often and take longer: where the product is best depends on the machine, and may be nowhere.
+Of each draft model:
+
+    weights  how many it reads for a token
+    alpha    E sum min(p, q) over plain continuations of the openings of the valid books, at
+             temperature 1 and as decoded
+    c        the time of a draft step, in plain steps
+
+For each draft and gamma: tau and time, in turns with plain decoding, beside what Leviathan et al.
+forecast from alpha and c (theorem 3.8). Larger drafts are accepted more often and take longer.
+Which is best depends on the machine; it may be none.
 """
 
 import time
@@ -14,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench import measure, tally, tasks
-from tinyspec.bench.arms import Arm, Clock, TechniqueArm, without_eos
+from tinyspec.bench import measure, tally
+from tinyspec.bench.arms import Arm, Clock, TechniqueArm, ask_openings, disable_eos
 from tinyspec.bench.book import Sample, SampleBook
-from tinyspec.bench.curve import weight_bytes
+from tinyspec.bench.curve import count_weight_bytes
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.plan_draft import make_requests
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, describe_provenance, format_number, format_quartiles
+from tinyspec.bench.report import Column, Grid, describe_provenance, format_quartiles, make_grid
 from tinyspec.bench.settings import SizeSettings
-from tinyspec.bench.tasks import Job
+from tinyspec.bench.tasks import Job, find_room
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
@@ -39,10 +43,11 @@ PROFILED = 3  # openings on which the cost of a draft step is measured
 def measure_sizes(
     given: SizeSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """Return all figures with their samples. Raises TinyspecError for no drafts, a wrong
-    vocabulary, and two drafts of one name.
+    """Return all figures with their samples.
+
+    Raises TinyspecError for no drafts, a wrong vocabulary, and two drafts of one name.
     """
-    drafts, gammas, tokens = given.drafts, given.gammas, given.tokens
+    drafts, gammas = given.drafts, list(dict.fromkeys(given.gammas))
     if not drafts:
         raise TinyspecError(
             "name the drafts to compare: --drafts A,B,... (folders, or models by name)"
@@ -61,25 +66,24 @@ def measure_sizes(
         given.dtype,
         tasks=("books",),
         prompts=given.prompts,
-        tokens=tokens,
+        tokens=given.tokens,
         rounds=given.rounds,
         temperature=given.temperature,
     )
-    book = SampleBook(settings, None, {})
-    room = min(m.config.max_positions for m in (model, *small.values())) - tokens
-    if room < 1:
-        raise TinyspecError(
-            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
-        )
-    jobs = [job._replace(ids=job.ids[-room:]) for job in _make_jobs(book, model)]
+    book = SampleBook(settings)
+    room = find_room(model, given.tokens, *small.values())
+    jobs = [
+        job._replace(ids=job.ids[-room:]) for job in ask_openings(model, settings, book.references)
+    ]
     arms: list[Arm] = [TechniqueArm(ArmSpec(PLAIN), model, settings)]
     for label, draft in small.items():
-        arms += [_make_arm(label, gamma, model, settings, draft) for gamma in dict.fromkeys(gammas)]
-    longest, steps = max(gammas), len(small) + measure.count_left(book, jobs, arms)
-    with show_progress(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
-        asked = [job.ids for job in jobs[:PROFILED]]
+        for gamma in gammas:
+            spec, name = ArmSpec("speculative_decoding", (("gamma", gamma),)), f"gamma={gamma}"
+            arms.append(TechniqueArm(spec, model, settings, draft, f"{label}:{name}"))
+    steps = len(small) + measure.count_left(book, jobs, arms)
+    with show_progress_bar(f"{model.name}: {len(small)} drafts", steps, quiet) as tick:
         rows = {
-            label: _profile(label, draft, model, jobs, book, asked, longest, clock)
+            label: _profile_draft(label, draft, model, jobs, book, max(gammas), clock)
             for label, draft in small.items()
         }
         measure.warm_up_arms(arms, jobs[0], clock)
@@ -87,7 +91,7 @@ def measure_sizes(
     made = {
         "model": model.name,
         "settings": settings.as_dict(),
-        "gammas": list(dict.fromkeys(gammas)),
+        "gammas": gammas,
         "drafts": rows,
         "columns": list(Sample._fields),
         "samples": [list(sample) for sample in book.samples],
@@ -95,59 +99,34 @@ def measure_sizes(
     return stamp_result({**made, "figures": summarize_sizes(made)})
 
 
-def _make_jobs(book: SampleBook, model: Model) -> list[Job]:
-    """The openings, with plain greedy decoding's continuation of each in the book."""
-    from tinyspec.bench.arms import make_reference
-
-    answer = make_reference(model, book.references, book.references.__setitem__)
-    found = tasks.make_requests_of_items(
-        model, tasks.choose_items(("books",), book.settings.prompts), book.settings.tokens, answer
-    )
-    for job in found:
-        answer(job)
-    return found
-
-
-def _make_arm(
-    label: str, gamma: int, model: Model, settings: BenchSettings, draft: Model
-) -> TechniqueArm:
-    arm = TechniqueArm(ArmSpec("speculative_decoding", (("gamma", gamma),)), model, settings, draft)
-    arm.label = f"{label}:gamma={gamma}"
-    return arm
-
-
-def _profile(
+def _profile_draft(
     label: str,
     draft: Model,
     model: Model,
     jobs: Sequence[Job],
     book: SampleBook,
-    asked: Sequence[Sequence[int]],
     longest: int,
     clock: Clock,
 ) -> dict[str, Any]:
-    """What a draft is, how often it is accepted, and what a step of it costs."""
+    """Return what a draft is, how often it is accepted, and what a step of it costs."""
     config, sampling = draft.config, SamplingParams(book.settings.temperature)
     pairs, soft = list[tuple[Any, Any]](), list[tuple[Any, Any]]()
     for job in jobs:
         text = [*job.ids, *book.references[job.key]]
         p, q = (m.logits(text)[len(job.ids) - 1 : -1] for m in (model, draft))
         for at in range(len(p)):
-            pairs.append(
-                (
-                    sampling.probs(p[at], text[: len(job.ids) + at]),
-                    sampling.probs(q[at], text[: len(job.ids) + at]),
-                )
-            )
+            history = text[: len(job.ids) + at]
+            pairs.append((sampling.probs(p[at], history), sampling.probs(q[at], history)))
             soft.append((UNCHANGED.probs(p[at], ()), UNCHANGED.probs(q[at], ())))
+    asked = [job.ids for job in jobs[:PROFILED]]
     pace = make_requests(
-        without_eos(model), without_eos(draft), asked, book.settings.tokens, sampling
+        disable_eos(model), disable_eos(draft), asked, book.settings.tokens, sampling
     )
     plain = profile_target(pace, 1, clock)[0]
     return {
         "layers": config.n_layers,
         "width": config.d_model,
-        "weights": weight_bytes(config, 1),
+        "weights": count_weight_bytes(config, 1),
         "alpha": acceptance_rate(pairs),
         "alpha_1": acceptance_rate(soft),
         "c": profile_draft(label, pace, longest, clock).step / plain,
@@ -155,9 +134,7 @@ def _profile(
 
 
 def summarize_sizes(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by draft and gamma, from the samples and the drafts' rows alone: tau, times as fast,
-    and the forecast.
-    """
+    """Return figures by draft and gamma, from the samples and the drafts' profiles alone."""
     samples = [Sample(*row) for row in result["samples"]]
     found: dict[str, Any] = {}
     for label, row in result["drafts"].items():
@@ -167,12 +144,10 @@ def summarize_sizes(result: Mapping[str, Any]) -> dict[str, Any]:
             own = [sample for sample in samples if sample.arm == arm]
             ratios = list(tally.paired_ratios(samples, PLAIN, arm).values())
             same = [s.same == s.tokens for s in own if s.same is not None]
+            counts = tally.count_samples(own)
             found[label][str(gamma)] = {
-                **{
-                    name: tally.count_samples(own)[name]
-                    for name in ("tau", "alpha", "draft_calls_per_token")
-                },
-                "speedup": tally.five_numbers(ratios),
+                **{name: counts[name] for name in ("tau", "alpha", "draft_calls_per_token")},
+                "speedup": tally.five_number_summary(ratios),
                 "forecast": walltime_speedup(row["alpha"], gamma, row["c"]),
                 "identical": sum(same) if same else None,
             }
@@ -182,33 +157,31 @@ def summarize_sizes(result: Mapping[str, Any]) -> dict[str, Any]:
 def tabulate_sizes(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of drafts, the smallest first."""
     gammas = [str(gamma) for gamma in result["gammas"]]
-    rows = []
-    for label, row in sorted(result["drafts"].items(), key=lambda pair: pair[1]["weights"]):
-        of = result["figures"][label]
-        best = max(gammas, key=lambda g: of[g]["speedup"]["median"])
-        rows.append(
-            [
-                label,
-                f"{row['weights'] / 1e6:.2f}M",
-                str(row["layers"]),
-                format_number(row["alpha"], 3),
-                format_number(row["alpha_1"], 3),
-                format_number(row["c"]),
-                *(f"{of[g]['tau']:.2f}, {format_quartiles(of[g]['speedup'])}" for g in gammas),
-                f"{best} ({of[best]['forecast']:.2f})",
-            ]
-        )
-    head = [
-        "",
-        "weights per token",
-        "layers",
-        "alpha",
-        "alpha, T=1",
-        "c",
-        *(f"gamma {g}: tau, times as fast" for g in gammas),
+
+    def describe_best(of: Mapping[str, Any]) -> str:
+        best = max(gammas, key=lambda g: float(of[g]["speedup"]["median"]))
+        return f"{best} ({of[best]['forecast']:.2f})"
+
+    drafts = sorted(result["drafts"].items(), key=lambda pair: float(pair[1]["weights"]))
+    rows = {label: {**draft, **result["figures"][label]} for label, draft in drafts}
+    columns = [
+        Column("weights per token", "weights", lambda n: f"{n / 1e6:.2f}M"),
+        Column("layers", "layers"),
+        Column("alpha", "alpha", ".3f"),
+        Column("alpha, T=1", "alpha_1", ".3f"),
+        Column("c", "c", ".2f"),
+        *(
+            Column(
+                f"gamma {g}: tau, times as fast",
+                g,
+                lambda of: f"{of['tau']:.2f}, {format_quartiles(of['speedup'])}",
+            )
+            for g in gammas
+        ),
+        Column("best gamma (forecast)", describe_best),
     ]
     title = "Drafts by size: acceptance, the cost of a step, and what comes of it"
-    return [Grid(title, [*head, "best gamma (forecast)"], rows)]
+    return [make_grid(title, rows, columns)]
 
 
 def chart_sizes(result: Mapping[str, Any]) -> Chart:
@@ -242,8 +215,9 @@ def chart_sizes(result: Mapping[str, Any]) -> Chart:
         ],
         [
             "Drafts from left to right: " + ", ".join(label for label, _ in rows) + ".",
-            f"{settings['dtype']}, temperature {settings['temperature']:g}, {settings['prompts']} prompts, "
-            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {describe_provenance(result)}",
+            f"{settings['dtype']}, temperature {settings['temperature']:g}, "
+            f"{settings['prompts']} prompts, {settings['tokens']} tokens, "
+            f"{settings['rounds']} rounds; {describe_provenance(result)}",
         ],
         "; ".join(
             f"{label}: alpha {row['alpha']:.2f}, {best[label]['speedup']['median']:.2f} times"

@@ -1,11 +1,10 @@
-"""`tinyspec bench skip`: which sublayers a model's draft leaves out, found by measuring (Draft &
-Verify, section 3.2).
+"""`tinyspec bench skip`: search the sublayers that a model's draft skips (Draft & Verify, 3.2).
 
 The search is in `tinyspec/speculative/drafting/self_speculative.py`; here are the model, the
-prompts and the clock. Each set is timed in turn with plain decoding, on the same prompts, and
-counts by the ratio of the two, so that a machine that becomes slower meanwhile misleads nobody. The
-best of many noisy timings flatters itself: in the end it is timed again, on prompts that the search
-has not seen, beside the default set.
+prompts and the clock. Each set is timed in turn with plain decoding, on the same prompts, and its
+score is the ratio of the two. So a machine that becomes slower does not mislead the search. The
+best of many noisy timings looks better than it is. So it is timed again in the end, on prompts that
+the search has not seen, beside the default set.
 """
 
 import time
@@ -15,13 +14,18 @@ from statistics import median
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench.arms import without_eos
+from tinyspec.bench.arms import disable_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.harness import (
+    name_dtype,
+    read_unfinished,
+    save_result,
+    show_progress_bar,
+    stamp_result,
+)
 from tinyspec.bench.settings import SkipSettings
-from tinyspec.bench.tasks import read_openings
-from tinyspec.errors import TinyspecError
-from tinyspec.generation import prompt_ids, start_generation
+from tinyspec.bench.tasks import find_room, tokenize_openings
+from tinyspec.generation import start_generation
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.self_speculative import (
     SkipSet,
@@ -36,20 +40,15 @@ CHECKS = 3  # how often the best set is timed in the end
 
 
 def initial_skip_sets(n_layers: int) -> list[SkipSet]:
-    """What the search is shown first: nothing skipped, the default, and thin, regular sets of
-    either kind.
-    """
+    """Return the first sets: nothing skipped, the default, and every second or third sublayer."""
     layers = range(1, n_layers - 1)
     regular = [
         *({2 * layer for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
         *({2 * layer + 1 for layer in layers[first::step]} for step in (2, 3) for first in (0, 1)),
         {sublayer for layer in layers[::2] for sublayer in (2 * layer, 2 * layer + 1)},
     ]
-    return list(
-        dict.fromkeys(
-            [frozenset[int](), parse_skip_set("default", n_layers), *map(frozenset, regular)]
-        )
-    )
+    default = parse_skip_set("default", n_layers)
+    return list(dict.fromkeys([frozenset[int](), default, *map(frozenset, regular)]))
 
 
 def search_skip_set(
@@ -59,69 +58,60 @@ def search_skip_set(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Search, then time the best set again. With `out`, every evaluation is written as it comes;
-    with `resume`, the file is gone on with.
-    """
-    evaluations, prompts, tokens = given.evaluations, given.prompts, given.tokens
-    temperature, seed = given.temperature, given.seed
-    SkipSetSearch(1)  # says at once if the library is missing
-    model = without_eos(models.load(given.model, dtype=given.dtype))
-    n_layers, room = model.config.n_layers, model.config.max_positions - tokens
-    if room < 1:
-        raise TinyspecError(
-            f"{tokens} new tokens do not fit into the context of {model.name}: fewer --tokens"
-        )
-    texts = [prompt_ids(model, text)[-room:] for text in read_openings()]
-    asked, fresh = texts[:prompts], texts[-prompts:]
+    """Search a skip set, then time it again. Each evaluation is written to `out` when it is done."""
+    SkipSetSearch(1)  # reports at once if the library is missing
+    model = disable_eos(models.load(given.model, dtype=given.dtype))
+    n_layers, tokens = model.config.n_layers, given.tokens
+    texts = tokenize_openings(model, find_room(model, tokens))
+    asked, fresh = texts[: given.prompts], texts[-given.prompts :]
     settings = {
-        "model": model.name, "n_layers": n_layers, "dtype": str(model.dtype).removeprefix("torch."), "prompts": prompts,
-        "tokens": tokens, "temperature": temperature, "seed": seed,
-    }  # fmt: skip
-    done: list[dict[str, Any]] = []
-    if resume:
-        done = read_unfinished(out, "skip", settings, _read_evaluations) or []
-    search, first = SkipSetSearch(n_layers, seed), initial_skip_sets(n_layers)
+        "model": model.name,
+        "n_layers": n_layers,
+        "dtype": name_dtype(model.dtype),
+        "prompts": given.prompts,
+        "tokens": tokens,
+        "temperature": given.temperature,
+        "seed": given.seed,
+    }
+    done = read_unfinished(out, resume, "skip", settings, _read_evaluations, [])
+    search, first = SkipSetSearch(n_layers, given.seed), initial_skip_sets(n_layers)
     for entry in done:
         search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])
-    plain = {"method": "autoregressive", "temperature": temperature}
-    result: dict[str, Any] = {}
-    with show_progress(
-        f"{model.name}: {2 * n_layers} sublayers", evaluations + CHECKS, quiet
-    ) as tick:
-        for number in range(evaluations):
+    plain = {"method": "autoregressive", "temperature": given.temperature}
+    title, steps = f"{model.name}: {2 * n_layers} sublayers", given.evaluations + CHECKS
+    with show_progress_bar(title, steps, quiet) as tick:
+        for number in range(given.evaluations):
             if number >= len(done):
                 skip = first[number] if number < len(first) else search.suggest()
                 entry = _time_turn(model, asked, tokens, plain, skip, number, clock)
                 search.tell(skip, entry["speed"])
                 best = max(entry["speed"], *(before["best"] for before in done[-1:]), 0.0)
                 done.append({**entry, "best": best})
-                result = {**settings, "skip": format_skip_set(search.best), "evaluations": done}
-                if out is not None:
-                    save_result(out, stamp_result(result))
+                skip_text = format_skip_set(search.best)
+                save_result(out, stamp_result({**settings, "skip": skip_text, "evaluations": done}))
             tick()
-        skip = search.best
-        result = {
-            **settings,
-            "skip": format_skip_set(skip),
-            "sublayers_skipped": len(skip),
-            "evaluations": done,
-        }
-        for what, chosen in (("checked", skip), ("default", parse_skip_set("default", n_layers))):
+        checked = {}
+        sets = {"checked": search.best, "default": parse_skip_set("default", n_layers)}
+        for what, skip in sets.items():
             turns = []
-            for turn in range(CHECKS):
-                turns.append(_time_turn(model, fresh, tokens, plain, chosen, turn, clock))
+            for number in range(CHECKS):
+                turns.append(_time_turn(model, fresh, tokens, plain, skip, number, clock))
                 if what == "checked":
                     tick()
-            result[what] = {
-                "skip": format_skip_set(chosen),
-                **{
-                    figure: median(turn[figure] for turn in turns)
-                    for figure in ("speed", "accepted", "seconds", "plain")
-                },
+            checked[what] = {"skip": format_skip_set(skip)} | {
+                figure: median(turn[figure] for turn in turns)
+                for figure in ("speed", "accepted", "seconds", "plain")
             }
-    result = stamp_result(result)
-    if out is not None:
-        save_result(out, result)
+    result = stamp_result(
+        {
+            **settings,
+            "skip": format_skip_set(search.best),
+            "sublayers_skipped": len(search.best),
+            "evaluations": done,
+            **checked,
+        }
+    )
+    save_result(out, result)
     return result
 
 
@@ -134,14 +124,10 @@ def _time_turn(
     number: int,
     clock: Clock,
 ) -> dict[str, Any]:
-    """A set and plain decoding on the same prompts, one after the other, in turns: seconds a token,
-    and their ratio.
-    """
+    """Time a set and plain decoding on the same prompts. Every turn reverses their order."""
     ours = {**plain, "method": METHOD, "skip": format_skip_set(skip)}
-    timed = [
-        _time_arm(model, prompts, tokens, arm, clock)
-        for arm in ((ours, plain) if number % 2 else (plain, ours))
-    ]
+    arms = (ours, plain) if number % 2 else (plain, ours)
+    timed = [_time_arm(model, prompts, tokens, arm, clock) for arm in arms]
     (seconds, accepted), (alone, _) = timed if number % 2 else timed[::-1]
     return {
         "skip": format_skip_set(skip),
@@ -155,7 +141,7 @@ def _time_turn(
 def _time_arm(
     model: Model, prompts: Sequence[Any], tokens: int, arm: dict[str, Any], clock: Clock
 ) -> tuple[float, float]:
-    """Seconds a token, without the prompt's; the share of drafted tokens that was accepted."""
+    """Return the seconds per token after the prompt, and the share of draft tokens accepted."""
     seconds, made, drafted, accepted = 0.0, 0, 0, 0
     for prompt in prompts:
         running = start_generation(model, prompt, max_new_tokens=tokens, **arm)

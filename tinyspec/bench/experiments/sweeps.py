@@ -1,9 +1,9 @@
-"""`tinyspec bench sweeps`: what Jacobi iteration makes of a model, by the size of its blocks.
+"""`tinyspec bench sweeps`: measure Jacobi iteration by the size of its blocks.
 
-For each size: tokens that a sweep fixes (tau), passes and rows a token, and time in turns with
-plain decoding, on openings of the valid books. A pass over b rows is not free, and a model that was
-trained left to right seldom guesses behind a wrong token: a slow-down is printed as one. The file
-keeps one opening's sweeps over the largest block, whole, for whoever draws them.
+For each size: tokens that a sweep fixes (tau), passes and positions per token, and time in turns
+with plain decoding, on openings of the valid books. A pass over b positions is not free, and a
+model that was trained left to right seldom predicts a right token after a wrong one. A slow-down
+is printed as one. The file has all sweeps of one opening over the largest block, to be drawn.
 """
 
 import time
@@ -11,14 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyspec import models
-from tinyspec.bench import measure, tally, tasks
-from tinyspec.bench.arms import Arm, Clock, TechniqueArm, make_reference, without_eos
+from tinyspec.bench import measure, tally
+from tinyspec.bench.arms import Arm, Clock, TechniqueArm, ask_openings, disable_eos
 from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import show_progress, stamp_result
+from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Grid, describe_provenance, format_number, format_quartiles
+from tinyspec.bench.report import Column, Grid, describe_provenance, format_quartiles, make_grid
 from tinyspec.bench.settings import SweepSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
@@ -26,11 +26,12 @@ from tinyspec.lm.model import Model
 from tinyspec.nonautoregressive.jacobi import trace_sweeps
 from tinyspec.technique import find_technique
 
-METHOD, WHOLE = "jacobi", "all"  # PJ: all tokens that are wanted are one block
+METHOD = "jacobi"
+WHOLE = "all"  # PJ: all tokens that are wanted are one block
 
 
-def arm_of_block(block: str, init: str) -> ArmSpec:
-    """The arm of a block size, or of WHOLE."""
+def make_block_arm(block: str, init: str) -> ArmSpec:
+    """Return the arm of a block size, or of WHOLE."""
     form: tuple[str, Any] = ("form", "pj") if block == WHOLE else ("block", int(block))
     return ArmSpec(METHOD, (form, ("init", init)))
 
@@ -43,34 +44,27 @@ def measure_sweeps(
     labels = [*dict.fromkeys(map(str, sorted(blocks))), *([WHOLE] if given.whole else [])]
     if not labels:
         raise TinyspecError(
-            "there is nothing to measure: name sizes of blocks, such as --blocks 1,2,4, or leave --whole"
+            "there is nothing to measure: name sizes of blocks, such as --blocks 1,2,4, or leave "
+            "--whole"
         )
-    for label in labels:
-        find_technique(METHOD).settings(dict(arm_of_block(label, init).knobs))
+    specs = {label: make_block_arm(label, init) for label in labels}
+    for spec in specs.values():
+        find_technique(METHOD).settings(dict(spec.knobs))
     model = models.load(given.model, dtype=given.dtype)
-    kind = str(model.dtype).removeprefix("torch.")
     settings = BenchSettings(
         given.model,
-        dtype=kind,
+        dtype=name_dtype(model.dtype),
         tasks=("books",),
         prompts=given.prompts,
         tokens=tokens,
         rounds=given.rounds,
     )
     book = SampleBook(settings)
-    answer = make_reference(model, book.references, book.references.__setitem__)
-    jobs = tasks.make_requests_of_items(
-        model, tasks.choose_items(settings.tasks, given.prompts), tokens, answer
-    )
-    for job in jobs:
-        answer(job)
+    jobs = ask_openings(model, settings, book.references)
     arms: list[Arm] = [TechniqueArm(ArmSpec(PLAIN), model, settings)]
-    for label in labels:
-        arms.append(TechniqueArm(arm_of_block(label, init), model, settings))
-        arms[-1].label = label  # type: ignore[misc]
-    with show_progress(
-        f"{model.name}: {len(labels)} sizes of blocks", measure.count_left(book, jobs, arms), quiet
-    ) as tick:
+    arms += [TechniqueArm(spec, model, settings, label=label) for label, spec in specs.items()]
+    title = f"{model.name}: {len(labels)} sizes of blocks"
+    with show_progress_bar(title, measure.count_left(book, jobs, arms), quiet) as tick:
         measure.warm_up_arms(arms, jobs[0], clock)
         measure.run_turns(book, jobs, arms, clock, tick)
     made = {
@@ -78,7 +72,7 @@ def measure_sweeps(
         "settings": settings.as_dict(),
         "init": init,
         "blocks": labels,
-        "sweeps": _trace_sweeps(model, jobs[0].ids, tokens, arm_of_block(labels[-1], init)),
+        "sweeps": _trace_sweeps(model, jobs[0].ids, tokens, specs[labels[-1]]),
         "columns": list(Sample._fields),
         "samples": [list(sample) for sample in book.samples],
     }
@@ -86,21 +80,19 @@ def measure_sweeps(
 
 
 def _trace_sweeps(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
-    """Every sweep of one request: what stood in the block, what was said in its place, how much of
-    that is final.
-    """
+    """Return every sweep of one request: the block before, the predictions, and how many are final."""
     running = start_generation(
-        without_eos(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
+        disable_eos(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )
-    told = [  # the keys are those of committed results
+    trace = [  # the keys are those of committed results
         {"guess": sweep.block, "said": sweep.predicted, "fixed": sweep.n_final}
         for sweep in trace_sweeps(running.decoder, running.rng)
     ]
-    return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": told}
+    return {"prompt": list(prompt), **dict(arm.knobs), "new": running.decoder.new, "trace": trace}
 
 
 def summarize_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by size, from the samples alone."""
+    """Return figures by size, from the samples alone."""
     samples = [Sample(*row) for row in result["samples"]]
     found: dict[str, Any] = {}
     for label in result["blocks"]:
@@ -112,7 +104,7 @@ def summarize_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
             "passes_per_token": counts["calls_per_token"],
             "rows_per_token": sum(sample.calls + (sample.nodes or 0) for sample in own) / tokens,
             "guesses_kept": counts["acceptance"],
-            "speedup": tally.five_numbers(
+            "speedup": tally.five_number_summary(
                 list(tally.paired_ratios(samples, PLAIN, label).values())
             ),
             "identical": sum(same),
@@ -121,27 +113,23 @@ def summarize_sweeps(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+COLUMNS = (
+    Column("fixed per sweep", "tau", ".3f"),
+    Column("passes per token", "passes_per_token", ".3f"),
+    Column("positions per token", "rows_per_token", ".2f"),
+    Column("draft tokens accepted", "guesses_kept", ".3f"),
+    Column("times as fast", "speedup", format_quartiles),
+    Column("same", lambda of: f"{of['identical']} of {of['of']}"),
+)
+
+
 def tabulate_sweeps(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of block sizes."""
-    rows = []
-    for label, of in result["figures"].items():
-        rows.append([
-            f"{label} (PJ)" if label == WHOLE else label, format_number(of["tau"], 3), format_number(of["passes_per_token"], 3),
-            format_number(of["rows_per_token"]), format_number(of["guesses_kept"], 3), format_quartiles(of["speedup"]),
-            f"{of['identical']} of {of['of']}",
-        ])  # fmt: skip
-    head = [
-        "tokens of a block",
-        "fixed per sweep",
-        "passes per token",
-        "positions per token",
-        "draft tokens accepted",
-        "times as fast",
-        "same",
-    ]
-    return [
-        Grid(f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}", head, rows)
-    ]
+    rows = {
+        f"{label} (PJ)" if label == WHOLE else label: of for label, of in result["figures"].items()
+    }
+    title = f"Jacobi sweeps on {result['model']}, blocks begin as: {result['init']}"
+    return [make_grid(title, rows, COLUMNS, first="tokens of a block")]
 
 
 def chart_sweeps(result: Mapping[str, Any]) -> Chart:
@@ -161,9 +149,11 @@ def chart_sweeps(result: Mapping[str, Any]) -> Chart:
             Lines("times as fast as plain decoding", {"speed-up": times}, **across),
         ],
         [
-            "In a block of 1 nothing is drafted; all: one block (PJ). The grey line is plain decoding.",
-            f"{settings['dtype']}, greedy, blocks begin as {result['init']}, {settings['prompts']} prompts, "
-            f"{settings['tokens']} tokens, {settings['rounds']} rounds; {describe_provenance(result)}",
+            "In a block of 1 nothing is drafted; all: one block (PJ). The grey line is plain "
+            "decoding.",
+            f"{settings['dtype']}, greedy, blocks begin as {result['init']}, "
+            f"{settings['prompts']} prompts, {settings['tokens']} tokens, "
+            f"{settings['rounds']} rounds; {describe_provenance(result)}",
         ],
         "; ".join(
             f"block {b}: {f['tau']:.3f} a sweep, {f['speedup']['median']:.2f} times"

@@ -1,11 +1,10 @@
-"""`tinyspec bench translation`: BLEU, passes and time of every way to translate, on Multi30k's test
-sentences.
+"""`tinyspec bench translation`: measure BLEU, passes and time of every way to translate.
 
-At batch 1 each sentence is translated by all arms in turn, from text to text, so that they meet the
-same mood of the machine; what is kept is summed over blocks of sentences, BLEU's counts too, and an
-interrupted run goes on at the next block. Then the first sentences are translated by each arm in
-large batches, where parallel decoding has least to gain. Two experiments: a table of all methods,
-and the survey's third, Mask-Predict by its iterations.
+At batch 1 all arms translate each of Multi30k's test sentences in turn, from text to text, under
+the same load of the machine. Samples are sums over blocks of sentences, BLEU's counts too, and an
+interrupted run goes on at the next block. Then each arm translates the first sentences in large
+batches, where parallel decoding has least to gain. There are two experiments: a table of all
+methods, and the survey's third, Mask-Predict by its iterations.
 """
 
 import time
@@ -23,27 +22,34 @@ from tinyspec.bench.experiments.translators import (
     Ids,
     Translated,
     TranslatorArm,
-    label_of,
+    label_mask_predict,
     load_translators_by_role,
     make_translator_arms,
 )
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress, stamp_result
+from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
 from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plot import Bars, Chart, Lines
-from tinyspec.bench.report import Grid, format_number, format_quartiles
+from tinyspec.bench.report import (
+    Column,
+    Grid,
+    count_things,
+    describe_provenance,
+    format_quartiles,
+    make_grid,
+)
 from tinyspec.bench.settings import TranslationSettings
-from tinyspec.bench.tally import five_numbers
+from tinyspec.bench.tally import five_number_summary
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.training import distilled
 from tinyspec.training.bleu import ORDER, BleuCounts, count_ngrams, load_bleu
 
-BLOCK = 20  # sentences of which a sample tells
-ROWS = 1024  # rows of a batch, at most: a source with s candidates is s of them
+BLOCK = 20  # sentences of a sample
+ROWS = 1024  # most rows of a batch: a source with s candidates is s of them
 Clock = Callable[[], float]
 
 
 class BlockSample(NamedTuple):
-    """What an arm did with a block of sentences, summed; seconds at batch 1.
+    """An arm's sums over a block of sentences; seconds at batch 1.
 
     counts  n-grams found in the reference, then all n-grams, of 1 to ORDER words
     """
@@ -61,15 +67,16 @@ class BlockSample(NamedTuple):
     counts: list[int]
 
     @property
-    def counted(self) -> BleuCounts:
+    def bleu_counts(self) -> BleuCounts:
         return BleuCounts(tuple(self.counts[:ORDER]), tuple(self.counts[ORDER:]), self.wanted)
 
-    def row(self) -> list[Any]:
-        """On one line."""
+    def as_row(self) -> list[Any]:
+        """Return the sample as a file has it: the counts one by one."""
         return [*self[:-1], *self.counts]
 
     @classmethod
-    def read(cls, row: Sequence[Any]) -> "BlockSample":
+    def from_row(cls, row: Sequence[Any]) -> "BlockSample":
+        """Return the sample of a row of a file."""
         first = len(cls._fields) - 1
         return cls._make([*row[:first], list(row[first:])])
 
@@ -90,25 +97,24 @@ def measure_translation(
 ) -> dict[str, Any]:
     """Return all figures with their samples.
 
-    With `out`, the file is written after every block; with `resume`, it is gone on with.
+    With `out`, the file is written after every block; with `resume`, the run goes on with it.
     """
-    experiment, samples, batch, rounds = given.experiment, given.samples, given.batch, given.rounds
-    iterations, lengths = given.iterations, given.lengths
+    experiment, batch, rounds = given.experiment, given.batch, given.rounds
     if experiment not in EXPERIMENTS:
         raise TinyspecError(
             f"there is no experiment {experiment}: {suggest_nearest(experiment, EXPERIMENTS)}"
         )
-    load_bleu()  # says at once if sacrebleu is missing
-    texts, found = (
-        data.read_multi30k("test", given.data_folder)[: given.sentences],
-        load_translators_by_role(given.models),
-    )
+    load_bleu()  # reports at once if sacrebleu is missing
+    texts = data.read_multi30k("test", given.data_folder)[: given.sentences]
+    found = load_translators_by_role(given.models)
     whole = experiment == "iterations"
     asked = make_translator_arms(
-        experiment, found, samples,
-        iterations or (range(1, 11) if whole else (1, 4, 10)),
-        lengths or ((1, 3, 5) if whole else (3,)),
-    )  # fmt: skip
+        experiment,
+        found,
+        given.samples,
+        given.iterations or (range(1, 11) if whole else (1, 4, 10)),
+        given.lengths or ((1, 3, 5) if whole else (3,)),
+    )
     settings = {
         "experiment": experiment,
         "models": {
@@ -116,42 +122,40 @@ def measure_translation(
         },
         "sentences": len(texts),
         "arms": [arm.label for arm in asked],
-        **{"block": block, "batch": batch, "rounds": rounds, "dtype": "float32"},
+        "block": block,
+        "batch": batch,
+        "rounds": rounds,
+        "dtype": "float32",
     }
-    kept: list[BlockSample] = []
-    batches: dict[str, list[float]] = {}
-    if resume and (unfinished := read_unfinished(out, "translation", settings, _finished)):
-        kept, batches = unfinished
+    samples, batches = read_unfinished(
+        out, resume, "translation", settings, _read_samples, ([], {})
+    )
     blocks = [texts[at : at + block] for at in range(0, len(texts), block)]
 
-    def result() -> dict[str, Any]:
+    def make_result() -> dict[str, Any]:
         made = {
             "settings": settings,
             "columns": COLUMNS,
-            "samples": [one.row() for one in kept],
+            "samples": [one.as_row() for one in samples],
             "batches": batches,
         }
         return stamp_result({**made, "figures": summarize_translation(made)})
 
-    def keep() -> None:
+    def save() -> None:
         if out is not None:
-            save_result(out, result())
+            save_result(out, make_result())
 
-    done = {one.block for one in kept}
+    done = {one.block for one in samples}
     timed = [arm for arm in asked if arm.many is not None]
-    turns = [
-        turn
-        for turn in range(rounds)
-        if turn >= min((len(taken) for taken in batches.values()), default=0)
-    ]
+    turns = range(min((len(taken) for taken in batches.values()), default=0), rounds)
     steps = (len(blocks) - len(done)) * len(asked) + len(turns) * len(timed)
-    with show_progress(f"{len(asked)} ways to translate", steps, quiet) as tick:
+    with show_progress_bar(f"{len(asked)} ways to translate", steps, quiet) as tick:
         for arm in asked if steps else ():
             arm.one(texts[0][0])  # warm up
         for number, part in enumerate(blocks):
             if number not in done:
-                kept += _translate_block(asked, number, part, clock, tick)
-                keep()
+                samples += _translate_block(asked, number, part, clock, tick)
+                save()
         some = [found["teacher"].tokenizer.encode(english) for english, _ in texts[: 4 * batch]]
         some.sort(key=len)
         for turn in turns:
@@ -161,8 +165,8 @@ def measure_translation(
                 tick()
             for label, seconds in taken.items():
                 batches.setdefault(label, []).append(seconds)
-            keep()
-    return result()
+            save()
+    return make_result()
 
 
 def _translate_block(
@@ -172,7 +176,7 @@ def _translate_block(
     clock: Clock,
     tick: Callable[[], None],
 ) -> list[BlockSample]:
-    """Every sentence of a block by all arms in turn."""
+    """Translate each sentence of a block by all arms in turn."""
     seconds = {arm.label: 0.0 for arm in asked}
     made: dict[str, list[Translated]] = {arm.label: [] for arm in asked}
     for place, (english, _) in enumerate(block):
@@ -205,7 +209,7 @@ def _translate_block(
 
 
 def _time_batches(arm: TranslatorArm, sources: Sequence[Ids], batch: int, clock: Clock) -> float:
-    """Seconds a sentence where many are translated at once."""
+    """Return the seconds per sentence if many are translated at once."""
     assert arm.many is not None
     size = max(1, min(batch, ROWS // arm.width))
     begun = clock()
@@ -215,17 +219,18 @@ def _time_batches(arm: TranslatorArm, sources: Sequence[Ids], batch: int, clock:
 
 
 def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures by arm, from the samples alone. Times as fast as plain decoding: by block, and by
-    round for batches.
+    """Return figures by arm, from the samples alone.
+
+    Times as fast as plain decoding are ratios within a block, and for batches within a round.
     """
     by_arm: dict[str, dict[int, BlockSample]] = {}
     for row in result["samples"]:
-        sample = BlockSample.read(row)
+        sample = BlockSample.from_row(row)
         by_arm.setdefault(sample.arm, {})[sample.block] = sample
     found: dict[str, Any] = {}
     for label, blocks in by_arm.items():
         own, plain, batches = list(blocks.values()), by_arm[PLAIN], result["batches"]
-        score = sum((one.counted for one in own[1:]), own[0].counted).bleu
+        score = sum((one.bleu_counts for one in own[1:]), own[0].bleu_counts).bleu
         many, tokens = sum(one.sentences for one in own), sum(one.tokens for one in own)
         ratios = [plain[block].seconds / one.seconds for block, one in blocks.items()]
         pairs = list(zip(batches.get(PLAIN, ()), batches.get(label, ()), strict=False))
@@ -239,47 +244,49 @@ def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
             "tokens": tokens / many,
             "repeated": sum(one.repeats for one in own) / max(tokens, 1),
             "milliseconds": 1000 * median(one.seconds / one.sentences for one in own),
-            "speedup": five_numbers(ratios),
+            "speedup": five_number_summary(ratios),
             "batch_milliseconds": 1000 * median(batches[label]) if label in batches else None,
-            "batch_speedup": five_numbers([slow / fast for slow, fast in pairs]) if pairs else None,
+            "batch_speedup": five_number_summary([slow / fast for slow, fast in pairs])
+            if pairs
+            else None,
         }
     return found
 
 
-def _finished(found: dict[str, Any]) -> tuple[list[BlockSample], dict[str, list[float]]]:
+def _read_samples(found: dict[str, Any]) -> tuple[list[BlockSample], dict[str, list[float]]]:
     """Return the samples and batches of an interrupted run."""
     batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
-    return [BlockSample.read(row) for row in found["samples"]], batches
+    return [BlockSample.from_row(row) for row in found["samples"]], batches
 
 
 def tabulate_translation(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table of arms."""
-    settings, figures = result["settings"], result["figures"]
-    rows = [
-        [
-            label, format_number(of["bleu"]), format_number(of["decoder_passes"], 1), format_number(of["encoder_passes"], 0),
-            format_number(of["teacher_passes"], 0), format_number(of["milliseconds"], 1), format_quartiles(of["speedup"]),
-            format_number(of["batch_milliseconds"]), format_quartiles(of["batch_speedup"]), f"{of['repeated']:.1%}",
-        ]
-        for label, of in figures.items()
-    ]  # fmt: skip
-    head = [
-        "", "BLEU", "decoder passes", "encoder", "teacher", "ms per sentence", "times as fast",
-        f"ms, batch {settings['batch']}", "times as fast", "repeated tokens",
-    ]  # fmt: skip
+    settings = result["settings"]
+    columns = [
+        Column("BLEU", "bleu", ".2f"),
+        Column("decoder passes", "decoder_passes", ".1f"),
+        Column("encoder", "encoder_passes", ".0f"),
+        Column("teacher", "teacher_passes", ".0f"),
+        Column("ms per sentence", "milliseconds", ".1f"),
+        Column("times as fast", "speedup", format_quartiles),
+        Column(f"ms, batch {settings['batch']}", "batch_milliseconds", ".2f"),
+        Column("times as fast", "batch_speedup", format_quartiles),
+        Column("repeated tokens", "repeated", ".1%"),
+    ]
     title = f"English to German, Multi30k test_2016_flickr, {settings['sentences']} sentences"
-    return [Grid(title, head, rows)]
+    return [make_grid(title, result["figures"], columns)]
 
 
 def describe_translation(result: Mapping[str, Any]) -> list[str]:
-    """What belongs below a table: how BLEU was computed, by what, on what."""
+    """Return what stands below a table: how BLEU was computed, the models, and the machine."""
     machine, settings = result["machine"], result["settings"]
     signature = next(iter(result["figures"].values()))["signature"]
     models = ", ".join(name for name, _ in settings["models"].values())
     return [
-        f"BLEU: sacrebleu, raw text, {signature}. Times as fast: medians (quartiles) against `{PLAIN}` in the same turn.",
-        f"Models: {models}; {settings['dtype']}, {machine['threads']} threads, {machine['cores']} cores of {machine['cpu']}; "
-        f"{result['date']}, commit {result['commit']}.",
+        f"BLEU: sacrebleu, raw text, {signature}. Times as fast: medians (quartiles) against "
+        f"`{PLAIN}` in the same turn.",
+        f"Models: {models}; {settings['dtype']}, {machine['threads']} threads, "
+        f"{describe_provenance(result)}.",
     ]
 
 
@@ -290,15 +297,15 @@ def lines_by_iterations(result: Mapping[str, Any], figure: str) -> dict[str, dic
         line: dict[float, float] = {
             count: of[figure]
             for count in range(1, 1000)
-            if (of := result["figures"].get(label_of(count, lengths))) is not None
+            if (of := result["figures"].get(label_mask_predict(count, lengths))) is not None
         }
         if line:
-            found[f"{lengths} length{'s' if lengths > 1 else ''}"] = line
+            found[count_things(lengths, "length")] = line
     return found
 
 
 def chart_translation(result: Mapping[str, Any]) -> Chart:
-    """Draw BLEU and time side by side: bars of all methods, or lines over Mask-Predict's iterations."""
+    """Draw BLEU and time: bars of all methods, or lines over Mask-Predict's iterations."""
     found = result["figures"]
     shown = {"BLEU": "bleu", "milliseconds per sentence, batch 1": "milliseconds"}
     if result["settings"]["experiment"] != "iterations":

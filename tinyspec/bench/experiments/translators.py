@@ -1,6 +1,4 @@
-"""The arms of `tinyspec bench translation`: every way to translate a sentence, from text to text,
-and many at once.
-"""
+"""Make the arms of `tinyspec bench translation`: every way to translate one sentence, and many."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from tinyspec import models
+from tinyspec.bench.report import count_things
 from tinyspec.decoding.refine import token_logprobs
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -28,9 +27,7 @@ Ids = list[int]
 
 
 class Translated(NamedTuple):
-    """A sentence's translation, and the passes that it took: of its decoder, its encoder, and of a
-    teacher that judged.
-    """
+    """A sentence's translation, and its passes: of the decoder, the encoder, and a teacher that judged."""
 
     text: str
     tokens: Ids
@@ -42,9 +39,9 @@ class Translated(NamedTuple):
 class TranslatorArm(NamedTuple):
     """A way to translate.
 
-    one    from a text
-    many   from several sources at once; None: it has no such form
-    width  rows that a source becomes in a batch
+    one    translates a text
+    many   translates several sources at once; None: it has no such form
+    width  rows of a batch that a source becomes
     """
 
     label: str
@@ -54,8 +51,9 @@ class TranslatorArm(NamedTuple):
 
 
 def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
-    """The models by what they were trained for; those on this machine where none is named. There
-    must be a teacher.
+    """Return the models by what they were trained for; those on this machine if none is named.
+
+    Raises TinyspecError if there is no teacher.
     """
     found: dict[str, Seq2Seq] = {}
     for name in names or models.list_translators():
@@ -68,7 +66,8 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
         found.setdefault(role, model)
     if models.TEACHER not in found:
         raise TinyspecError(
-            "there is no autoregressive teacher to compare with: name it in --models, or train it (train mt)"
+            "there is no autoregressive teacher to compare with: name it in --models, or train it "
+            "(train mt)"
         )
     return {role: found[role] for role in ROLES if role in found}
 
@@ -80,7 +79,7 @@ def make_translator_arms(
     iterations: Sequence[int],
     lengths: Sequence[int],
 ) -> list[TranslatorArm]:
-    """The arms of an experiment, plain decoding by the teacher first."""
+    """Return the arms of an experiment, plain decoding by the teacher first."""
     teacher = found["teacher"]
     made = [
         _make_plain_arm(
@@ -93,7 +92,8 @@ def make_translator_arms(
     if experiment == "iterations":
         if "mask_predict" not in found:
             raise TinyspecError(
-                "no model for mask_predict on this machine: name it in --models, or train it (train mt)"
+                "no model for mask_predict on this machine: name it in --models, or train it "
+                "(train mt)"
             )
     else:
         made.append(_make_beam_arm(teacher, 4))
@@ -117,13 +117,13 @@ def make_translator_arms(
     return made
 
 
-def label_of(iterations: int, lengths: int) -> str:
-    """How an arm of Mask-Predict is named.
+def label_mask_predict(iterations: int, lengths: int) -> str:
+    """Return the name of an arm of Mask-Predict.
 
-    >>> label_of(10, 1), label_of(1, 3)
+    >>> label_mask_predict(10, 1), label_mask_predict(1, 3)
     ('mask_predict, T 10, 1 length', 'mask_predict, T 1, 3 lengths')
     """
-    return f"mask_predict, T {iterations}, {lengths} length{'s' if lengths > 1 else ''}"
+    return f"mask_predict, T {iterations}, {count_things(lengths, 'length')}"
 
 
 def _make_one(
@@ -149,12 +149,12 @@ def _make_plain_arm(
 
 
 def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
-    writing = BeamSettings(beam=beam)
+    beam_settings = BeamSettings(beam=beam)
 
     def one(text: str) -> Translated:
         forward_log: list[ForwardRecord] = []
         ids = distilled.write_translations(
-            model.counting(forward_log), [model.tokenizer.encode(text)], writing
+            model.counting(forward_log), [model.tokenizer.encode(text)], beam_settings
         )[0]
         passes = sum(call.model == model.name for call in forward_log)
         return Translated(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
@@ -162,7 +162,7 @@ def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
     return TranslatorArm(
         f"teacher, beam {beam}",
         one,
-        lambda part: distilled.write_translations(model, part, writing),
+        lambda part: distilled.write_translations(model, part, beam_settings),
         beam,
     )
 
@@ -173,10 +173,10 @@ def _make_nat_arm(
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = NatRefiner(model, None, first, samples, 1.0)
         sources = pad_sequences(part)
-        chances = [Seeded(0) for _ in part]
+        rngs = [Seeded(0) for _ in part]
         if teacher is None:
-            return translate_sources(model, sources, refiner, chances)
-        canvases = refine_many(model, sources, refiner, chances)
+            return translate_sources(model, sources, refiner, rngs)
+        canvases = refine_many(model, sources, refiner, rngs)
         with torch.inference_mode():
             totals = token_logprobs(
                 teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas
@@ -202,7 +202,7 @@ def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> Tra
 
     knobs = {"iterations": iterations, "lengths": lengths}
     return TranslatorArm(
-        label_of(iterations, lengths),
+        label_mask_predict(iterations, lengths),
         _make_one(model, "mask_predict", None, **knobs),
         many,
         lengths,
