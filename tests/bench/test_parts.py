@@ -63,7 +63,7 @@ def test_the_matrices_are_those_of_all_layers_once_each() -> None:
     assert sorted(out * inputs for _, out, inputs in alone.steps) == sorted(
         w.numel() for w in weights
     )
-    alone.matrices(8)
+    alone.multiply_matrices(8)
     _, out, _ = alone.steps[-1]
     expected = model(LLAMA, dtype=torch.float32).weights["2.down.weight"].sum(dim=1)
     made = torch.from_numpy(alone.made.reshape(-1)[: 8 * out].reshape(8, out))

@@ -93,7 +93,7 @@ def result(zoo: Path) -> dict[str, Any]:
 
 def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     assert json.loads(dump_json(summarize_translation(result))) == result["figures"]
-    samples = [BlockSample.read(row) for row in result["samples"]]
+    samples = [BlockSample.from_row(row) for row in result["samples"]]
     assert all(len(row) == len(result["columns"]) for row in result["samples"])
     assert {sample.block for sample in samples} == {0, 1}
     assert sum(sample.sentences for sample in samples if sample.arm == PLAIN) == 8

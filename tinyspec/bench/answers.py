@@ -175,8 +175,8 @@ def tabulate_other_chapters(sweeps: Result, ppd: Result) -> str:
 def tabulate_plain_decoding(plain: Result) -> str:
     """Return plain decoding's speed beside transformers', and its memory."""
 
-    def find_overhead(of: Result) -> float | None:
-        memory = of["memory"]
+    def find_overhead(of: Result) -> int | None:
+        memory: dict[str, int] | None = of["memory"]
         return memory and memory["peak"] - memory["weights"] - memory["cache"]
 
     columns = [
@@ -218,7 +218,7 @@ def tabulate_kernels(core: Result) -> str:
     return Grid("", ["", "us", "against", "us", "times as fast"], rows).to_markdown()
 
 
-def list_lookups(retrieval: Result, size: str = "100000") -> dict[str, dict[str, float]]:
+def list_lookups(retrieval: Result, size: str = "100000") -> dict[str, dict[str, Any]]:
     """Return the figures of each index of this size, and how its lookup grows with what it holds."""
     growth = retrieval["growth"]
     return {

@@ -226,12 +226,9 @@ def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
         ],
     )
     for peer, ratios in figures["against"].items():
-        others = {arm: ratios[arm] for arm in arms if arm != peer and ratios.get(arm)}
-        columns = [
-            Column(SHORT.get(task, task), lambda of, task=task: of.get(task), format_speedup)
-            for task in tasks
-        ]
-        columns.append(Column("mean", "mean", format_speedup))
+        none = dict.fromkeys(tasks)
+        others = {arm: {**none, **ratios[arm]} for arm in arms if arm != peer and ratios.get(arm)}
+        columns = [Column(SHORT.get(name, name), name, format_speedup) for name in (*tasks, "mean")]
         yield make_grid(f"Times as fast as {peer}", others, columns)
     if "curve_figures" in result:
         yield _tabulate_curve(result["curve_figures"], result["settings"])
@@ -255,7 +252,7 @@ def _tabulate_curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> 
     """Return the cost curve of each program, and the floor under it in the title."""
     curves = figures["curves"]
     rows = {
-        k: {label: curve["rows"][k] for label, curve in curves.items()}
+        k: {label: {"over": None, **curve["rows"][k]} for label, curve in curves.items()}
         for k in next(iter(curves.values()))["rows"]
     }
     columns = [
@@ -264,9 +261,7 @@ def _tabulate_curve(figures: Mapping[str, Any], settings: Mapping[str, Any]) -> 
         for column in (
             Column(f"{label}\nms", (label, "milliseconds"), ".1f"),
             Column(f"{label}\nt(k)/t(1)", (label, "against_one"), ".2f"),
-            Column(
-                f"{label}\nover the floor", lambda of, label=label: of[label].get("over"), ".2f"
-            ),
+            Column(f"{label}\nover the floor", (label, "over"), ".2f"),
         )
     ]
     best = {

@@ -1,7 +1,7 @@
-"""The settings of every experiment of `tinyspec bench`, from which its options are made.
+"""Declare the settings of every experiment of `tinyspec bench`. Its options are made of them.
 
 Each experiment has a dataclass here and a file of its name in `experiments/`. A field has a default
-and, by `setting`, the help text and the limits of its option. Nothing heavy is imported: --help
+and, by `setting`, the help text and the limits of its option. Nothing heavy is imported, so --help
 answers at once.
 """
 
@@ -71,7 +71,7 @@ class CommandSpec:
     """A command of `tinyspec bench`.
 
     settings  its dataclass; the docstring is the command's help
-    resumes   whether it writes --out itself, and goes on with that file
+    resumes   help text of --resume, if it writes --out itself and goes on with that file
     tables    whether it has tables, which --markdown writes
     chart     whether it has a chart, which --svg draws
     knobs     whether the knobs of settings.method are options too
@@ -79,21 +79,21 @@ class CommandSpec:
 
     name: str
     settings: type[Any]
-    resumes: bool = False
+    resumes: str = ""
     tables: bool = False
     chart: bool = False
     knobs: bool = False
 
     @property
     def module(self) -> str:
-        """The file of the experiment."""
+        """Return the name of the experiment's module."""
         return f"tinyspec.bench.experiments.{self.name.replace('-', '_')}"
 
 
 COMMANDS: dict[str, CommandSpec] = {}
 
 
-def command(name: str, **more: bool) -> Callable[[type[T]], type[T]]:
+def command(name: str, **more: Any) -> Callable[[type[T]], type[T]]:
     """Register the dataclass of a command's settings; the other arguments are `CommandSpec`'s."""
 
     def register(settings: type[T]) -> type[T]:
@@ -103,6 +103,7 @@ def command(name: str, **more: bool) -> Callable[[type[T]], type[T]]:
     return register
 
 
+RESUME = "Go on with the file of --out."
 RETRIEVERS = ("llma", "lookahead_trie", "suffix_decoding", "rest")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 MEASURES = ("softmax", "saturation", "classifier")
@@ -114,13 +115,13 @@ def decay_setting(default: str) -> Any:
     )
 
 
-TAU_SETTING: Any = setting(4.0, "How fast it falls.", least=0)
+TAU_SETTING: Any = setting(4.0, "How fast the threshold falls.", least=0)
 MIN_EXIT_SETTING: Any = setting(1, "The lowest exit.", least=1)
 TEXTS_SETTING: Any = setting(
     (), "Plain text to take passages from; may be repeated. [default: the classics]", kind="text"
 )
-PROMPT_TOKENS_SETTING: Any = setting(64, "Tokens that are read.", least=1)
-SEED_SETTING: Any = setting(0, "Of the passages.")
+PROMPT_TOKENS_SETTING: Any = setting(64, "Tokens of a passage that are its prompt.", least=1)
+SEED_SETTING: Any = setting(0, "Seed of the passages.")
 
 
 @command("race", knobs=True)
@@ -203,7 +204,7 @@ class PeerSettings:
     )
 
 
-@command("equality", resumes=True)
+@command("equality", resumes=RESUME)
 @dataclass(frozen=True)
 class EqualitySettings:
     """Greedy speculation against plain greedy decoding, token for token, in bfloat16, on real
@@ -253,8 +254,7 @@ class PlanSettings:
 @command("sizes", tables=True, chart=True)
 @dataclass(frozen=True)
 class SizeSettings:
-    """Acceptance and time against the size of the draft: alpha by paired rows, tau, time, and the
-    forecast of both.
+    """Acceptance and time by the size of the draft: alpha, tau, time, and the forecast of both.
 
     \b
     Examples:
@@ -276,14 +276,14 @@ class SizeSettings:
     dtype: str = dtype_setting("bfloat16")
 
 
-@command("skip", resumes=True)
+@command("skip", resumes=RESUME)
 @dataclass(frozen=True)
 class SkipSettings:
     """Search the sublayers that self_speculative skips: Bayesian optimisation of the measured time
     per token.
 
-    The file of --out is what the knob takes; it is written after every evaluation, and --resume
-    goes on with it.
+    The knob takes the file of --out. It is written after every evaluation, and --resume goes on
+    with it.
 
     \b
     Examples:
@@ -297,14 +297,14 @@ class SkipSettings:
     prompts: int = setting(2, "Openings to measure on.", least=1, most=20)
     tokens: int = tokens_setting(32)
     temperature: float = temperature_setting()
-    seed: int = setting(0, "Of the search.")
+    seed: int = setting(0, "Seed of the search.")
     dtype: str | None = dtype_setting()
 
 
 @command("retrieval")
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """What it costs to look a draft up and to add a token, by the size of what is known.
+    """The cost of a draft lookup, and of an added token, by the size of the index.
 
     \b
     Examples:
@@ -315,7 +315,7 @@ class RetrievalSettings:
 
     sizes: tuple[int, ...] = setting(
         (10_000, 100_000, 1_000_000),
-        "Tokens that are known; may be repeated. 10 million take some GB.",
+        "Tokens in the index; may be repeated. 10 million take some GB.",
         "--size",
         least=1000,
         repeated=True,
@@ -329,8 +329,7 @@ class RetrievalSettings:
 @command("layerskip", tables=True)
 @dataclass(frozen=True)
 class LayerSkipSettings:
-    """What the exits of a model are worth as drafts, and what LayerSkip makes of them: counted, no
-    clock is read.
+    """Exits of a model as drafts, and LayerSkip with them: counted, not timed.
 
     \b
     Examples:
@@ -355,10 +354,10 @@ class LayerSkipSettings:
 @command("parts", tables=True)
 @dataclass(frozen=True)
 class PartsSettings:
-    """A call over 1 to 32 new tokens, taken apart: matrices, head, attention, what lies between
-    them, and Python around it.
+    """The parts of a forward pass over 1 to 32 new tokens: matrices, head, attention, what is
+    between them, and Python around them.
 
-    The floor beside it is that of `tinyspec bench`, in medians: weights at the greatest bandwidth
+    The floor beside them is that of `tinyspec bench`, in medians: weights at the greatest bandwidth
     or arithmetic at the peak.
 
     \b
@@ -370,15 +369,17 @@ class PartsSettings:
 
     model: str = model_setting("smollm2")
     dtype: str = setting("bfloat16", "float32 or bfloat16.")
-    cached: tuple[int, ...] = setting((256, 768), "Tokens behind the call.", of=int, what="tokens")
+    cached: tuple[int, ...] = setting(
+        (256, 768), "Tokens before the new ones.", of=int, what="tokens"
+    )
     rounds: int = rounds_setting(15)
 
 
 @command("ppd", tables=True, chart=True)
 @dataclass(frozen=True)
 class PpdSettings:
-    """Guesses in the middle of a model: how often they hold, what the clock of k + 1 processors
-    says, what threads do.
+    """Predictions in the middle of a model: how often they are right, their worth on k + 1
+    processors, and in threads.
 
     \b
     Examples:
@@ -388,8 +389,10 @@ class PpdSettings:
     """
 
     model: str = model_setting("storyteller")
-    ks: tuple[int, ...] = setting((1, 3, 5), "Numbers of guesses.", of=int, what="guesses")
-    layer: int = setting(0, "Of the timed runs; 0: two thirds.", least=0)
+    ks: tuple[int, ...] = setting(
+        (1, 3, 5), "Numbers of predicted tokens.", of=int, what="predicted tokens"
+    )
+    layer: int = setting(0, "Layer of the timed runs; 0: two thirds of all.", least=0)
     prompts: int = setting(6, "Openings to measure on.", least=1, most=60)
     tokens: int = tokens_setting(48)
     rounds: int = rounds_setting(5)
@@ -399,8 +402,8 @@ class PpdSettings:
 @command("sweeps", tables=True, chart=True)
 @dataclass(frozen=True)
 class SweepSettings:
-    """How many tokens a Jacobi sweep fixes, and what that is worth, by the size of a block: in
-    turns with plain decoding.
+    """How many tokens a Jacobi sweep fixes, and the time, by the size of a block: in turns with
+    plain decoding.
 
     \b
     Examples:
@@ -419,7 +422,7 @@ class SweepSettings:
     )
     whole: bool = setting(True, "All tokens as one block, too. [default: on]")
     init: str = setting(
-        "pad", "First guess of a block.", choices=("pad", "random", "prompt", "last")
+        "pad", "How a block is filled at first.", choices=("pad", "random", "prompt", "last")
     )
     prompts: int = setting(10, "Openings to measure on.", least=1, most=60)
     tokens: int = tokens_setting(64)
@@ -427,7 +430,7 @@ class SweepSettings:
     dtype: str | None = dtype_setting()
 
 
-@command("translation", tables=True, chart=True, resumes=True)
+@command("translation", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class TranslationSettings:
     """Every way to translate: BLEU, passes of decoder and encoder, time at batch 1 and in large
@@ -456,10 +459,16 @@ class TranslationSettings:
         (10,), "NAT's samples, for the teacher to judge.", of=int, what="samples", least=2
     )
     iterations: tuple[int, ...] = setting(
-        (), "Of Mask-Predict. [default: 1,4,10; 1 to 10 for iterations]", of=int, what="iterations"
+        (),
+        "Iterations of Mask-Predict. [default: 1,4,10; 1 to 10 for iterations]",
+        of=int,
+        what="iterations",
     )
     lengths: tuple[int, ...] = setting(
-        (), "Of Mask-Predict. [default: 3; 1,3,5 for iterations]", of=int, what="lengths"
+        (),
+        "Lengths that Mask-Predict tries. [default: 3; 1,3,5 for iterations]",
+        of=int,
+        what="lengths",
     )
     batch: int = setting(64, "Sentences of a large batch.", least=1)
     rounds: int = rounds_setting(3)
@@ -471,11 +480,16 @@ class TranslationSettings:
     )
 
 
-@command("dialects", tables=True, chart=True, resumes=True)
+@command(
+    "dialects",
+    tables=True,
+    chart=True,
+    resumes="Go on with the file of --out, and with its trainings.",
+)
 @dataclass(frozen=True)
 class DialectSettings:
-    """What writing all words at once costs where a source has several right translations, and what
-    mends it.
+    """The cost of writing all words at once where a source has several right translations, and what
+    reduces it.
 
     Trains four small models for each kind of dialects: one that reads what it wrote, one that
     writes in a single pass, the same on the first one's translations, and Mask-Predict. Some ten
@@ -494,21 +508,23 @@ class DialectSettings:
     longest: int = setting(7, "Words of a source, at most.", least=1)
     pairs: int = setting(12_000, "Training pairs.", least=1)
     tests: int = setting(500, "Sources that are held out.", least=1)
-    width: int = setting(96, "Of the layers; divided by 4.", least=4)
-    layers: int = setting(1, "Of the encoder and the decoder.", least=1)
-    # Word orders are found at about step 500, all of a sudden.
-    steps: int = setting(1500, "Of each training.", least=1)
+    width: int = setting(96, "Width of the layers, a multiple of 4.", least=4)
+    layers: int = setting(1, "Layers of the encoder, and of the decoder.", least=1)
+    # The models learn word orders at about step 500, all of a sudden.
+    steps: int = setting(1500, "Steps of each training.", least=1)
     batch: int = setting(64, "Pairs of a step.", least=1)
-    seed: int = setting(0, "Of the pairs and the weights.")
-    passes: tuple[int, ...] = setting((1, 2, 4, 10), "Of Mask-Predict.", of=int, what="passes")
+    seed: int = setting(0, "Seed of the pairs and the weights.")
+    passes: tuple[int, ...] = setting(
+        (1, 2, 4, 10), "Passes of Mask-Predict.", of=int, what="passes"
+    )
     lengths: tuple[int, ...] = setting(
         (1, 3), "Mask-Predict's length beams.", of=int, what="lengths"
     )
-    student_steps: int = 0  # of the distilled model; 0: as many
-    lr: float = 3e-3
+    student_steps: int = 0  # training steps of the distilled model; 0: as many as `steps`
+    lr: float = 3e-3  # learning rate of all trainings
 
 
-@command("exits", tables=True, chart=True, resumes=True)
+@command("exits", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class ExitSettings:
     """What early exits save and cost: layers, fills and head products against agreement and
@@ -555,20 +571,20 @@ class CalibrationSettings:
 
     model: str = model_setting("storyteller")
     delta: float = setting(0.1, "The greatest risk: expected loss of a text.")
-    epsilon: float = setting(0.05, "How probable a greater one may be.")
+    epsilon: float = setting(0.05, "The greatest probability of a greater risk.")
     consistency: str = setting(
         "textual",
-        "With the full model's text (1 - ROUGE-L), or in how well the passage's own is met.",
+        "With the full model's text (1 - ROUGE-L), or in how well the passage's own is predicted.",
         choices=("textual", "risk"),
     )
-    measure: str = setting("softmax", "The confidence.", choices=MEASURES)
+    measure: str = setting("softmax", "The measure of confidence.", choices=MEASURES)
     decay: str = decay_setting("paper")
     tau: float = TAU_SETTING
     min_exit: int = MIN_EXIT_SETTING
     prompts: int = setting(200, "Calibration examples.", least=1)
     tokens: int = tokens_setting(32)
-    step: float = setting(0.05, "Between two thresholds.")
-    check: int = setting(200, "Fresh passages, in the end.", least=0)
+    step: float = setting(0.05, "Distance between two thresholds.")
+    check: int = setting(200, "Fresh passages to check the choice on.", least=0)
     texts: tuple[str, ...] = TEXTS_SETTING
     prompt_tokens: int = PROMPT_TOKENS_SETTING
     seed: int = SEED_SETTING

@@ -26,7 +26,7 @@ result_options = base.options(
     flag("--json", "as_json", help="The result with all samples on standard output."),
     base.quiet_option,
 )
-resume_option = flag("--resume", help="Go on with the file of --out.")
+
 svg_option = option("--svg", type=OUTPUT_FILE, help="Draw the picture into this file.")
 markdown_option = option("--markdown", type=OUTPUT_FILE, help="Write the tables here.")
 
@@ -66,7 +66,7 @@ def make_command(spec: "CommandSpec") -> click.Command:
     if spec.knobs:
         at = 1 + [field.name for field in described].index("method")
         chosen.insert(at, base.knob_option)
-    chosen += [resume_option] if spec.resumes else []
+    chosen += [flag("--resume", help=spec.resumes)] if spec.resumes else []
     chosen += [svg_option] if spec.chart else []
     chosen += [markdown_option] if spec.tables else []
     kind = base.KnobCommand if spec.knobs else base.Command

@@ -73,7 +73,7 @@ def measure_kernels(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
     draft = [int(np.argmax(row)) for row in draft_probs]
     tree = TokenTree.chain(draft, draft_probs)
     candidates = torch.tensor([[7, *draft]])
-    uniforms = np.random.default_rng(0)
+    uniforms: Any = np.random.default_rng(0)
     wide = {scale: make_peaked_logits(VOCABULARY * scale, 1)[0] for scale in (2, 4)}
     kernels: dict[str, Callable[[], object]] = {
         "warp_draw": lambda: sampling.draw(logits[0], (), 0.5),

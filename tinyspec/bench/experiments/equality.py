@@ -109,7 +109,9 @@ def measure_equality(
         "tokens_each": given.tokens,
         "methods": list(given.methods),
     }
-    done = read_unfinished(out, resume, "equality", settings, _read_samples, [])
+    done: list[EqualitySample] = read_unfinished(
+        out, resume, "equality", settings, _read_samples, []
+    )
     seen = {sample.question for sample in done}
     result = _make_result(settings, done)
     title = f"{given.model} {given.dtype} against itself"

@@ -179,7 +179,7 @@ def measure_exits(
         "seed": given.seed,
         **knobs,
     }
-    done = read_unfinished(out, resume, "exits", settings, _read_samples, {})
+    done: dict[str, list[Any]] = read_unfinished(out, resume, "exits", settings, _read_samples, {})
     asked = dict(_list_arms(measures, thresholds, knobs, model.config.n_layers))
     result: dict[str, Any] = {}
     with show_progress_bar(f"{model.name}: exits", len(asked), quiet) as tick:

@@ -73,7 +73,9 @@ def search_skip_set(
         "temperature": given.temperature,
         "seed": given.seed,
     }
-    done = read_unfinished(out, resume, "skip", settings, _read_evaluations, [])
+    done: list[dict[str, Any]] = read_unfinished(
+        out, resume, "skip", settings, _read_evaluations, []
+    )
     search, first = SkipSetSearch(n_layers, given.seed), initial_skip_sets(n_layers)
     for entry in done:
         search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])

@@ -127,6 +127,8 @@ def measure_translation(
         "rounds": rounds,
         "dtype": "float32",
     }
+    samples: list[BlockSample]
+    batches: dict[str, list[float]]
     samples, batches = read_unfinished(
         out, resume, "translation", settings, _read_samples, ([], {})
     )
