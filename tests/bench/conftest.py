@@ -1,4 +1,4 @@
-"""Samples that are compared with a hand-wound clock, or not looked at, need no garbage collected before each."""
+"""Collect no garbage before each sample: tests wind the clock by hand."""
 
 from collections.abc import Iterator
 

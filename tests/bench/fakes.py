@@ -1,4 +1,4 @@
-"""Arms that compute nothing and a clock that they wind: a run of the harness without a model and without wall time."""
+"""Arms without a model, and a clock that they wind: a run of the harness without wall time."""
 
 import zlib
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Hand:
 
 
 class Fake:
-    """Takes `cost(job, seed)` seconds a token, and one second to read; writes 0, 1, 2, ...; two tokens a call."""
+    """Take `cost(job, seed)` seconds a token and one to read; write 0, 1, ..., two a pass."""
 
     def __init__(self, label: str, hand: Hand, cost: Callable[[Job, int], float]):
         self.label, self.hand, self.cost = label, hand, cost

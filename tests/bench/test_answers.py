@@ -83,7 +83,7 @@ def test_ratios_sum_up_a_run_over_plain_decoding_and_its_peers() -> None:
     )
 
 
-def test_what_a_run_did_not_measure_is_not_said() -> None:
+def test_a_ratio_that_was_not_measured_is_left_out() -> None:
     bare = result(2.0)
     bare["figures"]["against"] = {}
     assert [what for what, _ in list_ratios(bare) if "over plain decoding" not in what] == []
@@ -115,7 +115,7 @@ def test_tokens_per_pass_are_counted_after_the_pass_that_read_the_prompt() -> No
 
 
 def test_the_cost_of_a_pass_is_its_tokens_over_the_speed_up() -> None:
-    """Three tokens per pass; groups that are 1.5 times as fast have passes of 2 plain steps, edits of 1."""
+    """Three tokens per pass: 1.5 times as fast means passes of 2 plain steps; edits of 1."""
     table, prose = tabulate_copying_tasks(result(1.5))
     assert "| summ. | 3.00 | 2.00 | 1.50 |" in table and "| edits | 3.00 | 1.00 | 3.00 |" in table
     assert "would be 3.00 times as fast" in prose

@@ -1,4 +1,4 @@
-"""Our arms on small models: as many tokens as asked, whatever ends a text; books that balance for every technique."""
+"""Our arms on small models: as many tokens as asked for, and counts that add up."""
 
 import time
 from dataclasses import replace
@@ -77,7 +77,7 @@ def test_books_balance_at_every_length_and_temperature(method: str) -> None:
 
 @pytest.mark.parametrize("method", EVERY)
 def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recounted from the rounds themselves: emitted, accepted, a round's own token, what the stop cut off."""
+    """Count from the rounds: tokens, accepted, recovered or bonus, and what the stop cut off."""
     may_run(method)
     rounds: list[Round] = []
 
@@ -136,7 +136,7 @@ def test_lossless_arms_write_what_plain_greedy_decoding_writes() -> None:
     assert answer(job()) is known["qa/0/0"]  # made once
 
 
-def test_the_arms_of_a_run_begin_with_plain_decoding_and_wrong_ones_are_said() -> None:
+def test_arms_begin_with_plain_decoding_and_wrong_ones_are_errors() -> None:
     m, draft = model(ENDING), model(ENDING, seed=1)
     made = arms.make_technique_arms(
         BenchSettings(methods=("llma:k=4", "speculative_decoding:gamma=2")), m, draft
@@ -174,7 +174,7 @@ def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_wit
             assert again.held == 2 * (fresh.held or 0)
 
 
-def test_what_says_how_large_it_is_is_found_below_a_drafter() -> None:
+def test_sizes_of_structures_below_a_drafter_are_added() -> None:
     class Sized:
         bytes = 40
 
@@ -190,13 +190,13 @@ def test_what_says_how_large_it_is_is_found_below_a_drafter() -> None:
     assert arms.count_drafter_bytes(loop) == 40
 
 
-def test_refusals_are_counted_by_rounds_so_that_alpha_is_a_share_of_tested_places() -> None:
+def test_alpha_counts_one_rejection_a_round() -> None:
     made = own("speculative_decoding:gamma=1").run(job(tokens=20), 0, time.perf_counter)
     assert made.stopped is not None and made.accepted is not None and made.nodes is not None
     assert made.accepted + made.stopped == made.nodes  # a chain of one: every guess is tested
 
 
-def test_settings_read_back_and_refuse_what_cannot_be() -> None:
+def test_settings_are_read_back_and_wrong_ones_are_errors() -> None:
     given = BenchSettings(
         methods=("llma:k=2",), peers=("transformers",), tasks=("qa",), threads=2, top_p=0.9
     )

@@ -1,4 +1,4 @@
-"""A chapter's table: every technique of it or the reason why not, drafts and what was built named, a table a task."""
+"""A chapter's table: every technique or the reason why not, drafts, builds, a table a task."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few")
-def test_who_can_run_is_an_arm_and_who_cannot_says_why() -> None:
+def test_a_technique_is_an_arm_or_has_a_reason() -> None:
     m = model(ENDING)
     found, cannot, _ = chapters.select_techniques(
         "speculative", BenchSettings(model="alone"), m, model(ENDING, seed=1), job()

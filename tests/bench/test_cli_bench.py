@@ -1,4 +1,4 @@
-"""`tinyspec bench` on tiny models: from a command line to a file, again with --resume, and what is said of bad input."""
+"""`tinyspec bench` on tiny models: a file, --resume, and bad input."""
 
 import json
 import subprocess
@@ -141,7 +141,7 @@ def test_sampling_compares_speeds_and_not_texts(zoo: Zoo, tmp_path: Path) -> Non
     assert loaded(out)["figures"]["overall"]["llma"]["identical"] is None
 
 
-def test_a_chapter_lists_what_it_ran_and_says_what_it_left_out(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_chapter_lists_what_it_ran_and_what_it_left_out(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     call = [
         "bench",
@@ -225,7 +225,7 @@ def test_plan_draft_measures_recommends_and_advises_again_from_its_numbers(
     assert again["advice"] == found["advice"]
 
 
-def test_plan_draft_says_what_is_wrong_with_its_input(zoo: Zoo, tmp_path: Path) -> None:
+def test_wrong_input_of_plan_draft_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
     assert "names no draft" in failed(run("bench", "plan-draft", "--model", zoo.small, "--quiet"))
     assert "another vocabulary" in failed(
         run("bench", "plan-draft", "--model", zoo.big, "--drafts", zoo.other)

@@ -1,4 +1,4 @@
-"""The curve and its floor: what is counted as read and computed, with a clock that is wound by hand."""
+"""The cost curve and its floor, with a clock that is wound by hand."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ from tinyspec.lm.model import Model
 
 
 class Slow:
-    """A forward that takes 2 + k / 4 seconds, and a second more where it does not come right behind another."""
+    """A pass that takes 2 + k / 4 seconds, and one more unless it comes right after another."""
 
     def __init__(self, hand: Hand, label: str = "tinyspec", weights: int | None = 100):
         self.hand, self.label, self.weights, self.ready, self.awake = hand, label, weights, 0, False
@@ -48,7 +48,7 @@ def measured(rounds: int = 2) -> dict[str, object]:
     )
 
 
-def test_the_second_of_two_is_timed_without_preparing_and_a_first_round_is_not_kept() -> None:
+def test_the_second_run_is_timed_and_the_first_round_is_dropped() -> None:
     raw = measured()
     assert raw["curves"] == {
         who: {"1": [2.25] * 2, "4": [3.0] * 2, "8": [4.0] * 2} for who in ("tinyspec", "peer")
@@ -107,7 +107,7 @@ def test_the_floor_is_the_larger_of_reading_and_arithmetic() -> None:
     assert found["curves"]["tinyspec"]["falls"] == []
 
 
-def test_a_cost_that_falls_is_told_unless_the_spread_explains_it() -> None:
+def test_a_falling_cost_is_listed_unless_the_spread_explains_it() -> None:
     assert curve.find_cost_drops({1: [1.0, 1.0], 2: [4.0, 4.0], 3: [3.0, 3.0], 4: [4.5, 4.5]}) == [
         3
     ]
@@ -116,7 +116,7 @@ def test_a_cost_that_falls_is_told_unless_the_spread_explains_it() -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, GPT2, replace(LLAMA, tied=False)])
 def test_what_a_forward_reads_and_computes(config: Config) -> None:
-    """Recounted weight by weight: every matrix is read once and multiplied by each token, tables of rows are looked up."""
+    """Count weight by weight: each matrix is read once, tables of rows are looked up."""
     tables = {"positions"} | (set() if config.tied else {"embed"})
     used = {name: w for name, w in Model.random(config).weights.items() if name not in tables}
     assert curve.count_weight_bytes(config, 4) == sum(
@@ -130,7 +130,7 @@ def test_what_a_forward_reads_and_computes(config: Config) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
-def test_our_forward_runs_exactly_k_rows_behind_the_cache(k: int) -> None:
+def test_our_forward_pass_runs_exactly_k_positions(k: int) -> None:
     forward = curve.OwnForward(model(LLAMA, dtype=torch.float32), cached=9)
     forward_log: list[ForwardRecord] = forward.session.forward_log
     for _ in range(3):

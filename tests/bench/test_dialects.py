@@ -1,4 +1,4 @@
-"""Writing all words at once, where a source has several right translations: the ordering, and the command."""
+"""`tinyspec bench dialects`: which models mix dialects, and the command."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -160,7 +160,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert result["figures"] == whole["figures"]
 
 
-def test_what_is_wrong_is_said_in_one_line(made: Any, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line(made: Any, tmp_path: Path) -> None:
     folder, _, _ = made
     assert "no dialect 'lax'" in failed(run("bench", "dialects", "--kinds", "lax", *QUICK))
     assert "such as 1,2,4" in failed(run("bench", "dialects", "--passes", "0", "--quiet"))
@@ -197,10 +197,8 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
 
 
 @pytest.mark.slow
-def test_reading_distillation_and_ten_passes_agree_with_themselves_and_one_parallel_pass_does_not() -> (
-    None
-):
-    """About a minute of one core. Dialects are equally likely, so that no model is right by taking the likeliest words."""
+def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
+    """Dialects are equally likely, so no model is right by taking the most likely words."""
     given = DialectSettings(
         ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10), lengths=(1,),
         student_steps=1500,

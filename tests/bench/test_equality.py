@@ -75,7 +75,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
     )
 
 
-def test_what_cannot_be_compared_is_said(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_method_that_cannot_be_compared_is_an_error(zoo: Zoo, tmp_path: Path) -> None:
     assert "draft model" in failed(
         run(*CALL, "--model", zoo.big, "--method", "speculative_decoding")
     )

@@ -1,4 +1,4 @@
-"""train exits, calibrate, bench exits: the commands on a tiny model, figures that follow from samples, one-line errors."""
+"""train exits, calibrate, bench exits on a tiny model: figures from samples, and errors."""
 
 import json
 import math
@@ -194,9 +194,7 @@ def test_the_command_writes_all_three_and_goes_on_where_it_was(
         ((), "big has no exit classifier: `tinyspec train exits --model big`"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line(
-    zoo: Zoo, texts: str, words: tuple[str, ...], said: str
-) -> None:
+def test_wrong_input_is_one_line(zoo: Zoo, texts: str, words: tuple[str, ...], said: str) -> None:
     measures = () if not words or "--measures" in words else ("--measures", "softmax")
     assert said in failed(
         run("bench", "exits", "--model", zoo.big, "--texts", texts, *QUICK, *measures, *words)
@@ -271,7 +269,7 @@ def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
     assert "checked" not in found
 
 
-def test_what_calibration_cannot_do_is_said_before_anything_is_run(
+def test_calibration_reports_errors_before_anything_is_run(
     zoo: Zoo, texts: str, tmp_path: Path
 ) -> None:
     few = run("calibrate", "--model", "no such model", "--prompts", "100")
@@ -312,7 +310,7 @@ def test_what_calibration_cannot_do_is_said_before_anything_is_run(
         (("--out", "SMALL"), "already holds a model"),
     ],
 )  # fmt: skip
-def test_what_training_cannot_do_is_said(
+def test_wrong_input_of_a_training_is_one_line(
     zoo: Zoo, texts: str, tmp_path: Path, words: tuple[str, ...], said: str
 ) -> None:
     (tmp_path / "short.txt").write_text("the cat", encoding="utf-8")

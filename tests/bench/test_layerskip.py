@@ -60,7 +60,7 @@ def test_the_same_figures_come_again(model: str, result: dict[str, Any]) -> None
     assert again["models"] == result["models"], "nothing is timed"
 
 
-def test_a_sampled_guess_is_kept_about_as_often_as_the_laws_overlap(model: str) -> None:
+def test_the_overlap_predicts_the_share_of_draft_tokens_accepted(model: str) -> None:
     made = layerskip.measure_layerskip(
         LayerSkipSettings((model,), (1,), gamma=1, temperature=1.0, prompts=20, tokens=40),
         quiet=True,
@@ -81,7 +81,7 @@ def test_the_command_writes_its_result_and_a_table_a_model(model: str, tmp_path:
     )
 
 
-def test_what_is_wrong_is_said_in_one_line(model: str) -> None:
+def test_wrong_input_is_one_line(model: str) -> None:
     call = ["bench", "layerskip", "--models", model, *QUICK]
     assert "write numbers of layers" in failed(run(*call, "--exits", "2-x"))
     assert "nothing to measure" in failed(run(*call, "--exits", ","))

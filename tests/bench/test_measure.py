@@ -1,4 +1,4 @@
-"""Laws of a run: arms in turns, nothing counted twice, an interrupted run ends as one that was not interrupted."""
+"""A run: arms in turns, nothing counted twice, and --resume changes no result."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_times_are_those_of_the_clock_and_of_nothing_else() -> None:
     assert {sample.decode for sample in book.samples} == {8 * 0.5}
 
 
-def test_warm_up_is_short_and_not_kept() -> None:
+def test_the_warm_up_is_short_and_not_counted() -> None:
     hand = Hand()
     contestants = arms(hand)
     measure.warm_up_arms(contestants, jobs(tokens=100)[0], hand)
@@ -194,7 +194,7 @@ def test_a_sample_is_never_entered_twice() -> None:
         (lambda r: r.pop("samples"), "not a result file"),
     ],
 )
-def test_a_file_that_cannot_be_resumed_says_why(tmp_path: Path, damage: Any, says: str) -> None:
+def test_a_file_that_cannot_be_resumed_is_an_error(tmp_path: Path, damage: Any, says: str) -> None:
     hand = Hand()
     done(begun(tmp_path / "r.json"), hand, arms(hand))
     found = json.loads((tmp_path / "r.json").read_text())
@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_resumed_says_why(tmp_path: Path, damage: Any, say
         reopened(tmp_path / "r.json")
 
 
-def test_no_json_and_another_prompt_of_the_same_name_are_refused(tmp_path: Path) -> None:
+def test_no_json_and_another_prompt_of_the_same_name_are_errors(tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text("{")
     with pytest.raises(TinyspecError, match="not a result file"):
         reopened(tmp_path / "r.json")
@@ -260,14 +260,14 @@ JOB = Job("qa", "0", 0, (1,), 6)
         HONEST._replace(ids=(1, 2, 3, 4, 5, 6, 7)),  # the end of text is counted by one arm only
     ],
 )
-def test_books_that_do_not_balance_are_refused(false: ArmOutput) -> None:
+def test_counts_that_do_not_add_up_are_errors(false: ArmOutput) -> None:
     check_token_balance(HONEST, JOB, "x")
     with pytest.raises(RuntimeError, match="x"):
         check_token_balance(false, JOB, "x")
 
 
 def test_tokens_are_counted_from_ids_by_one_counter() -> None:
-    """An arm cannot say how many tokens it made: it hands over ids, and chunks or texts do not enter."""
+    """An arm returns ids, and they are counted. Chunks or texts do not count."""
     assert not {"tokens", "text", "chunks"} & set(ArmOutput._fields)
     hand = Hand()
     for sample in done(begun(), hand, arms(hand)).samples:

@@ -1,4 +1,4 @@
-"""A call taken apart: each part computes what it does in the call, and together they are the call."""
+"""The parts of a forward pass: each computes what it does in the pass; together they are it."""
 
 import json
 from pathlib import Path
@@ -147,7 +147,7 @@ def test_the_command_writes_the_result_and_the_table(
 
 
 def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> None:
-    """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps. The race asks for four."""
+    """Four draft tokens of 0.15 ms and a pass of 0.9: 1.5 / 0.5 = 3 plain steps."""
     assert advised_knobs(find_technique("speculative_decoding"), [tinyspec.load("apprentice")]) == {
         "gamma": parts.GAMMA
     }
@@ -168,7 +168,7 @@ def test_a_round_costs_its_draft_tokens_and_the_pass_that_verifies_them() -> Non
 
 
 @compiled
-def test_what_cannot_be_taken_apart_is_said_in_one_line(zoo: Zoo) -> None:
+def test_a_model_without_compiled_layers_is_one_line(zoo: Zoo) -> None:
     assert "float32 or bfloat16" in failed(
         run("bench", "parts", "--model", zoo.big, "--dtype", "float64", "--quiet")
     )
@@ -190,7 +190,7 @@ def test_without_compiled_layers_there_is_nothing_to_take_apart(
 
 @compiled
 @pytest.mark.parametrize("k", [1, 4])
-def test_guesses_one_by_one_run_a_row_each(k: int) -> None:
+def test_draft_tokens_run_one_position_each(k: int) -> None:
     m = model(LLAMA, dtype=torch.float32)
     arm = parts.DraftChain(m, 9)
     for _ in range(2):

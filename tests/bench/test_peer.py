@@ -1,4 +1,4 @@
-"""`tinyspec bench peer` on a tiny model: against our own torch path, and what happens where the two part."""
+"""`tinyspec bench peer` on a tiny model, against our own torch path."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
     return tiny_zoo(tmp_path_factory.mktemp("zoo"))
 
 
-def test_the_torch_path_says_the_same_tokens(
+def test_the_torch_path_writes_the_same_tokens(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tinyspec.data.read_spec_bench", lambda: BANK)

@@ -106,7 +106,7 @@ def test_a_peer_that_is_not_installed_names_the_extra(
             peers.make_peer_arms([ArmSpec(label)], settings, big, 96)
 
 
-def test_a_peers_wrong_knob_is_said(zoo: Zoo, big: Model) -> None:
+def test_a_wrong_knob_of_a_peer_is_an_error(zoo: Zoo, big: Model) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(TinyspecError, match="did you mean 'lookup'"):
         peers.make_peer_arms(
@@ -144,7 +144,7 @@ def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -
         assert ((parts.weights[name] - weight).abs() <= tolerance * spread + 1e-9).all(), name
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_weights_that_cannot_be_exported_are_an_error(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="q4"):
         gguf_export.write_gguf(tmp_path / "m.gguf", Model.random(CONFIG), "q4")
 
@@ -193,7 +193,7 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind
     arm.close()
 
 
-def test_llama_cpp_samples_by_seed_and_says_what_it_cannot() -> None:
+def test_llama_cpp_samples_by_seed_and_reports_errors() -> None:
     pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'"
     )

@@ -1,4 +1,4 @@
-"""The pipeline measured: ranks and counts that agree with the technique, figures that follow from them, three files."""
+"""`tinyspec bench ppd`: ranks and counts that agree with the technique, and three files."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -42,8 +42,8 @@ def result(deep: str) -> dict[str, Any]:
     return found
 
 
-def test_the_ledgers_clock_is_the_theorems_from_the_ranks(result: dict[str, Any]) -> None:
-    """The ranks come from one pass with exits, the counts from real pipelined runs: they say the same, to the layer."""
+def test_the_counted_clock_is_the_theorems_from_the_ranks(result: dict[str, Any]) -> None:
+    """Ranks come from one pass with exits, counts from real runs: they agree to the layer."""
     for k in (1, 5, 50):
         of = result["figures"]["counted"][str(k)]
         assert [of["clock"], of["work"]] == pytest.approx(of["theorem"], abs=1e-12)
@@ -114,7 +114,7 @@ def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
     assert "times as fast" in made.stdout
 
 
-def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, deep: str) -> None:
+def test_wrong_input_is_one_line(zoo: Zoo, deep: str) -> None:
     assert "below half of the 6 layers" in failed(
         run("bench", "ppd", "--model", deep, "--layer", "2", *QUICK)
     )

@@ -70,7 +70,7 @@ def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
     assert "slower" in first.rows[1][1]
 
 
-def test_a_ratio_is_at_least_one_or_says_how_many_times_slower() -> None:
+def test_a_ratio_is_at_least_one_or_a_slow_down() -> None:
     for hundredths in range(1, 300):
         text = report.format_speedup(hundredths / 100)
         times = float(text.removesuffix("x slower"))

@@ -1,4 +1,4 @@
-"""Committed results carry command, commit, machine, date and raw samples, and say what their samples say."""
+"""Committed results have command, commit, machine, date and samples; figures follow from them."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda p: p.name)
-def test_a_result_says_where_it_came_from(path: Path) -> None:
+def test_a_result_has_command_date_machine_and_commit(path: Path) -> None:
     result = load(path)
     assert result["command"].startswith("tinyspec ")
     assert result["date"]
@@ -190,7 +190,7 @@ CHARTS = summary.list_charts(RESULTS[0].parent)
 
 
 @pytest.mark.parametrize("file", CHARTS)
-def test_a_committed_chart_shows_what_its_result_says(file: str) -> None:
+def test_a_committed_chart_shows_its_result(file: str) -> None:
     """All words and numbers; where exactly they stand may depend on the version of matplotlib."""
     words = [
         sorted(
@@ -207,14 +207,14 @@ def test_a_committed_chart_shows_what_its_result_says(file: str) -> None:
 
 
 def test_the_readme_shows_the_headline() -> None:
-    """README.md must contain, line for line, what `summary.headline` returns; wherever it stands there."""
+    """README.md has the lines of `summary.headline_table`, anywhere."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert summary.headline_table(RESULTS[0].parent) in readme
 
 
 def test_every_section_answers_before_its_table_and_ends_in_commands(pages: dict[str, str]) -> None:
     _, *sections = pages["README.md"].split("\n## ")
-    assert [section.split("\n")[0] for section in sections] == summary.list_questions()
+    assert [section.split("\n")[0] for section in sections] == summary.list_headings()
     for section in sections:
         _, answer, *blocks = section.split("\n\n")
         assert answer.endswith(".") and "|" not in answer and "tinyspec bench" not in answer
@@ -252,7 +252,7 @@ def test_the_headline_counts_a_question_once_and_only_if_every_arm_wrote_it_whol
 
 
 def chapter(**tasks: tuple[float, ...]) -> dict[str, Any]:
-    """The result of a chapter on these tasks: speed-ups of three techniques, of which the last loses some texts."""
+    """Return a chapter's result: speed-ups of three techniques; the last changes a text."""
     names = ("even", "once", "never")
     speeds = {
         "autoregressive": [1.0] * len(tasks),

@@ -1,4 +1,4 @@
-"""`tinyspec bench retrieval`: figures are recomputed from their samples, every arm answers, and the command writes a file."""
+"""`tinyspec bench retrieval`: figures from samples, every index answers, a file is written."""
 
 import json
 from pathlib import Path

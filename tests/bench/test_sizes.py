@@ -1,4 +1,4 @@
-"""Acceptance and time against the draft's size: figures that follow from the samples, a table, a picture, one-line errors."""
+"""`tinyspec bench sizes`: figures that follow from the samples, a table, a chart, errors."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -86,7 +86,7 @@ def test_the_command_writes_all_three(zoo: Zoo, tmp_path: Path) -> None:
     assert "best gamma" in made.stdout
 
 
-def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+def test_wrong_input_is_one_line(zoo: Zoo, tmp_path: Path) -> None:
     call = ["bench", "sizes", "--model", zoo.big, *QUICK]
     assert "another vocabulary" in failed(run(*call, "--drafts", zoo.other))
     assert "--drafts A,B" in failed(run(*call, "--drafts", ","))

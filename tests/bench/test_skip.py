@@ -1,4 +1,4 @@
-"""`tinyspec bench skip`: the search on a tiny model, interrupted, gone on with, and what is said of bad input."""
+"""`tinyspec bench skip` on a tiny model: the search, interrupted and resumed, and bad input."""
 
 import json
 from itertools import count

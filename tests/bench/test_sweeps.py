@@ -1,4 +1,4 @@
-"""Jacobi sweeps by the size of a block: figures that follow from the samples, a table, a picture, one-line errors."""
+"""`tinyspec bench sweeps`: figures that follow from the samples, a table, a chart, errors."""
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -50,7 +50,7 @@ def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     )  # 8 + 7 + ... + 1 rows for 8 tokens
 
 
-def test_the_kept_sweeps_spell_the_text(result: dict[str, Any]) -> None:
+def test_the_sweeps_of_the_file_give_the_text(result: dict[str, Any]) -> None:
     traced = result["sweeps"]
     assert traced["form"] == "pj" and len(traced["trace"][0]["said"]) == 8
     assert [x for sweep in traced["trace"] for x in sweep["said"][: sweep["fixed"]]] == traced[
@@ -95,7 +95,7 @@ def test_the_command_writes_all_three(model: str, tmp_path: Path) -> None:
     assert "fixed per sweep" in made.stdout
 
 
-def test_what_is_wrong_is_said_in_one_line(model: str) -> None:
+def test_wrong_input_is_one_line(model: str) -> None:
     call = ["bench", "sweeps", "--model", model, *QUICK]
     for wrong in ("1,x", "0", "4-2", "-"):
         assert "such as 1,2,4" in failed(run(*call, "--blocks", wrong))

@@ -1,4 +1,4 @@
-"""Laws of the statistics: ratios within turns, medians, one meaning for every figure; recomputed here the slow way."""
+"""Figures: ratios within turns, medians, one meaning each; recomputed here the slow way."""
 
 from statistics import median
 
@@ -21,7 +21,7 @@ def sample(
 
 
 def test_a_ratio_is_taken_within_a_turn() -> None:
-    """The machine is busy in the second round: both arms take thrice as long, and the ratio does not see it."""
+    """In the second round both arms take thrice as long, and the ratio stays."""
     both = [
         sample(PLAIN, 2.0),
         sample("x", 1.0),
@@ -180,7 +180,7 @@ def test_the_best_setting_of_a_peer_is_found_for_every_task() -> None:
     assert best == pytest.approx({"qa": 3.0, "edits": 1.5, "mean": 2.25})
 
 
-def test_text_that_loops_is_told() -> None:
+def test_text_that_loops_is_noted() -> None:
     found = tally.describe_texts({"qa/0/0": [1, 2, 3, 4] * 4, "edits/a/0": [5, 0, 7, 8]}, eos=[0])
     assert found["qa"]["distinct_4grams"] == 4 / 13
     assert found["edits"]["behind_the_end"] == 0.5
@@ -199,6 +199,6 @@ def test_a_label_reads_back_as_the_arm_it_names(name: str, knobs: dict[str, obje
 
 
 @pytest.mark.parametrize("wrong", ["llma:k", "llma:=2", "llma:k=", "llma:k=1:k=2"])
-def test_a_label_that_says_nothing_is_an_error(wrong: str) -> None:
+def test_a_label_without_values_is_an_error(wrong: str) -> None:
     with pytest.raises(TinyspecError, match="llma"):
         read_arms([wrong])

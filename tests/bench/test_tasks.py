@@ -74,7 +74,9 @@ def test_every_task_has_prompts() -> None:
     assert {len(item.turns) for item in tasks.load_items("mt_bench", 10)} == {2}
 
 
-def test_missing_data_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_missing_data_names_the_command_that_fetches_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path))
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
         tasks.load_items("qa", 1)
@@ -104,7 +106,7 @@ def test_an_answer_in_a_conversation_ends_where_its_text_does(chatty: Model) -> 
     assert short.tokens == len(chatty.tokenizer.encode("cat")) + 1
 
 
-def test_a_prompt_that_is_too_long_keeps_its_end_and_says_so(chatty: Model) -> None:
+def test_a_prompt_that_is_too_long_keeps_its_end(chatty: Model) -> None:
     job = tasks.list_jobs(chatty, [Item("books", "1", ("the cat " * 90,), chat=False)], 16, told)[0]
     assert len(job.ids) + job.tokens == chatty.config.max_positions
     assert job.cropped > 0

@@ -1,4 +1,4 @@
-"""Quality and time of translations: figures that follow from samples, runs that go on, a table and a picture."""
+"""`tinyspec bench translation`: figures from samples, resumed runs, a table and a chart."""
 
 import gzip
 import json
@@ -209,7 +209,7 @@ def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str
     ]  # type: ignore[union-attr]
 
 
-def test_bad_input_says_what_to_do(zoo: Path) -> None:
+def test_wrong_input_is_one_line(zoo: Path) -> None:
     with pytest.raises(TinyspecError, match="no autoregressive teacher to compare with"):
         load_translators_by_role([str(zoo / "nat")])
     with pytest.raises(TinyspecError, match="both trained for nat: name one"):

@@ -169,7 +169,7 @@ def tabulate_other_chapters(sweeps: Result, ppd: Result) -> str:
     return write_table(columns, rows)
 
 
-# ---------------------------------------------------------------------- plain decoding, kernels, lookups
+# ---------------------------------------------------------------------- plain decoding and kernels
 
 
 def tabulate_plain_decoding(plain: Result) -> str:
@@ -177,7 +177,7 @@ def tabulate_plain_decoding(plain: Result) -> str:
 
     def find_overhead(of: Result) -> int | None:
         memory: dict[str, int] | None = of["memory"]
-        return memory and memory["peak"] - memory["weights"] - memory["cache"]
+        return None if memory is None else memory["peak"] - memory["weights"] - memory["cache"]
 
     columns = [
         Column("tinyspec, tokens/s", ("tokens_per_second", "tinyspec")),
@@ -219,7 +219,7 @@ def tabulate_kernels(core: Result) -> str:
 
 
 def list_lookups(retrieval: Result, size: str = "100000") -> dict[str, dict[str, Any]]:
-    """Return the figures of each index of this size, and how its lookup grows with what it holds."""
+    """Return the figures of each index of this size, and how its lookup grows with the size."""
     growth = retrieval["growth"]
     return {
         name: {"us_per_append": None, **each[size], "growth": growth[name]}
@@ -239,7 +239,7 @@ def tabulate_lookups(retrieval: Result) -> str:
     return write_table(columns, list_lookups(retrieval))
 
 
-# ---------------------------------------------------------------------- the survey's three experiments
+# ---------------------------------------------------------------------- the survey's experiments
 
 
 def list_draft_sizes(sizes: Result) -> dict[str, dict[str, Any]]:
@@ -345,7 +345,7 @@ def tabulate_right_translations(dialects: Result) -> str:
 
 
 def mean_over_tasks(ratios: Mapping[str, float], tasks: Iterable[str] = SPEC_BENCH) -> float:
-    """The mean over these groups.
+    """Return the mean over these groups.
 
     >>> mean_over_tasks({"qa": 1.0, "rag": 2.0, "edits": 9.0}, ["qa", "rag"])
     1.5

@@ -68,7 +68,10 @@ class ArmOutput(NamedTuple):
 
 
 class Arm(Protocol):
-    """A program that is timed. `run` may be called any number of times; the calls are independent."""
+    """A program that is timed. `run` may be called any number of times; its calls are independent.
+
+    label  its name in tables and files
+    """
 
     @property
     def label(self) -> str: ...
@@ -82,7 +85,10 @@ class Arm(Protocol):
 
 
 class TechniqueArm:
-    """One of our techniques on our model. `label` replaces the name that the arm has by its knobs."""
+    """One of our techniques on our model.
+
+    label  its name in tables and files, if that is not its name and knobs
+    """
 
     def __init__(
         self,
@@ -136,9 +142,20 @@ class TechniqueArm:
         self.held = len(decoder.context) + (self.held if self.persistent else 0)
         decoder.end()
         return ArmOutput(
-            read - begun, done - read, ids, stats.target_calls, stats.draft_calls, stats.drafted, stats.accepted,
-            silent, truncated, stats.row_layers, 0, stopped, state, None if state is None else self.held,
-        )  # fmt: skip
+            prefill=read - begun,
+            decode=done - read,
+            ids=ids,
+            calls=stats.target_calls,
+            draft_calls=stats.draft_calls,
+            nodes=stats.drafted,
+            accepted=stats.accepted,
+            silent=silent,
+            truncated=truncated,
+            row_layers=stats.row_layers,
+            stopped=stopped,
+            state=state,
+            held=None if state is None else self.held,
+        )
 
     def close(self) -> None:
         return None
@@ -166,7 +183,7 @@ def decode_to_length(
 
 
 def count_drafter_bytes(drafter: Any) -> int | None:
-    """Return the bytes of all structures of a drafter that report them (`bytes`); None if none does."""
+    """Return the bytes of all structures of a drafter that report `bytes`; None if none does."""
     found, seen, todo = list[int](), set[int](), [drafter]
     while todo:
         thing = todo.pop()

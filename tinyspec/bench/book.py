@@ -62,7 +62,7 @@ class Sample(NamedTuple):
 
 
 class SampleBook:
-    """All samples of a run, and what they depend on. Without `path` they are kept in memory only."""
+    """All samples of a run, and what they depend on. Without `path` nothing is written."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SampleBook:
                 )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the content of the file. The newest command, commit, date and machine come first."""
+        """Return the content of the file. The newest stamp comes first."""
         return {
             **self.stamps[-1],
             "version": VERSION,

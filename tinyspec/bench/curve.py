@@ -75,8 +75,9 @@ def count_weight_bytes(config: Config, itemsize: int) -> int:
 
     It reads all of them, except that it reads few rows of an embedding table.
 
-    >>> count_weight_bytes(Config(vocab_size=8, d_model=4, n_layers=0, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=4,
-    ...                     max_positions=9, tied=False), 2)  # the head of 8 x 4 and the last norm's gain
+    >>> tiny = Config(vocab_size=8, d_model=4, n_layers=0, n_heads=1, n_kv_heads=1, head_dim=4,
+    ...               d_ff=4, max_positions=9, tied=False)
+    >>> count_weight_bytes(tiny, 2)  # the head of 8 x 4, and the last norm's gain
     72
     """
     tables = ("positions",) if config.tied else ("positions", "embed")
@@ -103,7 +104,7 @@ def count_operations(config: Config, k: int, cached: int) -> int:
 
 
 class Meter(NamedTuple):
-    """Work that only reads `amount` bytes ("bandwidth"), or only does as many operations ("peak")."""
+    """Work that only reads `amount` bytes (a bandwidth), or only computes (a peak)."""
 
     who: str
     kind: str
@@ -186,22 +187,19 @@ def measure_curve(
     ks: Sequence[int] = KS,
     settle: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """Raw seconds of every forward and every meter, all in turn, `rounds` times; a first round is
-    run and not kept.
+    """Time every forward pass and every meter in turn, `rounds` times after a round to warm up.
 
-    settle(seconds) waits until the threads of whoever ran before sleep. By then everybody's do:
-    each runs twice and the second is timed, as in a text, where a call comes right behind another.
+    settle  waits until the threads of the last program sleep. Then all threads sleep, so each runs
+            twice and the second run is timed: in a text too, a pass comes right after another.
+    Returns the raw seconds.
     """
     curves: dict[str, dict[str, list[float]]] = {
         f.label: {str(k): [] for k in ks} for f in forwards
     }
     meter_seconds: list[list[float]] = [[] for _ in meters]
     for round in range(-1, rounds):
-        order = [
-            ks[(i + round) % len(ks)] for i in range(len(ks))
-        ]  # who goes first changes with every round
         collect_garbage()
-        for k in order:
+        for k in (ks[(i + round) % len(ks)] for i in range(len(ks))):  # another first every round
             for forward in forwards:
                 settle(SETTLE)
                 for _ in range(2):
@@ -256,7 +254,7 @@ def find_highest_ceilings(tops: Mapping[str, Mapping[str, float]]) -> tuple[floa
 def summarize_curve(
     raw: Mapping[str, Any], config: Config, itemsize: int, cached: int
 ) -> dict[str, Any]:
-    """Return each program's curve: milliseconds, quartiles, t(k)/t(1), and how near the floor it is.
+    """Return the curve of each program: milliseconds, quartiles, t(k)/t(1), and t(k)/floor.
 
     over     median time over the floor by the best samples; 1 is the machine's limit
     usually  median time over the floor by the best median

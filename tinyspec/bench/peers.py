@@ -108,7 +108,7 @@ class TransformersArm:
         wait, first = make_synchronizer(self.device), list[tuple[float, int]]()
 
         def step(ids: Any, *_: Any, **__: Any) -> Any:
-            """Record when the first step ended, and its tokens. A stopping rule that never stops."""
+            """Record when the first step ended, and its tokens. It is a rule that never stops."""
             if not first:
                 wait()
                 first.append((clock(), ids.shape[1] - len(job.ids)))
@@ -129,8 +129,8 @@ class TransformersArm:
             done = clock()
         ids = tuple(int(token) for token in out[0, len(job.ids) :])
         read, early = first[0]
-        guessing = "prompt_lookup_num_tokens" in self.options or self.assistant is not None
-        nodes = rows.rows - len(job.ids) - (rows.calls - 1) if guessing else 0
+        drafts = "prompt_lookup_num_tokens" in self.options or self.assistant is not None
+        nodes = rows.rows - len(job.ids) - (rows.calls - 1) if drafts else 0
         return ArmOutput(
             read - begun, done - read, ids, rows.calls, calls.calls, nodes, early=early
         )

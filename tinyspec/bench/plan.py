@@ -139,7 +139,7 @@ class BenchSettings:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> "BenchSettings":
-        """Return the settings of a result file. Raises TinyspecError for other names of settings."""
+        """Return the settings of a result file. Raises TinyspecError if their names differ."""
         names = {field.name for field in fields(cls)}
         if strange := sorted(names ^ set(given)):
             raise TinyspecError(

@@ -1,8 +1,8 @@
 """Draw charts of results by matplotlib, in one style that is legible on light and dark pages.
 
-An experiment describes its chart as data: a `Chart` with panels of `Lines` or `Bars`. `draw_chart` turns
-it into one self-contained SVG without script, font or link. Text stays text, and a title and a
-description say what is shown. The same chart gives the same bytes.
+An experiment describes its chart as data: a `Chart` with panels of `Lines` or `Bars`. `draw_chart`
+turns it into one self-contained SVG without script, font or link. Text stays text, and a title and
+a description say what is shown. The same chart gives the same bytes.
 """
 
 import re

@@ -29,7 +29,7 @@ SHORT = {
 
 
 class Grid:
-    """A table of texts: a title, a header, rows. The first column is a name, the others are numbers."""
+    """A table of texts: a title, a header, rows. The first column has names, the others numbers."""
 
     def __init__(self, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]):
         self.title, self.header, self.rows = title, list(header), [list(row) for row in rows]
@@ -406,7 +406,7 @@ def _chart_speedups(result: Mapping[str, Any]) -> Chart:
 
 
 def _chart_curve(result: Mapping[str, Any]) -> Chart:
-    """Draw the time of a pass over k tokens, in ms and over that of one, and the machine's floor."""
+    """Draw the time of a pass over k tokens, in ms and over that of 1, and the machine's floor."""
     figures = result["curve_figures"]
     rows: dict[str, dict[int, dict[str, float]]] = {
         label: {int(k): row for k, row in sorted(of["rows"].items(), key=lambda pair: int(pair[0]))}

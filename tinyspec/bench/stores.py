@@ -75,7 +75,7 @@ def prepare_datastore(model: Model) -> PreparedArm:
 
 
 def prepare_retrieval_budget(model: Model) -> PreparedArm:
-    """Return a budget that is small enough to retrieve: the paper's holds all of a short context."""
+    """Return a budget below the context: the paper's own holds all of a short context."""
     budget = max(model.config.max_positions // SHARE // CHUNK, 1) * CHUNK
     return PreparedArm(
         {"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context"

@@ -40,14 +40,15 @@ TABLED = (
 
 
 def load_result(folder: Path, name: str) -> dict[str, Any]:
-    """One committed result."""
+    """Return one committed result."""
     result: dict[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     return result
 
 
 def headline_table(folder: Path, tutorials: str = "tutorials/") -> str:
-    """Return the table of three claims that README.md shows too; links go to the folder
-    `tutorials`.
+    """Return the table of three claims that README.md shows too.
+
+    tutorials  the folder that its links go to
     """
     return _tabulate_claims(
         {name: load_result(folder, name) for name in ("equality", "bench", "race")}, tutorials
@@ -103,14 +104,14 @@ def write_readme(folder: Path) -> str:
         **{name.replace("-", "_"): result for name, result in results.items()},
         claims=_tabulate_claims(results, "../"),
         machines=describe_machines(timed),
-        questions=list_questions(),
+        questions=list_headings(),
         share=answers.SHARE,
     )
     return _join_lines(page)
 
 
-def list_questions() -> list[str]:
-    """Return the headings of the sections: the questions, in the order in which a reader asks."""
+def list_headings() -> list[str]:
+    """Return the headings of the sections: questions, in the order in which a reader asks."""
     text = files("tinyspec.bench").joinpath(TEMPLATE).read_text("utf-8")
     return re.findall(r"^## (.*)$", text, re.MULTILINE)
 

@@ -107,7 +107,7 @@ def load_items(task: str, n: int) -> list[Item]:
         return [Item(task, str(q.id), q.turns) for q in spread_evenly(asked, n)]
     if task == "human_eval":
         return [
-            Item(task, p.id.rpartition("/")[2], (_complete(p.prompt),))
+            Item(task, p.id.rpartition("/")[2], (_ask_to_complete(p.prompt),))
             for p in spread_evenly(data.read_human_eval(), n)
         ]
     if task == "gsm8k":
@@ -166,7 +166,7 @@ def read_committed(name: str) -> list[dict[str, str]]:
     return found
 
 
-def _complete(code: str) -> str:
+def _ask_to_complete(code: str) -> str:
     asked = "Complete this Python function. Write out the whole function."
     return f"{asked}\n\n```python\n{code.strip()}\n```"
 
@@ -181,17 +181,17 @@ def list_jobs(
     """
     made: list[Job] = []
     for item in items:
-        said: list[dict[str, str]] = []
+        messages: list[dict[str, str]] = []
         for turn, asked in enumerate(item.turns):
-            said.append({"role": "user", "content": asked})
-            ids = _ids(model, item, said)
+            messages.append({"role": "user", "content": asked})
+            ids = _tokenize_messages(model, item, messages)
             room = find_room(model, tokens)
             job = Job(item.task, item.id, turn, tuple(ids[-room:]), tokens, max(len(ids) - room, 0))
             last = turn == len(item.turns) - 1
             if until_eos or not last:
                 reply = cut_at_eos(answer(job), model.config.eos)
                 job = job._replace(tokens=len(reply)) if until_eos else job
-                said.append({"role": "assistant", "content": model.tokenizer.decode(reply)})
+                messages.append({"role": "assistant", "content": model.tokenizer.decode(reply)})
             made.append(job)
     return made
 
@@ -206,8 +206,7 @@ def cut_at_eos(ids: Sequence[int], eos: Sequence[int]) -> list[int]:
     return list(ids[: at + 1])
 
 
-def _ids(model: Model, item: Item, said: Sequence[dict[str, str]]) -> list[int]:
+def _tokenize_messages(model: Model, item: Item, messages: list[dict[str, str]]) -> list[int]:
     if item.chat and model.tokenizer.has_chat:
-        return model.tokenizer.chat(said)
-    bos = [model.config.bos] if model.config.add_bos and model.config.bos is not None else []
-    return bos + model.tokenizer.encode("\n\n".join(message["content"] for message in said))
+        return model.tokenizer.chat(messages)
+    return prompt_ids(model, "\n\n".join(message["content"] for message in messages))

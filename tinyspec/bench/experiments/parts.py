@@ -104,7 +104,7 @@ class DraftChain(curve.OwnForward):
     def run(self, k: int) -> None:
         left = iter(range(k - 1, -1, -1))
         if not self.session.draft_chain(k, lambda row: int(row.argmax()) if next(left) else None):
-            raise RuntimeError("this session does not let its guesses choose each other")
+            raise RuntimeError("this session does not let its draft tokens choose each other")
 
 
 class CompiledLayers:

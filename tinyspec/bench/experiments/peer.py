@@ -77,7 +77,7 @@ def list_mismatches(
 
 
 def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
-    """Compare on questions of Spec-Bench, spread over it. `passed` is the verdict by the rule above."""
+    """Compare on questions of Spec-Bench, spread over it. `passed`: GAP and SHARE hold."""
     name, tokens, methods = given.model, given.tokens, given.methods
     model = models.load(name, dtype="float32")
     theirs = PEERS[given.against](model, name)

@@ -70,7 +70,7 @@ def measure_peak_memory(
 
 
 def measure_plain_decoding(given: PlainSettings, quiet: bool = False) -> dict[str, Any]:
-    """Return for each dtype the speeds of both, their ratio, whether texts agree, and the memory."""
+    """Return for each dtype both speeds, their ratio, whether the texts agree, and the memory."""
     name, tokens, rounds = given.model, given.tokens, given.rounds
     figures: dict[str, Any] = {"model": name, "tokens": tokens, "prompt": PROMPT}
     for dtype in given.dtypes:

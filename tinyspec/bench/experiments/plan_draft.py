@@ -111,7 +111,7 @@ def make_requests(
 def check_forecasts(
     advice: Sequence[Recommendation], asked: Mapping[str, NewRequests], clock: Clock
 ) -> dict[str, Any]:
-    """Measure tokens per second and TAR of each candidate at its best length, and plain decoding's."""
+    """Measure tokens per second and TAR of plain decoding, and of each draft at its best length."""
     first = next(iter(asked.values()))
     found = {
         (a.draft or "plain"): measure_throughput(

@@ -1,6 +1,6 @@
-"""`tinyspec bench sizes`: acceptance and time by the size of the draft, the survey's first experiment.
+"""`tinyspec bench sizes`: measure acceptance and time by the size of the draft model.
 
-Of each draft model:
+It is the survey's first experiment. Of each draft model:
 
     weights  how many it reads for a token
     alpha    E sum min(p, q) over plain continuations of the openings of the valid books, at

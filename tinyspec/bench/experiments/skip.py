@@ -58,7 +58,7 @@ def search_skip_set(
     quiet: bool = False,
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """Search a skip set, then time it again. Each evaluation is written to `out` when it is done."""
+    """Search a skip set, then time it again. `out` is written after each evaluation."""
     SkipSetSearch(1)  # reports at once if the library is missing
     model = disable_eos(models.load(given.model, dtype=given.dtype))
     n_layers, tokens = model.config.n_layers, given.tokens

@@ -39,7 +39,10 @@ def make_block_arm(block: str, init: str) -> ArmSpec:
 def measure_sweeps(
     given: SweepSettings, quiet: bool = False, clock: Clock = time.perf_counter
 ) -> dict[str, Any]:
-    """Return all figures with their samples. Raises TinyspecError for no block, and a wrong knob."""
+    """Return all figures with their samples.
+
+    Raises TinyspecError for no block, and for a wrong knob.
+    """
     blocks, init, tokens = given.blocks, given.init, given.tokens
     labels = [*dict.fromkeys(map(str, sorted(blocks))), *([WHOLE] if given.whole else [])]
     if not labels:
@@ -80,7 +83,7 @@ def measure_sweeps(
 
 
 def _trace_sweeps(model: Model, prompt: Sequence[int], tokens: int, arm: ArmSpec) -> dict[str, Any]:
-    """Return every sweep of one request: the block before, the predictions, and how many are final."""
+    """Return every sweep of one request: block, predictions, and how many of them are final."""
     running = start_generation(
         disable_eos(model), list(prompt), method=METHOD, max_new_tokens=tokens, **dict(arm.knobs)
     )

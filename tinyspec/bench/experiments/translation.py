@@ -127,11 +127,8 @@ def measure_translation(
         "rounds": rounds,
         "dtype": "float32",
     }
-    samples: list[BlockSample]
-    batches: dict[str, list[float]]
-    samples, batches = read_unfinished(
-        out, resume, "translation", settings, _read_samples, ([], {})
-    )
+    nothing: tuple[list[BlockSample], dict[str, list[float]]] = ([], {})
+    samples, batches = read_unfinished(out, resume, "translation", settings, _read_samples, nothing)
     blocks = [texts[at : at + block] for at in range(0, len(texts), block)]
 
     def make_result() -> dict[str, Any]:

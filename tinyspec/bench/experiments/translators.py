@@ -27,7 +27,7 @@ Ids = list[int]
 
 
 class Translated(NamedTuple):
-    """A sentence's translation, and its passes: of the decoder, the encoder, and a teacher that judged."""
+    """A translation, and its passes: of the decoder, the encoder, and a teacher that judged."""
 
     text: str
     tokens: Ids
