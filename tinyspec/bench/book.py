@@ -119,9 +119,13 @@ class SampleBook:
             **self.rest,
             "prompts": self.prompts,
             "references": self.references,
-            "columns": list(Sample._fields),
-            "samples": [list(sample) for sample in self.samples],
+            **self.list_samples(),
         }
+
+    def list_samples(self) -> dict[str, list[Any]]:
+        """Return the samples as a result has them, with the names of their columns."""
+        rows = [list(sample) for sample in self.samples]
+        return {"columns": list(Sample._fields), "samples": rows}
 
     def save(self) -> None:
         """Write the file, whole or not at all."""

@@ -13,14 +13,14 @@ long as one over one position. No clock is read, so every machine gives the same
 rounding.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import disable_eos
+from tinyspec.bench.arms import decode_to_length, disable_eos
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
 from tinyspec.bench.report import Column, Grid, format_speedup, make_grid
@@ -31,8 +31,6 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.model import Model
-
-METHOD = "layerskip"
 
 
 def measure_layerskip(given: LayerSkipSettings, quiet: bool = False) -> dict[str, Any]:
@@ -57,13 +55,13 @@ def measure_layerskip(given: LayerSkipSettings, quiet: bool = False) -> dict[str
     with show_progress_bar(f"{len(loaded)} models", steps, quiet) as tick:
         for name, model in loaded.items():
             depth, prompts = model.config.n_layers, texts[name]
-            written = [_run_once(model, text, tokens, "autoregressive").new for text in prompts]
+            written = [decode_to_length(model, text, tokens)[0] for text in prompts]
             worth = _compare_exits(model, prompts, written)
             tick()
             found[name] = {"n_layers": depth, "exits": {}}
             for exit in exits:
                 knobs = {"temperature": given.temperature, "exit": exit, "gamma": gamma}
-                runs = [_run_once(model, text, tokens, METHOD, **knobs) for text in prompts]
+                runs = [_run_once(model, text, tokens, knobs) for text in prompts]
                 found[name]["exits"][str(exit)] = {**worth[exit - 1], **_sum_rounds(runs, depth)}
                 tick()
     settings = {
@@ -89,9 +87,9 @@ class FinishedRun(NamedTuple):
 
 
 def _run_once(
-    model: Model, prompt: Sequence[int], tokens: int, method: str, **knobs: Any
+    model: Model, prompt: Sequence[int], tokens: int, knobs: Mapping[str, Any]
 ) -> FinishedRun:
-    running = start_generation(model, prompt, method=method, max_new_tokens=tokens, **knobs)
+    running = start_generation(model, prompt, method="layerskip", max_new_tokens=tokens, **knobs)
     rounds = [
         (
             sum(call.row_layers for call in round.draft_calls),

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import Clock, disable_eos
+from tinyspec.bench.arms import Clock, decode_to_length, disable_eos
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
 from tinyspec.bench.plot import Chart, Lines
@@ -79,9 +79,7 @@ def measure_ppd(
     with show_progress_bar(f"{model.name}: {depth} layers", steps, quiet) as tick:
         ranks = []
         for text in texts:
-            ranks.append(
-                rank_by_layer(model, text, _decode(model, text, tokens, method="autoregressive"))
-            )
+            ranks.append(rank_by_layer(model, text, decode_to_length(model, text, tokens)[0]))
             tick()
         counted = {str(k): _count_layer_steps(model, texts, tokens, layer, k) for k in ks}
         tick()
@@ -123,13 +121,6 @@ def rank_by_layer(model: Model, prompt: Sequence[int], text: Sequence[int]) -> l
         session.score(NO_DRAFT)
         session.commit((), token)
     return found
-
-
-def _decode(model: Model, prompt: Sequence[int], tokens: int, **arm: Any) -> list[int]:
-    running = start_generation(model, prompt, max_new_tokens=tokens, **arm)
-    for _ in running:
-        pass
-    return running.result().tokens
 
 
 def _count_layer_steps(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +23,26 @@ from tinyspec._core import COMPILED, Forest, NgramIndex
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.settings import RetrievalSettings
-from tinyspec.speculative.drafting.datastore import Datastore, index_texts
+from tinyspec.speculative.drafting.datastore import index_texts
 from tinyspec.speculative.lookup import OUTPUTS
 from tinyspec.technique import find_technique
 
 VOCABULARY, PHRASES = 49_152, 20_000
 APPENDED, ASKED, LONGEST = 500, 400, 40  # tokens and questions in a round; tokens of a question
-CHUNK = 100_000
+CHUNK = 100_000  # tokens that are added together
 
 
-class LookupIndex(Protocol):
-    """An index in which drafts are looked up."""
+class LookupIndex(NamedTuple):
+    """An index in which drafts are looked up.
 
-    def build(self, tokens: NDArray[np.int32]) -> None: ...
-    def append(self, token: int) -> None: ...
-    def ask(self, context: Sequence[int]) -> int:
-        """Look up drafts of this text. Returns how many tokens were found."""
-        ...
+    ask     looks up drafts of a text, and returns how many tokens were found
+    append  adds a token; None: the index is built once
+    size    bytes; None: it does not know
+    """
 
-    def bytes(self) -> int | None:
-        """Return its size in bytes; None if it does not know."""
-        ...
+    ask: Callable[[Sequence[int]], int]
+    append: Callable[[int], object] | None = None
+    size: int | None = None
 
 
 def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
@@ -63,114 +62,81 @@ def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
     return np.concatenate(pieces)[:n].astype(np.int32)
 
 
-class NgramLookup:
-    """The index of llma: sixteen tokens after the longest match of up to eight."""
-
-    def __init__(self) -> None:
-        self.index = NgramIndex(8)
-
-    def build(self, tokens: NDArray[np.int32]) -> None:
-        for at in range(0, len(tokens), CHUNK):
-            self.index.append(0, tokens[at : at + CHUNK].tolist())
-
-    def append(self, token: int) -> None:
-        self.index.append(0, (token,))
-
-    def ask(self, context: Sequence[int]) -> int:
-        return len(self.index.lookup(context[-8:], 16))
-
-    def bytes(self) -> int | None:
-        return None
+def append_all(append: Callable[[Sequence[int]], object], tokens: NDArray[np.int32]) -> None:
+    """Add tokens to an index, many at a time."""
+    for at in range(0, len(tokens), CHUNK):
+        append(tokens[at : at + CHUNK].tolist())
 
 
-class ForestLookup:
-    """A forest with all text in the tree of outputs. The tree of the request itself is empty."""
-
-    def __init__(self, depth: int):
-        self.forest = Forest(depth, 1 << 30)
-        self.text = self.forest.open(OUTPUTS)
-
-    def build(self, tokens: NDArray[np.int32]) -> None:
-        for at in range(0, len(tokens), CHUNK):
-            self.forest.append(self.text, tokens[at : at + CHUNK].tolist())
-
-    def append(self, token: int) -> None:
-        self.forest.append(self.text, (token,))
-
-    def bytes(self) -> int | None:
-        return self.forest.bytes
+def build_ngram_index(known: NDArray[np.int32]) -> LookupIndex:
+    """Build the index of llma: it finds 16 tokens after the longest match of up to 8."""
+    index = NgramIndex(8)
+    append_all(lambda tokens: index.append(0, tokens), known)
+    return LookupIndex(
+        lambda context: len(index.lookup(context[-8:], 16)),
+        lambda token: index.append(0, (token,)),
+    )
 
 
-class TrieLookup(ForestLookup):
-    """The index of lookahead_trie."""
-
-    def __init__(self) -> None:
-        knobs = find_technique("lookahead_trie").settings({})
-        self.nodes, self.branch = knobs["decoding_length"], knobs["branch_length"]
-        super().__init__(self.branch + 1)
-        self.plan = [(OUTPUTS, self.nodes // 2), (1, self.nodes), (OUTPUTS, self.nodes)]
-
-    def ask(self, context: Sequence[int]) -> int:
-        return len(
-            self.forest.gather(
-                self.plan, context[-self.branch :], self.branch, self.branch, self.branch
-            )[0]
-        )
+def build_trie(known: NDArray[np.int32]) -> LookupIndex:
+    """Build the index of lookahead_trie."""
+    knobs = find_technique("lookahead_trie").settings({})
+    nodes, branch = knobs["decoding_length"], knobs["branch_length"]
+    forest, text = build_forest(branch + 1, known)
+    plan = [(OUTPUTS, nodes // 2), (1, nodes), (OUTPUTS, nodes)]
+    return LookupIndex(
+        lambda context: len(forest.gather(plan, context[-branch:], branch, branch, branch)[0]),
+        lambda token: forest.append(text, (token,)),
+        forest.bytes,
+    )
 
 
-class SuffixLookup(ForestLookup):
-    """The index of suffix_decoding."""
-
-    def __init__(self) -> None:
-        self.knobs = find_technique("suffix_decoding").settings({})
-        super().__init__(self.knobs["depth"])
-
-    def ask(self, context: Sequence[int]) -> int:
-        alpha, most, floor = (self.knobs[name] for name in ("alpha", "most", "floor"))
-        return len(
-            self.forest.best((1, OUTPUTS), context[-self.forest.depth :], alpha, most, most, floor)[
-                0
-            ]
-        )
+def build_suffix_tree(known: NDArray[np.int32]) -> LookupIndex:
+    """Build the index of suffix_decoding."""
+    knobs = find_technique("suffix_decoding").settings({})
+    depth, most = knobs["depth"], knobs["most"]
+    limits = knobs["alpha"], most, most, knobs["floor"]
+    forest, text = build_forest(depth, known)
+    return LookupIndex(
+        lambda context: len(forest.best((1, OUTPUTS), context[-depth:], *limits)[0]),
+        lambda token: forest.append(text, (token,)),
+        forest.bytes,
+    )
 
 
-class DatastoreLookup:
-    """The index of rest."""
-
-    store: Datastore
-
-    def __init__(self) -> None:
-        knobs = find_technique("rest").settings({})
-        self.shortest = knobs["shortest"]
-        self.knobs = [knobs[name] for name in ("longest", "length", "matches", "nodes")]
-
-    def build(self, tokens: NDArray[np.int32]) -> None:
-        self.store = index_texts([tokens.tolist()])
-
-    def append(self, token: int) -> None:
-        raise NotImplementedError("a datastore is built once")
-
-    def ask(self, context: Sequence[int]) -> int:
-        return len(self.store.search(context, self.shortest, *self.knobs).tokens)
-
-    def bytes(self) -> int | None:
-        return self.store.tokens.nbytes + self.store.order.nbytes
+def build_forest(depth: int, known: NDArray[np.int32]) -> tuple[Forest, int]:
+    """Build a forest with all text in the tree of outputs. The request's own tree is empty."""
+    forest = Forest(depth, 1 << 30)
+    text = forest.open(OUTPUTS)
+    append_all(lambda tokens: forest.append(text, tokens), known)
+    return forest, text
 
 
-ARMS: dict[str, Callable[[], LookupIndex]] = {
-    "llma": NgramLookup,
-    "lookahead_trie": TrieLookup,
-    "suffix_decoding": SuffixLookup,
-    "rest": DatastoreLookup,
+def build_datastore(known: NDArray[np.int32]) -> LookupIndex:
+    """Build the index of rest."""
+    knobs = find_technique("rest").settings({})
+    limits = [knobs[name] for name in ("shortest", "longest", "length", "matches", "nodes")]
+    store = index_texts([known.tolist()])
+    return LookupIndex(
+        lambda context: len(store.search(context, *limits).tokens),
+        size=store.tokens.nbytes + store.order.nbytes,
+    )
+
+
+ARMS: dict[str, Callable[[NDArray[np.int32]], LookupIndex]] = {
+    "llma": build_ngram_index,
+    "lookahead_trie": build_trie,
+    "suffix_decoding": build_suffix_tree,
+    "rest": build_datastore,
 }
 
 
 def read_resident_bytes() -> int | None:
     """Return the bytes of this process in memory; None if the system does not report them."""
     pages = Path("/proc/self/statm")
-    return (
-        int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else None
-    )
+    if not pages.exists():
+        return None
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def time_index(
@@ -180,22 +146,22 @@ def time_index(
     whole = make_zipf_text(size + rounds * (APPENDED + ASKED + LONGEST))
     known, ahead = whole[:size], whole[size:].tolist()
     gc.collect()
-    before, index = read_resident_bytes(), ARMS[arm]()
+    before = read_resident_bytes()
     begun = time.perf_counter()
-    index.build(known)
+    index = ARMS[arm](known)
     built = time.perf_counter() - begun
     gc.collect()
     after = read_resident_bytes()
     found: dict[str, Any] = {"build": built, "ask": [], "guesses": [], "append": []}
-    found["bytes"] = index.bytes() or (None if before is None or after is None else after - before)
+    found["bytes"] = index.size or (None if before is None or after is None else after - before)
     for number in range(rounds):
         part = ahead[number * (APPENDED + ASKED + LONGEST) :]
         questions = [part[at : at + LONGEST] for at in range(ASKED)]
         begun = time.perf_counter()
-        guesses = [index.ask(question) for question in questions]
+        drafted = [index.ask(question) for question in questions]
         found["ask"].append(time.perf_counter() - begun)
-        found["guesses"].append(sum(guesses))
-        if arm != "rest":
+        found["guesses"].append(sum(drafted))
+        if index.append is not None:
             begun = time.perf_counter()
             for token in part[ASKED + LONGEST : ASKED + LONGEST + APPENDED]:
                 index.append(token)

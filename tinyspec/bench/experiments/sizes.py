@@ -93,8 +93,7 @@ def measure_sizes(
         "settings": settings.as_dict(),
         "gammas": gammas,
         "drafts": rows,
-        "columns": list(Sample._fields),
-        "samples": [list(sample) for sample in book.samples],
+        **book.list_samples(),
     }
     return stamp_result({**made, "figures": summarize_sizes(made)})
 

@@ -76,8 +76,7 @@ def measure_sweeps(
         "init": init,
         "blocks": labels,
         "sweeps": _trace_sweeps(model, jobs[0].ids, tokens, specs[labels[-1]]),
-        "columns": list(Sample._fields),
-        "samples": [list(sample) for sample in book.samples],
+        **book.list_samples(),
     }
     return stamp_result({**made, "figures": summarize_sweeps(made)})
 

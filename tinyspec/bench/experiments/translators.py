@@ -82,10 +82,9 @@ def make_translator_arms(
     """Return the arms of an experiment, plain decoding by the teacher first."""
     teacher = found["teacher"]
     made = [
-        _make_plain_arm(
+        TranslatorArm(
             PLAIN,
-            teacher,
-            "plain",
+            _make_one(teacher, "plain", None),
             lambda part: distilled.write_translations(teacher, part, BeamSettings(beam=1)),
         )
     ]
@@ -97,7 +96,7 @@ def make_translator_arms(
             )
     else:
         made.append(_make_beam_arm(teacher, 4))
-        made.append(_make_plain_arm("teacher, jacobi", teacher, "jacobi", None))
+        made.append(TranslatorArm("teacher, jacobi", _make_one(teacher, "jacobi", None), None))
         if "nat" in found:
             nat = found["nat"]
             made += [
@@ -140,12 +139,6 @@ def _make_one(
         )
 
     return one
-
-
-def _make_plain_arm(
-    label: str, model: Seq2Seq, method: str, many: Callable[[Sequence[Ids]], list[Ids]] | None
-) -> TranslatorArm:
-    return TranslatorArm(label, _make_one(model, method, None), many)
 
 
 def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
