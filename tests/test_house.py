@@ -157,7 +157,7 @@ CODE_LINES = {
     "laws": 11640,
     "museum": 3410,
     "training": 2590,
-    "bench": 6122,
+    "bench": 5850,
     "grade": 3530,
     "cli": 2480,
 }
