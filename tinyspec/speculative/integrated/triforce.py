@@ -25,7 +25,8 @@ Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what ru
 outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
 context). The joint distribution is enumerated on small transformers.
 Left out: choosing new chunks when acceptance falls. To choose chunks takes a query of the target.
-It comes from a round that is run anyway, so the first round has no draft.
+It comes from a round that is run anyway, so the first round has no draft. The defaults are those of
+the authors' code, except `rebuild`, for which they have no fixed number.
 """
 
 import warnings
