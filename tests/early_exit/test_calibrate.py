@@ -29,7 +29,7 @@ from tinyspec.laws.parts import PARTS
 
 
 @pytest.mark.parametrize("law", CALIBRATION_LAWS)
-def test_the_library_keeps_the_law(law: str) -> None:
+def test_calibrate_obeys_its_law(law: str) -> None:
     assert CALIBRATION_LAWS[law](PARTS).cases > 0
 
 
@@ -90,7 +90,7 @@ def test_too_few_examples_say_how_many_are_needed() -> None:
         calibrate([1.0], lambda candidate: [], 0.1, 0.05)
 
 
-def test_it_stops_at_the_first_failure_and_asks_for_nothing_behind_it() -> None:
+def test_testing_stops_at_the_first_failure() -> None:
     asked = []
 
     def losses(candidate: float) -> list[float]:
@@ -114,7 +114,7 @@ def test_delta_and_epsilon_are_probabilities(delta: float, epsilon: float) -> No
 
 
 @pytest.mark.parametrize("loss", [-0.5, 1.5, float("nan")])
-def test_a_loss_outside_its_range_is_refused(loss: float) -> None:
+def test_a_loss_outside_its_range_raises_an_error(loss: float) -> None:
     with pytest.raises(TinyspecError, match="loss is outside 0 to 1"):
         calibrate([1.0], lambda candidate: [0.0] * 200 + [loss], 0.1, 0.05)
 

@@ -101,7 +101,7 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
 
 
 @pytest.mark.parametrize("setting", ON_TABLES, ids=str)
-def test_the_algorithm_as_printed_is_what_runs(setting: ExitSetting) -> None:
+def test_printed_algorithm_is_what_runs(setting: ExitSetting) -> None:
     """Row, layers and keys of every new token, on tables of three layers; the prompt runs in full."""
     exits = 0
     for model, seed in product(exit_tables(), range(4)):
@@ -250,7 +250,7 @@ def test_at_inf_the_text_is_the_full_models_bit_for_bit(measure: str) -> None:
     assert CARD.promise(threshold=1.0) is CARD.promise() is Guarantee.LOSSY
 
 
-def test_at_inf_the_joint_law_is_plain_decodings() -> None:
+def test_threshold_inf_gives_plain_decodings_joint_distribution() -> None:
     expected = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 2)
     assert exact_law(lambda: CARD.make(Request(Table(1)), threshold=math.inf), 2) == expected
     assert (
@@ -379,7 +379,7 @@ def test_a_classifier_stands_beside_the_weights_and_is_loaded_with_them(tmp_path
 
 
 @pytest.mark.parametrize("threshold", [-0.1, 1.01, 2, "x", math.nan, -math.inf])
-def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
+def test_a_threshold_outside_its_range_raises_an_error(threshold: Any) -> None:
     with pytest.raises(
         TinyspecError, match=r"threshold is .*(from 0.0 to 1.0, or inf|must be a number)"
     ):
@@ -405,7 +405,7 @@ def test_a_threshold_outside_its_range_is_refused(threshold: Any) -> None:
         ({"fill": "copy"}, "no knob 'fill'"),
     ],
 )
-def test_bad_settings_are_said_in_one_line(knobs: dict[str, Any], said: str) -> None:
+def test_bad_settings_raise_a_one_line_error(knobs: dict[str, Any], said: str) -> None:
     with pytest.raises(TinyspecError) as caught:
         start_generation(M, PROMPT, method="calm", **knobs)
     assert said in str(caught.value) and "\n" not in str(caught.value)

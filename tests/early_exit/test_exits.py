@@ -147,7 +147,7 @@ def test_the_last_token_of_a_text_is_never_filled_and_the_prompt_always_runs_who
 
 @pytest.mark.parametrize("m", [M, TableModel(3)], ids=["transformer", "table"])
 @pytest.mark.parametrize("fill", FILLS)
-def test_what_is_taken_back_and_said_again_is_as_if_it_had_never_been(m: Any, fill: str) -> None:
+def test_rewound_text_leaves_no_trace(m: Any, fill: str) -> None:
     prompt, tokens = [0, 1, 2], [2, 0, 1, 1]
     straight = ExitTarget(m.session(), At(1, 2, 1, 1), fill)
     straight.extend(prompt)
@@ -199,7 +199,7 @@ def test_a_rule_that_may_stop_takes_no_drafts_and_one_that_never_does_is_the_ses
 
 
 @pytest.mark.parametrize("layer", [0, L + 1])
-def test_an_exit_that_is_no_layer_is_said(layer: int) -> None:
+def test_exit_that_is_no_layer_raises_an_error(layer: int) -> None:
     rule = ExitRule()
     rule.layers = (layer,)
     with pytest.raises(

@@ -92,7 +92,7 @@ def test_trap_the_technique_and_its_recipe_pass_it(trap: Trap) -> None:
 
 
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_the_algorithm_as_printed_is_what_runs(exit: int, gamma: int) -> None:
+def test_printed_algorithm_is_what_runs(exit: int, gamma: int) -> None:
     """Each outcome of a round has the same probability, in fractions, on tables of three layers."""
     for seed, text in product((1, 2), ((0,), (0, 2, 1))):
         model = TableModel(seed, 3, 3, zeros=False)
@@ -146,7 +146,9 @@ def test_the_algorithm_as_printed_is_what_runs(exit: int, gamma: int) -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
 )
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 2), (2, 2), (3, 1)])
-def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, exit: int, gamma: int) -> None:
+def test_the_joint_distribution_is_the_whole_models(
+    sampling: SamplingParams, exit: int, gamma: int
+) -> None:
     reference = exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
@@ -171,7 +173,7 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(
         assert decoder.new == text
 
 
-def test_from_the_last_layer_every_guess_holds() -> None:
+def test_draft_from_the_last_layer_is_always_accepted() -> None:
     for sampling in (GREEDY, SamplingParams(0.7)):
         rounds = finish(made(network(LLAMA).session(), sampling, exit=3, gamma=4), [1, 2])
         assert [len(round.tokens) for round in rounds] == [5] * 4
@@ -205,7 +207,7 @@ def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
         assert sum(call.rows for call in round.calls) == n + 1
 
 
-def test_a_round_reads_the_head_once_a_guess_and_once_a_row() -> None:
+def test_round_reads_the_head_once_per_draft_token_and_position() -> None:
     for round in finish(made(network(FIVE).session(), exit=2, gamma=3), [1, 2]):
         n = len(round.tree.tokens)
         assert sum(call.head_rows for call in round.draft_calls) == n
@@ -229,7 +231,7 @@ def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(
     assert session.cache_exact
 
 
-def test_a_refused_guess_leaves_nothing_behind_in_the_early_layers() -> None:
+def test_rejected_token_leaves_nothing_in_the_early_layers() -> None:
     session = network(FIVE, seed=1).session()
     decoder = made(session, SamplingParams(0.8), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
@@ -243,7 +245,7 @@ def test_a_refused_guess_leaves_nothing_behind_in_the_early_layers() -> None:
     assert refused > 2
 
 
-def test_guesses_are_drawn_from_the_model_that_is_cut_off_behind_the_exit() -> None:
+def test_draft_is_sampled_from_the_model_cut_off_after_the_exit() -> None:
     model = network(FIVE, seed=3)
     cut = Model(
         replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"}

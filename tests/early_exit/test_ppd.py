@@ -93,7 +93,9 @@ def test_trap_the_technique_passes_it(trap: Trap) -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
 )
 @pytest.mark.parametrize(("layer", "k"), [(2, 1), (2, 3), (3, 2)])
-def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, layer: int, k: int) -> None:
+def test_the_joint_distribution_is_the_whole_models(
+    sampling: SamplingParams, layer: int, k: int
+) -> None:
     reference = exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
@@ -127,7 +129,7 @@ def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -
     assert session.cache_exact
 
 
-def test_a_penalty_for_repetition_enters_the_guess() -> None:
+def test_repetition_penalty_changes_the_guesses() -> None:
     """It changes which tokens come first, so a guess without it would miss them."""
     model, penalty = network(LLAMA, seed=3), SamplingParams(0.0, repetition_penalty=1.7)
     decoder = made(model.session(), penalty, layer=3, k=1)
@@ -204,7 +206,7 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
 
 
 @pytest.mark.parametrize(("depth", "layer", "k"), [(3, 2, 1), (4, 2, 2), (3, 3, 1)])
-def test_the_algorithm_as_printed_is_what_runs(depth: int, layer: int, k: int) -> None:
+def test_printed_algorithm_is_what_runs(depth: int, layer: int, k: int) -> None:
     """Each outcome (text, steps, evaluations) has the same probability, in fractions."""
     model, prompt, tokens = TableModel(5, 3, depth, zeros=False), (0, 1), 3
 
@@ -241,7 +243,7 @@ def test_the_algorithm_as_printed_is_what_runs(depth: int, layer: int, k: int) -
     assert len(laws[0]) >= 27
 
 
-def test_more_guesses_never_hold_less_often() -> None:
+def test_more_guesses_never_match_less_often() -> None:
     """The text is one, and the k likeliest are among the k + 1 likeliest."""
     model = network(LLAMA, seed=2)
     clocks = []
@@ -394,7 +396,7 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
         ({"depth": 2}, "ppd has no knob 'depth'"),
     ],
 )
-def test_what_is_out_of_range_is_said_in_one_line(knobs: dict[str, int], said: str) -> None:
+def test_what_is_out_of_range_raises_a_one_line_error(knobs: dict[str, int], said: str) -> None:
     with pytest.raises(TinyspecError, match=said) as error:
         made(Table(1), **knobs)
     assert "\n" not in str(error.value)

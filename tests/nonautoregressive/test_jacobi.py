@@ -114,7 +114,7 @@ def alone(
 # ------------------------------------------------------------------ what makes it this technique
 
 
-def test_trap_what_is_drafted_is_what_the_last_sweep_said_of_the_block() -> None:
+def test_trap_draft_is_the_last_sweeps_prediction() -> None:
     assert laws.sweeps_by_hand(CARD.make).cases > 300
 
 
@@ -218,7 +218,7 @@ def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
-def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     for init, block, tokens in (("pad", 3, 3), ("random", 2, 2)):
         expected = exact_law(
             lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), tokens
@@ -258,7 +258,7 @@ def test_the_published_algorithm_runs_on_a_session() -> None:
         forward_log.clear()
 
 
-def test_a_jacobi_decoder_drafts_for_another_without_changing_its_law() -> None:
+def test_jacobi_decoder_drafts_for_another_exactly() -> None:
     def cascade() -> Decoder:
         inner = CARD.make(Request(Table(4), stop=StoppingCriteria()), block=3)
         return Decoder(Table(3), NestedDrafter(inner, 2), verify_tree)
@@ -287,7 +287,7 @@ def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
     )
 
 
-def test_a_guess_is_what_the_sweep_before_said() -> None:
+def test_draft_is_what_the_last_sweep_predicted() -> None:
     told = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
     for before, after in pairwise(told):
         assert after.block == before.predicted[before.n_final : -1]
@@ -385,7 +385,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_knob_is_told_in_one_line(knobs: Any, said: str) -> None:
+def test_a_wrong_knob_raises_a_one_line_error(knobs: Any, said: str) -> None:
     with pytest.raises(TinyspecError, match=said):
         CARD.make(Request(Table(3)), **knobs)
 
@@ -502,7 +502,7 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
     assert d.target.cache_exact
 
 
-def test_sampled_translations_have_the_teachers_law() -> None:
+def test_sampled_translations_follow_the_teachers_distribution() -> None:
     host = teacher(3, vocabulary=4)
     given = host.given([3, 3])
 

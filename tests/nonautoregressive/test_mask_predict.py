@@ -46,7 +46,7 @@ def run(
 
 
 @pytest.mark.parametrize(("iterations", "lengths"), [(1, 2), (3, 3), (4, 5), (9, 2)])
-def test_the_algorithm_as_printed_is_what_runs(iterations: int, lengths: int) -> None:
+def test_printed_algorithm_is_what_runs(iterations: int, lengths: int) -> None:
     """Words and kept probabilities after every pass, of each length by itself."""
     model = next(random_fillers())
     mask, special = model.config.mask, (0, 1, 2, model.config.mask)
@@ -74,7 +74,7 @@ def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
 
 
 @pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "mask_predict"])
-def test_what_looks_like_it_is_told_apart(name: str) -> None:
+def test_look_alikes_are_told_apart(name: str) -> None:
     assert judge_toy(find_toy("mask_predict", name))["killed_by"]
 
 
@@ -214,7 +214,7 @@ def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
     )
 
 
-def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
+def test_targets_too_long_for_the_length_token_raise_an_error() -> None:
     with pytest.raises(TinyspecError, match="tells 1 to 3"):
         masked_lm_loss(
             tiny(4),
@@ -232,14 +232,14 @@ def test_targets_that_the_length_token_cannot_tell_are_refused() -> None:
 # ---------------------------------------------------------------------- bad input, and the card
 
 
-def test_no_passes_are_refused() -> None:
+def test_no_passes_raise_an_error() -> None:
     with pytest.raises(TinyspecError, match="iterations is 0: it must be from 1 to 1024"):
         run(iterations=0)
     with pytest.raises(TinyspecError, match="lengths is 0: it must be from 1 to 1024"):
         run(lengths=0)
 
 
-def test_a_model_without_a_length_token_is_refused() -> None:
+def test_a_model_without_a_length_token_raises_an_error() -> None:
     config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, max_positions=12)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
     with pytest.raises(TinyspecError, match="has no LENGTH token"):
@@ -286,7 +286,7 @@ def test_wider_beams_contain_the_narrower() -> None:
         assert wide[:3] == narrow
 
 
-def test_what_cannot_be_is_said() -> None:
+def test_impossible_lengths_raise_an_error() -> None:
     with pytest.raises(TinyspecError, match="at least one"):
         select_lengths(torch.zeros(1, 3), 0)
     with pytest.raises(TinyspecError, match="train it anew"):

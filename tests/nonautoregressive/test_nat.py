@@ -68,7 +68,7 @@ class SampleStreams:
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 6])
-def test_the_algorithm_as_printed_is_what_runs(samples: int) -> None:
+def test_printed_algorithm_is_what_runs(samples: int) -> None:
     silent = 0
     for source, seed in product(SOURCES, SEEDS):
         model, judge = random_student(seed), random_teacher(seed)
@@ -126,7 +126,7 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
         )
 
 
-def test_candidates_are_the_likeliest_the_mean_and_then_samples_of_their_law() -> None:
+def test_candidates_are_argmax_average_then_samples() -> None:
     model, source = random_student(1), (6, 5, 4)
     law = fertility_law(model, source)
     refiner = nat.NatRefiner(model, None, "argmax", 4000, 1.0)

@@ -99,7 +99,7 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
         )
 
 
-def test_a_technique_that_draws_while_it_rewrites_is_refused() -> None:
+def test_a_technique_that_draws_while_it_rewrites_raises_an_error() -> None:
     one, _ = mask_predict()
 
     class Drawing(MaskPredictRefiner):

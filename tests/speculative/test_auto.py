@@ -116,7 +116,9 @@ def every_policy(
 
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
-def test_the_joint_law_holds_under_every_policy(draft: bool, sampling: SamplingParams) -> None:
+def test_the_joint_distribution_holds_under_every_policy(
+    draft: bool, sampling: SamplingParams
+) -> None:
     tokens = 3
     reference = Reference(Table(3, 2, zeros=False).row, sampling)
     seen = every_policy(
@@ -217,7 +219,7 @@ def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
     )  # at most three times as wide as any round before it
 
 
-def test_of_a_tree_the_likeliest_guesses_are_run() -> None:
+def test_most_likely_tokens_of_a_tree_are_run() -> None:
     """Behind 1 came 2 twice and 3 once, behind 2 always 4: the first guesses are 2, 4, and then 3."""
     texts = LookupDrafter(
         Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False
@@ -266,9 +268,7 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
 
 
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=40), st.floats(0, 1), st.integers(1, 16))
-def test_no_guess_is_likelier_than_the_one_it_follows(
-    said: list[int], further: float, size: int
-) -> None:
+def test_no_token_is_likelier_than_its_parent(said: list[int], further: float, size: int) -> None:
     texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
     no_scores: Any = None
     texts.extend(said[:5], no_scores)
@@ -281,7 +281,7 @@ def test_no_guess_is_likelier_than_the_one_it_follows(
 
 
 @pytest.mark.parametrize("skip", [True, False])
-def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
+def test_copy_continues_after_a_substituted_word(skip: bool) -> None:
     """Every eighth token of the text is another than the source's: no suffix of the text is known behind it."""
     source = list(range(1, 90))
     poem = [500 + token if token % 8 == 0 else token for token in source]
@@ -306,7 +306,7 @@ def test_behind_a_word_that_was_replaced_the_copy_goes_on(skip: bool) -> None:
     assert decoder.rounds <= 16 if skip else decoder.rounds >= 20  # a round a word, or two
 
 
-def test_where_there_is_room_for_one_guess_a_replaced_word_leaves_it() -> None:
+def test_substitution_leaves_a_single_draft_token_alone() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2, 3, 4]]), 16, False)
     no_scores: Any = None
     texts.extend([0, 1, 8], no_scores)
@@ -463,7 +463,7 @@ def test_an_idle_draft_model_runs_nothing() -> None:
         max_size=24,
     )
 )
-def test_a_draft_model_that_is_told_late_guesses_what_one_guesses_that_is_told_at_once(
+def test_lazy_drafter_drafts_what_an_eager_one_does(
     deeds: list[tuple[str, int]],
 ) -> None:
     """Its rows depend on the whole text: one token lost, or one too many, and the guesses part."""
@@ -614,7 +614,7 @@ def again(**knobs: Any) -> tuple[int, int]:
     return rounds[0], rounds[1]
 
 
-def test_what_one_request_said_is_a_draft_for_the_next_unless_it_shall_not_be_remembered() -> None:
+def test_outputs_are_drafts_for_the_next_request_if_remembered() -> None:
     first, second = again()
     assert first == len(POEM) - 2 and second <= first / 6
     assert again(remember=False) == (first, first)

@@ -120,7 +120,7 @@ def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
         assert not decoder.step(Seeded(0)).tree.tokens
 
 
-def test_the_first_bad_token_is_taken_back_with_all_behind_it() -> None:
+def test_first_bad_token_is_removed_with_all_after_it() -> None:
     good, bad = [F(1, 2), F(1, 2)], [F(1, 100), F(99, 100)]
     tree = TokenTree.chain([0, 0, 0, 0])
     p: Any = Rows({-1: good, 0: bad, 1: good, 2: bad, 3: good})
@@ -145,7 +145,9 @@ def test_the_safe_rollback_keeps_what_the_large_model_writes_too_and_reads_on() 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
 )
-def test_at_rollback_0_the_law_is_the_large_models(rule: str, sampling: SamplingParams) -> None:
+def test_rollback_0_gives_the_large_models_distribution(
+    rule: str, sampling: SamplingParams
+) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     assert (
         exact_law(
@@ -237,6 +239,6 @@ def test_an_end_of_text_that_the_small_model_writes_is_read_before_it_counts() -
 @pytest.mark.parametrize(
     "knobs", [{"fallback": 1.1}, {"rollback": -1}, {"rule": "released"}, {"gamma": 0}, {"alpha": 1}]
 )
-def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, Any]) -> None:
+def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, Any]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
         made(**knobs)

@@ -63,15 +63,13 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
     assert verdict.accepted == (0, 1)
 
 
-def test_theorem_the_law_is_kept_and_as_many_tokens_as_the_clipped_ratio_says_never_fewer_than_token_by_token() -> (
-    None
-):
+def test_theorem_exact_and_never_fewer_tokens_than_token_by_token() -> None:
     evidence = verification_laws.block_keeps_its_promise(verify_tree_by_block, largest=4)
     assert evidence.branches > evidence.cases > 400
 
 
 @pytest.mark.parametrize("gamma", [1, 2, 3])
-def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> None:
+def test_theorem_at_least_i_tokens_are_accepted_with_probability_w_i(gamma: int) -> None:
     for p, q in (
         ((F(1, 6), F(5, 6)), (F(3, 5), F(2, 5))),
         ((HALF, QUARTER, QUARTER), (F(1, 7), F(4, 7), F(2, 7))),
@@ -100,7 +98,7 @@ def test_theorem_at_least_i_tokens_are_kept_with_probability_w_i(gamma: int) -> 
         }
 
 
-def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() -> None:
+def test_theorem_longer_block_accepts_more_and_gamma_1_is_token_verification() -> None:
     for p, q in distribution_pairs(largest=5):
         assert kept(verify_tree_by_block, p, q, 1) == kept(verify_tree, p, q, 1)
         lengths = [
@@ -119,14 +117,16 @@ def test_theorem_a_longer_block_keeps_more_and_one_guess_is_judged_as_a_token() 
     ],
     ids=str,
 )
-def test_the_joint_law_over_several_rounds_is_the_targets(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_over_several_rounds_is_the_targets(
+    sampling: SamplingParams,
+) -> None:
     for p, q in ((1, 2), (3, 4)):
         made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], sampling), gamma=2)  # noqa: E731
         plain = lambda p=p: Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling)  # noqa: E731
         assert exact_law(made, 3) == exact_law(plain, 3)
 
 
-def test_a_guess_behind_the_end_has_been_looked_at_and_may_not_keep_its_law() -> None:
+def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() -> None:
     """Token verification leaves the tail of a draft untouched, and it may be proposed again; block verification does not."""
 
     class Constant(Table):
@@ -172,7 +172,7 @@ def test_floats_decide_as_fractions_do() -> None:
         assert verify_tree_by_block(tree, floats, Replay(uniforms)) == exact
 
 
-def test_a_law_of_none_is_a_point_mass() -> None:
+def test_none_is_a_point_mass() -> None:
     for tokens in ((0, 1), (1, 1), (2, 0)):
         p = (HALF, F(1, 3), F(1, 6))
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
@@ -189,7 +189,7 @@ def test_a_law_of_none_is_a_point_mass() -> None:
         assert declared == points
 
 
-def test_what_the_target_cannot_say_is_never_kept_and_rows_behind_it_are_not_read() -> None:
+def test_impossible_token_is_rejected_and_nothing_after_it_is_read() -> None:
     p = {ROOT: [F(1), F(0)]}
     verdict = verify_tree_by_block(
         TokenTree.chain([1, 1, 0], [[HALF, HALF]] * 3), p, Replay([0.0, 0.0])
@@ -197,7 +197,7 @@ def test_what_the_target_cannot_say_is_never_kept_and_rows_behind_it_are_not_rea
     assert (verdict.accepted, verdict.next, verdict.rejected) == ((), 0, (0, 1, 2))
 
 
-def test_where_draft_and_target_agree_everything_is_kept_with_any_uniforms() -> None:
+def test_equal_draft_and_target_accept_everything() -> None:
     row = np.random.default_rng(0).dirichlet(np.ones(50))
     tokens = [3, 14, 15, 9]
     nearly = row * (1 + 1e-16)
@@ -214,7 +214,7 @@ def test_no_draft_is_plain_decoding_and_takes_one_uniform() -> None:
     assert rng.left == 0
 
 
-def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
+def test_probes_are_skipped_and_a_tree_raises_a_named_error() -> None:
     q = [HALF, HALF]
     probed = TokenTree([0, 9, 1], [ROOT, ROOT, 0], [q, None, q], [False, True, False])
     assert verify_tree_by_block(
@@ -233,7 +233,7 @@ def test_probes_are_passed_over_and_a_tree_is_refused_by_name() -> None:
     ("token", "q", "word"),
     [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")],
 )
-def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
+def test_a_broken_draft_raises_a_named_error(token, q, word) -> None:
     with pytest.raises(TinyspecError, match=word):
         verify_tree_by_block(TokenTree.chain([token], [q]), {ROOT: [HALF, HALF]}, Seeded(0))
 

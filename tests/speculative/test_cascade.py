@@ -105,7 +105,7 @@ def test_what_k_predicts_by_hand() -> None:
 
 @pytest.mark.parametrize("vertical", [True, False])
 @pytest.mark.parametrize("horizontal", [True, False])
-def test_the_four_ablations_keep_the_law(vertical: bool, horizontal: bool) -> None:
+def test_four_ablations_keep_the_distribution(vertical: bool, horizontal: bool) -> None:
     knobs = {"vertical": vertical, "horizontal": horizontal}
     assert exact_law(lambda: made("1,1/1", 1, 2, **knobs), 2) == exact_law(lambda: plain(1), 2)
 
@@ -137,13 +137,13 @@ def test_the_ablations_do_what_they_say() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(0.0), SamplingParams(0.5), SamplingParams(top_k=2)], ids=str
 )
-def test_three_levels_and_max_gram_keep_the_joint_law(sampling: SamplingParams) -> None:
+def test_three_levels_and_max_gram_keep_the_joint_distribution(sampling: SamplingParams) -> None:
     got = exact_law(lambda: made("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
     assert got == exact_law(lambda: plain(1, sampling), 2)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
-def test_lenience_between_drafts_changes_no_law(lenience: float) -> None:
+def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> None:
     got = exact_law(lambda: made("2,1/1", 1, 2, lenience=lenience), 2)
     for text, probability in exact_law(lambda: plain(1), 2).items():
         assert float(got[text]) == pytest.approx(float(probability), abs=1e-12)
@@ -183,7 +183,7 @@ def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_d
     assert without.drafter.below[-1].write([2], 1, SamplingParams(), Seeded(0)) == ([], [])
 
 
-def test_nothing_is_drafted_behind_an_end_of_text() -> None:
+def test_nothing_is_drafted_after_an_end_of_text() -> None:
     d = made(
         "3,3/2",
         1,
@@ -217,12 +217,12 @@ def test_a_draft_that_is_full_leaves_the_target_alone() -> None:
     ("quotas", "drafts"),
     [("5,3", 1), ("5,3/1,1", 1), ("5,x/1", 1), ("5/1", 2), ("0,0/1", 1), ("auto", 3)],
 )
-def test_quotas_that_do_not_fit_are_refused_with_an_example(quotas: str, drafts: int) -> None:
+def test_quotas_that_do_not_fit_raise_an_error_with_an_example(quotas: str, drafts: int) -> None:
     with pytest.raises(TinyspecError, match=r"13,10/10|5,14,10|above 0"):
         parse_quotas(quotas, drafts)
 
 
-def test_models_of_different_vocabularies_are_refused_by_name() -> None:
+def test_models_of_different_vocabularies_raise_a_named_error() -> None:
     with pytest.raises(TinyspecError, match="vocabular"):
         cascade(
             Request(Table(1, 3), [Table(2, 4)]),

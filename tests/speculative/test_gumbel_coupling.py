@@ -103,7 +103,7 @@ def test_theorem_it_is_the_text_of_racing_alone() -> None:
     assert verification_laws.same_text_whoever_drafts(CARD.make).cases == 96
 
 
-def test_a_guess_is_kept_where_the_races_agree() -> None:
+def test_draft_token_is_accepted_if_the_races_agree() -> None:
     assert verification_laws.draft_kept_where_winners_agree(CARD.make).cases == 432
 
 
@@ -172,9 +172,7 @@ def test_text_that_was_taken_back_comes_again() -> None:
     assert decoder.context[1:13] == before
 
 
-def test_a_token_without_probability_never_wins_and_what_follows_refused_guesses_is_recovered() -> (
-    None
-):
+def test_impossible_token_never_wins_and_a_rejection_is_followed_by_the_winner() -> None:
     decoder = CARD.make(Request(Table(1), [Table(2)], stop=StoppingCriteria(max_new_tokens=30)))
     decoder.extend((0,))
     source, refusals = Seeded(0), 0
@@ -211,7 +209,7 @@ def test_as_many_tokens_as_wanted(wanted: int) -> None:
     )
 
 
-def test_gamma_must_be_positive_and_the_draft_declares_no_law() -> None:
+def test_gamma_must_be_positive_and_no_distribution_is_declared() -> None:
     with pytest.raises(TinyspecError, match="gamma"):
         CARD.settings({"gamma": 0})
     decoder = CARD.make(Request(Table(1), [Table(2)]))

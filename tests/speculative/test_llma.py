@@ -47,7 +47,7 @@ def made(target: Table, references: list[list[int]], wanted: int, **knobs: objec
 
 
 @pytest.mark.parametrize(("n", "longest"), [(1, 1), (1, 3), (2, 3)])
-def test_the_algorithm_as_printed_is_what_runs(n: int, longest: int) -> None:
+def test_printed_algorithm_is_what_runs(n: int, longest: int) -> None:
     """All references of four tokens and all texts of up to four, over two tokens."""
     nothing = Scores(None, None, ())  # type: ignore[arg-type]
     for reference in product((0, 1), repeat=4):
@@ -120,7 +120,7 @@ def test_the_index_grows_and_is_never_rebuilt(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
-def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1]]
 
     def copying() -> Decoder:

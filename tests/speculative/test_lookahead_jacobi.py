@@ -33,18 +33,18 @@ def test_trap_a_draft_is_the_n_grams_that_the_windows_columns_spelled() -> None:
     assert traps.drafts_its_diagonals(CARD.make).cases > 200
 
 
-def test_trap_window_and_guesses_share_one_call() -> None:
+def test_trap_window_and_n_grams_share_one_forward_pass() -> None:
     traps.shares_one_call(CARD.make)
 
 
-def test_trap_the_window_finds_what_the_text_has_not_said_yet() -> None:
+def test_trap_window_finds_what_the_text_does_not_contain_yet() -> None:
     traps.looks_ahead(CARD.make)
 
 
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
-def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
     assert (
         exact_law(
@@ -75,9 +75,7 @@ def rounds(tokens: int, **knobs: Any) -> int:
     return d.rounds
 
 
-def test_where_all_guesses_come_true_a_round_commits_n_tokens_and_calls_fall_as_w_and_n_grow() -> (
-    None
-):
+def test_periodic_text_commits_n_tokens_a_round_and_larger_windows_save_passes() -> None:
     by_n = [rounds(96, window=8, n=n, guesses=8) for n in (2, 3, 4, 5)]
     by_w = [rounds(96, window=w, n=4, guesses=8) for w in (1, 3, 8)]
     assert all(more > fewer for more, fewer in pairwise(by_n))
@@ -102,11 +100,11 @@ def test_a_cell_hangs_below_its_column_and_the_first_row_from_the_newest_token()
 
 
 @pytest.mark.parametrize("max_draft_depth", range(6))
-def test_neither_guesses_nor_window_reach_beyond_the_room(max_draft_depth: int) -> None:
+def test_draft_and_window_stay_within_the_draft_depth(max_draft_depth: int) -> None:
     assert max(tree_of(max_draft_depth).depths(), default=0) <= max_draft_depth
 
 
-def test_columns_that_do_not_fit_keep_their_guesses() -> None:
+def test_columns_that_do_not_fit_keep_their_newest_token() -> None:
     window = JacobiWindow(2, 2, [4, 5])
     window.advance([1, 2, 3])
     assert window.count_columns(1) == 1 and window.count_columns(0) == 0
@@ -132,7 +130,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
     assert not d.drafter.pool.after and d.drafter.window is None
 
 
-def test_a_guess_ends_with_the_end_of_text() -> None:
+def test_draft_ends_with_the_end_of_text() -> None:
     drafter = LookaheadJacobiDrafter(2, 4, 2, True, frozenset({8}))
     drafter.extend([7, 8, 9, 9], None)  # type: ignore[arg-type]
     tree = drafter.propose([7], 9, GREEDY, Seeded(0))
@@ -158,6 +156,6 @@ def test_nothing_or_one_token_is_made_where_that_is_asked_for(model: Any, tokens
     )
 
 
-def test_knobs_out_of_range_are_refused_in_one_line() -> None:
+def test_knobs_out_of_range_raise_a_one_line_error() -> None:
     with pytest.raises(TinyspecError, match="n is 1: it must be from 2 to 32"):
         CARD.make(Request(Table(3)), n=1)

@@ -64,7 +64,7 @@ def windows_of(*texts: list[int], longest: int) -> Counter[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 64])
-def test_the_algorithm_as_printed_is_what_runs(budget: int) -> None:
+def test_printed_algorithm_is_what_runs(budget: int) -> None:
     """Random prompts and outputs: the same branches, but for which of equally frequent ones are cut."""
     rng, branch, cut, grown = random.Random(budget), 3, 0, 0
     for _ in range(300):
@@ -86,7 +86,7 @@ def test_the_algorithm_as_printed_is_what_runs(budget: int) -> None:
     assert budget < 64 or grown > 500
 
 
-def test_branches_are_inserted_behind_every_position_of_prompt_and_output() -> None:
+def test_branches_are_inserted_after_every_position() -> None:
     d = drafter(branch=2)
     d.extend([1, 2, 3, 4], NOTHING)
     d.insert(OUTPUTS, [5, 6, 7])
@@ -118,7 +118,7 @@ def test_ending_eliminates_the_prompt_and_keeps_the_output() -> None:
     assert spelled(drafted(other, [7])) == {(8,)}
 
 
-def test_a_request_that_nobody_ends_leaves_no_prompt_behind() -> None:
+def test_request_that_nobody_ends_leaves_no_prompt() -> None:
     forest, numbers = Forest(5, 1 << 18), count(1)
     forgotten = LookaheadTrieDrafter(forest, numbers, 64, 4, "hierarchical", 0.0)
     forgotten.extend([1, 2], NOTHING)
@@ -197,7 +197,7 @@ def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
 @pytest.mark.parametrize("price", [0.0, 0.25])
-def test_the_joint_law_is_the_targets_at_any_temperature(
+def test_the_joint_distribution_is_the_targets_at_any_temperature(
     sampling: SamplingParams, price: float
 ) -> None:
     def looking() -> Decoder:
@@ -237,7 +237,7 @@ def test_bad_knobs_are_one_line() -> None:
 # ------------------------------------------------------------------ trust
 
 
-def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
+def test_token_is_run_if_its_estimated_chance_reaches_the_price() -> None:
     trust = AcceptanceTracker(0.3)
     assert trust.select_tree([5, 6, 7], [-1, 0, -1], [0.9, 0.9, 0.1], [5] * 3).tokens == [
         5,
@@ -253,7 +253,7 @@ def test_a_guess_is_run_where_its_expected_chance_reaches_the_price() -> None:
     ]
 
 
-def test_trust_is_lost_by_guesses_that_failed_and_comes_back_without_running_any() -> None:
+def test_trust_is_lost_by_failures_and_regained_without_running() -> None:
     trust = AcceptanceTracker(0.3)
     for _ in range(9):
         trust.select_tree([5], [-1], [1.0], [5])
@@ -282,7 +282,7 @@ def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
     assert trust.further == before
 
 
-def test_in_a_text_of_words_at_random_hardly_a_guess_is_run() -> None:
+def test_random_text_runs_hardly_any_draft_token() -> None:
     """Every word has been there before, in other company: guesses fail, and soon none is run."""
     rng = random.Random(0)
     text = [1 + rng.randrange(12) for _ in range(200)]
@@ -322,7 +322,7 @@ def test_without_room_nothing_is_looked_at_and_that_is_no_look_in_vain() -> None
     assert not trust.should_skip_round(1)
 
 
-def test_what_is_said_while_it_rests_is_counted_at_the_next_look() -> None:
+def test_output_of_skipped_rounds_is_counted_at_the_next_lookup() -> None:
     d = drafter(price=1.0)
     d.extend([1], NOTHING)
     for token in range(2, 30):

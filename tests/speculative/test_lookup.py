@@ -51,7 +51,7 @@ def test_the_merged_tree_has_every_path_once_with_the_greatest_of_its_chances(
 
 
 @given(drafts(), st.integers(0, 2))
-def test_behind_a_replaced_token_comes_what_followed_the_others(given: Any, newest: int) -> None:
+def test_substitution_continues_with_what_followed_other_tokens(given: Any, newest: int) -> None:
     tokens, parents, shares = given
     matches = list(range(len(tokens)))
     texts = spelled(tokens, parents)

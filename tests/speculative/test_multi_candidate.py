@@ -60,7 +60,7 @@ def test_printed_algorithm_is_what_runs(draft: Any) -> None:
 
 @pytest.mark.parametrize("replacement", [False, True])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(top_p=0.7)], ids=str)
-def test_trap_three_candidates_keep_the_joint_law(
+def test_trap_three_candidates_keep_the_joint_distribution(
     sampling: SamplingParams, replacement: bool
 ) -> None:
     """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/traps/multi_candidate.py)."""

@@ -41,13 +41,13 @@ def three(
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(top_p=0.7)], ids=str
 )
-def test_three_levels_keep_the_targets_joint_law(sampling: SamplingParams) -> None:
+def test_three_levels_keep_the_targets_joint_distribution(sampling: SamplingParams) -> None:
     assert exact_law(lambda: three(sampling), 2) == exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 
 
-def test_its_tokens_declare_the_middles_law_not_the_smallests() -> None:
+def test_tokens_declare_the_middle_models_distribution() -> None:
     d = three()
     d.extend((0, 1))
     tree = d.step(Seeded(3)).tree

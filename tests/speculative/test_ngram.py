@@ -14,7 +14,7 @@ CONTEXT = st.lists(st.integers(0, 3), max_size=4)
 
 
 @given(TEXTS, CONTEXT, st.integers(1, 4))
-def test_a_law_sums_to_one_and_nothing_is_impossible_but_where_all_was_seen(
+def test_distribution_sums_to_one_and_unseen_tokens_are_possible(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
     katz = KatzModel(texts, order, 4)
@@ -24,7 +24,7 @@ def test_a_law_sums_to_one_and_nothing_is_impossible_but_where_all_was_seen(
 
 
 @given(TEXTS, CONTEXT, st.integers(2, 4))
-def test_the_likeliest_token_is_the_laws_lowest_argmax(
+def test_most_likely_token_is_the_lowest_argmax(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
     katz = KatzModel(texts, order, 4)

@@ -85,7 +85,7 @@ def test_the_needed_tar_is_the_inverse_of_the_gain(
     assert needed_tar(gain, n, step, verify, plain) == pytest.approx(tar, abs=1e-9)
 
 
-def test_a_slower_draft_is_told_what_it_would_need_to_win() -> None:
+def test_slower_draft_shows_what_it_lacks() -> None:
     verify = [1.0, 1.0, 1.0]
     best, other, plain = recommend_drafts(
         verify, [DraftProfile("slow", 0.2, (0.7, 0.5)), DraftProfile("fast", 0.0, (0.6, 0.4))]
@@ -151,7 +151,7 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
     assert min(slow) > 1.25 * min(fast)
 
 
-def test_bad_input_is_said_in_one_line() -> None:
+def test_bad_input_raises_a_one_line_error() -> None:
     def short() -> Iterator[tuple[Request, Sequence[int]]]:
         yield (
             Request(Table(1), [Table(2, zeros=False)], stop=StoppingCriteria(max_new_tokens=3)),

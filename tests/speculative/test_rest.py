@@ -60,11 +60,11 @@ def test_trap_the_tree_is_the_heaviest_beginnings_by_brute_force() -> None:
     assert traps.is_the_heaviest(CARD.make).cases == 60
 
 
-def test_trap_two_continuations_leave_the_law_alone() -> None:
+def test_trap_two_continuations_keep_the_distribution() -> None:
     traps.law_of_two_continuations(CARD.make)
 
 
-def test_the_released_sampling_branch_gives_the_law_that_the_docstring_says() -> None:
+def test_released_sampling_branch_has_the_bias_of_the_docstring() -> None:
     """Once a path, and anew after a miss."""
 
     def biased() -> Decoder:
@@ -84,7 +84,7 @@ class Constant(Table):
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
-def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
     plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
     assert (
@@ -235,7 +235,7 @@ def test_an_interrupted_build_leaves_what_was_there(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_a_file_that_is_no_datastore_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_no_datastore_raises_an_error(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with pytest.raises(TinyspecError, match="there is no datastore here; build one"):
         open_datastore(path)
@@ -255,7 +255,7 @@ def test_a_file_that_is_no_datastore_is_refused(tmp_path: Path) -> None:
         open_datastore(path).search([3], 1, 2, 3, 9, 9)
 
 
-def test_texts_without_tokens_are_refused(tmp_path: Path) -> None:
+def test_texts_without_tokens_raise_an_error(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="no tokens"):
         write_datastore(tmp_path / "store", [[], []])
     with pytest.raises(TinyspecError, match="reference 2 of 2 is empty: leave it out"):
@@ -304,7 +304,7 @@ def test_documents_come_from_text_and_json_lines_packed_or_not(zoo: Zoo, tmp_pat
         ("a.txt", b"", "no tokens"),
     ],
 )
-def test_files_that_are_no_texts_are_refused_in_one_line(
+def test_files_that_are_no_texts_raise_a_one_line_error(
     zoo: Zoo, tmp_path: Path, name: str, content: bytes, error: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -336,7 +336,7 @@ def test_a_user_builds_a_datastore_and_generates_with_it(zoo: Zoo, tmp_path: Pat
     assert result["stats"]["target_calls"] <= plain.stats.target_calls
 
 
-def test_a_datastore_of_another_tokenizer_is_refused_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_datastore_of_another_tokenizer_raises_a_one_line_error(zoo: Zoo, tmp_path: Path) -> None:
     (tmp_path / "log.txt").write_text("the cat sat on the mat")
     store = str(tmp_path / "log.store")
     assert (
@@ -351,7 +351,7 @@ def test_a_datastore_of_another_tokenizer_is_refused_in_one_line(zoo: Zoo, tmp_p
     )
 
 
-def test_ids_beyond_the_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_raise_an_error(tmp_path: Path) -> None:
     write_datastore(tmp_path / "store", [[1, 70_000]])
     with pytest.raises(TinyspecError, match="ids up to 70000"):
         CARD.make(Request(Reciter([1, 2]).session()), datastore=str(tmp_path / "store"))

@@ -85,7 +85,9 @@ def test_trap_the_technique_passes_it(trap: Trap) -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(0.5, top_k=2)], ids=str
 )
 @pytest.mark.parametrize("threshold", [0.0, 0.5])
-def test_the_joint_law_is_the_whole_models(sampling: SamplingParams, threshold: float) -> None:
+def test_the_joint_distribution_is_the_whole_models(
+    sampling: SamplingParams, threshold: float
+) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     assert exact_law(lambda: made(1, sampling, gamma=2, threshold=threshold), 2) == plain
 
@@ -220,7 +222,7 @@ def test_the_default_keeps_the_first_two_layers_and_the_last() -> None:
         ("missing.json", "no such file"),
     ],
 )
-def test_a_skip_set_without_a_meaning_is_one_line(skip: Any, said: str) -> None:
+def test_skip_set_without_a_meaning_raises_a_one_line_error(skip: Any, said: str) -> None:
     with pytest.raises(TinyspecError, match=said) as error:
         made(skip=skip)
     assert "\n" not in str(error.value)
@@ -242,7 +244,7 @@ def test_the_knob_takes_the_file_of_a_search(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "knobs", [{"gamma": 0}, {"threshold": 1.1}, {"wanted": -0.1}, {"layers": 3}]
 )
-def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
         made(**knobs)
 

@@ -57,9 +57,7 @@ def made(
     )
 
 
-def test_trap_noise_that_is_kept_over_rounds_gives_another_law_of_two_tokens_and_the_right_one_of_the_first() -> (
-    None
-):
+def test_trap_reused_noise_biases_two_tokens_and_not_the_first() -> None:
     with pytest.raises(LawViolated) as accused:
         find_toy("sequoia", "noise kept over rounds").check()
     found = accused.value.counterexample
@@ -199,7 +197,7 @@ def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
 )
-def test_the_joint_law_with_given_figures(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_with_given_figures(sampling: SamplingParams) -> None:
     got = exact_law(lambda: made(sampling=sampling, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2)
     assert got == exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
@@ -237,10 +235,10 @@ def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
         {"nodes": 0},
     ],
 )
-def test_figures_that_mean_nothing_are_refused_by_name(knobs: dict[str, Any]) -> None:
+def test_figures_that_mean_nothing_raise_a_named_error(knobs: dict[str, Any]) -> None:
     with pytest.raises(TinyspecError, match="|".join(knobs)):
         made(**knobs)
 
 
-def test_the_card_says_that_time_has_a_say_and_the_law_does_not_depend_on_it() -> None:
+def test_card_is_timed_and_the_distribution_does_not_depend_on_time() -> None:
     assert CARD.timed and CARD.guarantee is Guarantee.EXACT

@@ -100,7 +100,7 @@ def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() ->
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
-def test_the_joint_law_under_two_models_and_one(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_under_two_models_and_one(sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
         assert (
@@ -140,7 +140,7 @@ def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
     )  # both drafts are one model: each path is there twice
 
 
-def test_an_accepted_token_opens_the_children_of_every_model_that_said_it() -> None:
+def test_accepted_token_opens_the_children_of_every_model_that_proposed_it() -> None:
     sure = [F(0), F(1), F(0)]
     tree = merge_trees(
         [
@@ -175,12 +175,12 @@ def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
 
 
 @pytest.mark.parametrize("expansion", ["1x1+", "+", "0", "a"])
-def test_an_expansion_that_is_none_is_refused_in_one_line(expansion: str) -> None:
+def test_an_expansion_that_is_none_raises_a_one_line_error(expansion: str) -> None:
     with pytest.raises(TinyspecError, match="children"):
         made(expansion=expansion)
 
 
-def test_a_tree_that_no_draft_would_grow_is_refused_and_never_dropped() -> None:
+def test_a_tree_that_no_draft_would_grow_raises_an_error() -> None:
     with pytest.raises(
         TinyspecError, match="2 trees for 1 draft model: give one for each, or more drafts"
     ):
@@ -252,7 +252,7 @@ def test_the_answers_are_the_targets_greedy_text() -> None:
     assert answers_match(target, texts, 4).tolist() == [True]
 
 
-def test_boosting_without_drafts_or_beyond_the_context_is_refused(tmp_path: Path) -> None:
+def test_boosting_without_drafts_or_beyond_the_context_raises_an_error(tmp_path: Path) -> None:
     target, small = model(LLAMA), Model.random(SMALL)
     with pytest.raises(TinyspecError, match="one draft model and one prompt"):
         boost_drafts(target, [], torch.zeros(1, 2, dtype=torch.long), SETTINGS, tmp_path)

@@ -67,11 +67,11 @@ def test_k_seq_is_not_recursive_rejection_it_accepts_more() -> None:
     assert max(gains) > 0.02
 
 
-def test_the_factor_is_the_least_that_keeps_the_law() -> None:
+def test_rho_is_the_least_factor_that_is_exact() -> None:
     assert verification_laws.least_factor(verify_tree_k_seq, largest=4).branches > 1000
 
 
-def test_the_law_is_kept_where_drafts_meet_and_part() -> None:
+def test_exact_where_drafts_meet_and_part() -> None:
     assert verification_laws.selection_keeps_law(verify_tree_k_seq, largest=4).branches > 800
 
 
@@ -161,7 +161,7 @@ def test_one_draft_is_token_verification() -> None:
         (3, 2, SamplingParams(temperature=0.0)),
     ],
 )
-def test_the_joint_law_of_three_tokens_is_the_targets(
+def test_the_joint_distribution_of_three_tokens_is_the_targets(
     k: int, gamma: int, sampling: SamplingParams
 ) -> None:
     made = lambda: CARD.make(  # noqa: E731
@@ -184,14 +184,14 @@ class Any3(BaseDrafter):
         )
 
 
-def test_on_any_tree_groups_of_one_law_follow_on_what_the_others_left() -> None:
+def test_groups_of_equal_distributions_follow_on_the_residual() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
     assert exact_law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == exact_law(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )
 
 
-def test_siblings_without_replacement_keep_the_law() -> None:
+def test_siblings_without_replacement_are_exact() -> None:
     for p, q in list(distribution_pairs((3,), 6))[::23]:
         _, got, _ = theorems.play_siblings(verify_tree_k_seq, theorems.without_replacement, p, q, 3)
         assert got == {token: x for token, x in enumerate(p) if x}
@@ -242,14 +242,14 @@ def test_no_draft_is_plain_decoding_and_probes_are_passed_over() -> None:
     ("token", "q", "word"),
     [(1, [F(1), F(0)], "declare None"), (5, [HALF, HALF], "outside"), (0, [F(1)], "pad it")],
 )
-def test_a_broken_draft_is_refused_by_name(token, q, word) -> None:
+def test_a_broken_draft_raises_a_named_error(token, q, word) -> None:
     tree = TokenTree([0, token], [ROOT] * 2, [q, q], [False] * 2)
     with pytest.raises(TinyspecError, match=word):
         verify_tree_k_seq(tree, {ROOT: [HALF, HALF]}, Seeded(0))
 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 5])
-def test_as_many_tokens_as_wanted_and_none_behind_the_end_of_text(wanted: int) -> None:
+def test_stops_at_the_limit_and_at_the_end_of_text(wanted: int) -> None:
     stop = StoppingCriteria(eos=frozenset({2}), max_new_tokens=wanted)
     for seed in range(5):
         decoder = CARD.make(Request(Table(1), [Table(2)], stop=stop), k=3, gamma=3)
@@ -261,7 +261,7 @@ def test_as_many_tokens_as_wanted_and_none_behind_the_end_of_text(wanted: int) -
         assert 2 not in decoder.new[:-1]
 
 
-def test_bad_knobs_are_refused_by_name() -> None:
+def test_bad_knobs_raise_a_named_error() -> None:
     with pytest.raises(TinyspecError, match="k is 0"):
         CARD.settings({"k": 0})
     with pytest.raises(TinyspecError, match="more than 1024 nodes"):

@@ -80,9 +80,7 @@ def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
     )
 
 
-def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contrast_and_amateur() -> (
-    None
-):
+def test_theorem_acceptance_is_one_minus_total_variation() -> None:
     seen = 0
     for p, q in distribution_pairs((2, 3), 5):
         expected = traps.contrasted(p, q, 1, F("0.25"))
@@ -106,7 +104,7 @@ def test_theorem_a_guess_is_accepted_with_one_minus_the_total_variation_of_contr
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("plausibility", [0.0, 0.3, 1.0])
-def test_logits_have_the_formulas_law(beta: float, plausibility: float) -> None:
+def test_logits_give_the_formulas_distribution(beta: float, plausibility: float) -> None:
     """Models' logits are only fixed up to a shift each; impossible tokens are -inf."""
     rng = np.random.default_rng(1)
     for shift in (0.0, 7.0):
@@ -148,7 +146,7 @@ def test_on_transformers_blocks_write_what_single_tokens_write_at_temperature_0(
     assert sampling != GREEDY or tokens[0] == tokens[1] == tokens[2]
 
 
-def test_one_expert_call_a_round_and_a_bonus_behind_a_draft_that_passes_whole() -> None:
+def test_one_expert_pass_a_round_and_a_bonus_after_a_whole_draft() -> None:
     request = Request(
         Table(1), [Table(1)], sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=10)
     )
@@ -187,7 +185,7 @@ def test_a_decoder_taken_back_tells_both_models() -> None:
 @pytest.mark.parametrize(
     "knobs", [{"gamma": -1}, {"beta": -0.1}, {"plausibility": 1.1}, {"alpha": 0.1}]
 )
-def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
         made(**knobs)
 
@@ -200,7 +198,7 @@ def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
 # ---------------------------------------------------------------------- the joint target, for other uses
 
 
-def test_models_of_two_vocabularies_are_refused_in_one_line() -> None:
+def test_models_of_two_vocabularies_raise_a_one_line_error() -> None:
     joint = JointTarget([Table(1, 3), Table(2, 4)], lambda rows, text, path: rows[0])
     joint.extend((0,))
     with pytest.raises(TinyspecError, match=r"\[3, 4\] tokens"):

@@ -63,14 +63,16 @@ WARPS = [
 
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.parametrize("gamma", [1, 2])
-def test_the_joint_law_of_three_tokens_is_the_targets(sampling: SamplingParams, gamma: int) -> None:
+def test_the_joint_distribution_of_three_tokens_is_the_targets(
+    sampling: SamplingParams, gamma: int
+) -> None:
     for p, q in ((1, 2), (3, 4)):
         assert exact_law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == exact_law(
             lambda p=p: plain(p, sampling), 3
         )  # type: ignore[misc]
 
 
-def test_the_algorithm_as_printed_is_proved_exact() -> None:
+def test_printed_algorithm_is_proved_exact() -> None:
     assert check(verify_chain)
 
 
@@ -79,7 +81,7 @@ def test_printed_algorithm_is_what_runs() -> None:
     assert compare_on_chains(verify_chain, verify_tree) > 2000
 
 
-def test_trap_a_greedy_draft_judged_by_its_soft_law_is_biased_and_the_law_sees_it() -> None:
+def test_trap_greedy_draft_with_its_soft_distribution_is_biased() -> None:
     """The field's commonest mistake: propose the argmax, then divide by the probability it would have had."""
 
     class Greedy(BaseDrafter):
@@ -225,7 +227,7 @@ def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
 @pytest.mark.parametrize(
     "knobs", [{"gamma": 0}, {"lenience": 0.0}, {"lenience": 1.5}, {"gama": 3}, {"gamma": 2.5}]
 )
-def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, float]) -> None:
+def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=r"gamma|lenience"):
         CARD.settings(knobs)
 
@@ -249,7 +251,7 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
-def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one_of_its_laws(
+def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
     penalty: float,
 ) -> None:
     """The tokens are those that drawing from the rows of zeros and a one would give, and lenience asks for no row either."""
@@ -289,7 +291,7 @@ def test_a_greedy_draft_on_real_arrays_is_made_of_point_masses_and_a_sampled_one
         SamplingParams(0.7),
     ],
 )
-def test_guesses_and_laws_are_the_same_whether_they_choose_each_other_or_are_scored_as_trees(
+def test_draft_chain_equals_scoring_a_growing_tree(
     sampling: SamplingParams,
 ) -> None:
     """Under a penalty a law depends on every guess before it."""

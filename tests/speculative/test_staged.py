@@ -77,7 +77,7 @@ def test_trap_n_grams_spare_calls_of_the_draft() -> None:
         find_toy("staged", "a tree and no second stage").check()
 
 
-def test_trap_n_grams_guess_for_the_draft_and_not_for_the_target() -> None:
+def test_trap_n_grams_draft_for_the_draft_model_alone() -> None:
     assert guesses_are_the_drafts(CARD.make).cases == 24
     with pytest.raises(AssertionError, match="whatever"):
         find_toy("staged", "n-grams straight to the target").check()
@@ -92,7 +92,7 @@ def test_trap_the_tree_follows_the_drafts_probability() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
 )
-def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(sampling: SamplingParams) -> None:
+def test_second_stage_keeps_the_distribution_of_the_tree(sampling: SamplingParams) -> None:
     """Every tree that may be proposed, with its probability."""
 
     def trees(guesses: int) -> dict[TokenTree, object]:
@@ -115,7 +115,7 @@ def test_the_second_stage_leaves_the_law_of_the_tree_as_it_is(sampling: Sampling
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), SamplingParams(0.5), SamplingParams(0.0)], ids=str
 )
-def test_the_joint_law_is_the_targets(children: str, sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets(children: str, sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     assert exact_law(lambda: made(sampling=sampling, children=children, budget=3), 2) == plain
 
@@ -142,7 +142,7 @@ def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(
     assert max(tree.parents.count(node) for node in tree.parents) <= width
 
 
-def test_no_tree_is_deeper_than_the_room_or_goes_on_behind_an_end_of_text() -> None:
+def test_tree_stays_within_the_depth_and_ends_with_the_text() -> None:
     d = made(stop=StoppingCriteria(max_new_tokens=3), budget=9)
     d.extend((0, 1))
     assert max(d.step(Seeded(0)).tree.depths()) <= 2
@@ -192,6 +192,6 @@ def test_temperature_0_gives_plain_greedy_text_and_children_that_are_point_masse
 
 
 @pytest.mark.parametrize("knobs", [{"budget": 0}, {"width": 0}, {"children": "all"}, {"order": 1}])
-def test_knobs_out_of_range_are_refused_by_name(knobs: dict[str, object]) -> None:
+def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, object]) -> None:
     with pytest.raises(TinyspecError, match=r"budget|width|children|order"):
         CARD.settings(knobs)

@@ -80,7 +80,7 @@ def test_a_draft_is_bounded_by_alpha_p_by_most_and_by_the_room() -> None:
         assert list(drafted(d, text, room).tokens) == list(range(4, 4 + size))
 
 
-def test_guesses_below_the_floor_are_left_out() -> None:
+def test_tokens_below_the_floor_are_left_out() -> None:
     text = [1, 2, 1, 2, 1, 3, 1]
     for floor, tokens in ((0.0, [2, 3]), (0.5, [2])):
         d = drafter(alpha=2.0, floor=floor)
@@ -151,7 +151,7 @@ def test_an_end_of_text_inside_a_draft_ends_the_text() -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
 @pytest.mark.parametrize("price", [0.0, 0.25])
-def test_the_joint_law_is_the_targets_at_any_temperature(
+def test_the_joint_distribution_is_the_targets_at_any_temperature(
     sampling: SamplingParams, price: float
 ) -> None:
     def suffixes() -> Decoder:

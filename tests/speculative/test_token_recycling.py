@@ -50,7 +50,7 @@ def test_printed_algorithm_is_what_runs() -> None:
         assert decoder.drafter.matrix.rows.tolist() == matrix.tolist()
 
 
-def test_trap_the_rows_of_refused_nodes_are_recycled() -> None:
+def test_trap_candidates_of_rejected_nodes_are_recycled() -> None:
     assert traps.writes_every_row_back(CARD.make).cases > 20
 
 
@@ -65,7 +65,7 @@ def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
 @pytest.mark.parametrize(
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
-def test_the_joint_law_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
+def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
     assert exact_law(lambda: CARD.make(Request(Table(3), sampling=sampling), **SMALL), 4) == plain
 
@@ -173,6 +173,6 @@ def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
         assert eos not in d.new[:-1]
 
 
-def test_knobs_out_of_range_are_refused_in_one_line() -> None:
+def test_knobs_out_of_range_raise_a_one_line_error() -> None:
     with pytest.raises(TinyspecError, match="nodes is 0: it must be from 1 to 1024"):
         CARD.make(Request(Table(3)), nodes=0)

@@ -94,7 +94,7 @@ MODES: list[dict[str, Any]] = [
     ],
     ids=str,
 )
-def test_a_walk_over_the_tree_keeps_the_joint_law(
+def test_verified_tree_keeps_the_joint_distribution(
     sampling: SamplingParams, mode: dict[str, Any]
 ) -> None:
     for children in ((2, 1), (1, 2)):
@@ -133,7 +133,7 @@ def test_without_replacement_each_sibling_declares_what_the_earlier_ones_left() 
     assert third == [F(int(token not in (a, b))) for token in range(3)]
 
 
-def test_as_many_children_as_the_law_has_tokens_unless_the_rest_is_covered() -> None:
+def test_no_more_children_than_possible_tokens_unless_covered() -> None:
     sampling = SamplingParams(top_k=2)
     assert len(proposed(drafter((3,), replace=False), sampling=sampling).tokens) == 2
     covered = proposed(drafter((3,), replace=False, cover=True), sampling=sampling)
@@ -191,12 +191,12 @@ def test_a_text_goes_on_after_an_end_and_a_rewind() -> None:
 
 
 @pytest.mark.parametrize("configuration", ["", "4y2", "0x2", "-1", "2x", "2.5"])
-def test_a_configuration_that_is_no_tree_is_refused(configuration: str) -> None:
+def test_a_configuration_that_is_no_tree_raises_an_error(configuration: str) -> None:
     with pytest.raises(TinyspecError, match="4x2x1"):
         parse_branching(configuration)
 
 
-def test_a_tree_beyond_the_bound_is_refused() -> None:
+def test_a_tree_beyond_the_bound_raises_an_error() -> None:
     with pytest.raises(TinyspecError, match="more than 1024 nodes"):
         branching_parents((9, 9, 9, 9))
 

@@ -71,7 +71,7 @@ def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[t
 
 
 @pytest.mark.parametrize(("gamma1", "gamma2"), [(1, 1), (1, 3), (2, 3), (3, 2)])
-def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None:
+def test_printed_algorithm_is_what_runs(gamma1: int, gamma2: int) -> None:
     """Each text of the second round has the same probability, on a pair of small transformers."""
     target, draft, prompt = small_network(1, 2, 2), small_network(11, 2, 2), (0, 1, 1, 0, 1)
     knobs = {"budget": 2, "chunk": 1, "rebuild": 0, "sink": 0, "window": 64}
@@ -113,13 +113,13 @@ def test_the_algorithm_as_printed_is_what_runs(gamma1: int, gamma2: int) -> None
     assert laws[1] == pytest.approx(laws[0], abs=1e-10)
 
 
-def test_trap_retrieval_knows_what_a_window_has_left_behind() -> None:
+def test_trap_retrieval_knows_what_the_window_has_passed() -> None:
     assert finds_the_needle(CARD.make).cases == 4
     with pytest.raises(AssertionError, match="retrieved key"):
         find_toy("triforce", "a window and no retrieval").check()
 
 
-def test_trap_a_middle_that_draws_again_after_a_refusal_loses_the_law() -> None:
+def test_trap_middle_that_samples_again_after_a_rejection_is_biased() -> None:
     assert joint_law_of_three_levels(CARD.make).cases == 3
     with pytest.raises(AssertionError, match="joint law"):
         find_toy("triforce", "the middle draws again").check()
@@ -148,7 +148,7 @@ def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(
             assert positions == {0, 1, 2 * best, 2 * best + 1}
 
 
-def test_the_first_chunk_is_always_kept_and_equals_go_to_the_earlier() -> None:
+def test_first_chunk_is_always_chosen_and_the_earlier_of_equals() -> None:
     scores = torch.tensor([[-9.0, 1.0, 3.0, 3.0], [5.0, 0.0, 0.0, 0.0]])
     assert select_chunks(scores, 2) == [[0, 2], [0, 1]]
     assert select_chunks(scores, 1) == [[0], [0]]
@@ -168,7 +168,7 @@ def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(
     )  # and the check is free: one row
 
 
-def test_a_budget_as_large_as_the_models_context_is_said_to_be_the_full_cache() -> None:
+def test_budget_of_the_whole_context_gives_a_warning() -> None:
     request = Request(model().session(), [model(seed=2).session()], positions=64)
     with pytest.warns(
         UserWarning, match="budget of 64 tokens holds the whole context of 64.*full cache"
@@ -261,6 +261,6 @@ def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
     assert finish(d, TEXT) == text[: text.index(text[6]) + 1]
 
 
-def test_a_budget_below_one_chunk_is_refused() -> None:
+def test_a_budget_below_one_chunk_raises_an_error() -> None:
     with pytest.raises(TinyspecError, match="at least 8"):
         CARD.make(Request(model().session(), [model(seed=2).session()]), budget=4)

@@ -93,7 +93,7 @@ def test_a_vector_comes_back_as_the_row_it_was() -> None:
     ]
 
 
-def test_laws_are_one_by_their_numbers_and_never_across_kinds() -> None:
+def test_distributions_are_equal_by_numbers_within_one_kind() -> None:
     row = np.array([0.5, 0.5])
     assert (
         is_same_distribution(row, row.copy())
