@@ -23,8 +23,6 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
 from tinyspec.tree import TokenTree
 
-NOTHING = TokenTree()
-
 
 class ExitPoint(NamedTuple):
     """A token at a layer where it may leave.

@@ -136,11 +136,11 @@ class StagedDrafter(ModelDrafter):
                 self.run_ahead(computed, leaves, -(-left // self.width), deepest)
             value, node, path = heappop(leaves)
             assert computed.probs is not None
-            for token, q, value_share in self.draw_children(
+            for token, q, prob in self.draw_children(
                 computed.probs, computed.place[path], min(self.width, left), rng
             ):
                 if token not in self.ends and len(path) + 1 < deepest:
-                    heappush(leaves, (value * value_share, len(tokens), (*path, token)))
+                    heappush(leaves, (value * prob, len(tokens), (*path, token)))
                 tokens.append(token)
                 parents.append(node)
                 dists.append(q)
