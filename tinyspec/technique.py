@@ -170,10 +170,8 @@ class RefineRequest:
     def __post_init__(self) -> None:
         self.model = self.model.counting(self.forward_log)
         if self.teacher is not None:
-            other = self.teacher.name + (
-                "" if self.teacher.name != self.model.name else " (teacher)"
-            )
-            self.teacher = self.teacher.counting(self.forward_log, other)
+            suffix = " (teacher)" if self.teacher.name == self.model.name else ""
+            self.teacher = self.teacher.counting(self.forward_log, self.teacher.name + suffix)
 
 
 Builder = Callable[..., Any]

@@ -137,11 +137,7 @@ class ExitTarget:
         if tree.tokens and self.rule.layers:
             raise ValueError("an early exit decides token by token: it takes no drafts")
         for layer in self.rule.layers:
-            below = (
-                tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
-                if self.rule.states
-                else ()
-            )
+            below = tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
             seen = self.session.advance(tree, layer, hidden_layers=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
             if self.rule.should_exit(

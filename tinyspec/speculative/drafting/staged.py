@@ -238,14 +238,8 @@ def staged(
                 sample_unconditionally(model, sample), order, model.config.vocab_size
             ),
         )
+    ends, max_length = request.stop.eos, request.draft_max_length
     drafter = StagedDrafter(
-        draft,
-        budget,
-        width,
-        table,
-        guesses,
-        children == "drawn",
-        request.stop.eos,
-        request.draft_max_length,
+        draft, budget, width, table, guesses, children == "drawn", ends, max_length
     )
     return request.decoder(drafter, verify_tree)

@@ -198,12 +198,9 @@ def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Deco
 
     A request that runs alone keeps the matrix for later ones.
     """
-    alone = request.clock is not None
-    matrix = (
-        per_model_state(request.target, ("token_recycling", k), lambda: AdjacencyMatrix(k))
-        if alone
-        else AdjacencyMatrix(k)
-    )
+    matrix = AdjacencyMatrix(k)
+    if request.clock is not None:  # the request runs alone
+        matrix = per_model_state(request.target, ("token_recycling", k), lambda: matrix)
     return request.decoder(
         TokenRecyclingDrafter(matrix, nodes, depth, request.stop.eos), verify_tree
     )

@@ -104,13 +104,7 @@ def sequential_acceptance(p: Probs, q: Probs, k: int) -> Any:
 def multi_candidate(request: Request, *, configuration: str, replacement: bool) -> Decoder:
     """Return a decoder whose draft model draws a tree of candidates."""
     tree = branching_parents(parse_branching(configuration))
-    return request.decoder(
-        TreeDrafter(
-            request.drafts[0],
-            tree,
-            request.stop.eos,
-            request.draft_max_length,
-            replace=replacement,
-        ),
-        verify_tree,
+    drafter = TreeDrafter(
+        request.drafts[0], tree, request.stop.eos, request.draft_max_length, replace=replacement
     )
+    return request.decoder(drafter, verify_tree)
