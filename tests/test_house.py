@@ -156,7 +156,7 @@ CODE_LINES = {
     "chapters": 5_156,
     "laws": 11640,
     "museum": 3410,
-    "training": 2590,
+    "training": 2565,
     "bench": 5850,
     "grade": 3530,
     "cli": 2480,

@@ -36,15 +36,15 @@ def test_model_1_is_what_brute_force_says() -> None:
         s: {t for x, y in zip(source, target, strict=True) for t in y if s in (-1, *x)}
         for s in (-1, 1, 2, 3)
     }
-    said = {(s, t): 1 / len(beside[s]) for s in beside for t in beside[s]}
+    probs = {(s, t): 1 / len(beside[s]) for s in beside for t in beside[s]}
     counts = Counter[tuple[int, int]]()
     likelihood = 0.0
     for x, y in zip(source, target, strict=True):
         for t in y:
-            mass = sum(said[s, t] for s in (-1, *x))
+            mass = sum(probs[s, t] for s in (-1, *x))
             likelihood += math.log(mass / (len(x) + 1))
             for s in (-1, *x):
-                counts[s, t] += said[s, t] / mass
+                counts[s, t] += probs[s, t] / mass
     aligned = align_words(source, target, model1_rounds=1, model2_rounds=0)
     assert aligned.likelihood[0] == pytest.approx(likelihood)
     for (s, t), p in aligned.lexicon.items():

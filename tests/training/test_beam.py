@@ -23,22 +23,22 @@ class Table:
         self.texts = [
             (*text, token) for text, token in zip(self.texts, tokens.tolist(), strict=True)
         ]
-        return torch.stack([law(text) for text in self.texts])
+        return torch.stack([next_logits(text) for text in self.texts])
 
     def select(self, rows: Tensor) -> None:
         self.texts = [self.texts[row] for row in rows.tolist()]
 
 
-def law(text: tuple[int, ...]) -> Tensor:
+def next_logits(text: tuple[int, ...]) -> Tensor:
     seed = hash(text) % (1 << 31)  # hashes of tuples of ints do not change between runs
     return 3 * torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def score(source: int, text: tuple[int, ...], length_power: float) -> float:
-    said, total = (source, BEGIN), 0.0
+    prefix, total = (source, BEGIN), 0.0
     for token in (*text, EOS):
-        total += float(law(said).log_softmax(-1)[token])
-        said = (*said, token)
+        total += float(next_logits(prefix).log_softmax(-1)[token])
+        prefix = (*prefix, token)
     return total / (len(text) + 1) ** length_power
 
 

@@ -110,7 +110,9 @@ def test_every_token_but_the_first_is_scored_once_with_enough_context(
     assert sorted(seen) == sorted(t for d in documents for t in d.tokens[1:])
 
 
-def test_a_uniform_law_costs_log2_of_the_vocabulary_per_token(tokenizer: Tokenizer) -> None:
+def test_a_uniform_distribution_costs_log2_of_the_vocabulary_per_token(
+    tokenizer: Tokenizer,
+) -> None:
     documents = [corpus.encode_document(tokenizer, text, 0) for text in TEXTS]
     tokens = sum(len(d.tokens) - 1 for d in documents)
     size = sum(len(text.encode()) for text in TEXTS)
@@ -126,12 +128,16 @@ def test_a_document_can_be_cut_and_counts_bytes_not_characters(tokenizer: Tokeni
     assert tokenizer.decode(cut.tokens) == "\u00e9t\u00e9"
 
 
-def test_acceptance_is_one_for_equal_laws_and_the_overlap_else() -> None:
+def test_acceptance_is_the_overlap_of_the_distributions() -> None:
     documents = [Document([0, 1, 1, 0, 1], 4)]
     rows = {"p": torch.tensor([0.75, 0.25]).log(), "q": torch.tensor([0.25, 0.75]).log()}
 
-    def law(name: str) -> corpus.LogitsFn:
+    def logits_of(name: str) -> corpus.LogitsFn:
         return lambda ids: rows[name].expand(*ids.shape, 2)
 
-    assert corpus.measure_acceptance(law("p"), law("p"), documents, 4, 2) == pytest.approx(1.0)
-    assert corpus.measure_acceptance(law("p"), law("q"), documents, 4, 2) == pytest.approx(0.5)
+    assert corpus.measure_acceptance(
+        logits_of("p"), logits_of("p"), documents, 4, 2
+    ) == pytest.approx(1.0)
+    assert corpus.measure_acceptance(
+        logits_of("p"), logits_of("q"), documents, 4, 2
+    ) == pytest.approx(0.5)

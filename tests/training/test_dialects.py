@@ -14,7 +14,7 @@ TINY = {"modes": 2, "words": 4, "shortest": 2, "longest": 3}
 ALL = [("lex",), ("ord",), ("fert",), ("lex", "fert"), ("ord", "fert"), ("lex", "ord", "fert")]
 
 
-def law(task: Dialects, source: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+def translation_probs(task: Dialects, source: tuple[int, ...]) -> dict[tuple[int, ...], float]:
     """Return the distribution of the translation over all texts: an oracle that merges nothing."""
     first = MASK + 1 + task.words
     found: Counter[tuple[int, ...]] = Counter()
@@ -30,10 +30,12 @@ def law(task: Dialects, source: tuple[int, ...]) -> dict[tuple[int, ...], float]
 
 @pytest.mark.parametrize("noise", [0.0, 0.2])
 @pytest.mark.parametrize("kinds", ALL, ids="+".join)
-def test_the_floors_are_those_of_the_enumerated_law(kinds: tuple[str, ...], noise: float) -> None:
+def test_the_floors_are_those_of_the_enumerated_distribution(
+    kinds: tuple[str, ...], noise: float
+) -> None:
     task = Dialects(kinds, noise=noise, modes=2, words=3, shortest=2, longest=2)
     for source in ((4, 5), (6, 4)):
-        joint = law(task, source)
+        joint = translation_probs(task, source)
         assert sum(joint.values()) == pytest.approx(1)
         lengths: Counter[int] = Counter()
         for text, p in joint.items():
@@ -149,15 +151,15 @@ def test_quality_tells_mixed_dialects_from_repeated_words() -> None:
     assert order.measure_quality([source], [(24, 25, 26, 27, 24)]) == (0, 1, 1)
 
 
-def test_bad_tasks_are_refused() -> None:
-    for given, said in [
+def test_bad_tasks_are_rejected() -> None:
+    for given, message in [
         ({"kinds": ("lax",)}, "no dialect 'lax'"),
         ({"modes": 0}, "modes is 0"),
         ({"kinds": ("ord",), "modes": 6}, "at most 5 modes"),
         ({"longest": 30}, "5 to 30 of 20 words"),
         ({"noise": 1.0}, "noise is 1.0"),
     ]:
-        with pytest.raises(TinyspecError, match=said):
+        with pytest.raises(TinyspecError, match=message):
             Dialects(**given)  # type: ignore[arg-type]
     with pytest.raises(TinyspecError, match="no outputs"):
         Dialects().measure_quality([], [])

@@ -39,7 +39,7 @@ def wrote(model: Model, texts: int = 4, **more: Any) -> list[TargetOutput]:
 # ---------------------------------------------------------------------- the outputs
 
 
-def test_an_outputs_laws_are_the_targets_at_the_places_where_it_was_drawn(zoo: Zoo) -> None:
+def test_an_outputs_probabilities_are_the_targets_where_it_was_sampled(zoo: Zoo) -> None:
     model = tinyspec.load(zoo.big)
     for text in wrote(model, top=6):
         rows = model.logits(text.ids.tolist())[text.positions].softmax(-1)
@@ -95,11 +95,11 @@ def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
 def test_prompts_come_from_a_file_where_one_is_given(zoo: Zoo, tmp_path: Path) -> None:
     model, file = tinyspec.load(zoo.other), tmp_path / "p.txt"
     file.write_text("the cat\n\nthe dog\n", encoding="utf-8")
-    said = {
+    prompts = {
         tuple(ask.ids)
         for ask in outputs.make_prompts(model, OutputSettings(texts=20, tokens=4), file)
     }
-    assert said == {tuple(model.tokenizer.encode(text)) for text in ("the cat", "the dog")}
+    assert prompts == {tuple(model.tokenizer.encode(text)) for text in ("the cat", "the dog")}
     file.write_text("\n\n", encoding="utf-8")
     with pytest.raises(TinyspecError, match="no prompts in it"):
         outputs.make_prompts(model, OutputSettings(), file)
@@ -142,10 +142,10 @@ def test_an_end_of_text_ends_a_text(zoo: Zoo) -> None:
 
 def test_the_words_are_those_the_target_wrote_most_and_always_the_end_of_text(zoo: Zoo) -> None:
     config = distill.replace(tinyspec.load(zoo.big).config, eos=(200,))
-    law = torch.tensor([[0.5], [0.5], [0.4]]).half()
+    probs = torch.tensor([[0.5], [0.5], [0.4]]).half()
     top = torch.tensor([[7], [7], [9]], dtype=torch.int32)
     text = TargetOutput(
-        torch.tensor([1, 7, 7, 9], dtype=torch.int32), torch.tensor([0, 1, 2]), top, law
+        torch.tensor([1, 7, 7, 9], dtype=torch.int32), torch.tensor([0, 1, 2]), top, probs
     )
     assert imitation.most_frequent_tokens([text], 2, config) == (7, 200)
     assert imitation.most_frequent_tokens([text], 3, config) == (7, 9, 200)
@@ -153,7 +153,7 @@ def test_the_words_are_those_the_target_wrote_most_and_always_the_end_of_text(zo
     assert len(imitation.most_frequent_tokens([text], 10**6, config)) == config.vocab_size
 
 
-def test_the_compared_alpha_is_the_overlap_of_whole_laws_where_all_of_p_is_known(zoo: Zoo) -> None:
+def test_alpha_is_the_overlap_of_whole_distributions_if_all_of_p_is_known(zoo: Zoo) -> None:
     target, small = (
         tinyspec.load(zoo.big, dtype="float32"),
         tinyspec.load(zoo.small, dtype="float32"),
@@ -183,21 +183,21 @@ def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) ->
     target = tinyspec.load(zoo.big)
     text = wrote(target, top=5)[0]
     config = distill.replace(target.config, says=(3, 8), tied=False)
-    _, top, law, known = imitation.make_collate_fn([text], config)([0], 96, torch.device("cpu"))
+    _, top, probs, known = imitation.make_collate_fn([text], config)([0], 96, torch.device("cpu"))
     outside = ~torch.isin(text.top_ids, torch.tensor([3, 8], dtype=torch.int32))
     assert int(known.sum()) == len(text.positions)
-    assert (law[0, text.positions][outside] == 0).all()
+    assert (probs[0, text.positions][outside] == 0).all()
     assert int(top.max()) <= 1
 
 
 def test_a_long_text_is_cut_on_the_left(zoo: Zoo) -> None:
     target = tinyspec.load(zoo.big)
     text = wrote(target, top=3)[0]
-    inputs, _, law, known = imitation.make_collate_fn([text], target.config)(
+    inputs, _, probs, known = imitation.make_collate_fn([text], target.config)(
         [0], 6, torch.device("cpu")
     )
     assert inputs[0].tolist() == text.ids[-7:-1].tolist()
-    assert torch.equal(law[0, -1], text.top_probs[-1].float()) and known[0, -1] == 1
+    assert torch.equal(probs[0, -1], text.top_probs[-1].float()) and known[0, -1] == 1
 
 
 def test_a_draft_begins_as_its_targets_first_layers(zoo: Zoo) -> None:

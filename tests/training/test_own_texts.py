@@ -59,7 +59,7 @@ def test_the_penalty_is_the_one_of_decoding() -> None:
             np.testing.assert_allclose(rows[row, at].numpy(), expected, atol=1e-6)
 
 
-def test_two_models_of_one_law_part_under_a_penalty_and_the_loss_sees_it() -> None:
+def test_models_with_equal_distributions_differ_under_a_penalty() -> None:
     logits, inputs = (
         torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(1)),
         torch.zeros(2, 5, dtype=torch.long),
@@ -112,15 +112,15 @@ def test_batches_are_of_both_kinds_and_held_out_texts_are_not_among_them(tmp_pat
         (batch[1] == batch[0] + 1).all() and batch[2].tolist() == pytest.approx([1.2] * 4)
         for batch in own
     )
-    said = {int(batch[0][row, 0]) for batch in own for row in range(4)}
-    assert said == {int(text[0]) for text in texts} - {0, 500}
+    first = {int(batch[0][row, 0]) for batch in own for row in range(4)}
+    assert first == {int(text[0]) for text in texts} - {0, 500}
     assert {round(float(x), 1) for batch in drawn if int(batch[0][0, 0]) < 0 for x in batch[2]} == {
         1.0,
         1.2,
     }
 
 
-def test_alpha_is_that_of_the_penalised_laws() -> None:
+def test_alpha_is_that_of_the_penalized_distributions() -> None:
     target, draft = teacher(0), teacher(1)
     texts = torch.randint(20, (1, 9), generator=torch.Generator().manual_seed(2))
     strength = 1.5

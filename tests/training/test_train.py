@@ -213,7 +213,7 @@ def test_a_loss_that_is_not_finite_stops_with_advice(tmp_path: Path) -> None:
     assert not (tmp_path / "state.pt").exists()
 
 
-def test_a_state_of_other_weights_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_other_weights_is_rejected(tmp_path: Path) -> None:
     run(tmp_path, stop_at=3)
     with pytest.raises(
         TinyspecError, match=r"state.pt is of a training with other weights: --restart"

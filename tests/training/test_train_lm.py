@@ -83,10 +83,10 @@ def run(zoo: Path, name: str, **options: Any) -> bool:
 def test_a_pair_is_trained_and_finds_each_other(zoo: Path) -> None:
     assert run(zoo, "teller")
     assert run(zoo, "helper")
-    for name, said in (("teller", {"draft": "helper"}), ("helper", {"draft_of": "teller"})):
+    for name, extra in (("teller", {"draft": "helper"}), ("helper", {"draft_of": "teller"})):
         parts = checkpoint.read(zoo / name)
         assert parts.weights["embed"].dtype == torch.bfloat16
-        assert said.items() <= parts.config.extra.items()
+        assert extra.items() <= parts.config.extra.items()
         assert (parts.config.bos, parts.config.eos) == (None, (0,))
         card = (zoo / name / "README.md").read_text()
         assert card.count("Seed ") == 3
@@ -134,7 +134,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
         assert torch.equal(weight, whole[name])
 
 
-def test_distillation_is_zero_for_equal_laws_and_pulls_the_student_to_the_teacher() -> None:
+def test_distillation_is_zero_for_equal_distributions_and_moves_the_student() -> None:
     p = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     assert float(distillation_loss(p, p)) == pytest.approx(0, abs=1e-6)
     q = torch.zeros(5, 7, requires_grad=True)

@@ -155,13 +155,13 @@ def test_the_teachers_loss_is_that_of_each_pair_alone_and_padding_counts_for_not
     pairs = [SentencePair([5, 6, 7], [8]), SentencePair([9], [10, 11, 12])]
     total = 0.0
     for source, target in pairs:
-        read, said = [1, *target], [*target, 2]
-        causal = torch.ones(len(read), len(read), dtype=torch.bool).tril()
+        inputs, labels = [1, *target], [*target, 2]
+        causal = torch.ones(len(inputs), len(inputs), dtype=torch.bool).tril()
         states = model.decode(
-            model.embed(torch.tensor([read])), model.encode(torch.tensor([source])), causal
+            model.embed(torch.tensor([inputs])), model.encode(torch.tensor([source])), causal
         )
         total += float(
-            F.cross_entropy(model.logits(states)[0], torch.tensor(said), reduction="sum")
+            F.cross_entropy(model.logits(states)[0], torch.tensor(labels), reduction="sum")
         )
     found = translation_tasks.teacher_forcing_loss(
         model,
@@ -184,7 +184,7 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
 
 def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
     path = zoo / "nat/recipe.toml"
-    for old, new, said in (
+    for old, new, message in (
         ('method = "nat"', 'method = "nut"', "method nut cannot be trained"),
         ('teacher = "../teacher"\n', "", "need a teacher: teacher = FOLDER is missing"),
         ("beam = 1", "beams = 1", r"\[distill\] beams is not known"),
@@ -197,9 +197,11 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
         assert old in text
         other = zoo / "nat/other.toml"
         other.write_text(text.replace(old, new))
-        if not (zoo / "teacher/model.safetensors").exists() and "[shape]" in said.replace("\\", ""):
+        if not (zoo / "teacher/model.safetensors").exists() and "[shape]" in message.replace(
+            "\\", ""
+        ):
             assert run(zoo, "teacher")
-        with pytest.raises(TinyspecError, match=said):
+        with pytest.raises(TinyspecError, match=message):
             train_mt(other, zoo / "out", data_folder=zoo / "data", device="cpu")
 
 

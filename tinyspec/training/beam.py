@@ -12,7 +12,7 @@ A text that reaches its limit must end there.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -42,18 +42,31 @@ def greedy_search(rows: BatchDecoder, bos: int, eos: int, limits: Sequence[int])
     tokens = torch.full((len(alive),), bos)
     while alive:
         tokens = rows.step(tokens).argmax(-1)
-        goes_on = []
+        continuing = []
         for row, (i, token) in enumerate(zip(alive, tokens.tolist(), strict=True)):
             if token != eos:
                 texts[i].append(token)
                 if len(texts[i]) < limits[i]:
-                    goes_on.append(row)
-        if len(goes_on) < len(alive):  # what has ended is not computed any more
-            kept = torch.tensor(goes_on, dtype=torch.long)
-            alive, tokens = [alive[row] for row in goes_on], tokens[kept]
+                    continuing.append(row)
+        if len(continuing) < len(alive):  # texts that have ended are not computed any more
+            kept = torch.tensor(continuing, dtype=torch.long)
+            alive, tokens = [alive[row] for row in continuing], tokens[kept]
             if alive:
                 rows.select(kept)
     return texts
+
+
+class _Beam(NamedTuple):
+    """A text that has not ended.
+
+    source  number of the source that it translates
+    score   its log-probability
+    text    its tokens
+    """
+
+    source: int
+    score: float
+    text: list[int]
 
 
 def beam_search(
@@ -68,57 +81,45 @@ def beam_search(
 
     A limit counts tokens before `eos`.
     """
-    ended: list[list[tuple[float, list[int]]]] = [[] for _ in limits]
-    alive: list[tuple[int, float, list[int]]] = [
-        (i, 0.0, []) for i in range(len(limits))
-    ]  # whose, score, text
-    tokens = torch.full((len(alive),), bos)
-    while alive:
-        logs = rows.step(tokens).log_softmax(-1)  # [N, V]
-        scores = (
-            logs
-            + torch.tensor([score for _, score, _ in alive], dtype=logs.dtype, device=logs.device)[
-                :, None
-            ]
-        )
-        best = scores.topk(
-            min(2 * beam, scores.shape[-1]), dim=-1
-        )  # of 2 * beam at most half are an end
-        last = scores[:, eos].tolist()
+    ended: list[list[tuple[float, list[int]]]] = [[] for _ in limits]  # score by the rule, text
+    beams = [_Beam(source, 0.0, []) for source in range(len(limits))]
+    tokens = torch.full((len(beams),), bos)
+    while beams:
+        # 1. Score: each beam's best continuations. Of 2 * beam of them at most half end a text.
+        logprobs = rows.step(tokens).log_softmax(-1)  # [N, V]
+        so_far = torch.tensor([one.score for one in beams], dtype=logprobs.dtype)
+        scores = logprobs + so_far.to(logprobs.device)[:, None]
+        best = scores.topk(min(2 * beam, scores.shape[-1]), dim=-1)
         values, choices = best.values.tolist(), best.indices.tolist()
-        goes_on: list[tuple[int, int, float]] = []  # row, token, score
-        for i, its in _group_by_text(alive):
-            found = [
-                (value, row, token)
-                for row in its
-                for value, token in (
-                    zip(values[row], choices[row], strict=True)
-                    if len(alive[row][2]) < limits[i]
-                    else [(last[row], eos)]
-                )
-            ]
+        ends = scores[:, eos].tolist()
+        candidates: list[list[tuple[float, int, int]]] = [[] for _ in limits]  # score, row, token
+        for row, (source, _, text) in enumerate(beams):
+            if len(text) < limits[source]:
+                continuations = list(zip(values[row], choices[row], strict=True))
+            else:
+                continuations = [(ends[row], eos)]
+            candidates[source] += [(score, row, token) for score, token in continuations]
+        # 2. Select: the best `beam` of each source, and the texts that end among them.
+        selected: list[tuple[int, int, float]] = []  # row, token, score
+        for source, found in enumerate(candidates):
             found.sort(key=lambda one: -one[0])
             kept: list[tuple[int, int, float]] = []
-            for rank, (value, row, token) in enumerate(found):
+            for rank, (score, row, token) in enumerate(found):
                 if token != eos:
-                    kept.append((row, token, value))
-                elif rank < beam:  # an end counts where it is among the best `beam`
-                    text = alive[row][2]
-                    ended[i].append((value / (len(text) + 1) ** length_power, text))
+                    kept.append((row, token, score))
+                elif rank < beam:
+                    text = beams[row].text
+                    ended[source].append((score / (len(text) + 1) ** length_power, text))
                 if len(kept) == beam:
                     break
-            if len(ended[i]) < beam:
-                goes_on += kept
-        alive = [(alive[row][0], value, [*alive[row][2], token]) for row, token, value in goes_on]
-        tokens = torch.tensor([token for _, token, _ in goes_on], dtype=torch.long)
-        if alive:
-            rows.select(torch.tensor([row for row, _, _ in goes_on]))
+            if len(ended[source]) < beam:
+                selected += kept
+        # 3. Extend the selected texts.
+        beams = [
+            _Beam(beams[row].source, score, [*beams[row].text, token])
+            for row, token, score in selected
+        ]
+        tokens = torch.tensor([token for _, token, _ in selected], dtype=torch.long)
+        if beams:
+            rows.select(torch.tensor([row for row, _, _ in selected]))
     return [max(texts, key=lambda one: one[0])[1] for texts in ended]
-
-
-def _group_by_text(alive: Sequence[tuple[int, float, list[int]]]) -> list[tuple[int, list[int]]]:
-    """Return each text's number and its rows, in order."""
-    owned: dict[int, list[int]] = {}
-    for row, (i, _, _) in enumerate(alive):
-        owned.setdefault(i, []).append(row)
-    return list(owned.items())

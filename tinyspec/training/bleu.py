@@ -47,9 +47,7 @@ class BleuCounts(NamedTuple):
             self.reference_length,
             smooth_method="exp",
         ).score
-        judge.corpus_score(
-            ["a"], [["a"]]
-        )  # the signature knows the number of references only after a score
+        judge.corpus_score(["a"], [["a"]])  # then the signature has the number of references
         return BleuScore(round(float(score), 4), str(judge.get_signature()))
 
 

@@ -129,12 +129,8 @@ class Dialects:
     def tokens_of_word(self, word: int, mode: int) -> list[int]:
         """Return the target tokens of a word (0 to words - 1) in a dialect."""
         parts = 2 if "fert" in self.kinds else 1
-        first = (
-            MASK
-            + 1
-            + self.words
-            + ((mode if "lex" in self.kinds else 0) * self.words + word) * parts
-        )
+        lexicon = mode if "lex" in self.kinds else 0
+        first = MASK + 1 + self.words + (lexicon * self.words + word) * parts
         return [first, first + 1] if parts == 2 and word % self.modes == mode else [first]
 
     def translate(self, source: Sequence[int], mode: int) -> DialectPair:
@@ -146,13 +142,8 @@ class Dialects:
         """
         n = len(source)
         order = [(i + mode) % n for i in range(n)] if "ord" in self.kinds else list(range(n))
-        target, alignment, tree, phrase = (
-            list[int](),
-            list[int](),
-            list[tuple[Span, ...]](),
-            list[Span](),
-        )
-        fertilities = [0] * n
+        target, alignment, fertilities = list[int](), list[int](), [0] * n
+        tree, phrase = list[tuple[Span, ...]](), list[Span]()
         for place, at in enumerate(order):
             word = source[at] - MASK - 1
             tokens = self.tokens_of_word(word, mode)
@@ -221,25 +212,22 @@ class Dialects:
         copies are counted by these numbers.
         """
         right, wrong = 1 - self.noise, self.noise / max(self.tokens - 1, 1)
-        counted = Counter({(0,) * len(group): 1})
+        copies = Counter({(0,) * len(group): 1})  # tokens shared with each text -> copies
         for i, column in enumerate(zip(*group, strict=True)):
             longer = Counter[tuple[int, ...]]()
-            for shared, texts in counted.items():
+            for shared, count in copies.items():
                 for token in set(column):
-                    longer[
-                        tuple(s + (token == c) for s, c in zip(shared, column, strict=True))
-                    ] += texts
+                    now = tuple(s + (token == c) for s, c in zip(shared, column, strict=True))
+                    longer[now] += count
                 if self.noise:
-                    longer[shared] += texts * (self.tokens - len(set(column)))
-            counted = (
-                longer
-                if self.noise
-                else Counter({s: n for s, n in longer.items() if max(s) == i + 1})
-            )
+                    longer[shared] += count * (self.tokens - len(set(column)))
+            if not self.noise:  # each copy equals one of the texts
+                longer = Counter({s: n for s, n in longer.items() if max(s) == i + 1})
+            copies = longer
         n, total = len(group[0]), 0.0
-        for shared, texts in counted.items():
+        for shared, count in copies.items():
             p = sum(right**s * wrong ** (n - s) for s in shared) / len(group)
-            total -= texts * p * math.log(p) if p > 0 else 0.0
+            total -= count * p * math.log(p) if p > 0 else 0.0
         return total
 
     def judge_output(self, source: Sequence[int], output: Sequence[int]) -> tuple[bool, bool, bool]:

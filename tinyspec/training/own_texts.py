@@ -154,9 +154,11 @@ class OwnTexts:
     """Texts [n, T + 1] with their penalties [n]. One of HELD texts is held out of the training."""
 
     def __init__(self, texts: Tensor, penalties: Tensor, own: OwnTextSettings):
-        out = torch.arange(len(texts), device=texts.device) % HELD == 0
-        self.own, self.held = own, (texts[out], penalties[out])
-        self.texts, self.penalties = (texts[~out], penalties[~out]) if len(texts) > 1 else self.held
+        held = torch.arange(len(texts), device=texts.device) % HELD == 0
+        self.own, self.held_out = own, (texts[held], penalties[held])
+        self.texts, self.penalties = self.held_out
+        if len(texts) > 1:
+            self.texts, self.penalties = texts[~held], penalties[~held]
 
     def mix_batches(self, books: Batches, rows: int) -> Batches:
         """Return a sampler of batches (inputs, targets, penalty [B]).
@@ -165,23 +167,24 @@ class OwnTexts:
         """
         own = self.own
 
-        def draw(generator: torch.Generator) -> Batch:
-            def pick(n: int, of: int) -> Tensor:
-                return torch.randint(of, (n,), generator=generator, device=generator.device)
+        def sample_batch(generator: torch.Generator) -> Batch:
+            def sample_indices(n: int, below: int) -> Tensor:
+                return torch.randint(below, (n,), generator=generator, device=generator.device)
 
             if float(torch.rand((), generator=generator, device=generator.device)) < own.share:
-                chosen = pick(rows, len(self.texts)).to(self.texts.device)
+                chosen = sample_indices(rows, len(self.texts)).to(self.texts.device)
                 return self.texts[chosen, :-1], self.texts[chosen, 1:], self.penalties[chosen]
             inputs, targets = books(generator)[:2]
             penalties = torch.tensor(own.penalties, device=inputs.device)
-            return inputs, targets, penalties[pick(len(inputs), len(penalties)).to(inputs.device)]
+            chosen = sample_indices(len(inputs), len(penalties)).to(inputs.device)
+            return inputs, targets, penalties[chosen]
 
-        return draw
+        return sample_batch
 
     @torch.no_grad()
     def measure_acceptance(self, target: LogitsFn, draft: LogitsFn) -> float:
         """Return the mean of sum min(p, q) over the held-out texts, under their penalties."""
-        total, (texts, penalties) = 0.0, self.held
+        total, (texts, penalties) = 0.0, self.held_out
         for at in range(0, len(texts), 8):
             inputs, penalty = texts[at : at + 8, :-1], penalties[at : at + 8]
             p, q = (
