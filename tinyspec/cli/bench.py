@@ -35,10 +35,7 @@ switch = partial(option, default=True, show_default=False)
     help="NAME or NAME:knob=value:knob=value, with commas between; plain decoding always takes "
     "part.",
 )
-@option(
-    "--chapter",
-    help="All techniques of a chapter that this model can run, in tables by task.",
-)
+@option("--chapter", help="All techniques of a chapter that this model can run, in tables by task.")
 @option(
     "--peers",
     multiple=True,

@@ -192,9 +192,7 @@ def begin_assignment(name: str, folder: Path, tasks: Sequence[str]) -> None:
 @click.argument("out", type=OUTPUT_FILE)
 @task_option
 @option(
-    "--seed",
-    type=SEED,
-    help="Of the final run's cases; keep it to yourself.  [default: drawn]",
+    "--seed", type=SEED, help="Of the final run's cases; keep it to yourself.  [default: drawn]"
 )
 def bundle_assignment(name: str, out: Path, tasks: Sequence[str], seed: int | None) -> None:
     """Write OUT, a zip file that Gradescope takes as the autograder of assignment NAME.

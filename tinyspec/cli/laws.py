@@ -51,9 +51,7 @@ class LawsReport(NamedTuple):
     help="Keep what is done in this JSON file, and go on where it was left.",
 )
 @option(
-    "--out",
-    type=base.OutputPath(parents=True),
-    help="Write the result, with its origin, here.",
+    "--out", type=base.OutputPath(parents=True), help="Write the result, with its origin, here."
 )
 @flag("--mutants", help="Which law kills each of the field's mistakes.")
 @flag("--toys", help="Which trap each toy falls into.")

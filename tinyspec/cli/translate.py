@@ -18,9 +18,7 @@ if TYPE_CHECKING:
 @click.command("translate", cls=base.KnobCommand)
 @click.argument("source", required=False)
 @option(
-    "--model",
-    "-m",
-    help="Name or folder. [default: the one here that was trained for the method]",
+    "--model", "-m", help="Name or folder. [default: the one here that was trained for the method]"
 )
 @option("--method", default="plain", help="plain, nat, mask_predict, jacobi, ...")
 @option(
@@ -35,10 +33,7 @@ if TYPE_CHECKING:
     help="At most, from left to right. [default: 1.5 x source + 11]",
 )
 @option(
-    "--temperature",
-    "-t",
-    type=float,
-    help="Of what is drawn. [default: left to right, 0: greedy]",
+    "--temperature", "-t", type=float, help="Of what is drawn. [default: left to right, 0: greedy]"
 )
 @option("--seed", type=int, default=0, help="Same seed, same translation.")
 @option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
