@@ -107,6 +107,13 @@ def test_knobs_are_options(zoo: Zoo, knob: list[str]) -> None:
     assert stats[0]["drafted"] != stats[1]["drafted"]
 
 
+def test_a_knob_may_be_all_that_stands_before_a_piped_prompt(zoo: Zoo) -> None:
+    """Of an unknown option click's parser would make the prompt."""
+    call = ["generate", "--model", zoo.big, "-n", "4", "--method", "speculative_decoding"]
+    assert run(*call, "--gamma=2", stdin="the cat").exit_code == 0
+    assert run(*call, "--lenience", "1", "the cat").exit_code == 0
+
+
 def test_help_shows_the_knobs_of_a_method() -> None:
     """Each with its default; of two methods, a knob that both have stands there once."""
     told = run("generate", "--method", "speculative_decoding", "--help").stdout

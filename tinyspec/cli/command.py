@@ -174,12 +174,13 @@ class KnobCommand(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         parser = self.make_parser(ctx)
         parser.ignore_unknown_options = True
-        named, rest, _ = parser.parse_args(args=[*args])
-        methods = [named[name] for name in self.method_options if name in named]
-        has_unknown = any(word.startswith("--") for word in rest)
-        if not has_unknown and not (methods and {"--help", "-h"} & {*args}):
-            return super().parse_args(ctx, args)
+        named = parser.parse_args(args=[*args])[0]
         own = {name for o in self.get_params(ctx) for name in (*o.opts, *o.secondary_opts)}
+        # Of an unknown option the parser makes the command's argument: so the words are looked at.
+        words = {word.partition("=")[0] for word in args if word.startswith("--")}
+        methods = [named[name] for name in self.method_options if name in named]
+        if not words - own - {"--"} and not (methods and {"--help", "-h"} & {*args}):
+            return super().parse_args(ctx, args)
         for path in named.get("plugin", ()):
             if Path(path).is_file():  # else the option itself says so
                 load_file(Path(path))
