@@ -1070,8 +1070,8 @@ def test_a_session_says_the_rows_of_its_model() -> None:
     texts = [tuple(rng.choices(range(3), k=rng.randint(1, 6))) for _ in range(40)]
     for text in texts:
         session = props_a1.Session(laws, "text")
-        assert session.score(list(text))[-1] == list(SmallModel(laws, "text").law(text))
-        assert props_a1.Session(laws).score(text)[-1] == list(SmallModel(laws).law(text[1:]))
+        assert session.score(list(text))[-1] == list(SmallModel(laws, "text").next_probs(text))
+        assert props_a1.Session(laws).score(text)[-1] == list(SmallModel(laws).next_probs(text[1:]))
 
 
 def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:

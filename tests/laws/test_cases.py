@@ -12,7 +12,7 @@ def test_cases_come_in_order_of_vocabulary_and_gamma_and_are_the_same_each_time(
     kinds = list(dict.fromkeys((case.vocabulary, case.gamma) for case in cases))
     assert kinds == sorted(kinds)
     for case in cases:
-        assert all(sum(law) == 1 for law in (*case.p.laws, *case.q.laws))
+        assert all(sum(law) == 1 for law in (*case.p.probs, *case.q.probs))
 
 
 def test_shrinking_ends_at_the_smallest_broken_case() -> None:
@@ -20,9 +20,9 @@ def test_shrinking_ends_at_the_smallest_broken_case() -> None:
         return tuple(F(x, sum(weights)) for x in weights)
 
     case = CheckCase(SmallModel((law(3, 2), law(1, 4))), SmallModel((law(2, 3),)), 1, 2)
-    smallest = shrink_case(case, lambda c: c.q.laws[0][0] > 0 and c.p.laws[0][1] > 0)
+    smallest = shrink_case(case, lambda c: c.q.probs[0][0] > 0 and c.p.probs[0][1] > 0)
     assert smallest.size == 3
-    assert smallest.q.laws[0][0] > 0 and smallest.p.laws[0][1] > 0
+    assert smallest.q.probs[0][0] > 0 and smallest.p.probs[0][1] > 0
 
 
 def test_a_law_by_text_differs_where_the_texts_differ() -> None:

@@ -333,12 +333,12 @@ class Stale(TableSession):
         self.left = self.committed[length:]
         super().rewind(length)
 
-    def _adopt_path(self, nodes: Any) -> None:
+    def _commit_nodes(self, nodes: Any) -> None:
         first = len(self)
-        super()._adopt_path(nodes)
+        super()._commit_nodes(nodes)
         for node, old in zip(self.committed[first:], getattr(self, "left", []), strict=False):
             if old.states and not node.states:
-                node.states, node.keys, node.plan = list(old.states), list(old.keys), old.plan
+                node.states, node.keys, node.plan = list(old.states), dict(old.keys), old.plan
         self.left = []
 
 

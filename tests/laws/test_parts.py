@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.laws import streaming
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws import streaming
 from tinyspec.laws.evidence import LawViolated
 from tinyspec.lm.tokenizer import Tokenizer
 

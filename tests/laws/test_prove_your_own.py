@@ -55,8 +55,8 @@ got      [1, 0]
 """
 DOORS = """\
 joint law: kept in 616 cases, 2455 outcomes, # s (in floating point, to 2e-16; V 2-4, gamma 1-3)
-joint law: kept in 604 cases, 2245 outcomes, # s (a chain drawn from q, its laws declared; exactly; V 2-4, gamma 1-2)
-joint law: kept in 151 cases, 779 outcomes, # s (a chain without laws: each token is judged as a point mass; \
+joint law: kept in 604 cases, 2245 outcomes, # s (a chain drawn from q, its distributions declared; exactly; V 2-4, gamma 1-2)
+joint law: kept in 151 cases, 779 outcomes, # s (a chain without distributions: each token is judged as a point mass; \
 exactly; V 2-4, gamma 1-2)
 joint law: kept in 151 cases, 1598 outcomes, # s (two siblings drawn from q, independently; exactly; V 2-4, gamma 1-2)
 joint law: kept in 151 cases, 917 outcomes, # s (two siblings drawn from q without replacement; exactly; V 2-4, gamma 1-2)

@@ -173,7 +173,7 @@ def test_the_worst_case_is_m_sweeps_in_the_frame_and_m_plus_one_as_published(m: 
 
 
 def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_reads_it() -> None:
-    model = laws.place_table()
+    model = laws.position_table()
     assert len(expected_sweeps(model, (0,) * 6, "pj", 1, 0, 6)) == 2
     says = lambda text, block: sweep_block(model, text, block)  # noqa: E731
     assert (

@@ -72,7 +72,7 @@ def test_rho_is_the_least_factor_that_is_exact() -> None:
 
 
 def test_exact_where_drafts_meet_and_part() -> None:
-    assert verification_laws.selection_keeps_law(verify_tree_k_seq, largest=4).branches > 800
+    assert verification_laws.selection_keeps_target(verify_tree_k_seq, largest=4).branches > 800
 
 
 # ------------------------------------------------------------------ theorems

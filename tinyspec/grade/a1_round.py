@@ -88,8 +88,8 @@ def each_draft(case: CheckCase) -> Iterator[RoundInput]:
 
 def make_input(case: CheckCase, draft: Text) -> RoundInput:
     """Return the rows of a draft, and the draft."""
-    p = [case.p.law(draft[:place]) for place in range(case.gamma + 1)]
-    return RoundInput(p, [case.q.law(draft[:place]) for place in range(case.gamma)], draft)
+    p = [case.p.next_probs(draft[:place]) for place in range(case.gamma + 1)]
+    return RoundInput(p, [case.q.next_probs(draft[:place]) for place in range(case.gamma)], draft)
 
 
 @graded_law(3, TOKENS)
@@ -97,7 +97,7 @@ def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[boo
     """Check the form of the output; without a draft it is one token."""
     for case in draw_rounds(cases):
         if case.vocabulary == 2 and case.gamma == 1:
-            round_distribution(verify, RoundInput([case.p.laws[0]], [], ()))
+            round_distribution(verify, RoundInput([case.p.probs[0]], [], ()))
             yield True
         for given in each_draft(case):
             round_distribution(verify, given)
@@ -108,7 +108,7 @@ def returns_a_part_and_one_token(verify: Function, cases: Cases) -> Iterator[boo
 def draws_the_bonus(verify: Function, cases: Cases) -> Iterator[bool]:
     """Check that p = q gives the whole draft, and a draw from the row after it."""
     for case in draw_rounds(cases):
-        agreed = replace(case, q=replace(case.p, laws=case.p.laws[: len(case.q.laws)]))
+        agreed = replace(case, q=replace(case.p, probs=case.p.probs[: len(case.q.probs)]))
         for given in each_draft(agreed):
             expected = {(*given.draft, token): x for token, x in enumerate(given.p[-1]) if x}
             expect_close(BONUS, expected, round_distribution(verify, given), **given.shown())
@@ -140,7 +140,7 @@ def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator
     def play(case: CheckCase, rng: Exhaustive) -> RunOutcome:
         draft: Text = ()
         for _ in range(case.gamma):
-            draft = (*draft, rng.draw(case.q.law(draft)))
+            draft = (*draft, rng.draw(case.q.next_probs(draft)))
         return RunOutcome(draft, run_round(verify, make_input(case, draft), rng))
 
     def judge(case: CheckCase) -> Counterexample | None:

@@ -101,7 +101,7 @@ def draw_tree(case: TreeCase, rng: Exhaustive) -> tuple[TokenTree, list[Any]]:
         if shape_parent in case.points:
             row, token = None, case.vocabulary - 1 - parents.count(parent)
         else:
-            whole_row = case.q.law(tree.tokens_on(tree.path(parent)))
+            whole_row = case.q.next_probs(tree.tokens_on(tree.path(parent)))
             row = left.get(parent, whole_row)
             if row is None:
                 continue
@@ -118,7 +118,7 @@ def draw_tree(case: TreeCase, rng: Exhaustive) -> tuple[TokenTree, list[Any]]:
 def target_rows(case: TreeCase, tree: TokenTree) -> list[list[Fraction]]:
     """Return [n + 1][V] the target's rows, the root's first."""
     nodes = range(ROOT, len(tree.tokens))
-    return [list(case.p.law(tree.tokens_on(tree.path(node)))) for node in nodes]
+    return [list(case.p.next_probs(tree.tokens_on(tree.path(node)))) for node in nodes]
 
 
 # ---------------------------------------------------------------------- runs
@@ -188,7 +188,7 @@ class WalkForm(Form):
             if outcome.problem:
                 shown = self.shown(case) | {"tokens of the tree": list(outcome.draft)}
                 name = JOINT if outcome.problem == NEEDS_MASS else PATH
-                return Counterexample(name, shown, outcome.problem, outcome.laws[0])
+                return Counterexample(name, shown, outcome.problem, outcome.draft_probs[0])
         return None
 
     def check_joint(self, case: TreeCase, outcomes: OutcomeProbs) -> Counterexample | None:

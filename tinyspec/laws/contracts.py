@@ -374,6 +374,8 @@ def contracts_of_technique(card: Card) -> list[Evidence]:
         (SamplingParams(top_p=0.6), 1),
     ):
         stage = Stage(card, sampling=sampling, deep=True, vocabulary=4)
-        for found in check_decoder_contracts(stage.made, stage.prompt, rounds, case=stage.words()):
+        for found in check_decoder_contracts(
+            stage.new_decoder, stage.prompt, rounds, case=stage.describe()
+        ):
             evidence[found.law] += found
     return list(evidence.values())

@@ -167,7 +167,7 @@ def walk_equals_twin(
 
     def judge(drawn: tuple[str, WalkCase]) -> None:
         kind, case = drawn
-        laws = [None if law is None else ROW_KINDS[kind](law) for law in case.laws]
+        laws = [None if law is None else ROW_KINDS[kind](law) for law in case.draft_probs]
         tree, given = (
             TokenTree(case.tokens, case.parents, laws, case.probe),
             TwinUniforms(case.uniforms.tolist()),

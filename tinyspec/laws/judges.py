@@ -177,7 +177,7 @@ def all_judges() -> dict[str, PartsLaw]:
         verification_laws.BLOCK_EMITTED: lambda parts: verification_laws.block_keeps_its_promise(
             parts.block, gamma=2, laws=(verification_laws.BLOCK_EMITTED,)
         ),
-        verification_laws.SELECTED: lambda parts: verification_laws.selection_keeps_law(
+        verification_laws.SELECTED: lambda parts: verification_laws.selection_keeps_target(
             parts.k_seq, largest=4
         ),
         verification_laws.FACTOR: lambda parts: verification_laws.least_factor(

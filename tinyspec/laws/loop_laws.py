@@ -10,16 +10,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
+from tinyspec.decoding.decode import Decoder, Drafter
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.checking.uniforms import Name, Noise
-from tinyspec.laws.evidence import Evidence, accuse
-from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law
+from tinyspec.laws.evidence import Evidence, accuse, expect_equal
+from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law, first_difference
+from tinyspec.laws.exact.models import FunctionDrafter, Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.row_laws import normalised
@@ -45,27 +46,28 @@ def table_model(table: Table) -> TableModel:
 
 def format_table(table: Table) -> Any:
     """Return a table for a counterexample: one distribution, or one for each last token."""
-    laws = [normalised(weights) for weights in table]
-    return laws[0] if len(laws) == 1 else {f"after {token}": law for token, law in enumerate(laws)}
+    rows = [normalised(weights) for weights in table]
+    return rows[0] if len(rows) == 1 else {f"after {token}": row for token, row in enumerate(rows)}
 
 
-class ConstantDrafter(BaseDrafter):
+class ConstantDrafter(FunctionDrafter):
     """Proposes the same tokens for every text, in a chain or side by side, as point masses."""
 
     def __init__(self, tokens: Sequence[int], side_by_side: bool = False):
-        self.tokens, self.side_by_side = tuple(tokens), side_by_side
+        n = len(tokens)
+        siblings = TokenTree(tokens, (ROOT,) * n, (None,) * n, (False,) * n)
 
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        if not self.side_by_side or max_draft_depth < 1:
-            return TokenTree.chain(self.tokens[:max_draft_depth])
-        n = len(self.tokens)
-        return TokenTree(self.tokens, (ROOT,) * n, (None,) * n, (False,) * n)
+        def draft(context: Sequence[int], depth: int) -> TokenTree:
+            return siblings if side_by_side and depth >= 1 else TokenTree.chain(tokens[:depth])
+
+        super().__init__(draft)
+
+
+def plain_decoding(table: Table, sampling: SamplingParams | None = None) -> Reference:
+    """Return plain decoding on a table."""
+    return Reference(
+        lambda text: normalised(table[text[-1] % len(table)]), sampling or SamplingParams()
+    )
 
 
 class HalvingParams(SamplingParams):
@@ -113,10 +115,7 @@ class LoopCase:
         if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
             return Reference(lambda text: sampling.probs(normalised(self.p[0]), text)).law(n)
-        return Reference(
-            lambda text: normalised(self.p[text[-1] % len(self.p)]),
-            self.sampling or SamplingParams(),
-        ).law(n)
+        return plain_decoding(self.p, self.sampling).law(n)
 
     def shown(self) -> dict[str, Any]:
         """Return the case for a counterexample."""
@@ -191,6 +190,19 @@ def enumerate_tokens(
     return Exhaustive.law(run), branches
 
 
+def expect_distribution(
+    law: str, expected: JointLaw, got: dict[tuple[int, ...], Any], **case: Any
+) -> None:
+    """Raise LawViolated for this case unless two distributions of texts are equal.
+
+    Floats may differ by rounding.
+    """
+
+    within = 1e-12 if any(isinstance(x, float) for x in expected.values()) else 0.0
+    if first_difference(expected, got, within) is not None:
+        accuse(law, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+
+
 def joint_law_of_parts(parts: Parts) -> Evidence:
     """Check that the tokens of several rounds are distributed as the target's own.
 
@@ -198,27 +210,14 @@ def joint_law_of_parts(parts: Parts) -> Evidence:
     """
     seen, branches = 0, 0
     for case in loop_cases():
-        law, walked = enumerate_tokens(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
+        texts, walked = enumerate_tokens(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
         seen, branches = seen + 1, branches + walked
-        for n in range(1, case.tokens + 1):  # the shortest text whose law is wrong
+        for n in range(1, case.tokens + 1):  # the shortest text whose distribution is wrong
             got: dict[tuple[int, ...], Any] = {}
-            for text, x in law.items():
+            for text, x in texts.items():
                 got[text[:n]] = got.get(text[:n], 0) + x
-            expected = case.expected(n)
-            if any(_unlike(got.get(text, 0), expected.get(text, 0)) for text in (*got, *expected)):
-                accuse(
-                    JOINT,
-                    dict(sorted(expected.items())),
-                    dict(sorted(got.items())),
-                    **case.shown(),
-                    tokens=n,
-                )
+            expect_distribution(JOINT, case.expected(n), got, **case.shown(), tokens=n)
     return Evidence(JOINT, seen, branches)
-
-
-def _unlike(x: Any, y: Any) -> bool:
-    """Return whether two probabilities differ; floats may differ by rounding."""
-    return bool(abs(x - y) > 1e-12 if isinstance(x, float) else x != y)
 
 
 def chance_ledger(parts: Parts) -> Evidence:
@@ -237,9 +236,8 @@ def chance_ledger(parts: Parts) -> Evidence:
         reads, _ = next(iter(Exhaustive.walk(request)))
         twice = [uniform for at, uniform in enumerate(reads) if uniform in reads[:at]]
         if twice:
-            accuse(
-                name, "every uniform used once", f"{twice[0]} again", **case.shown(), uniforms=reads
-            )
+            once, again = "every uniform used once", f"{twice[0]} again"
+            accuse(name, once, again, **case.shown(), uniforms=reads)
     return Evidence(name, 4)
 
 
@@ -247,100 +245,92 @@ LAWS = {JOINT: joint_law_of_parts, "chance ledger": chance_ledger}
 
 
 STOP_LETTERS = "abc"
-DEAF = (0, 0, 0, 0)  # guesses of one who does not ask how much room there is
+OVERLONG_DRAFT = (0, 0, 0, 0)  # of a drafter that ignores how deep a draft may be
 STOP_RULES: list[dict[str, Any]] = [
     {},
-    {"eos": {1}},
-    {"eos": {1, 2}},
+    {"eos": frozenset({1})},
+    {"eos": frozenset({1, 2})},
     {"sequences": ((1, 1),)},
     {"sequences": ((1, 0, 0), (0, 2))},
     {"strings": ("b",)},
     {"strings": ("ab",)},
-    {"eos": {2}, "strings": ("ba",), "sequences": ((1, 1),)},
+    {"eos": frozenset({2}), "strings": ("ba",), "sequences": ((1, 1),)},
 ]
 
 
-def end_of_text(
-    poem: Sequence[int], rule: dict[str, Any], most: int, limit: int | None
-) -> tuple[list[int], str]:
+def end_of_text(case: "StopCase") -> tuple[list[int], str]:
     """Return where a text ends and why, token by token, by the definition.
 
     A text that completes a stop ends there before its budget does.
     """
     new: list[int] = []
     while True:
-        if limit is not None and len(new) >= limit and limit < most:
+        if case.limit is not None and len(new) >= case.limit and case.limit < case.most:
             return new, "context"
-        if len(new) >= most:
+        if len(new) >= case.most:
             return new, "length"
-        new.append(poem[len(new)])
-        if new[-1] in rule.get("eos", ()):
+        new.append(case.poem[len(new)])
+        if new[-1] in case.rule.get("eos", ()):
             return new, "eos"
-        if any(tuple(new[len(new) - len(s) :]) == s for s in rule.get("sequences", ())):
+        if any(tuple(new[len(new) - len(s) :]) == s for s in case.rule.get("sequences", ())):
             return new, "stop"
-        if any(s in "".join(STOP_LETTERS[x] for x in new) for s in rule.get("strings", ())):
+        written = "".join(STOP_LETTERS[x] for x in new)
+        if any(s in written for s in case.rule.get("strings", ())):
             return new, "stop"
 
 
-class RecitingDrafter(BaseDrafter):
-    """Proposes the next tokens of the text to come, and others after them.
+class StopCase(NamedTuple):
+    """A text to come, where it must stop, and what is drafted.
 
-    With `deaf`, it does so however little room there is.
+    poem    the text that the target writes
+    rule    the arguments of the stopping criteria
+    most    max_new_tokens
+    limit   how many tokens the context has left; None: enough
+    gamma   how many draft tokens are right
+    then    the wrong draft tokens after them
     """
 
-    def __init__(
-        self, poem: Sequence[int], gamma: int, then: Sequence[int] = (), deaf: bool = False
-    ):
-        self.poem, self.gamma, self.then, self.deaf = poem, gamma, then, deaf
+    poem: tuple[int, ...]
+    rule: dict[str, Any]
+    most: int
+    limit: int | None = None
+    gamma: int = 0
+    then: tuple[int, ...] = ()
 
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
+    def draft(self, context: Sequence[int], depth: int) -> TokenTree:
+        """Return the next tokens of the text to come, and the wrong ones after them."""
         at = len(context) - 1
         chain = [*self.poem[at : at + self.gamma], *self.then]
-        return TokenTree.chain(chain if self.deaf else chain[:max_draft_depth])
+        return TokenTree.chain(chain if self.then is OVERLONG_DRAFT else chain[:depth])
+
+    def decoder(self, parts: Parts) -> Decoder:
+        """Return a decoder after its prompt, made of these parts."""
+        stop: StoppingCriteria = parts.stop(
+            **self.rule,
+            max_new_tokens=self.most,
+            decode=lambda ids: "".join(STOP_LETTERS[x] for x in ids),
+        )
+        decoder = parts.decoder(
+            Reciter([0, *self.poem, 0], vocabulary=3).session(),
+            FunctionDrafter(self.draft),
+            parts.walk,
+            stop=stop,
+            positions=None if self.limit is None else 1 + self.limit,
+        )
+        decoder.extend((0,))
+        return decoder
 
 
-def stop_cases() -> Iterator[
-    tuple[tuple[int, ...], dict[str, Any], int, int | None, int, tuple[int, ...]]
-]:
-    """Yield (text to come, stop rule, budget, context left, right tokens, wrong ones), small
-    first."""
+def stop_cases() -> Iterator[StopCase]:
+    """Yield the cases, small first."""
+    drafts = ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1)))
     for most in range(5):
-        yield (0,) * 4, {}, most, None, 4, DEAF
+        yield StopCase((0,) * 4, {}, most, gamma=4, then=OVERLONG_DRAFT)
         for poem in product(range(3 if most < 3 else 2), repeat=max(most, 1)):
-            for rule in STOP_RULES:
-                for gamma, then in ((0, ()), (0, (1,)), (1, ()), (2, ()), (3, ()), (1, (2, 1))):
-                    yield poem, rule, most, None, gamma, then
+            for rule, (gamma, then) in product(STOP_RULES, drafts):
+                yield StopCase(poem, rule, most, None, gamma, then)
     for limit in range(4):
-        yield (0, 2, 0, 0), {"eos": {1}}, 4, limit, 2, ()
-
-
-def recite_poem(
-    parts: Parts, poem: Any, rule: Any, most: int, limit: int | None, gamma: int, then: Any
-) -> Decoder:
-    target = TableModel(
-        vocabulary=3,
-        rows=lambda text: [int(x == (*poem, 0)[min(len(text) - 1, len(poem))]) for x in range(3)],
-    )
-    ends = {"eos": frozenset(rule.get("eos", ())), **{k: v for k, v in rule.items() if k != "eos"}}
-    stop: StoppingCriteria = parts.stop(
-        **ends, max_new_tokens=most, decode=lambda ids: "".join(STOP_LETTERS[x] for x in ids)
-    )
-    positions = None if limit is None else 1 + limit
-    decoder = parts.decoder(
-        target.session(),
-        RecitingDrafter(poem, gamma, then, then is DEAF),
-        parts.walk,
-        stop=stop,
-        positions=positions,
-    )
-    decoder.extend((0,))
-    return decoder
+        yield StopCase((0, 2, 0, 0), {"eos": frozenset({1})}, 4, limit, gamma=2)
 
 
 def stop_law(parts: Parts) -> Evidence:
@@ -350,15 +340,21 @@ def stop_law(parts: Parts) -> Evidence:
     Nothing comes after it, and the reason is the one that plain decoding gives.
     """
     name, seen = "stop", 0
-    for poem, rule, most, limit, gamma, then in stop_cases():
-        decoder, seen = recite_poem(parts, poem, rule, most, limit, gamma, then), seen + 1
-        drafts = []
-        while not decoder.finished and len(decoder.new) <= most:
+    for case in stop_cases():
+        decoder, drafts, seen = case.decoder(parts), [], seen + 1
+        while not decoder.finished and len(decoder.new) <= case.most:
             drafts.append(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
-        got, expected = (decoder.new, decoder.finished), end_of_text(poem, rule, most, limit)
-        if got != expected:
-            budget = {"max_new_tokens": most, **({} if limit is None else {"context left": limit})}
-            accuse(name, expected, got, text_to_come=poem, stop=rule, **budget, drafts=drafts)
+        left = {} if case.limit is None else {"context left": case.limit}
+        expect_equal(
+            name,
+            end_of_text(case),
+            (decoder.new, decoder.finished),
+            text_to_come=case.poem,
+            stop=case.rule,
+            max_new_tokens=case.most,
+            **left,
+            drafts=drafts,
+        )
     return Evidence(name, seen)
 
 
@@ -366,19 +362,14 @@ def room_law(parts: Parts) -> Evidence:
     """Check that a draft is never deeper than the tokens still allowed, less one."""
     name, seen = "room", 0
     for most, limit in product(range(1, 5), (None, 1, 2, 3)):
-        decoder, seen = recite_poem(parts, (0,) * 9, {}, most, limit, 3, ()), seen + 1
+        decoder, seen = StopCase((0,) * 9, {}, most, limit, gamma=3).decoder(parts), seen + 1
         while not decoder.finished:
-            left = min(most, most if limit is None else limit) - len(decoder.new)
+            made = len(decoder.new)
+            room = min(most, most if limit is None else limit) - made - 1
             depth = len(decoder.step(parts.seeded(decoder.rounds)).tree.tokens)
-            if depth > left - 1:
-                accuse(
-                    name,
-                    f"at most {left - 1} guesses",
-                    depth,
-                    max_new_tokens=most,
-                    context_left=limit,
-                    made=most - left,
-                )
+            if depth > room:
+                case = {"max_new_tokens": most, "context_left": limit, "made": made}
+                accuse(name, f"at most {room} draft tokens", depth, **case)
     return Evidence(name, seen)
 
 
@@ -388,27 +379,17 @@ def committed_text(parts: Parts) -> Evidence:
     Nothing that a stop cut off stays, and nothing is missing.
     """
     name, seen = "committed text", 0
-    for poem, rule, most, limit, gamma, then in stop_cases():
-        if not (gamma or then):
+    for case in stop_cases():
+        if not (case.gamma or case.then):
             continue  # nothing to cut in a round of one token
-        decoder, made, seen = (
-            recite_poem(parts, poem, rule, most, limit, gamma, then),
-            [0],
-            seen + 1,
-        )
-        while not decoder.finished and len(made) <= most:
+        decoder, made, seen = case.decoder(parts), [0], seen + 1
+        while not decoder.finished and len(made) <= case.most:
             made += decoder.step(parts.seeded(decoder.rounds)).tokens
             text = list(decoder.target.text)  # type: ignore[attr-defined]
             if not text == made == decoder.context:
-                accuse(
-                    name,
-                    made,
-                    text,
-                    text_to_come=poem,
-                    stop=rule,
-                    max_new_tokens=most,
-                    guesses=gamma,
-                )
+                shown: dict[str, Any] = {"text_to_come": case.poem, "stop": case.rule}
+                shown |= {"max_new_tokens": case.most, "right draft tokens": case.gamma}
+                accuse(name, made, text, **shown)
     return Evidence(name, seen)
 
 
@@ -441,31 +422,10 @@ def three_levels(parts: Parts) -> Evidence:
     branches = 0
     for tables in CASCADE_CASES:
         got = exact_law(lambda tables=tables: make_cascade(parts, tables), 2)  # type: ignore[misc]
-        rows = tables[0]
-        expected = Reference(lambda text, rows=rows: normalised(rows[text[-1] % len(rows)])).law(2)  # type: ignore[misc]
         branches += got.branches
-        if got != expected:
-            told = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
-            accuse(
-                LEVELS, dict(sorted(expected.items())), dict(sorted(got.items())), **told, gamma=2
-            )
+        shown = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
+        expect_distribution(LEVELS, plain_decoding(tables[0]).law(2), got, **shown, gamma=2)
     return Evidence(LEVELS, len(CASCADE_CASES), branches)
-
-
-def drafted_rounds(parts: Parts) -> Any:
-    """Return what can be seen without a law: the trees and texts of some rounds."""
-    seen = []
-    for tables in CASCADE_CASES:
-        for seed in range(6):
-            decoder, rng = make_cascade(parts, tables), Seeded(seed)
-            decoder.extend((0,))
-            for _ in range(3):
-                round = decoder.step(rng)
-                laws = [
-                    None if row is None else [str(x) for x in row] for row in round.tree.draft_probs
-                ]
-                seen.append((tuple(round.tree.tokens), laws, round.tokens))
-    return seen
 
 
 CASCADE_LAWS: dict[str, Callable[[Parts], Evidence]] = {LEVELS: three_levels}
@@ -533,16 +493,8 @@ def rows_are_the_members(parts: Parts) -> Evidence:
         for text, path, got in play_story(parts.joint, story, models):
             rows = [model.row((*text, *path)) for model in models]
             expected, seen = penalised_row(rows, text, path), seen + 1
-            if [Fraction(x) for x in got] != expected:
-                accuse(
-                    JOINT_ROWS,
-                    expected,
-                    list(got),
-                    text=text,
-                    path=path,
-                    rows=rows,
-                    story=[act for act, _ in story],
-                )
+            case = {"text": text, "path": path, "rows": rows, "story": [act for act, _ in story]}
+            expect_equal(JOINT_ROWS, expected, [Fraction(x) for x in got], **case)
     return Evidence(JOINT_ROWS, seen)
 
 
@@ -586,34 +538,23 @@ def tree_joint_law(
     seen, branches = 0, 0
     for setting in (*wide, *deep):
         pairs = tree_tables(drafts, 3 if setting in wide else 2)
-        for (p, qs), sampling in ((pair, sampling) for pair in pairs for sampling in samplings):
+        for (p, qs), sampling in product(pairs, samplings):
 
             def make(
                 p: Table = p,
                 qs: list[Table] = qs,
                 sampling: SamplingParams = sampling,
-                s: dict[str, Any] = setting,
+                setting: dict[str, Any] = setting,
             ) -> Decoder:
-                return build(
-                    Request(
-                        table_model(p).session(), [table_model(q).session() for q in qs], sampling
-                    ),
-                    **s,
-                )
+                models = [table_model(q).session() for q in qs]
+                return build(Request(table_model(p).session(), models, sampling), **setting)
 
             got, walked = enumerate_tokens(make, tokens)
-            expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)]), sampling).law(  # type: ignore[misc]
-                tokens
-            )
             seen, branches = seen + 1, branches + walked
-            if got != expected:
-                case = {
-                    "p": format_table(p),
-                    "q": [format_table(q) for q in qs],
-                    **setting,
-                    **({} if sampling == SamplingParams() else {"sampling": sampling}),
-                }
-                accuse(JOINT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+            case = {"p": format_table(p), "q": [format_table(q) for q in qs], **setting}
+            if sampling != SamplingParams():
+                case["sampling"] = sampling
+            expect_distribution(JOINT, plain_decoding(p, sampling).law(tokens), got, **case)
     return Evidence(JOINT, seen, branches)
 
 
@@ -634,10 +575,7 @@ def own_children(build: Build, setting: Callable[[str], dict[str, Any]]) -> Evid
         decoder.extend((0,))
         del forward_log[:]
         tree = decoder.drafter.propose([0], 9, request.sampling, Seeded(0))
-        expected, got = (
-            {"nodes": n, "calls": c}
-            for n, c in ((nodes, shape.count("x") + 1), (len(tree.tokens), len(forward_log)))
-        )
-        if got != expected:
-            accuse(OWN_CHILDREN, expected, got, **setting(shape))
+        expected = {"nodes": nodes, "calls": shape.count("x") + 1}
+        got = {"nodes": len(tree.tokens), "calls": len(forward_log)}
+        expect_equal(OWN_CHILDREN, expected, got, **setting(shape))
     return Evidence(OWN_CHILDREN, 3)

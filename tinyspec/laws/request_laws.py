@@ -373,7 +373,7 @@ def trace_identities(
         for one in (rounds := finish_request(decoder)):
             stats.count(one)
             log.add(one)
-        case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
+        case = {**stage.describe(), "rounds": [one.tokens for one in rounds]}
         for number, (one, verdict) in enumerate(zip(rounds, verdicts, strict=True)):
             seen += 1
             allowed = len(verdict.accepted) + (verdict.next is not None)
@@ -454,7 +454,7 @@ def every_call_is_in_a_round(card: Card) -> Evidence:
         prefill = len(decoder.forward_log)
         rounds, seen = finish_request(decoder), seen + 1
         told = [call for one in rounds for call in (*one.draft_calls, *one.calls)]
-        case = {**stage.words(), "rounds": [one.tokens for one in rounds]}
+        case = {**stage.describe(), "rounds": [one.tokens for one in rounds]}
         _expect_equal(
             CALLS_IN_ROUNDS, len(decoder.forward_log) - prefill, len(told), **case, of="calls"
         )
@@ -482,7 +482,7 @@ def same_seed_same_output(card: Card) -> Evidence:
             SAME_SEED,
             alone,
             visible_rounds(finish_request(begin_on_stage(stage), 5)),
-            **stage.words(),
+            **stage.describe(),
             before="two other requests",
         )
     return Evidence(SAME_SEED, seen, seconds=perf_counter() - started)
@@ -510,7 +510,7 @@ def two_requests_are_the_two_alone(card: Card) -> Evidence:
             TWO_REQUESTS,
             alone,
             [visible_rounds(one) for one in rounds],
-            **stage.words(),
+            **stage.describe(),
             prompts=prompts,
         )
     return Evidence(TWO_REQUESTS, seen, seconds=perf_counter() - started)
@@ -530,7 +530,7 @@ def global_randomness_is_untouched(card: Card) -> Evidence:
                 GLOBAL_RANDOMNESS,
                 "no generator moved",
                 f"moved: {', '.join(moved)}",
-                **stage.words(),
+                **stage.describe(),
             )
     return Evidence(GLOBAL_RANDOMNESS, seen, seconds=perf_counter() - started)
 
@@ -575,7 +575,7 @@ def a_batch_row_is_the_row_alone(
         )
         for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
             seen += 1
-            case = {**stage.words(), "prompts": prompts, "row": number, "dtype": str(dtype)}
+            case = {**stage.describe(), "prompts": prompts, "row": number, "dtype": str(dtype)}
             _expect_equal(BATCH_ROW_ALONE, visible_rounds(one), visible_rounds(other), **case)
             for at, (mine, its) in enumerate(zip(one, other, strict=True)):
                 gap = float(
@@ -615,7 +615,7 @@ def stop_of_request(card: Card, tokens: int = 6) -> Evidence:
                 replace(stage, stop=StoppingCriteria(**rule, max_new_tokens=tokens, decode=decode))
             )
             rounds = finish_request(decoder)
-            case = {**stage.words(), "stop": rule, "text without a stop": free.new}
+            case = {**stage.describe(), "stop": rule, "text without a stop": free.new}
             drafts = [tuple(one.tree.tokens) for one in rounds]
             _expect_equal(
                 STOP_OF_REQUEST, expected, (decoder.new, decoder.finished), **case, drafts=drafts

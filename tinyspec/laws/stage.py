@@ -17,7 +17,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, Tokens, exact_law
+from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, Tokens, exact_law, first_difference
 from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Card, Knob, Request
@@ -87,10 +87,10 @@ class Stage:
 
     def row(self, context: Tokens) -> Any:
         """Return the target's conditionals by a pass of their own: [V] Fractions or logits."""
-        if self.card.keeps:  # the law of the technique's own target, asked for one text at a time
-            known = _own_rows.setdefault(self.target, {})
+        if self.card.keeps:  # the technique's own target, asked for one text at a time
+            known = _own_logits.setdefault(self.target, {})
             if (key := (*self._who, context)) not in known:
-                own = self.made().target
+                own = self.new_decoder().target
                 own.extend(context)
                 known[key] = own.score(TokenTree()).logits[0]
             return known[key]
@@ -99,29 +99,18 @@ class Stage:
     @cached_property
     def _who(self) -> tuple[Any, ...]:
         """Return all that the technique's own target is made of, beside the model."""
-        made_of = (
-            self.seed,
-            self.vocabulary,
-            self.floats,
-            self.deep,
-            self.draft,
-            self.sampling,
-            self.stop,
-            self.positions,
-        )
-        return self.card.build, repr(self.settings), *made_of
+        models = self.seed, self.vocabulary, self.floats, self.deep, self.draft
+        rules = self.sampling, self.stop, self.positions
+        return self.card.build, repr(self.settings), *models, *rules
 
     @property
     def settings(self) -> dict[str, Any]:
         """Return every knob: as given, else neutral, else small."""
+        small = {knob.name: small_knob(knob, self.largest) for knob in self.card.knobs}
         neutral = {} if self.card.lossy is None else dict([self.card.lossy])
-        return (
-            {knob.name: small_knob(knob, self.largest) for knob in self.card.knobs}
-            | neutral
-            | self.knobs
-        )
+        return small | neutral | self.knobs
 
-    def made(self) -> Decoder:
+    def new_decoder(self) -> Decoder:
         """Return a new decoder without a past."""
         forward_log: list[Any] = []
         request = Request(
@@ -138,7 +127,7 @@ class Stage:
 
     def decoder(self) -> Decoder:
         """Return a new decoder, after its past if the stage has one."""
-        decoder = self.made()
+        decoder = self.new_decoder()
         if self.before is not None:
             self.before(self, decoder)
         return decoder
@@ -149,9 +138,8 @@ class Stage:
 
     def law(self, tokens: int, rounds: int | None = None) -> JointLaw:
         """Return the exact distribution of what comes after the prompt."""
-        models = (
-            () if self.card.persistent else (self.target, *self.drafts)
-        )  # an online draft's weights are state
+        # The weights of an online draft are state.
+        models = () if self.card.persistent else (self.target, *self.drafts)
         return exact_law(
             self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models
         )
@@ -163,58 +151,51 @@ class Stage:
 
         Shows the shortest text that differs, and p and q along it.
         """
-        for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
-            ours, theirs = got.get(text, 0), expected.get(text, 0)
-            if ours == theirs or (within and abs(ours - theirs) <= within):
-                continue
-            reference = self.reference()
-            contexts = [(*prompt, *text[:i]) for i in range(len(text))]
-            case: dict[str, Any] = {**self.words(), "prompt": prompt, "text": text}
-            case["p along the text"] = [reference.next(context) for context in contexts]
-            for number, model in enumerate(self.drafts):
-                which = f"q of draft {number}" if len(self.drafts) > 1 else "q"
-                law = Reference(partial(_conditional, model), self.sampling)
-                case[f"{which} along the text"] = [law.next(context) for context in contexts]
-            accuse(name, theirs, ours, **case)
+        text = first_difference(expected, got, within)
+        if text is None:
+            return
+        contexts = [(*prompt, *text[:i]) for i in range(len(text))]
+        case: dict[str, Any] = {**self.describe(), "prompt": prompt, "text": text}
+        case["p along the text"] = [self.reference().next(context) for context in contexts]
+        for number, model in enumerate(self.drafts):
+            which = f"q of draft {number}" if len(self.drafts) > 1 else "q"
+            draft = Reference(partial(_conditional, model), self.sampling)
+            case[f"{which} along the text"] = [draft.next(context) for context in contexts]
+        accuse(name, expected.get(text, 0), got.get(text, 0), **case)
 
-    def words(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the case in words."""
-        told: dict[str, Any] = {
+        case: dict[str, Any] = {
             "method": self.card.name,
             "knobs": self.settings,
             "sampling": format_sampling(self.sampling),
         }
         if self.card.copies:
-            told["references"] = self.references
+            case["references"] = self.references
         if self.stop != StoppingCriteria():
-            told["stop"] = {k: v for k, v in vars(self.stop).items() if v}
-        return told
+            case["stop"] = {k: v for k, v in vars(self.stop).items() if v}
+        return case
 
     def _draft(self, number: int) -> Any:
         if self.draft == "right":
             return self.target
         seed, v = 2 * self.seed + 2 + 1000 * number, self.vocabulary
+        if self.draft == "another" and self.deep:
+            return small_network(seed, v)
         if self.draft == "another":
-            return (
-                small_network(seed, v)
-                if self.deep
-                else TableModel(seed, v, floats=self.floats, name="draft")
-            )
-        wrong, target = (
-            self.draft == "wrong",
-            (self if self.deep else replace(self, floats=False)).target,
-        )
+            return TableModel(seed, v, floats=self.floats, name="draft")
+        is_wrong = self.draft == "wrong"
+        target = (self if self.deep else replace(self, floats=False)).target
 
-        def rows(
-            context: Tokens,
-        ) -> list[int]:  # holds no stage: a draft is state where its technique may train it
-            held = _least_likely(_conditional(target, context)) if wrong else v - 1
+        # It holds no stage: a draft is state where its technique may train it.
+        def rows(context: Tokens) -> list[int]:
+            held = _least_likely(_conditional(target, context)) if is_wrong else v - 1
             return [int(token == held) for token in range(v)]
 
         return TableModel(vocabulary=v, rows=rows, floats=self.floats or self.deep, name=self.draft)
 
 
-_own_rows: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
+_own_logits: WeakKeyDictionary[Any, dict[Any, Any]] = WeakKeyDictionary()
 """Rows of techniques' own targets on a model: cases ask for the same again and again."""
 
 
@@ -255,13 +236,13 @@ def format_sampling(sampling: SamplingParams) -> str:
     ('temperature 0.5, top_k 2', 'temperature 1')
     """
     plain = SamplingParams()
-    told = [
+    changed = [
         f"{name} {value}" for name, value in vars(sampling).items() if value != getattr(plain, name)
     ]
-    return ", ".join(told) or "temperature 1"
+    return ", ".join(changed) or "temperature 1"
 
 
-# ---------------------------------------------------------------------- pasts
+# ---------------------------------------------------------------------- what came before
 
 
 def after_a_request(stage: Stage, decoder: Decoder) -> None:
@@ -271,7 +252,7 @@ def after_a_request(stage: Stage, decoder: Decoder) -> None:
     decoder.rewind(0)
 
 
-def taken_back(stage: Stage, decoder: Decoder) -> None:
+def after_rewind(stage: Stage, decoder: Decoder) -> None:
     """Decode two rounds, rewind to the prompt, and correct the text by one token from outside."""
     _run_rounds(decoder, stage.prompt, stage.seed, 2)
     decoder.rewind(len(stage.prompt))

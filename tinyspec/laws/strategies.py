@@ -71,8 +71,7 @@ VOCABULARY_SIZES = st.sampled_from([2, 3, 1, 7, 8, 9, 255, 256, 257, 300])
 """Vocabularies: the smallest, then those around the lanes and blocks in which kernels add."""
 
 
-# --- laws -----------------------------------------------------------------------------------------
-# ------------------
+# -------------------- distributions
 
 
 def whole_weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
@@ -83,13 +82,6 @@ def whole_weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
 def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
     """Draw a distribution in Fractions, [size]."""
     return whole_weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
-
-
-def exact_pairs(
-    size: int, most: int = 4
-) -> st.SearchStrategy[tuple[list[Fraction], list[Fraction]]]:
-    """Draw a target's p and a draft's q in Fractions: equal, overlapping or disjoint."""
-    return st.tuples(exact_rows(size, most), exact_rows(size, most))
 
 
 def _exponential_noise(size: int, seed: int) -> FloatRow:
@@ -141,8 +133,7 @@ def row_pairs(draw: st.DrawFn, size: int) -> tuple[FloatRow, FloatRow]:
     return p, q
 
 
-# --- uniforms -------------------------------------------------------------------------------------
-# ------------------
+# -------------------- uniforms
 
 
 def edge_uniforms(edges: Sequence[float] = ()) -> st.SearchStrategy[float]:
@@ -182,8 +173,7 @@ def acceptance_ratios(
     return found
 
 
-# --- trees ----------------------------------------------------------------------------------------
-# ------------------
+# -------------------- trees
 
 
 @st.composite
@@ -197,7 +187,7 @@ class WalkCase(NamedTuple):
 
     tokens: list[int]
     parents: list[int]
-    laws: list[FloatRow | None]
+    draft_probs: list[FloatRow | None]
     probe: list[bool]
     p: dict[int, FloatRow]
     uniforms: FloatRow
@@ -225,8 +215,7 @@ def tree_walks(draw: st.DrawFn, size: int, most: int = 6) -> WalkCase:
     return WalkCase(tokens, parents, laws, probe, p, np.array(given))
 
 
-# --- warps ----------------------------------------------------------------------------------------
-# ------------------
+# -------------------- warps
 
 SCORES = st.one_of(
     st.integers(-4, 4).map(float),

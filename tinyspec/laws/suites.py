@@ -13,25 +13,26 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 import importlib
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import product
 from time import perf_counter
 from typing import Any
 
 import numpy as np
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Exhaustive, RandomSource, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
-from tinyspec.laws.exact.models import NETWORK_TOLERANCE, likeliest_token
-from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, format_sampling, taken_back
+from tinyspec.laws.exact.models import NETWORK_TOLERANCE, FunctionDrafter, likeliest_token
+from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, after_rewind, format_sampling
 from tinyspec.technique import Card, Guarantee, Knob
 from tinyspec.tree import TokenTree
 
@@ -41,31 +42,17 @@ GREEDY_VOCABULARY = 5
 GREEDY_EOS = GREEDY_VOCABULARY - 1
 
 
-class GuessDrafter(BaseDrafter):
-    """Proposes a chain of three tokens, each declared with probability 1.
+@dataclass(frozen=True)
+class SuiteCase:
+    """One case: its law, what is special about it, and how it is run. Raises LawViolated."""
 
-    token  the text so far -> the guess
-    """
-
-    def __init__(self, token: Callable[[Sequence[int]], int], vocabulary: int):
-        self.token, self.vocabulary = token, vocabulary
-
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        tokens: list[int] = []
-        for _ in range(min(3, max_draft_depth)):
-            tokens.append(self.token([*context, *tokens]))
-        return TokenTree.chain(tokens, [np.eye(self.vocabulary)[token] for token in tokens])
+    law: str
+    title: str
+    run: Callable[[], Evidence]
 
 
-def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
-    """Yield cases: the technique on every kind of draft, then its verifier under strange
-    drafters."""
+def _greedy_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield cases of greedy equality: every kind of draft, then its verifier on strange drafts."""
     base = Stage(
         card,
         seed=seed + 50,
@@ -77,43 +64,54 @@ def greedy_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[],
     )
     for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
         stage = replace(base, draft=draft)
-        yield GREEDY, f"{draft} draft", lambda stage=stage: greedily_equal(stage)  # type: ignore[misc]
+        yield SuiteCase(GREEDY, f"{draft} draft", partial(greedily_equal, stage))
     for strange in ("right", "wrong", "end of text", "random"):
-        yield (
-            GREEDY,
-            f"its verifier, guesses always {strange}",
-            lambda strange=strange: greedily_equal(base, strange),  # type: ignore[misc]
-        )
+        title = f"its verifier, drafts always {strange}"
+        yield SuiteCase(GREEDY, title, partial(greedily_equal, base, strange))
 
 
 def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
     """Check for equal tokens with and without an end of text, over two prompts."""
     begun, rounds = perf_counter(), 0
-    for stop in (
-        StoppingCriteria(max_new_tokens=GREEDY_TOKENS),
-        StoppingCriteria(eos=frozenset({GREEDY_EOS}), max_new_tokens=GREEDY_TOKENS),
+    for stop, prompt in product(
+        (
+            StoppingCriteria(max_new_tokens=GREEDY_TOKENS),
+            StoppingCriteria(eos=frozenset({GREEDY_EOS}), max_new_tokens=GREEDY_TOKENS),
+        ),
+        (stage.prompt, (3,)),
     ):
-        for prompt in (stage.prompt, (3,)):
-            here = replace(stage, prompt=prompt, stop=stop)
-            decoder = here.decoder()
-            if strange is not None:
-                decoder.drafter = GuessDrafter(make_guesser(here, strange), GREEDY_VOCABULARY)
-            got, expected = run_request(decoder, prompt), greedy_by_dense_passes(here)
-            rounds += decoder.rounds
-            if got != expected:
-                at = next(
-                    (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-                    min(len(got), len(expected)),
-                )
-                accuse(
-                    GREEDY, expected[: at + 1], got[: at + 1], **here.words(), prompt=prompt,
-                    draft=strange or here.draft, logits=here.row((*prompt, *expected[:at])),
-                )  # fmt: skip
+        here = replace(stage, prompt=prompt, stop=stop)
+        decoder = here.decoder()
+        if strange is not None:
+            decoder.drafter = FunctionDrafter(partial(certain_chain, draft_rule(here, strange)))
+        got, expected = run_request(decoder, prompt), greedy_by_dense_passes(here)
+        rounds += decoder.rounds
+        if got != expected:
+            at = next(
+                (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
+                min(len(got), len(expected)),
+            )
+            case = {"prompt": prompt, "draft": strange or here.draft}
+            case["logits"] = here.row((*prompt, *expected[:at]))
+            accuse(GREEDY, expected[: at + 1], got[: at + 1], **here.describe(), **case)
     return Evidence(GREEDY, 4, rounds, perf_counter() - begun)
 
 
-def make_guesser(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
-    """Return a function that guesses always right, always wrong, the end of text, or at random."""
+def certain_chain(
+    rule: Callable[[Sequence[int]], int], context: Sequence[int], depth: int
+) -> TokenTree:
+    """Return a chain of up to three tokens, each declared with probability 1.
+
+    rule  the text so far -> the next token
+    """
+    tokens: list[int] = []
+    for _ in range(min(3, depth)):
+        tokens.append(rule([*context, *tokens]))
+    return TokenTree.chain(tokens, [np.eye(GREEDY_VOCABULARY)[token] for token in tokens])
+
+
+def draft_rule(stage: Stage, strange: str) -> Callable[[Sequence[int]], int]:
+    """Return a rule that is always right, always wrong, the end of text, or nearly random."""
     if strange == "end of text":
         return lambda text: GREEDY_EOS
     if strange == "random":
@@ -166,26 +164,23 @@ def knob_ladder(card: Card) -> list[Any]:
     )
 
 
-def cost_of_token(stage: Stage, name: str, value: Any) -> tuple[Any, int]:
+def cost_of_token(stage: Stage) -> tuple[Any, int]:
     """Return the expected target layers per committed token in one round, and the outcomes
     walked."""
     work: Any = Fraction(0)
     tokens: Any = Fraction(0)
     outcomes = 0
-    here = Stage(**{**_fields(stage), "knobs": {name: value}})
 
     def play(rng: Exhaustive) -> tuple[float, int]:
-        decoder = here.decoder()
-        decoder.extend(here.prompt)
+        decoder = stage.decoder()
+        decoder.extend(stage.prompt)
         round = decoder.step(rng)
         return sum(call.row_layers for call in round.calls), len(round.tokens)
 
     for (layers, committed), probability in Exhaustive.walk(play):
-        work, tokens, outcomes = (
-            work + probability * layers,
-            tokens + probability * committed,
-            outcomes + 1,
-        )
+        work += probability * layers
+        tokens += probability * committed
+        outcomes += 1
     return work / tokens, outcomes
 
 
@@ -195,26 +190,16 @@ def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
     assert stage.card.lossy is not None
     name = stage.card.lossy[0]
     for prefix in PREFIXES:
-        here = Stage(**{**_fields(stage), "prompt": prefix})
         before: Any = None
         for value in values:
-            now, outcomes = cost_of_token(here, name, value)
+            here = replace(stage, prompt=prefix, knobs={name: value})
+            now, outcomes = cost_of_token(here)
             branches += outcomes
             if before is not None and now > before + 1e-9:
-                accuse(
-                    KNOB_COST,
-                    f"at most {float(before):.6g}",
-                    float(now),
-                    **here.words(),
-                    prefix=prefix,
-                    **{name: value},
-                )
+                case = here.describe() | {"prefix": prefix, name: value}
+                accuse(KNOB_COST, f"at most {float(before):.6g}", float(now), **case)
             before = now
     return Evidence(KNOB_COST, len(PREFIXES) * len(values), branches, perf_counter() - begun)
-
-
-def _fields(stage: Stage) -> dict[str, Any]:
-    return {name: getattr(stage, name) for name in Stage.__dataclass_fields__}
 
 
 SAME_TOKENS = "same noise, same tokens"
@@ -223,7 +208,7 @@ PATH_TOKENS, PATH_SEEDS = 8, 12
 PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
 
 
-def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[], Evidence]]]:
+def _coupled_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Yield the cases of a technique on shared noise: every kind of draft, then the race."""
     for sampling in PATH_SAMPLINGS:
         stage = Stage(
@@ -236,13 +221,9 @@ def coupled_cases(card: Card, seed: int) -> Iterator[tuple[str, str, Callable[[]
             deep=card.hidden,
         )
         for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
-            here = replace(stage, draft=draft)
-            yield (
-                SAME_TOKENS,
-                f"{format_sampling(sampling)}, {draft} draft",
-                lambda here=here: same_tokens(here),  # type: ignore[misc]
-            )
-    yield RACE_LAW, "two tokens", lambda: race_law(lambda uniforms: Replay(uniforms))
+            title = f"{format_sampling(sampling)}, {draft} draft"
+            yield SuiteCase(SAME_TOKENS, title, partial(same_tokens, replace(stage, draft=draft)))
+    yield SuiteCase(RACE_LAW, "two tokens", partial(race_law, Replay))
 
 
 def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
@@ -257,16 +238,8 @@ def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
         while len(text) < len(stage.prompt) + PATH_TOKENS:
             text = (*text, races.exponential_race(reference.next(text), len(text)))
         expected, got = text[len(stage.prompt) :], tuple(decoder.new)
-        if got != expected:
-            accuse(
-                SAME_TOKENS,
-                expected,
-                got,
-                **stage.words(),
-                prompt=stage.prompt,
-                draft=stage.draft,
-                seed=seed,
-            )
+        case = {"prompt": stage.prompt, "draft": stage.draft, "seed": seed}
+        expect_equal(SAME_TOKENS, expected, got, **stage.describe(), **case)
     return Evidence(SAME_TOKENS, seeds, seeds, perf_counter() - begun)
 
 
@@ -276,8 +249,8 @@ def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evid
     With u0 given, token 1 wins until u1 = 1 - (1 - u0)^(p1/p0).
 
     The exponential noise of a uniform is -log(1 - u), and the integral over u0 of 1 less those
-    thresholds is p0. They are found by bisection, so this is the law of the race itself and no
-    sample of it.
+    thresholds is p0. They are found by bisection, so this is the distribution itself and no sample
+    of it.
     """
     begun, seen = perf_counter(), 0
     for p in (0.5, 0.2, 0.9):
@@ -286,12 +259,10 @@ def race_law(rng: Callable[[list[float]], RandomSource], grid: int = 40) -> Evid
             low, high = 0.0, 1.0
             for _ in range(50):
                 middle = (low + high) / 2
-                # token 1 wins while its own noise is small
-                low, high = (
-                    (middle, high)
-                    if rng([u0, middle]).exponential_race([p, 1 - p], 0) == 1
-                    else (low, middle)
-                )
+                if rng([u0, middle]).exponential_race([p, 1 - p], 0) == 1:
+                    low = middle  # token 1 wins while its own noise is small
+                else:
+                    high = middle
             expected, seen = 1 - (1 - u0) ** ((1 - p) / p), seen + 1
             if not math.isclose(low, expected, abs_tol=1e-9):
                 accuse(RACE_LAW, expected, low, p=[p, 1 - p], u0=u0)
@@ -339,15 +310,6 @@ brings its own exact oracle.
 """
 
 
-@dataclass(frozen=True)
-class SuiteCase:
-    """One case: its law, what is special about it, and how it is run. Raises LawViolated."""
-
-    law: str
-    title: str
-    run: Callable[[], Evidence]
-
-
 def register_oracle(name: str) -> Callable[[Oracle], Oracle]:
     """Register the oracle of a technique."""
 
@@ -365,25 +327,23 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     """
     if card.kind == "analysis":
         return []
-    own = (
-        [SuiteCase("its own oracle", card.name, lambda: ORACLES[card.name](card))]
-        if card.name in ORACLES
-        else []
-    )
+    own = []
+    if card.name in ORACLES:
+        own = [SuiteCase("its own oracle", card.name, lambda: ORACLES[card.name](card))]
     if card.kind == "refine" or card.guarantee is Guarantee.APPROX:
         own = own or _traps(card.name)
         if not own:
             raise TinyspecError(
                 f"{card.name} promises no other's law, so it must bring an oracle of its rule: "
-                "laws.suites.register_oracle, or traps in "
-                f"laws/traps/{card.name}.py"
+                f"laws.suites.register_oracle, or traps in laws/traps/{card.name}.py"
             )
         return [*_rewriting(card, seed), *own] if card.kind == "refine" else own
+    first: Iterable[SuiteCase] = ()
     if card.coupled:
-        return [*_by_paths(card, seed), *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
-    if card.guarantee is Guarantee.GREEDY:
-        return [*_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
-    return [*_exact_cases(card, seed), *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
+        first = _coupled_cases(card, seed)
+    elif card.guarantee is not Guarantee.GREEDY:
+        first = _exact_cases(card, seed)
+    return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 
 def _traps(name: str) -> list[SuiteCase]:
@@ -407,13 +367,10 @@ def _trap(trap: Any) -> Evidence:
 def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Yield the cases of every technique that rewrites a canvas."""
     for knobs in rewriting_laws.knob_settings(card):
-        said = ", ".join(f"{name} {value}" for name, value in knobs.items())
+        title = ", ".join(f"{name} {value}" for name, value in knobs.items()) or card.name
         for law in rewriting_laws.REFINE_LAWS:
-            yield SuiteCase(
-                law,
-                said or card.name,
-                partial(rewriting_laws.hold_on_sources, law, card, knobs, seed),
-            )
+            run = partial(rewriting_laws.hold_on_sources, law, card, knobs, seed)
+            yield SuiteCase(law, title, run)
 
 
 # ---------------------------------------------------------------------- EXACT
@@ -421,83 +378,60 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
 
 def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Yield cases of the joint distribution: under every warper, stop, draft and past."""
-    base = Stage(
-        card,
-        seed=seed,
-        prompt=_seeded_prompt(seed),
-        deep=card.hidden,
-        vocabulary=4 if card.hidden else 3,
-    )
+    base = _seeded_stage(card, seed)
+    three = StoppingCriteria(max_new_tokens=3)
     if card.hidden:
         for number, sampling in enumerate(HIDDEN_SAMPLINGS):
-            yield _joint_case(
-                replace(base, sampling=sampling, seed=seed + 100 * number),
-                2 + (number == 0),
-                format_sampling(sampling),
-            )
+            stage = replace(base, sampling=sampling, seed=seed + 100 * number)
+            yield _joint_case(stage, 2 + (number == 0), format_sampling(sampling))
         base = replace(base, sampling=DEEP_SAMPLINGS[0])
     else:
         tiny = replace(base, vocabulary=2)
         yield _joint_case(tiny, 1, "V = 2, one token")
         yield _joint_case(tiny, 2, "V = 2, two tokens")
-        for number, sampling in enumerate(
-            [*SINGLE_SAMPLINGS, *SAMPLING_PAIRS, *SINGLE_SAMPLINGS]
-        ):  # the single ones on two pairs of tables
-            stage = replace(
-                base,
-                sampling=sampling,
-                seed=seed + 100 * number,
-                stop=StoppingCriteria(max_new_tokens=3),
-            )
+        # The single ones on two pairs of tables.
+        samplings = [*SINGLE_SAMPLINGS, *SAMPLING_PAIRS, *SINGLE_SAMPLINGS]
+        for number, sampling in enumerate(samplings):
+            stage = replace(base, sampling=sampling, seed=seed + 100 * number, stop=three)
             again = number >= len(SINGLE_SAMPLINGS) + len(SAMPLING_PAIRS)
             yield _joint_case(stage, 3, format_sampling(sampling) + (", again" if again else ""))
         yield _joint_case(replace(base, seed=seed + 7), 2, "no end in sight")
+        floats = replace(base, floats=True, stop=three)
         for number, sampling in enumerate(IRRATIONAL_SAMPLINGS):
-            stage = replace(
-                base,
-                sampling=sampling,
-                floats=True,
-                seed=seed + 100 * number,
-                stop=StoppingCriteria(max_new_tokens=3),
-            )
+            stage = replace(floats, sampling=sampling, seed=seed + 100 * number)
             yield _joint_case(stage, 3, f"{format_sampling(sampling)}, in floats")
         four = replace(base, largest=3, seed=seed + 8, stop=StoppingCriteria(max_new_tokens=4))
         yield _joint_case(four, 4, "four tokens, whole numbers to 3")
         yield _single_round_case(replace(base, vocabulary=5, seed=seed + 9), "V = 5, one round")
-        for number, sampling in enumerate(DEEP_SAMPLINGS[:1]):
-            wanted = 3 if card.hosted < 2 else 2
-            end = StoppingCriteria(max_new_tokens=wanted)
-            deep = replace(
-                base, deep=True, vocabulary=4, sampling=sampling, seed=seed + number, stop=end
-            )
-            yield _joint_case(deep, wanted, f"a transformer, {format_sampling(sampling)}")
-    for number, draft in enumerate(DRAFTS[1:]):
-        if card.hosted or card.copies:
-            yield _joint_case(
-                replace(base, draft=draft, seed=seed + 20 + number), 2, f"{draft} draft"
-            )
-    ends = StoppingCriteria(eos=frozenset({base.vocabulary - 1}), max_new_tokens=3)
+        wanted, sampling = 3 if card.hosted < 2 else 2, DEEP_SAMPLINGS[0]
+        end = StoppingCriteria(max_new_tokens=wanted)
+        deep = replace(base, deep=True, vocabulary=4, sampling=sampling, stop=end)
+        yield _joint_case(deep, wanted, f"a transformer, {format_sampling(sampling)}")
+    if card.hosted or card.copies:
+        for number, draft in enumerate(DRAFTS[1:]):
+            stage = replace(base, draft=draft, seed=seed + 20 + number)
+            yield _joint_case(stage, 2, f"{draft} draft")
+    ends = replace(three, eos=frozenset({base.vocabulary - 1}))
     for draft in ("another", "stubborn"):
-        yield _joint_case(
-            replace(base, stop=ends, draft=draft, seed=seed + 30), 3, f"end of text, {draft} draft"
-        )
-    stops = StoppingCriteria(sequences=((0, 1), (1, 1, 0)), max_new_tokens=3)
+        stage = replace(base, stop=ends, draft=draft, seed=seed + 30)
+        yield _joint_case(stage, 3, f"end of text, {draft} draft")
+    stops = replace(three, sequences=((0, 1), (1, 1, 0)))
     yield _joint_case(replace(base, stop=stops, seed=seed + 31), 3, "stop sequences")
-    yield _joint_case(
-        replace(base, positions=len(base.prompt) + 2, seed=seed + 32), 3, "the context's limit"
-    )
-    yield _joint_case(
-        replace(base, before=after_a_request, seed=seed + 33), 2, "after another request"
-    )
-    yield _joint_case(
-        replace(base, before=taken_back, seed=seed + 34),
-        2,
-        "taken back and corrected",
-        correction=(1,),
-    )
-    yield SuiteCase(
-        ROUND_LAWS, "as drafts of another level", lambda: round_laws(replace(base, seed=seed + 35))
-    )
+    limited = replace(base, positions=len(base.prompt) + 2, seed=seed + 32)
+    yield _joint_case(limited, 3, "the context's limit")
+    second = replace(base, before=after_a_request, seed=seed + 33)
+    yield _joint_case(second, 2, "after another request")
+    rewound = replace(base, before=after_rewind, seed=seed + 34)
+    yield _joint_case(rewound, 2, "taken back and corrected", correction=(1,))
+    inner = replace(base, seed=seed + 35)
+    yield SuiteCase(ROUND_LAWS, "as drafts of another level", partial(round_laws, inner))
+
+
+def _seeded_stage(card: Card, seed: int, shift: int = 0) -> Stage:
+    """Return the stage of a seed; its prompt depends on the seed, its models also on a shift."""
+    vocabulary = 4 if card.hidden else 3
+    prompt = _seeded_prompt(seed)
+    return Stage(card, seed=seed + shift, prompt=prompt, deep=card.hidden, vocabulary=vocabulary)
 
 
 def _seeded_prompt(seed: int) -> tuple[int, ...]:
@@ -524,20 +458,14 @@ def _joint_case(
 
 
 def _within(stage: Stage) -> float:
-    return (
-        NETWORK_TOLERANCE
-        if stage.deep
-        else FLOAT_TOLERANCE
-        if stage.floats or _float_knobs(stage)
-        else 0.0
-    )
-
-
-def _float_knobs(stage: Stage) -> bool:
-    return any(
+    """Return how far probabilities may be apart."""
+    if stage.deep:
+        return NETWORK_TOLERANCE
+    has_float_knob = any(
         isinstance(value, float) and math.isfinite(value) and value % 1
         for value in stage.settings.values()
     )
+    return FLOAT_TOLERANCE if stage.floats or has_float_knob else 0.0
 
 
 def _single_round_case(stage: Stage, title: str) -> SuiteCase:
@@ -569,60 +497,35 @@ def round_laws(stage: Stage, tokens: int = 12) -> Evidence:
         decoder.extend(text)
         while len(decoder.new) < tokens:
             round = decoder.step(rng)
-            for token, law in zip(round.tokens, round.output_probs, strict=True):
-                expected, got, seen = reference.next(text), list(law), seen + 1
+            for token, probs in zip(round.tokens, round.output_probs, strict=True):
+                expected, got, seen = reference.next(text), list(probs), seen + 1
                 if any(abs(a - b) > _within(stage) for a, b in zip(expected, got, strict=True)):
-                    accuse(ROUND_LAWS, expected, got, **stage.words(), context=text, token=token)
+                    accuse(ROUND_LAWS, expected, got, **stage.describe(), context=text, token=token)
                 text = (*text, token)
     return Evidence(ROUND_LAWS, seen, 0, perf_counter() - begun)
 
 
-# ---------------------------------------------------------------------- the others
-
-
-def _greedy_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield cases of greedy equality: plain greedy tokens, whatever is drafted."""
-    yield from (SuiteCase(law, title, run) for law, title, run in greedy_cases(card, seed))
-
-
-def _by_paths(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield cases of a technique on shared noise, which cannot be enumerated."""
-    yield from (SuiteCase(law, title, run) for law, title, run in coupled_cases(card, seed))
+# ---------------------------------------------------------------------- the knobs
 
 
 def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     """Yield each choice and each further small value of a knob once, and the cost of a lossy
     one."""
-    base = Stage(
-        card,
-        seed=seed + 40,
-        prompt=_seeded_prompt(seed),
-        deep=card.hidden,
-        vocabulary=4 if card.hidden else 3,
-    )
-    sampling = (
-        SamplingParams(0.0)
-        if card.guarantee is Guarantee.GREEDY
-        else DEEP_SAMPLINGS[0]
-        if card.hidden
-        else SamplingParams(0.5)
-    )
+    base = _seeded_stage(card, seed, 40)
+    if card.guarantee is Guarantee.GREEDY:
+        sampling = SamplingParams(0.0)
+    else:
+        sampling = DEEP_SAMPLINGS[0] if card.hidden else SamplingParams(0.5)
+    stage = replace(base, sampling=sampling, stop=StoppingCriteria(max_new_tokens=3))
     for knob in card.knobs:
+        if card.coupled or (card.lossy and card.lossy[0] == knob.name):
+            continue
         for value in _other_values(knob):
-            stage = replace(
-                base,
-                knobs={knob.name: value},
-                sampling=sampling,
-                stop=StoppingCriteria(max_new_tokens=3),
-            )
-            if not card.coupled and not (card.lossy and card.lossy[0] == knob.name):
-                yield _joint_case(stage, 3, f"{knob.name} {value}")
+            here = replace(stage, knobs={knob.name: value})
+            yield _joint_case(here, 3, f"{knob.name} {value}")
     if card.lossy is not None:
-        yield SuiteCase(
-            "cost falls as the knob is turned",
-            card.lossy[0],
-            lambda: cost_is_monotone(base, knob_ladder(card)),
-        )
+        ladder = partial(cost_is_monotone, base, knob_ladder(card))
+        yield SuiteCase(KNOB_COST, card.lossy[0], ladder)
 
 
 def _other_values(knob: Knob) -> list[Any]:

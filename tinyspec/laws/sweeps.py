@@ -6,7 +6,7 @@ no drafter, no tree and no cache.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import product
 from typing import Any
 
@@ -15,7 +15,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.models import likeliest_token
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Request
@@ -28,8 +28,8 @@ SWEEP_COST = "what is final is not run again, and nothing else is run"
 SWEEP_PROMPT = (0, 1)
 Tokens = tuple[int, ...]
 Build = Callable[..., Decoder]
-"""(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, chance)`
-makes first guesses.
+"""(request, form=, block=, prefix=, init=) -> Decoder, whose drafter's `start(n, text, rng)`
+makes the first draft of a block.
 """
 
 SWEEP_FORMS: tuple[tuple[str, int, int], ...] = (
@@ -64,34 +64,30 @@ def greedy_by_hand(
     return made
 
 
+def next_token_table(rule: Callable[[Tokens], int], vocabulary: int) -> TableModel:
+    """Return a model that is certain of the token that a rule gives for a text."""
+    return TableModel(
+        vocabulary=vocabulary, rows=lambda text: [int(x == rule(text)) for x in range(vocabulary)]
+    )
+
+
 def counting_table(vocabulary: int = 16) -> TableModel:
     """Return a model that counts on from its last token, so that no token is right ahead of
     time."""
-    return TableModel(
-        vocabulary=vocabulary,
-        rows=lambda text: [int(x == (text[-1] + 1) % vocabulary) for x in range(vocabulary)],
-    )
+    return next_token_table(lambda text: (text[-1] + 1) % vocabulary, vocabulary)
 
 
-def jealous_table(vocabulary: int = 2) -> TableModel:
-    """Return a model that says 1 while every token so far is 1, and 0 ever after.
+def all_ones_table(vocabulary: int = 2) -> TableModel:
+    """Return a model that gives 1 while every token so far is 1, and 0 ever after.
 
     It is the worst case for any start but 1.
     """
-
-    def rows(text: Tokens) -> list[int]:
-        good = all(token == 1 for token in text[len(SWEEP_PROMPT) :])
-        return [int(x == good) for x in range(vocabulary)]
-
-    return TableModel(vocabulary=vocabulary, rows=rows)
+    return next_token_table(lambda text: int(set(text[len(SWEEP_PROMPT) :]) <= {1}), vocabulary)
 
 
-def place_table(vocabulary: int = 16) -> TableModel:
-    """Return a model that says the number of its position, so that one sweep knows all."""
-    return TableModel(
-        vocabulary=vocabulary,
-        rows=lambda text: [int(x == len(text) % vocabulary) for x in range(vocabulary)],
-    )
+def position_table(vocabulary: int = 16) -> TableModel:
+    """Return a model that gives the number of its position, so that one sweep finds all tokens."""
+    return next_token_table(lambda text: len(text) % vocabulary, vocabulary)
 
 
 # ---------------------------------------------------------------------- in the frame
@@ -120,21 +116,18 @@ def expected_sweeps(
     model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int
 ) -> list[tuple[Tokens, Tokens]]:
     """Return what each sweep reads after the newest token, and the tokens that are then final."""
-    text, made, found = (
-        greedy_by_hand(model, SWEEP_PROMPT, wanted),
-        0,
-        list[tuple[Tokens, Tokens]](),
-    )
+    text, made = greedy_by_hand(model, SWEEP_PROMPT, wanted), 0
+    found: list[tuple[Tokens, Tokens]] = []
     parallel = prefix if form == "hgj" else wanted
     while made < wanted:
         n = max(min({"pj": wanted}.get(form, block), parallel - made, wanted - made), 0)
-        guess, end = list(start[:n]), made + max(n, 1)
+        draft, end = list(start[:n]), made + max(n, 1)
         while made < end:
             right = text[made:end]
-            agreed = next((at for at in range(n) if guess[at] != right[at]), n)
+            agreed = next((at for at in range(n) if draft[at] != right[at]), n)
             fixed = min(agreed + 1, end - made)
-            found.append((tuple(guess[:-1]), tuple(right[:fixed])))
-            guess = sweep_block(model, (*SWEEP_PROMPT, *text[:made]), guess)[fixed:]
+            found.append((tuple(draft[:-1]), tuple(right[:fixed])))
+            draft = sweep_block(model, (*SWEEP_PROMPT, *text[:made]), draft)[fixed:]
             made, n = made + fixed, n - fixed
     return found
 
@@ -146,23 +139,14 @@ def sweeps_by_hand(build: Build, wanted: int = 5, most: int = 60) -> Evidence:
         size = {"pj": wanted}.get(form, min(block, prefix) if form == "hgj" else block)
         starts = list(product(range(model.vocabulary), repeat=max(size, 1)))
         for start in starts[:: -(-len(starts) // most)]:
-            decoder, got = (
-                begin_sweeps(build, model, start, form, block, prefix, wanted),
-                list[tuple[Tokens, Tokens]](),
-            )
+            decoder = begin_sweeps(build, model, start, form, block, prefix, wanted)
+            got: list[tuple[Tokens, Tokens]] = []
             while not decoder.finished:
                 round = decoder.step(Seeded(decoder.rounds))
                 got.append((tuple(round.tree.tokens), round.tokens))
             expected, seen = expected_sweeps(model, start, form, block, prefix, wanted), seen + 1
-            if got != expected:
-                case = {
-                    "model": model,
-                    "form": form,
-                    "block": block,
-                    "prefix": prefix,
-                    "start": start,
-                }
-                accuse(SWEEP_IS_JACOBI, expected, got, **case, prompt=SWEEP_PROMPT)
+            case = {"model": model, "form": form, "block": block, "prefix": prefix, "start": start}
+            expect_equal(SWEEP_IS_JACOBI, expected, got, **case, prompt=SWEEP_PROMPT)
     return Evidence(SWEEP_IS_JACOBI, seen)
 
 
@@ -178,28 +162,20 @@ def fixes_one_at_least(build: Build, wanted: int = 4) -> Evidence:
     ]
     worst = [
         (counting_table(), (1,) * 8),
-        (jealous_table(), (0,) * 8),
-        (jealous_table(), (0, 1, 1, 1, 0, 1, 1, 1)),
+        (all_ones_table(), (0,) * 8),
+        (all_ones_table(), (0, 1, 1, 1, 0, 1, 1, 1)),
     ]
-    best = [(place_table(), (0,) * 8)]
+    best = [(position_table(), (0,) * 8)]
     for model, start in (*every, *worst, *best):
         m, sweep = len(start), 0
-        decoder, text = (
-            begin_sweeps(build, model, start, "pj", 1, 0, m),
-            greedy_by_hand(model, SWEEP_PROMPT, m),
-        )
+        decoder = begin_sweeps(build, model, start, "pj", 1, 0, m)
+        text = greedy_by_hand(model, SWEEP_PROMPT, m)
         case: dict[str, Any] = {"model": model, "start": start}
         while not decoder.finished:
             sweep, due = sweep + 1, len(decoder.new) + 1
             decoder.step(Seeded(decoder.rounds))
-            if len(decoder.new) < due or decoder.new != text[: len(decoder.new)]:
-                accuse(
-                    SWEEP_FIXES,
-                    text[: max(len(decoder.new), due)],
-                    decoder.new,
-                    **case,
-                    sweep=sweep,
-                )
+            fixed = max(len(decoder.new), due)
+            expect_equal(SWEEP_FIXES, text[:fixed], decoder.new, **case, sweep=sweep)
         low, high = {8: (8, 8)}.get(m, (1, m)) if (model, start) not in best else (2, 2)
         if not low <= sweep <= high:
             accuse(SWEEP_FIXES, f"{low} to {high} sweeps", f"{sweep} sweeps", **case)
@@ -218,22 +194,10 @@ def costs_what_is_left(build: Build, wanted: int = 6) -> Evidence:
         while not decoder.finished:
             decoder.step(Seeded(decoder.rounds))
         got = [call.rows for call in forward_log if not call.prefill]
-        expected = [
-            1 + len(guess)
-            for guess, _ in expected_sweeps(model, start, form, block, prefix, wanted)
-        ]
-        seen += 1
-        if got != expected:
-            accuse(
-                SWEEP_COST,
-                expected,
-                got,
-                model=model,
-                form=form,
-                block=block,
-                prefix=prefix,
-                start=start,
-            )
+        sweeps = expected_sweeps(model, start, form, block, prefix, wanted)
+        expected, seen = [1 + len(draft) for draft, _ in sweeps], seen + 1
+        case = {"model": model, "form": form, "block": block, "prefix": prefix, "start": start}
+        expect_equal(SWEEP_COST, expected, got, **case)
     return Evidence(SWEEP_COST, seen)
 
 
@@ -254,54 +218,30 @@ def solve_ends_at_greedy(solve: Callable[..., Any], n: int = 4) -> Evidence:
 
     k sweeps make k tokens right, n + 1 are enough, and the end is seen.
     """
-    seen = 0
+    seen, splits = 0, ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0))
     for model, ends in product(sweep_tables(), (frozenset[int](), frozenset({1}))):
-        says = lambda text, block, model=model: sweep_block(model, text, block)  # noqa: E731
-        text, whole = (
-            greedy_by_hand(model, SWEEP_PROMPT, n, ends),
-            greedy_by_hand(model, SWEEP_PROMPT, n),
-        )
-        if only_fixed_point(model, n) != [tuple(whole)]:
-            accuse(SOLVE_PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
-        for (block, prefix), start in product(
-            ((1, None), (2, None), (n, None), (2, 2), (3, 1), (2, 0)),
-            product(range(model.vocabulary), repeat=n),
-        ):
-            found = solve(
-                says,
-                SWEEP_PROMPT,
-                n,
-                block,
-                lambda size, text, start=start: list(start[:size]),
-                ends,
-                prefix,
-            )
-            case: dict[str, Any] = {
-                "model": model,
-                "block": block,
-                "prefix": prefix,
-                "start": start,
-                "ends": sorted(ends),
-            }
-            if found.tokens != text:
-                accuse(SOLVE_PUBLISHED, text, found.tokens, **case)
-            begin = 0
+        sweep_once = partial(sweep_block, model)
+        text = greedy_by_hand(model, SWEEP_PROMPT, n, ends)
+        whole = greedy_by_hand(model, SWEEP_PROMPT, n)
+        expect_equal(SOLVE_PUBLISHED, [tuple(whole)], only_fixed_point(model, n), model=model)
+        for (block, prefix), start in product(splits, product(range(model.vocabulary), repeat=n)):
+            begin = lambda size, text, start=start: list(start[:size])  # noqa: E731
+            found = solve(sweep_once, SWEEP_PROMPT, n, block, begin, ends, prefix)
+            case = {"model": model, "block": block, "prefix": prefix, "start": start}
+            case["ends"] = sorted(ends)
+            expect_equal(SOLVE_PUBLISHED, text, found.tokens, **case)
+            first = 0
             for states in found.blocks:
                 size = len(states[0])
-                right = greedy_by_hand(model, (*SWEEP_PROMPT, *whole[:begin]), size)
+                right = greedy_by_hand(model, (*SWEEP_PROMPT, *whole[:first]), size)
                 for sweep, state in enumerate(states):
                     if state[:sweep] != right[:sweep]:
-                        accuse(
-                            SOLVE_PUBLISHED,
-                            f"{right[:sweep]} first",
-                            f"{state} after {sweep} sweeps",
-                            **case,
-                        )
+                        got = f"{state} after {sweep} sweeps"
+                        accuse(SOLVE_PUBLISHED, f"{right[:sweep]} first", got, **case)
                 if len(states) > size + 2:
-                    accuse(
-                        SOLVE_PUBLISHED, f"at most {size + 1} sweeps", f"{len(states) - 1}", **case
-                    )
-                begin += size
+                    most, got = f"at most {size + 1} sweeps", f"{len(states) - 1}"
+                    accuse(SOLVE_PUBLISHED, most, got, **case)
+                first += size
             seen += 1
     return Evidence(SOLVE_PUBLISHED, seen)
 

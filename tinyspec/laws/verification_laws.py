@@ -22,7 +22,7 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.rational import Exact, distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import Table, format_table, table_model
 from tinyspec.laws.row_laws import normalised
@@ -30,8 +30,13 @@ from tinyspec.laws.theorems import NodeRows, TreeVerifier, kseq_acceptance
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
-BLOCK_TOKENS = "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio (block verification, arXiv 2403.10444)"
-BLOCK_EMITTED = "what a block emits has the target's law (block verification, arXiv 2403.10444)"
+BLOCK_TOKENS = (
+    "tokens kept of a block = sum_i E[w_i], w_i the clipped running ratio "
+    "(block verification, arXiv 2403.10444)"
+)
+BLOCK_EMITTED = (
+    "the tokens of a block have the target's distribution (block verification, arXiv 2403.10444)"
+)
 
 Tokens = tuple[int, ...]
 
@@ -70,39 +75,29 @@ class BlockCase(NamedTuple):
         """Return what a verifier keeps of a draft on average, by the paper."""
         totals = [Fraction(0)] * 3
 
-        def along(
-            text: Tokens, drafted: Fraction, said: Fraction, weight: Fraction, by_token: Fraction
+        def visit(
+            text: Tokens, q: Fraction, p: Fraction, clipped: Fraction, alone: Fraction
         ) -> None:
+            """Add a text of probability p and q, its clipped ratio, and that of single tokens."""
             if text:
-                for i, share in enumerate((by_token, weight, min(Fraction(1), said / drafted))):
-                    totals[i] += drafted * share
+                for i, share in enumerate((alone, clipped, min(Fraction(1), p / q))):
+                    totals[i] += q * share
             if len(text) == self.gamma:
                 return
             for token, (a, b) in enumerate(zip(self.target(text), self.draft(text), strict=True)):
                 if b:
-                    clipped, alone = (
-                        min(Fraction(1), weight * a / b),
-                        by_token * min(Fraction(1), a / b),
-                    )
-                    along((*text, token), drafted * b, said * a, clipped, alone)
+                    step, single = clipped * a / b, alone * min(Fraction(1), a / b)
+                    visit((*text, token), q * b, p * a, min(Fraction(1), step), single)
 
-        along((), *[Fraction(1)] * 4)
+        visit((), *[Fraction(1)] * 4)
         return TokensKept(*totals)
 
     def words(self) -> dict[str, Any]:
         """Return the case for a counterexample."""
-        turned = (
-            {"rows": "p one place on behind each 0, q one place on behind each token"}
-            if self.bent
-            else {}
-        )
-        return {
-            "p": self.p,
-            "q": self.q,
-            **turned,
-            "gamma": self.gamma,
-            **({"k": self.k} if self.k > 1 else {}),
-        }
+        case: dict[str, Any] = {"p": self.p, "q": self.q}
+        if self.bent:
+            case["rows"] = "p one place on after each 0, q one place on after each token"
+        return case | {"gamma": self.gamma} | ({"k": self.k} if self.k > 1 else {})
 
 
 def block_cases(vocabularies: Sequence[int], largest: int, gamma: int) -> Iterator[BlockCase]:
@@ -130,7 +125,7 @@ def block_keeps_its_promise(
         round = play_rounds(verifier, case)
         cases, branches = cases + 1, branches + round.branches
         if BLOCK_EMITTED in laws:
-            expect_target_law(BLOCK_EMITTED, case, round)
+            expect_target_probs(BLOCK_EMITTED, case, round)
         due = case.kept()
         assert due.by_token <= due.block <= due.bound  # the theorem, of the oracle itself
         if BLOCK_TOKENS in laws and round.kept != due.block:
@@ -153,13 +148,10 @@ class PlayedRounds(NamedTuple):
 def play_rounds(verifier: TreeVerifier, case: BlockCase) -> PlayedRounds:
     """Draw drafts, judge them, and count."""
     kept, branches = Fraction(0), 0
-    emitted, beyond = (
-        defaultdict[Tokens, Fraction](Fraction),
-        defaultdict[Tokens, Fraction](Fraction),
-    )
-    for (accepted, text), probability in Exhaustive.walk(
-        lambda rng: _play_round(verifier, case, rng)
-    ):
+    emitted = defaultdict[Tokens, Fraction](Fraction)
+    beyond = defaultdict[Tokens, Fraction](Fraction)
+    outcomes = Exhaustive.walk(lambda rng: _play_round(verifier, case, rng))
+    for (accepted, text), probability in outcomes:
         branches += 1
         kept += probability * accepted
         for n in range(len(text) + 1):
@@ -172,31 +164,29 @@ def _play_round(verifier: TreeVerifier, case: BlockCase, rng: Any) -> tuple[int,
     """Draw k drafts side by side, depth by depth; return tokens kept, and the output."""
     rows, stream = {ROOT: case.target(())}, rng.split("draft", 0)
     texts: list[Tokens] = []
-    parents, laws = list[int](), list[Any]()
+    parents, draft_probs = list[int](), list[Any]()
     for node in range(case.k * case.gamma):
         parents.append(node - case.k if node >= case.k else ROOT)
         before = texts[parents[-1]] if node >= case.k else ()
-        laws.append(list(case.draft(before)))
+        draft_probs.append(list(case.draft(before)))
         texts.append((*before, stream.draw(case.draft(before))))
         rows[node] = case.target(texts[-1])
-    tree = TokenTree([text[-1] for text in texts], parents, laws, (False,) * len(texts))
+    tree = TokenTree([text[-1] for text in texts], parents, draft_probs, (False,) * len(texts))
     verdict = verifier(tree, NodeRows(rows), rng.split("verify", 0))
-    said = texts[verdict.accepted[-1]] if verdict.accepted else ()
-    return len(said), (*said, *(() if verdict.next is None else (verdict.next,)))
+    text = texts[verdict.accepted[-1]] if verdict.accepted else ()
+    return len(text), (*text, *(() if verdict.next is None else (verdict.next,)))
 
 
-def expect_target_law(name: str, case: BlockCase, round: PlayedRounds) -> None:
+def expect_target_probs(name: str, case: BlockCase, round: PlayedRounds) -> None:
     """Raise LawViolated unless a round that goes beyond a text continues with p.
 
     That is necessary and enough, since later rounds start afresh.
     """
     for text, mass in sorted(round.beyond.items(), key=lambda entry: (len(entry[0]), entry[0])):
         if mass:
-            law = tuple(
-                round.emitted.get((*text, y), Fraction(0)) / mass for y in range(len(case.p))
-            )
-            if law != case.target(text):
-                accuse(name, case.target(text), law, **case.words(), text=text)
+            tokens = range(len(case.p))
+            got = tuple(round.emitted.get((*text, y), Fraction(0)) / mass for y in tokens)
+            expect_equal(name, case.target(text), got, **case.words(), text=text)
 
 
 def _turned_row(row: Exact, places: int) -> Exact:
@@ -204,7 +194,10 @@ def _turned_row(row: Exact, places: int) -> Exact:
     return row[places:] + row[:places]
 
 
-SELECTED = "what is selected among k drafts, or drawn behind them, has the target's law (SpecTr, arXiv 2310.15141)"
+SELECTED = (
+    "a token selected among k drafts, or drawn after them, has the target's distribution "
+    "(SpecTr, arXiv 2310.15141)"
+)
 FACTOR = "K-SEQ accepts what it does at the least lawful rho (SpecTr, arXiv 2310.15141)"
 FACTOR_TOLERANCE = 1e-8
 
@@ -217,19 +210,18 @@ def selection_cases(largest: int) -> Iterator[BlockCase]:
         yield BlockCase(p, q, False, 1, 3)
         yield BlockCase(p, q, True, 2, 2)
     p, q = (tuple(Fraction(x, 6) for x in row) for row in ((3, 2, 1), (1, 2, 3)))
-    yield BlockCase(
-        p, q, True, 2, 2
-    )  # three tokens: behind a draft that parted, a residual of more than one
+    # Three tokens: after a draft that parted, the residual has more than one.
+    yield BlockCase(p, q, True, 2, 2)
 
 
-def selection_keeps_law(verifier: TreeVerifier, largest: int = 5) -> Evidence:
+def selection_keeps_target(verifier: TreeVerifier, largest: int = 5) -> Evidence:
     """Check that after any text that a round has emitted so far, the next token has distribution
     p."""
     began, cases, branches = perf_counter(), 0, 0
     for case in selection_cases(largest):
         round = play_rounds(verifier, case)
         cases, branches = cases + 1, branches + round.branches
-        expect_target_law(SELECTED, case, round)
+        expect_target_probs(SELECTED, case, round)
     return Evidence(SELECTED, cases, branches, perf_counter() - began)
 
 
@@ -240,7 +232,7 @@ def least_factor(
     began, cases, branches = perf_counter(), 0, 0
     for p, q in distribution_pairs(largest=largest):
         for k in ks:
-            got, walked = _taken(verifier, p, q, k)
+            got, walked = _acceptance(verifier, p, q, k)
             cases, branches = cases + 1, branches + walked
             expected = kseq_acceptance(p, q, k)
             if abs(got - expected) > FACTOR_TOLERANCE:
@@ -248,21 +240,24 @@ def least_factor(
     return Evidence(FACTOR, cases, branches, perf_counter() - began)
 
 
-def _taken(verifier: TreeVerifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
-    rows, law = dict.fromkeys(range(ROOT, k), np.array(p, float)), np.array(q, float)
+def _acceptance(verifier: TreeVerifier, p: Exact, q: Exact, k: int) -> tuple[float, int]:
+    """Return how probably one of k drafts of one token is accepted, and the outcomes walked."""
+    rows, row = dict.fromkeys(range(ROOT, k), np.array(p, float)), np.array(q, float)
 
     def play(rng: Exhaustive) -> bool:
-        tokens = [rng.draw(law) for _ in range(k)]
-        return bool(
-            verifier(TokenTree(tokens, (ROOT,) * k, (law,) * k, (False,) * k), rows, rng).accepted
-        )
+        tokens = [rng.draw(row) for _ in range(k)]
+        tree = TokenTree(tokens, (ROOT,) * k, (row,) * k, (False,) * k)
+        return bool(verifier(tree, rows, rng).accepted)
 
     outcomes = list(Exhaustive.walk(play))
     return float(sum(probability for passed, probability in outcomes if passed)), len(outcomes)
 
 
-COUPLING_INVARIANT = "on one seed the text is one, whoever drafts (arXiv 2408.07978)"
-COUPLING_AGREES = "a guess is kept where both races on the noise of its position have one winner (arXiv 2408.07978)"
+COUPLING_INVARIANT = "one seed gives one text, whoever drafts (arXiv 2408.07978)"
+COUPLING_AGREES = (
+    "a draft token is accepted where both races on the noise of its position have one winner "
+    "(arXiv 2408.07978)"
+)
 COUPLING_FORMULA = (
     "P(same) = sum_i 1 / sum_j max(p_j / p_i, q_j / q_i) >= (1 - TV) / (1 + TV) (arXiv 2408.07978)"
 )
@@ -281,38 +276,25 @@ COUPLING_DRAFTS: Sequence[Table | None] = (
 def same_text_whoever_drafts(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
     """Check that the tokens win the races of the target's rows, with each draft model and none."""
     begun, seen = perf_counter(), 0
+    stop, rows = StoppingCriteria(max_new_tokens=tokens), [normalised(w) for w in COUPLING_TARGET]
     for seed, gamma, q in product(range(seeds), (1, 3), COUPLING_DRAFTS):
         drafts = [] if q is None else [table_model(q).session()]
-        decoder = build(
-            Request(
-                table_model(COUPLING_TARGET).session(),
-                drafts,
-                SamplingParams(),
-                StoppingCriteria(max_new_tokens=tokens),
-            ),
-            gamma=gamma,
-        )
+        target = table_model(COUPLING_TARGET).session()
+        decoder = build(Request(target, drafts, SamplingParams(), stop), gamma=gamma)
         decoder.extend((0,))
         rng, races, text = Seeded(seed), Seeded(seed), [0]
         while not decoder.finished:
             decoder.step(rng)
         while len(text) <= tokens:
-            text.append(
-                races.exponential_race(
-                    [float(x) for x in normalised(COUPLING_TARGET[text[-1]])], len(text)
-                )
-            )
+            text.append(races.exponential_race([float(x) for x in rows[text[-1]]], len(text)))
         seen += 1
-        if decoder.context != text:
-            accuse(
-                COUPLING_INVARIANT,
-                text,
-                decoder.context,
-                p=format_table(COUPLING_TARGET),
-                q=None if q is None else format_table(q),
-                gamma=gamma,
-                seed=seed,
-            )
+        case = {
+            "p": format_table(COUPLING_TARGET),
+            "q": None if q is None else format_table(q),
+            "gamma": gamma,
+            "seed": seed,
+        }
+        expect_equal(COUPLING_INVARIANT, text, decoder.context, **case)
     return Evidence(COUPLING_INVARIANT, seen, seen, perf_counter() - begun)
 
 
@@ -325,25 +307,23 @@ def draft_kept_where_winners_agree(build: Build, grid: int = 12) -> Evidence:
     for p, q in (((1, 1), (1, 3)), ((1, 4), (3, 2)), ((0, 1), (1, 1))):
         for i, j in product(range(grid), repeat=2):
             uniforms = [(i + 0.5) / grid, (j + 0.35) / grid]
-            decoder = build(
-                Request(table_model((p,)).session(), [table_model((q,)).session()]), gamma=1
-            )
+            request = Request(table_model((p,)).session(), [table_model((q,)).session()])
+            decoder = build(request, gamma=1)
             decoder.extend((0,))
             round = decoder.step(Replay([*uniforms, *[0.5] * 9]))
-            winners = [min((-math.log1p(-u) / x, t) for t, (u, x) in enumerate(zip(uniforms, row, strict=True)) if x)[1]
-                       for row in (p, q)]  # fmt: skip
-            expected = {"said": winners[0], "kept": winners[0] == winners[1]}
-            got = {"said": round.tokens[0], "kept": bool(round.verdict.accepted)}
+            of_p, of_q = (
+                min(
+                    (-math.log1p(-u) / x, token)
+                    for token, (u, x) in enumerate(zip(uniforms, row, strict=True))
+                    if x
+                )[1]
+                for row in (p, q)
+            )
+            expected = {"token": of_p, "accepted": of_p == of_q}
+            got = {"token": round.tokens[0], "accepted": bool(round.verdict.accepted)}
             seen += 1
-            if got != expected:
-                accuse(
-                    COUPLING_AGREES,
-                    expected,
-                    got,
-                    p=normalised(p),
-                    q=normalised(q),
-                    uniforms=uniforms,
-                )
+            case = {"p": normalised(p), "q": normalised(q), "uniforms": uniforms}
+            expect_equal(COUPLING_AGREES, expected, got, **case)
     return Evidence(COUPLING_AGREES, seen, seen, perf_counter() - begun)
 
 
@@ -370,10 +350,8 @@ def _agreement_area(p: Exact, q: Exact, grid: int = 90) -> float:
     """Return the share of the triangle where argmin E / p is argmin E / q, on a grid."""
     at = (np.arange(grid) + 0.5) / grid
     x, y = (side.ravel() for side in np.meshgrid(at, at))
-    x, y = (
-        np.where(x + y > 1, 1 - x, x),
-        np.where(x + y > 1, 1 - y, y),
-    )  # the square's other half folded over
+    folded = x + y > 1  # the other half of the square is folded over
+    x, y = np.where(folded, 1 - x, x), np.where(folded, 1 - y, y)
     noise = np.stack([x, y, 1 - x - y])
     winners = [np.stack([e / float(w) if w else e + np.inf for e, w in zip(noise, row, strict=True)]).argmin(axis=0)
                for row in (p, q)]  # fmt: skip

@@ -950,7 +950,7 @@ class View:
             tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
             if tip.position + 1 >= limit:
                 raise TinyspecError(f"the draft reaches beyond the context of {limit}")
-            self._trunk.append(tip.children.get(token) or Node(token, tip))
+            self._trunk.append(tip.children.get(token) or type(tip)(token, tip))
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens to the trunk. They run with the next tree; no hidden states are

@@ -18,17 +18,17 @@ class SmallModel:
         up to some length has its own
     """
 
-    laws: tuple[Exact, ...]
+    probs: tuple[Exact, ...]
     by: str = "length"
 
-    def law(self, context: Sequence[int]) -> Exact:
+    def next_probs(self, context: Sequence[int]) -> Exact:
         """Return the distribution of the next token."""
         if self.by == "length":
-            return self.laws[min(len(context), len(self.laws) - 1)]
+            return self.probs[min(len(context), len(self.probs) - 1)]
         place = 0
         for token in context:
-            place = place * len(self.laws[0]) + token + 1
-        return self.laws[place % len(self.laws)]
+            place = place * len(self.probs[0]) + token + 1
+        return self.probs[place % len(self.probs)]
 
     def joint(
         self, tokens: int, start: tuple[int, ...] = (), mass: Any = Fraction(1)
@@ -39,7 +39,7 @@ class SmallModel:
             texts = {
                 (*text, token): x * weight
                 for text, weight in texts.items()
-                for token, x in enumerate(self.law(text))
+                for token, x in enumerate(self.next_probs(text))
                 if x
             }
         return texts
@@ -47,13 +47,15 @@ class SmallModel:
     def shown(self, depth: int) -> Any:
         """Return the distributions after contexts of up to `depth` tokens, for display."""
         if self.by == "length":
-            return [list(self.laws[min(length, len(self.laws) - 1)]) for length in range(depth + 1)]
+            return [
+                list(self.probs[min(length, len(self.probs) - 1)]) for length in range(depth + 1)
+            ]
         texts = [
             text
             for length in range(depth + 1)
-            for text in product(range(len(self.laws[0])), repeat=length)
+            for text in product(range(len(self.probs[0])), repeat=length)
         ]
-        return {text: list(self.law(text)) for text in texts}
+        return {text: list(self.next_probs(text)) for text in texts}
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,12 @@ class CheckCase:
 
     @property
     def vocabulary(self) -> int:
-        return len(self.p.laws[0])
+        return len(self.p.probs[0])
 
     @property
     def size(self) -> int:
         """Return the sum of all denominators: how much there is to read."""
-        return sum(max(x.denominator for x in law) for law in (*self.p.laws, *self.q.laws))
+        return sum(max(x.denominator for x in row) for row in (*self.p.probs, *self.q.probs))
 
 
 def distributions_up_to(vocabulary: int, whole: int) -> list[Exact]:
@@ -96,13 +98,13 @@ def cases_of_kind(
 
     `lengths` counts the distributions of p and of q.
     """
-    laws = distributions_up_to(vocabulary, whole)
+    rows = distributions_up_to(vocabulary, whole)
     n = sum(lengths)
-    if len(laws) ** n <= count:
-        chosen = list(product(laws, repeat=n))
+    if len(rows) ** n <= count:
+        chosen = list(product(rows, repeat=n))
     else:
         rng = random.Random(f"{seed} {vocabulary} {gamma} {tokens} {whole} {by}")
-        chosen = [tuple(rng.choice(laws) for _ in range(n)) for _ in range(count)]
+        chosen = [tuple(rng.choice(rows) for _ in range(n)) for _ in range(count)]
     cases = [
         CheckCase(SmallModel(c[: lengths[0]], by), SmallModel(c[lengths[0] :], by), gamma, tokens)
         for c in chosen
@@ -171,30 +173,21 @@ def _count_texts(vocabulary: int, length: int) -> int:
     return sum(vocabulary**n for n in range(length + 1))
 
 
+def _simpler_cases(case: CheckCase) -> Iterator[CheckCase]:
+    """Yield the case with one of its distributions replaced by one of smaller denominators."""
+    for name in ("p", "q"):
+        model: SmallModel = getattr(case, name)
+        for place, row in enumerate(model.probs):
+            largest = max(x.denominator for x in row)
+            for simpler in distributions_up_to(case.vocabulary, largest - 1):
+                probs = (*model.probs[:place], simpler, *model.probs[place + 1 :])
+                changes: dict[str, Any] = {name: replace(model, probs=probs)}
+                yield replace(case, **changes)
+
+
 def shrink_case(case: CheckCase, broken: Callable[[CheckCase], bool]) -> CheckCase:
     """Replace distributions by ones of smaller denominators while the smaller case is broken
     too."""
-    simpler = True
-    while simpler:
-        simpler = False
-        for name in ("p", "q"):
-            model: SmallModel = getattr(case, name)
-            for place, law in enumerate(model.laws):
-                for smaller in distributions_up_to(
-                    case.vocabulary, max(x.denominator for x in law) - 1
-                ):
-                    laws = (*model.laws[:place], smaller, *model.laws[place + 1 :])
-                    smaller_model = replace(model, laws=laws)
-                    other = (
-                        replace(case, p=smaller_model)
-                        if name == "p"
-                        else replace(case, q=smaller_model)
-                    )
-                    if broken(other):
-                        case, simpler = other, True
-                        break
-                if simpler:
-                    break
-            if simpler:
-                break
+    while (smaller := next(filter(broken, _simpler_cases(case)), None)) is not None:
+        case = smaller
     return case

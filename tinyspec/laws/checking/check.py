@@ -36,16 +36,17 @@ from tinyspec.laws.checking.generators import NEGLIGIBLE, EnumeratedGenerator, N
 from tinyspec.laws.checking.uniforms import NotEnumerable
 from tinyspec.laws.evidence import CheckResult, Evidence, LawViolated, format_value
 
-GIVE_UP = 25  # cases that raise before anything is said of the law: then the function does not fit its form
-CORNERS = (
-    60  # cases, of those in which p forbids a token, that are tried with a uniform of exactly 0
-)
+GIVE_UP = 25
+"""Cases that may raise before the first that does not; then the function does not fit its form."""
+CORNERS = 60
+"""Cases in which p forbids a token that are tried with a uniform of exactly 0."""
 VERIFIER = "verify(p_rows [gamma + 1, V], q_rows [gamma, V], draft [gamma], rng) -> tokens"
 HOUSE_VERIFIER = "verify(tree, p, rng) -> Verdict"
 DRAFTER = "draft(q, context, gamma, rng) -> (tokens, distributions), or as draft(context, rng)"
 GENERATE = "generate(p, q, gamma, n, rng) -> tokens"
 CORNER_HINT = "accept where u < p / q, not where u <= p / q; corners=False leaves this case out"
-AGAIN = 12  # runs of an accused case that must agree, so that a function with noise of its own is told so instead
+AGAIN = 12
+"""Runs of an accused case that must agree; where they do not, the function has its own noise."""
 
 
 def check(
@@ -118,12 +119,9 @@ def check(
     evidence, counterexample = list[Evidence](), None
     for form in forms:
         form.corner_hint = CORNER_HINT
+        share = len(trees) if isinstance(form, HouseVerifierForm) else 1
         try:
-            evidence.append(
-                _Search(
-                    form, seconds / (len(trees) if isinstance(form, HouseVerifierForm) else 1)
-                ).run(seed, corners)
-            )
+            evidence.append(_Search(form, seconds / share).run(seed, corners))
         except LawViolated as accused:
             counterexample = accused.counterexample
             break
@@ -179,9 +177,8 @@ class _Search:
     ):
         self.form, self.seconds, self.most = form, seconds, most
         self.through: tuple[type[Exception], ...] = (NotEnumerable, Misfit, *through)
-        self.numbers = (
-            NUMBERS  # those that the function was not seen to fail with while later ones worked
-        )
+        # Those that the function was not seen to fail with while later ones worked.
+        self.numbers = NUMBERS
         self.worked = ""  # the numbers it computed with last
         self.crash: tuple[Any, dict[str, Exception]] | None = None
         self.branches = self.made = 0
@@ -196,53 +193,49 @@ class _Search:
         sizes: set[tuple[int, int]] = set()  # vocabulary and gamma of each case
         try:
             for tried, case in enumerate(islice(self.form.cases(seed), self.most)):
-                law = self.law(case)
-                if law is None:
+                outcomes = self.outcome_probs(case)
+                if outcomes is None:
                     if not cases and tried + 1 == GIVE_UP:
                         break
                     continue
                 cases += 1
                 sizes.add((case.vocabulary, case.gamma))
-                if self.form.judge(case, law) is not None:
+                if self.form.judge(case, outcomes) is not None:
                     self.accuse(case)
-                if (
-                    case.vocabulary == 2
-                    and case.tokens <= 3
-                    and any(0 in row for row in case.p.laws)
-                ):
+                is_small = case.vocabulary == 2 and case.tokens <= 3
+                if is_small and any(0 in row for row in case.p.probs):
                     small.append(case)
             if self.crash is None and corners:
                 for case in small[:CORNERS]:
-                    self.corner(case)
+                    self.try_zero_uniforms(case)
         except _OutOfTime:
             notes.append(f"stopped after {self.seconds:g} s")
         if self.crash is not None:
-            self.give_up(*self.crash)
+            self.raise_crash(*self.crash)
         if not cases:
             raise TinyspecError(f"no verdict: the smallest case took more than {self.seconds:g} s")
         notes.extend([self.form.rare] if self.form.rare else [])
-        exact = self.worked == "fractions" and not self.form.worst
-        notes.insert(
-            0, "exactly" if exact else f"in floating point, to {max(self.form.worst, 1e-16):.0e}"
-        )
+        exactly = self.worked == "fractions" and not self.form.worst
+        rounding = f"in floating point, to {max(self.form.worst, 1e-16):.0e}"
+        notes.insert(0, "exactly" if exactly else rounding)
         if isinstance(case, CheckCase):
             vocabularies, gammas = zip(*sizes, strict=True)
             notes.insert(1, f"V {_format_span(vocabularies)}, gamma {_format_span(gammas)}")
         notes = [self.form.about, *notes] if self.form.about else notes
         return Evidence(self.form.law, cases, self.branches, time.perf_counter() - began, notes)
 
-    def give_up(self, case: Any, errors: dict[str, Exception]) -> None:
+    def raise_crash(self, case: Any, errors: dict[str, Exception]) -> None:
         """Raise TinyspecError with the case at which the function failed, and how it failed.
 
-        That is said for the numbers that the function otherwise computes with, else for each kind.
-        A TypeError on lists of fractions says only that the function wants arrays: then what it did
-        with arrays is said.
+        It names the numbers that the function otherwise computes with, else each kind. A TypeError
+        on lists of fractions says only that the function wants arrays: then it names what the
+        function did with arrays.
         """
         if len(errors) > 1 and isinstance(errors.get("fractions"), TypeError):
             errors = {kind: error for kind, error in errors.items() if kind != "fractions"}
         elif self.worked in errors:
             errors = {self.worked: errors[self.worked]}
-        said = dict[str, list[str]]()
+        kinds = dict[str, list[str]]()
         for numbers, error in errors.items():
             file = inspect.getsourcefile(self.form.function)
             lines = [
@@ -251,18 +244,17 @@ class _Search:
                 if frame.filename == file
             ]
             where = f" in line {lines[-1]}" if lines else ""
-            said.setdefault(f"{type(error).__name__}: {error}{where}", []).append(numbers)
+            kinds.setdefault(f"{type(error).__name__}: {error}{where}", []).append(numbers)
         how = "; ".join(
-            f"{text} (on rows of {', '.join(numbers)})" for text, numbers in said.items()
+            f"{text} (on rows of {', '.join(numbers)})" for text, numbers in kinds.items()
         )
         shown = "; ".join(
             f"{name} = {format_value(value)}" for name, value in self.form.shown(case).items()
         )
-        raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from list(
-            errors.values()
-        )[-1]
+        last = list(errors.values())[-1]
+        raise TinyspecError(f"no verdict: the {self.form.what} failed at {shown}: {how}") from last
 
-    def law(self, case: Any, zero: int | None = None) -> OutcomeProbs | None:
+    def outcome_probs(self, case: Any, zero: int | None = None) -> OutcomeProbs | None:
         """Return the probability of every outcome; None if the function raises."""
         errors = dict[str, Exception]()
         for place, numbers in enumerate(self.numbers):
@@ -270,14 +262,14 @@ class _Search:
                 with warnings.catch_warnings():
                     if numbers == "torch":  # numpy warns of a function that hands it tensors
                         warnings.simplefilter("ignore", DeprecationWarning)
-                    law = self.enumerate(case, numbers, zero)
+                    outcomes = self.enumerate(case, numbers, zero)
             except self.through:
                 raise
             except Exception as error:  # whatever the reader's code raises
                 errors[numbers] = error
                 continue
             self.numbers, self.worked = self.numbers[place:], numbers
-            return law
+            return outcomes
         if self.crash is None and zero is None:
             self.crash = (case, errors)
         return None
@@ -296,55 +288,60 @@ class _Search:
             except Exception as error:
                 if rng.probability > NEGLIGIBLE:
                     raise
-                self.form.rare = f"a run of probability {float(rng.probability):.0e} ends in {type(error).__name__}: {error}"
+                self.form.rare = (
+                    f"a run of probability {float(rng.probability):.0e} "
+                    f"ends in {type(error).__name__}: {error}"
+                )
                 return None
             finally:
                 self.made = max(self.made, dice.made)
 
-        law: OutcomeProbs = {}
+        probs: OutcomeProbs = {}
         self.form.lost = 0.0
         for outcome, probability in Exhaustive.walk(play):
             self.branches += 1
             if outcome is None:
                 self.form.lost += float(probability)
             else:
-                law[outcome] = law.get(outcome, 0) + probability
-        return {outcome: float(mass) for outcome, mass in law.items()} if self.form.lost else law
+                probs[outcome] = probs.get(outcome, 0) + probability
+        if self.form.lost:
+            return {outcome: float(mass) for outcome, mass in probs.items()}
+        return probs
 
     def accuse(self, case: Any) -> None:
         """Raise LawViolated with the smallest case that this one leads to."""
 
         def broken(other: Any) -> bool:
-            law = self.law(other)
-            return law is not None and self.form.judge(other, law) is not None
+            outcomes = self.outcome_probs(other)
+            return outcomes is not None and self.form.judge(other, outcomes) is not None
 
         crash, found = self.crash, case
-        self.until += (
-            self.seconds
-        )  # there is something to say: shrinking and running again may take as long once more
+        self.until += self.seconds  # shrinking and running again may take as long once more
         try:
             found = shrink_case(case, broken) if isinstance(case, CheckCase) else case
         except _OutOfTime:
             self.until += self.seconds
         self.crash = crash
-        first = self.law(found)
+        first = self.outcome_probs(found)
         assert first is not None
         for _ in range(AGAIN):
-            if self.law(found) != first:
+            if self.outcome_probs(found) != first:
                 raise Misfit(
-                    f"no verdict: the {self.form.what} gives other results when it is run again: it draws from a generator "
-                    "that cannot be enumerated. Draw from the rng that it is given, or from numpy.random, random or torch"
+                    f"no verdict: the {self.form.what} gives other results when it is run again: "
+                    "it draws from a generator that cannot be enumerated. Draw from the rng that "
+                    "it is given, or from numpy.random, random or torch"
                 )
         counterexample = self.form.judge(found, first)
         assert counterexample is not None
         raise LawViolated(counterexample)
 
-    def corner(self, case: Any) -> None:
+    def try_zero_uniforms(self, case: Any) -> None:
         """Pin one uniform after the other to exactly 0."""
         number, self.made = 0, 1
         while number < self.made:
-            law = self.law(case, zero=number)
-            found = None if law is None else self.form.corner(case, law, number)
-            if found is not None:
-                raise LawViolated(found)
+            outcomes = self.outcome_probs(case, zero=number)
+            if outcomes is not None:
+                found = self.form.find_forbidden_token(case, outcomes, number)
+                if found is not None:
+                    raise LawViolated(found)
             number += 1

@@ -6,13 +6,13 @@
     draft(context, rng) -> (tokens, rows)            the same, with a model of its own
     generate(p, q, gamma, n, rng) -> tokens          a whole decoding function
 
-A last argument called `source` or `chance` gets the library's `RandomSource`; a function without a
-generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
+A last argument called `source` or `chance` gets the library's `RandomSource`; a function without
+a generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
 function cannot compute with those, float64 arrays of numpy, or else tensors of torch.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -44,16 +44,9 @@ from tinyspec.tree import ROOT, TokenTree
 Tokens = tuple[int, ...]
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 GENERATORS = (
-    "source",
-    "rng",
-    "generator",
-    "random_state",
-    "uniforms",
-    "random",
-    "u",
-    "us",
-    "chance",
-)
+    "source", "rng", "generator", "random_state", "uniforms", "random", "u", "us", "chance",
+)  # fmt: skip
+"""Names under which a function may take its generator."""
 
 
 class Misfit(TinyspecError):
@@ -61,12 +54,11 @@ class Misfit(TinyspecError):
 
 
 class RunOutcome(NamedTuple):
-    """One way a run can go: the draft, the output, the declared distributions, and what is
-    wrong."""
+    """The end of one run: the draft, the output, the declared distributions, and what is wrong."""
 
     draft: Tokens
     tokens: Tokens
-    laws: tuple[Any, ...] = ()
+    draft_probs: tuple[Any, ...] = ()
     problem: str = ""
 
 
@@ -84,6 +76,21 @@ def convert_rows(row: Any, numbers: str) -> Any:
         return [list(x) if isinstance(x, (list, tuple)) else x for x in row]
     array = np.array(row, np.float64)
     return array if numbers == "numpy" else torch.tensor(array)
+
+
+def as_function(model: SmallModel, numbers: str) -> Callable[[Any], Any]:
+    """Return a model as the function of a context that a reader's code calls."""
+    return lambda context: convert_rows(
+        model.next_probs(read_token_ids(context, "context")), numbers
+    )
+
+
+def draw_chain(case: CheckCase, rng: Exhaustive) -> Tokens:
+    """Draw gamma draft tokens from q, one after another."""
+    chain: Tokens = ()
+    for _ in range(case.gamma):
+        chain = (*chain, rng.draw(case.q.next_probs(chain)))
+    return chain
 
 
 def read_token_ids(result: Any, what: str) -> Tokens:
@@ -114,11 +121,6 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
         return {}
-
-
-def last_parameter(function: Callable[..., Any]) -> str:
-    """Return the name of a function's last parameter."""
-    return next(reversed(list(parameters_of(function))), "")
 
 
 def takes_random_source(function: Callable[..., Any]) -> bool:
@@ -186,7 +188,7 @@ class Form:
     lost: float = 0.0  # probability of the runs of this case that were not followed to their end
     what = "function"
     law = "joint law"
-    about = ""  # said with the evidence
+    about = ""  # a note for the evidence
     corner_hint = ""  # what to do about a counterexample that needs a uniform of exactly 0
 
     def cases(self, seed: int) -> Iterator[Any]:
@@ -197,7 +199,7 @@ class Form:
     ) -> RunOutcome:
         raise NotImplementedError
 
-    def judge(self, case: Any, law: OutcomeProbs) -> Counterexample | None:
+    def judge(self, case: Any, outcomes: OutcomeProbs) -> Counterexample | None:
         raise NotImplementedError
 
     def shown(self, case: Any) -> dict[str, Any]:
@@ -239,11 +241,16 @@ class Form:
         self.rare = f"a run of probability {float(mass):.0e} returns {list(outcome.tokens)}"
         return True
 
-    def corner(self, case: Any, law: OutcomeProbs, number: int) -> Counterexample | None:
+    def find_forbidden_token(
+        self, case: Any, outcomes: OutcomeProbs, number: int
+    ) -> Counterexample | None:
         """Find a token that p forbids but that comes out where a uniform is exactly 0."""
-        for draft, tokens, _, _ in law:
+        for draft, tokens, _, _ in outcomes:
             for place, token in enumerate(tokens[: case.tokens]):
-                if not (0 <= token < case.vocabulary) or case.p.law(tokens[:place])[token] > 0:
+                if (
+                    not (0 <= token < case.vocabulary)
+                    or case.p.next_probs(tokens[:place])[token] > 0
+                ):
                     continue
                 shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
                 which = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
@@ -257,14 +264,14 @@ class Form:
                 )
         return None
 
-    def compare(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+    def compare(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         """Compare the distribution of the first token, of the first two, ... with the target's.
 
         Outputs that are shorter are continued with p.
         """
         for count in range(1, case.tokens + 1):
             expected, got = case.p.joint(count), dict[Tokens, Any]()
-            for outcome, mass in law.items():
+            for outcome, mass in outcomes.items():
                 texts = {outcome.tokens[:count]: mass}
                 if len(outcome.tokens) < count:
                     texts = case.p.joint(count, outcome.tokens, mass)
@@ -275,13 +282,13 @@ class Form:
                 for text in {*expected, *got}
             ):
                 continue
-            return Counterexample(self.law, *self.report(case, law, count, expected, got))
+            return Counterexample(self.law, *self.report(case, outcomes, count, expected, got))
         return None
 
     def report(
         self,
         case: CheckCase,
-        law: OutcomeProbs,
+        outcomes: OutcomeProbs,
         count: int,
         expected: dict[Tokens, Any],
         got: dict[Tokens, Any],
@@ -290,7 +297,7 @@ class Form:
         them."""
         drafts: dict[Tokens, Any] = {}
         outputs: dict[Tokens, dict[Tokens, Any]] = {}
-        for outcome, mass in law.items():
+        for outcome, mass in outcomes.items():
             drafts[outcome.draft] = drafts.get(outcome.draft, 0) + mass
             came = outputs.setdefault(outcome.draft, {})
             came[outcome.tokens] = came.get(outcome.tokens, 0) + mass
@@ -309,27 +316,22 @@ class Form:
                     }
                     for draft, came in sorted(outputs.items())
                 }
+        texts = sorted({*expected, *got})
         if count == 1:
             shown["compared"] = "the distribution of the first token"
-            tokens = range(case.vocabulary)
-            return (
-                shown,
-                *(
-                    [to_small_fraction(texts.get((token,), Fraction(0))) for token in tokens]
-                    for texts in (expected, got)
-                ),
-            )  # type: ignore[return-value]
-        shown["compared"] = (
-            f"the distribution of the first {count} tokens (where a round gives fewer, p goes on)"
-        )
-        every = sorted({*expected, *got})
-        return (
-            shown,
-            *(
-                {text: to_small_fraction(texts.get(text, Fraction(0))) for text in every}
-                for texts in (expected, got)
-            ),
-        )  # type: ignore[return-value]
+            texts = [(token,) for token in range(case.vocabulary)]
+        else:
+            shown["compared"] = (
+                f"the distribution of the first {count} tokens "
+                "(where a round gives fewer, p goes on)"
+            )
+        both = [
+            {text: to_small_fraction(probs.get(text, Fraction(0))) for text in texts}
+            for probs in (expected, got)
+        ]
+        if count == 1:
+            return shown, *(list(probs.values()) for probs in both)  # type: ignore[return-value]
+        return shown, *both  # type: ignore[return-value]
 
 
 class VerifierForm(Form):
@@ -343,16 +345,16 @@ class VerifierForm(Form):
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        draft: Tokens = ()
-        for _ in range(case.gamma):
-            draft = (*draft, rng.draw(case.q.law(draft)))
-        p = convert_rows([case.p.law(draft[:place]) for place in range(case.gamma + 1)], numbers)
-        q = convert_rows([case.q.law(draft[:place]) for place in range(case.gamma)], numbers)
+        draft = draw_chain(case, rng)
+        p = convert_rows(
+            [case.p.next_probs(draft[:place]) for place in range(case.gamma + 1)], numbers
+        )
+        q = convert_rows([case.q.next_probs(draft[:place]) for place in range(case.gamma)], numbers)
         result = self.call(dice, p, q, list(draft))
         return RunOutcome(draft, read_token_ids(result, self.what))
 
-    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
-        for outcome, mass in law.items():
+    def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
+        for outcome, mass in outcomes.items():
             n = len(outcome.tokens)
             fits = 1 <= n <= case.tokens and all(
                 0 <= token < case.vocabulary for token in outcome.tokens
@@ -363,7 +365,7 @@ class VerifierForm(Form):
                 )
                 shown = self.shown(case) | {"draft": list(outcome.draft)}
                 return Counterexample("tokens of a round", shown, expected, list(outcome.tokens))
-        return self.compare(case, law)
+        return self.compare(case, outcomes)
 
 
 class HouseVerifierForm(VerifierForm):
@@ -409,33 +411,34 @@ class HouseVerifierForm(VerifierForm):
         """Draw a draft of this kind; two siblings at the root, each with a child where gamma is
         2."""
         if self.kind in ("chain", "point masses"):
-            chain: Tokens = ()
-            for _ in range(case.gamma):
-                chain = (*chain, rng.draw(case.q.law(chain)))
-            laws = [convert_rows(case.q.law(chain[:place]), numbers) for place in range(case.gamma)]
-            return TokenTree.chain(chain, laws if self.kind == "chain" else None)
-        tokens, parents, kept = list[int](), list[int](), list[Any]()
-        law: Any = case.q.law(())
+            chain = draw_chain(case, rng)
+            rows = [
+                convert_rows(case.q.next_probs(chain[:place]), numbers)
+                for place in range(case.gamma)
+            ]
+            return TokenTree.chain(chain, rows if self.kind == "chain" else None)
+        tokens, parents, declared = list[int](), list[int](), list[Any]()
+
+        def add(parent: int, row: Any) -> None:
+            tokens.append(rng.draw(row))
+            parents.append(parent)
+            declared.append(row)
+
+        row: Any = case.q.next_probs(())
         for _ in range(2):
-            if law is None:
+            if row is None:
                 break
-            tokens.append(rng.draw(law))
-            parents.append(ROOT)
-            kept.append(law)
-            law = law if self.kind == "siblings" else without_token(law, tokens[-1])
+            add(ROOT, row)
+            row = row if self.kind == "siblings" else without_token(row, tokens[-1])
         for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
-            law = case.q.law((token,))
-            tokens.append(rng.draw(law))
-            parents.append(node)
-            kept.append(law)
-        return TokenTree(
-            tokens, parents, [convert_rows(law, numbers) for law in kept], (False,) * len(tokens)
-        )
+            add(node, case.q.next_probs((token,)))
+        rows = [convert_rows(row, numbers) for row in declared]
+        return TokenTree(tokens, parents, rows, (False,) * len(tokens))
 
 
 TREE_KINDS = {
-    "chain": "a chain drawn from q, its laws declared",
-    "point masses": "a chain without laws: each token is judged as a point mass",
+    "chain": "a chain drawn from q, its distributions declared",
+    "point masses": "a chain without distributions: each token is judged as a point mass",
     "siblings": "two siblings drawn from q, independently",
     "without replacement": "two siblings drawn from q without replacement",
 }
@@ -449,7 +452,7 @@ class HouseTargetProbs:
 
     def __getitem__(self, node: int) -> Any:
         return convert_rows(
-            self.case.p.law(self.tree.tokens_on(self.tree.path(node))), self.numbers
+            self.case.p.next_probs(self.tree.tokens_on(self.tree.path(node))), self.numbers
         )
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Any:
@@ -467,29 +470,23 @@ class GenerationForm(Form):
     def shown(self, case: CheckCase) -> dict[str, Any]:
         shown = {}
         for name, model in (("p", case.p), ("q", case.q)):
-            laws: Any = model.shown(case.tokens - 1)
-            if len(model.laws) == 1:
-                laws = {"any context": list(model.laws[0])}
-            elif isinstance(laws, list):
-                laws = {f"{length} tokens before": law for length, law in enumerate(laws)}
-            shown[name] = laws
+            rows: Any = model.shown(case.tokens - 1)
+            if len(model.probs) == 1:
+                rows = {"any context": list(model.probs[0])}
+            elif isinstance(rows, list):
+                rows = {f"{length} tokens before": row for length, row in enumerate(rows)}
+            shown[name] = rows
         return shown | {"gamma": case.gamma, "n": case.tokens}
 
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        def p(context: Any) -> Any:
-            return convert_rows(case.p.law(read_token_ids(context, "context")), numbers)
+        p, q = as_function(case.p, numbers), as_function(case.q, numbers)
+        result = self.call(dice, p, q, case.gamma, case.tokens)
+        return RunOutcome((), read_token_ids(result, self.what))
 
-        def q(context: Any) -> Any:
-            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
-
-        return RunOutcome(
-            (), read_token_ids(self.call(dice, p, q, case.gamma, case.tokens), self.what)
-        )
-
-    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
-        for outcome, mass in law.items():
+    def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
+        for outcome, mass in outcomes.items():
             fits = len(outcome.tokens) >= case.tokens and all(
                 0 <= t < case.vocabulary for t in outcome.tokens
             )
@@ -498,7 +495,7 @@ class GenerationForm(Form):
                 return Counterexample(
                     "tokens asked for", self.shown(case), expected, list(outcome.tokens)
                 )
-        return self.compare(case, law)
+        return self.compare(case, outcomes)
 
     def report(self, *given: Any) -> Any:
         shown, expected, got = super().report(*given)
@@ -520,73 +517,66 @@ class DrafterForm(Form):
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        def q(context: Any) -> Any:
-            return convert_rows(case.q.law(read_token_ids(context, "context")), numbers)
-
-        return self.outcome(self.call(dice, q, [], case.gamma))
+        return self.outcome(self.call(dice, as_function(case.q, numbers), [], case.gamma))
 
     def outcome(self, result: Any) -> RunOutcome:
         """Return what a drafter returned as an outcome; raises Misfit if it is of another form."""
         try:
-            tokens, laws = result
+            tokens, rows = result
         except (TypeError, ValueError):
             raise Misfit(
                 f"a drafter returns (tokens, distributions); this one returned {result!r}"
             ) from None
         kept = tuple(
-            None if law is None else tuple(getattr(law, "tolist", lambda law=law: law)())
-            for law in laws
+            None if row is None else tuple(row.tolist() if hasattr(row, "tolist") else row)
+            for row in rows
         )
         if len(tokens) != len(kept):
             raise Misfit(
-                f"a drafter returns one distribution (or None) a token; this one returned {len(kept)} for {len(tokens)}"
+                "a drafter returns one distribution (or None) a token; "
+                f"this one returned {len(kept)} for {len(tokens)}"
             )
         return RunOutcome((), read_token_ids(tokens, self.what), kept)
 
-    def judge(self, case: CheckCase, law: OutcomeProbs) -> Counterexample | None:
+    def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         """Check that each token has its declared distribution, given the tokens before it.
 
         The condition holds wherever the token is kept.
         """
-        for place in range(max(len(outcome.tokens) for outcome in law)):
+        for place in range(max(len(outcome.tokens) for outcome in outcomes)):
             reached: dict[Tokens, Any] = {}
             kept: dict[tuple[Tokens, Any], list[Any]] = {}
-            for outcome, mass in law.items():
+            for outcome, mass in outcomes.items():
                 before = outcome.tokens[:place]
                 reached[before] = reached.get(before, 0) + mass
-                if len(outcome.tokens) > place and outcome.laws[place] is not None:
-                    if not 0 <= outcome.tokens[place] < len(outcome.laws[place]):
-                        declared = [to_small_fraction(x) for x in outcome.laws[place]]
-                        shown = self.shown(case) | {
-                            "drafted before": list(before),
-                            "declared": declared,
-                        }
-                        expected = f"a token below {len(declared)}"
-                        return Counterexample(self.law, shown, expected, outcome.tokens[place])
-                    masses = kept.setdefault(
-                        (before, outcome.laws[place]), [0] * len(outcome.laws[place])
-                    )
-                    masses[outcome.tokens[place]] += mass
-            for (before, declared), masses in kept.items():
-                whole = sum(masses)
-                if all(
-                    self.same(x * whole, mass) for x, mass in zip(declared, masses, strict=True)
-                ):
+                declared = outcome.draft_probs[place] if len(outcome.tokens) > place else None
+                if declared is None:
                     continue
-                part = all(
-                    mass <= reached[before] * x + 1e-9
-                    for x, mass in zip(declared, masses, strict=True)
-                )
-                shown = self.shown(case) | {
-                    "drafted before": list(before),
-                    "declared": [to_small_fraction(x) for x in declared],
-                }
-                expected = f"tokens drawn from the declared distribution{', kept whatever they are' if part else ''}"
+                token = outcome.tokens[place]
+                if not 0 <= token < len(declared):
+                    shown = self.shown_declared(case, before, declared)
+                    return Counterexample(self.law, shown, f"a token below {len(declared)}", token)
+                kept.setdefault((before, declared), [0] * len(declared))[token] += mass
+            for (before, declared), masses in kept.items():
+                whole, pairs = sum(masses), list(zip(declared, masses, strict=True))
+                if all(self.same(x * whole, mass) for x, mass in pairs):
+                    continue
+                part = all(mass <= reached[before] * x + 1e-9 for x, mass in pairs)
+                expected = "tokens drawn from the declared distribution"
+                expected += ", kept whatever they are" if part else ""
+                shown = self.shown_declared(case, before, declared)
                 got = [to_small_fraction(mass / whole) for mass in masses]
                 return Counterexample("presence" if part else self.law, shown, expected, got)
         return None
 
-    def corner(self, case: CheckCase, law: OutcomeProbs, number: int) -> Counterexample | None:
+    def shown_declared(self, case: Any, before: Tokens, declared: Sequence[Any]) -> dict[str, Any]:
+        """Return a case with the tokens drafted before one, and its declared distribution."""
+        row = [to_small_fraction(x) for x in declared]
+        return self.shown(case) | {"drafted before": list(before), "declared": row}
+
+    def find_forbidden_token(
+        self, case: CheckCase, outcomes: OutcomeProbs, number: int
+    ) -> Counterexample | None:
         return None
 
 

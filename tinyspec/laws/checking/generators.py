@@ -242,59 +242,48 @@ def _shaped(one: Callable[[], Any], size: ArrayShape) -> Any:
 
 
 _NUMPY = {
-    name: name
-    for name in (
-        "random",
-        "random_sample",
-        "sample",
-        "ranf",
-        "rand",
-        "uniform",
-        "choice",
-        "multinomial",
-    )
-} | {
-    "binomial": "binomial",
+    **dict.fromkeys(("random", "random_sample", "sample", "ranf"), "random"),
+    **{name: name for name in ("rand", "uniform", "choice", "multinomial", "binomial", "seed")},
     "randint": "integers",
-    "seed": "seed",
     "default_rng": "generator",
     "RandomState": "generator",
 }
-_PYTHON = {name: name for name in ("random", "choice", "choices", "seed")}
+"""Names in numpy.random, and the methods that stand in for them."""
+
+
+@contextmanager
+def _replace_attributes(owner: Any, functions: dict[str, Any]) -> Iterator[None]:
+    """Replace attributes of a module or class inside the block."""
+    own = {name: vars(owner)[name] for name in functions if name in vars(owner)}
+    try:
+        for name, function in functions.items():
+            setattr(owner, name, function)
+        yield
+    finally:
+        for name in functions:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:  # it was inherited
+                delattr(owner, name)
 
 
 @contextmanager
 def replace_generators(dice: EnumeratedGenerator) -> Iterator[None]:
     """Replace the global generators of numpy and of `random` inside the block; no state moves."""
-    numpys, pythons = (
-        {n: getattr(np.random, n) for n in _NUMPY},
-        {n: getattr(random, n) for n in _PYTHON},
-    )
 
-    def between(a: Any = 0, b: Any = 1) -> Any:
+    def uniform(a: Any = 0, b: Any = 1) -> Any:
         return dice.uniform(a, b)
 
-    def whole(a: int, b: int) -> Any:
+    def randint(a: int, b: int) -> Any:
         return dice.integers(a, b + 1)
 
-    span: dict[str, Any] = {"uniform": between, "randint": whole, "randrange": dice.integers}
-    pythons |= {n: getattr(random, n) for n in span}
-    try:
-        for name, ours in _NUMPY.items():
-            setattr(np.random, name, getattr(dice, ours))
-        for name, ours in _PYTHON.items():
-            setattr(random, name, getattr(dice, ours))
-        for name, function in span.items():
-            setattr(random, name, function)
+    pythons = {name: getattr(dice, name) for name in ("random", "choice", "choices", "seed")}
+    pythons |= {"uniform": uniform, "randint": randint, "randrange": dice.integers}
+    numpys = {name: getattr(dice, ours) for name, ours in _NUMPY.items()}
+    with _replace_attributes(np.random, numpys), _replace_attributes(random, pythons):
         yield
-    finally:
-        for name, theirs in numpys.items():
-            setattr(np.random, name, theirs)
-        for name, theirs in pythons.items():
-            setattr(random, name, theirs)
 
 
-COMPARISONS = ("lt", "le", "gt", "ge")
 MIRRORED_COMPARISONS = {"lt": "gt", "le": "ge", "gt": "lt", "ge": "le"}
 ARITHMETIC = {
     "rsub": "rsub",
@@ -303,8 +292,9 @@ ARITHMETIC = {
     "sub": "sub",
     "mul": "mul",
     "rmul": "mul",
-    "div": "truediv",
 }
+ARITHMETIC |= {"div": "truediv"}
+"""Names of torch's functions, and of numpy's methods."""
 
 
 class TorchUniforms:
@@ -422,7 +412,7 @@ class TorchUniforms:
             )  # one by one: numpy compares neighbouring keys
         if name == "log":
             return args[0].log()
-        if name in COMPARISONS:
+        if name in MIRRORED_COMPARISONS:
             a, b = args
             return a._ask(name, b) if isinstance(a, cls) else b._ask(MIRRORED_COMPARISONS[name], a)
         if name in ARITHMETIC:
@@ -477,28 +467,14 @@ def replace_torch_generators(dice: EnumeratedGenerator) -> Iterator[None]:
     def seed(seed: Any = None) -> None:
         dice.seed(seed)
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
+    def reject(*args: Any, **kwargs: Any) -> Any:
         raise NotEnumerable(
             "continuous noise cannot be enumerated: draw with torch.multinomial, compare torch.rand"
         )
 
-    functions: dict[str, Any] = {"rand": rand, "rand_like": rand_like, "multinomial": multinomial}
-    functions |= {"manual_seed": seed, "randn": refuse, "randn_like": refuse}
-    methods: dict[str, Any] = {
-        "multinomial": multinomial,
-        "uniform_": refuse,
-        "exponential_": refuse,
-        "normal_": refuse,
-    }
-    theirs = {name: getattr(torch, name) for name in functions}
-    try:
-        for name, function in functions.items():
-            setattr(torch, name, function)
-        for name, function in methods.items():
-            setattr(torch.Tensor, name, function)
+    functions = {"rand": rand, "rand_like": rand_like, "multinomial": multinomial}
+    functions |= {"manual_seed": seed, "randn": reject, "randn_like": reject}
+    methods = {"multinomial": multinomial}
+    methods |= dict.fromkeys(("uniform_", "exponential_", "normal_"), reject)
+    with _replace_attributes(torch, functions), _replace_attributes(torch.Tensor, methods):
         yield
-    finally:
-        for name, function in theirs.items():
-            setattr(torch, name, function)
-        for name in methods:
-            delattr(torch.Tensor, name)

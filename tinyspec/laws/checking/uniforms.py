@@ -67,8 +67,8 @@ class LazyUniform:
     """A monotone function of a uniform that can be compared, scaled, shifted and its log taken.
 
     >>> half = Fraction(1, 2)
-    >>> def twice(chance):
-    ...     u = LazyUniform(UniformSpan(chance))
+    >>> def twice(rng):
+    ...     u = LazyUniform(UniformSpan(rng))
     ...     return u < half, 2 * u < half
     >>> for outcome, probability in sorted(Exhaustive.law(twice).items()): print(outcome, probability)
     (False, False) 1/2
@@ -235,29 +235,30 @@ Name = tuple[Any, ...]
 """Where a uniform stands: ((role, round), ..., index)."""
 
 
-class Noise:
+class Noise(Exhaustive):
     """Uniforms in [0, 1) as intervals, whose streams may be asked for twice so that laws see it.
 
     reads  the name of every uniform, in the order of use
 
     >>> def twice(noise): return noise.split("a", 0).accept(0.5), noise.split("a", 0).accept(0.5)
-    >>> sorted(Exhaustive.law(lambda chance: twice(Noise(chance))))
+    >>> sorted(Exhaustive.law(lambda rng: twice(Noise(rng))))
     [(False, False), (True, True)]
     """
 
-    def __init__(self, branches: Exhaustive) -> None:
-        self._begin(branches, (), {}, [])
-
-    def _begin(
-        self, branches: Exhaustive, stream: Name, spans: dict[Name, UniformSpan], reads: list[Name]
+    def __init__(
+        self,
+        branches: Exhaustive,
+        stream: Name = (),
+        spans: dict[Name, UniformSpan] | None = None,
+        reads: list[Name] | None = None,
     ) -> None:
-        self._branches, self._stream, self._spans, self.reads = branches, stream, spans, reads
-        self._index = 0
+        super().__init__(branches._script)
+        self._branches, self._stream, self._index = branches, stream, 0
+        self._spans: dict[Name, UniformSpan] = {} if spans is None else spans
+        self.reads: list[Name] = [] if reads is None else reads
 
     def split(self, role: str, round: int) -> "Noise":
-        child = Noise.__new__(Noise)
-        child._begin(self._branches, (*self._stream, (role, round)), self._spans, self.reads)
-        return child
+        return Noise(self._branches, (*self._stream, (role, round)), self._spans, self.reads)
 
     def _next(self) -> Name:
         name = (*self._stream, self._index)
@@ -284,23 +285,3 @@ class Noise:
             if self._below(name, reached / mass):
                 return token
         return support[-1]
-
-    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
-        """Draw k tokens without replacement, one uniform for each."""
-        left, drawn = list(row), list[int]()
-        while len(drawn) < k and any(x > 0 for x in left):
-            drawn.append(self.draw(left))
-            left[drawn[-1]] = 0 * left[drawn[-1]]
-        return drawn
-
-    def exponential_race(self, row: Probs, position: int) -> int:
-        raise TinyspecError(
-            "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
-        )
-
-    def uniforms(self, n: int) -> None:
-        """Return None: decisions must be asked for one by one."""
-        return None
-
-    def push_back(self, count: int) -> None:
-        raise TinyspecError("an enumerated chance gives no uniforms")

@@ -207,14 +207,14 @@ def compute_digest(thing: object, outside: Iterable[object] = ()) -> bytes:
     """
     walk = _GraphWalk(outside)
     walk.see(thing)
-    return blake2b("\0".join(walk.said).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+    return blake2b("\0".join(walk.words).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 class _GraphWalk:
     """One walk over an object graph; `said` is what it found, as words."""
 
     def __init__(self, outside: Iterable[object]):
-        self.said: list[str] = []
+        self.words: list[str] = []
         self._numbers: dict[int, int] = {}  # id -> when it was first met
         self._alive: list[object] = []  # so that no id is used twice
         self._outside = {id(thing): f"outside {i}" for i, thing in enumerate(outside)}
@@ -224,19 +224,19 @@ class _GraphWalk:
         number."""
         kind = type(thing)
         if kind in _VALUES:
-            self.said.append(_VALUES[kind](thing))
+            self.words.append(_VALUES[kind](thing))
             return
         mark = id(thing)
         if mark in self._outside:
-            self.said.append(self._outside[mark])
+            self.words.append(self._outside[mark])
             return
         if kind is tuple:  # no identity worth the name
-            self.said.append(f"tuple {len(thing)}")
+            self.words.append(f"tuple {len(thing)}")
             for item in thing:
                 self.see(item)
             return
         if mark in self._numbers:
-            self.said.append(f"again {self._numbers[mark]}")
+            self.words.append(f"again {self._numbers[mark]}")
             return
         self._numbers[mark] = len(self._numbers)
         self._alive.append(thing)
@@ -250,13 +250,13 @@ class _GraphWalk:
     # ------------------------------------------------------------------ containers and numbers
 
     def list(self, thing: Any) -> None:
-        self.said.append(f"list {len(thing)}")
+        self.words.append(f"list {len(thing)}")
         for item in thing:
             self.see(item)
 
     def dict(self, thing: Any) -> None:
         """Write a dict down in order, because what iterates over it sees the order."""
-        self.said.append(f"dict {len(thing)}")
+        self.words.append(f"dict {len(thing)}")
         for key, value in thing.items():
             self.see(key)
             self.see(value)
@@ -264,30 +264,30 @@ class _GraphWalk:
     def set(self, thing: Any) -> None:
         """Write a set down by the digests of its members, because their order is random."""
         members = list(thing)
-        self.said.append(f"set {len(members)}")
+        self.words.append(f"set {len(members)}")
         for _, i in sorted((compute_digest(member), i) for i, member in enumerate(members)):
             self.see(members[i])
 
     def array(self, thing: Any) -> None:
-        self.said.append(f"array {thing.dtype} {thing.shape}")
+        self.words.append(f"array {thing.dtype} {thing.shape}")
         if thing.dtype == object:
             self.list(thing.ravel().tolist())
         else:
-            self.said.append(_rounded_bytes(thing))
+            self.words.append(_rounded_bytes(thing))
 
     def tensor(self, thing: torch.Tensor) -> None:
-        self.said.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
+        self.words.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
         flat = thing.detach().cpu()
         exact = (
             flat
             if flat.dtype in (torch.float64, torch.int64, torch.bool)
             else flat.to(torch.float64)
         )
-        self.said.append(_rounded_bytes(exact.numpy()))
+        self.words.append(_rounded_bytes(exact.numpy()))
 
     def table(self, thing: TableModel) -> None:
         """Write a table model down by its settings: what it remembers follows from them."""
-        self.said.append(
+        self.words.append(
             f"table {thing.seed} {thing.vocabulary} {thing.zeros} {thing.floats} {thing.config}"
         )
         self.see(thing.rows)
@@ -296,7 +296,7 @@ class _GraphWalk:
 
     def function(self, thing: types.FunctionType) -> None:
         """Write down the code, its defaults, its closure, and the data it finds by name."""
-        self.said.append(
+        self.words.append(
             f"code {thing.__module__} {thing.__qualname__} {thing.__code__.co_firstlineno}"
         )
         for part in (thing.__defaults__, thing.__kwdefaults__, thing.__dict__ or None):
@@ -311,19 +311,19 @@ class _GraphWalk:
         names, places = find_reachable(owner)
         for get, name, before in names:  # many, and nearly always as they were
             if get(name) is not before:
-                self.said.append(f"data {name}")
+                self.words.append(f"data {name}")
                 self.see(get(name))
         for place in places:
             value = place.value()
             if value is not None or place.before is not None:
-                self.said.append(f"data {place.name}")
+                self.words.append(f"data {place.name}")
                 self.see(value)
 
     def cell(self, thing: types.CellType) -> None:
         try:
             value = thing.cell_contents
         except ValueError:
-            self.said.append("empty cell")
+            self.words.append("empty cell")
         else:
             self.see(value)
 
@@ -332,7 +332,7 @@ class _GraphWalk:
         self.see(thing.__self__)
 
     def builtin(self, thing: types.BuiltinFunctionType) -> None:
-        self.said.append(f"builtin {thing.__qualname__}")
+        self.words.append(f"builtin {thing.__qualname__}")
         if not isinstance(thing.__self__, types.ModuleType):
             self.see(thing.__self__)
 
@@ -341,11 +341,11 @@ class _GraphWalk:
             self.see(part)
 
     def module(self, thing: types.ModuleType) -> None:
-        self.said.append(f"module {thing.__name__}")
+        self.words.append(f"module {thing.__name__}")
 
     def type(self, thing: type) -> None:
         """Write down a class: its name, and the data that it and its methods reach."""
-        self.said.append(f"class {thing.__module__}.{thing.__qualname__}")
+        self.words.append(f"class {thing.__module__}.{thing.__qualname__}")
         self.data(thing)
 
     # ------------------------------------------------------------------ everything else
@@ -369,13 +369,13 @@ class _GraphWalk:
             if isinstance(thing, container):
                 look(self, thing)
         if isinstance(thing, (int, str, float, bytes)):
-            self.said.append(repr(thing))
+            self.words.append(repr(thing))
         for name in form[1]:
             if hasattr(thing, name):
-                self.said.append(name)
+                self.words.append(name)
                 self.see(getattr(thing, name))
         for name, value in getattr(thing, "__dict__", {}).items():
-            self.said.append(name)
+            self.words.append(name)
             self.see(value)
 
     def reduced(self, thing: Any) -> None:
@@ -395,7 +395,7 @@ class _GraphWalk:
             if place == 0 and not isinstance(
                 part, (type, str)
             ):  # a function that would rebuild it: no state
-                self.said.append(f"made by {part.__qualname__}")
+                self.words.append(f"made by {part.__qualname__}")
             else:
                 self.see(
                     list(part) if place > 2 and part is not None else part
@@ -403,7 +403,7 @@ class _GraphWalk:
 
     def cache(self, thing: Any) -> None:
         """Write down that a cache was used; what it holds cannot be seen."""
-        self.said.append(f"cache {thing.cache_info()}")
+        self.words.append(f"cache {thing.cache_info()}")
         self.see(thing.__wrapped__)
 
     def opaque(self, thing: Any) -> None:
@@ -418,13 +418,13 @@ class _GraphWalk:
 
     def lock(self, thing: Any) -> None:
         """Write down whether a lock is held, which is all of its state."""
-        self.said.append(f"lock {thing.locked()}")
+        self.words.append(f"lock {thing.locked()}")
 
     def weak(self, thing: Any) -> None:
         self.see(thing())
 
     def enum(self, thing: Enum) -> None:
-        self.said.append(f"enum {type(thing).__qualname__}.{thing.name}")
+        self.words.append(f"enum {type(thing).__qualname__}.{thing.name}")
 
     def generator(self, thing: torch.Generator) -> None:
         self.see(thing.get_state())

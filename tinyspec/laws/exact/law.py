@@ -22,7 +22,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive, _Script
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.evidence import accuse
+from tinyspec.laws.evidence import accuse, expect_equal
 from tinyspec.laws.exact.digest import compute_digest
 
 Tokens = tuple[int, ...]
@@ -66,22 +66,20 @@ def exact_law(
     rounds   stop after so many rounds; texts are then as long as they are
 
     Raises LawViolated where the decoder touched a global random state, or did not repeat itself:
-    neither has an exact law.
+    neither has an exact distribution.
     """
     noise = _global_noise()
     joint = JointLaw()
-    waiting: dict[Any, tuple[list[BranchChoice], Any]] = {
-        b"": ([], 1)
-    }  # state -> (choices that lead there, probability)
+    # state -> (choices that lead there, probability)
+    waiting: dict[Any, tuple[list[BranchChoice], Any]] = {b"": ([], 1)}
     done = 0
     first: tuple[list[BranchChoice], Tokens, Any] | None = None
     while waiting:
         ahead: dict[Any, tuple[list[BranchChoice], Any]] = {}
+        replay = partial(_replay, factory, prompt, done)
         for choices, probability in waiting.values():
             joint.states += 1
-            for (decoder, before), after, taken in _walk_below(
-                partial(_replay, factory, prompt, done), choices
-            ):
+            for (decoder, before), after, taken in _walk_below(replay, choices):
                 joint.branches += 1
                 first = first or (taken, tuple(decoder.context), after)
                 mass = probability * (after / before)
@@ -89,32 +87,20 @@ def exact_law(
                     text = tuple(decoder.new[:tokens])
                     joint[text] = joint.get(text, 0) + mass
                     continue
-                key = (
-                    compute_digest(decoder, (decoder.forward_log, *outside(decoder)))
-                    if merge
-                    else joint.branches
-                )
+                key: Any = joint.branches
+                if merge:
+                    key = compute_digest(decoder, (decoder.forward_log, *outside(decoder)))
                 known = ahead.get(key)
                 ahead[key] = (taken, mass) if known is None else (known[0], known[1] + mass)
         waiting, done = ahead, done + 1
     if first is not None:  # the first branch again, now that all others have been walked
-        (decoder, _), after, _ = next(
-            iter(_walk_below(partial(_replay, factory, prompt, 0), first[0]))
-        )
-        if (tuple(decoder.context), after) != first[1:]:
-            accuse(
-                REPEATS,
-                first[1:],
-                (tuple(decoder.context), after),
-                choices_so_far=[at for at, _ in first[0]],
-            )
+        replay = partial(_replay, factory, prompt, 0)
+        (decoder, _), after, _ = next(iter(_walk_below(replay, first[0])))
+        got = (tuple(decoder.context), after)
+        expect_equal(REPEATS, first[1:], got, choices_so_far=[at for at, _ in first[0]])
     if _global_noise() != noise:
-        accuse(
-            QUIET,
-            "random, numpy.random and torch as they were",
-            "a global random state was used",
-            prompt=tuple(prompt),
-        )
+        untouched = "random, numpy.random and torch as they were"
+        accuse(QUIET, untouched, "a global random state was used", prompt=tuple(prompt))
     return joint
 
 
@@ -144,13 +130,8 @@ class _Path(_Script):
         at = len(self.taken)
         then = self.fixed[at][1] if at < len(self.fixed) else len(options)
         if then != len(options) or (at < len(self.choices) and self.choices[at] >= len(options)):
-            before = [choice for choice, _ in self.taken]
-            accuse(
-                REPEATS,
-                f"{then} ways to go on",
-                f"{len(options)} ways to go on",
-                choices_so_far=before,
-            )
+            expected, got = (f"{n} ways to go on" for n in (then, len(options)))
+            accuse(REPEATS, expected, got, choices_so_far=[choice for choice, _ in self.taken])
         return super().branch(options)
 
 
@@ -164,12 +145,8 @@ def _walk_below(
         outcome = function(Exhaustive(script))
         trail = script.taken
         if len(trail) < len(fixed):
-            accuse(
-                REPEATS,
-                f"{len(fixed)} choices",
-                f"{len(trail)} choices",
-                choices_so_far=[at for at, _ in fixed],
-            )
+            expected, got = (f"{len(choices)} choices" for choices in (fixed, trail))
+            accuse(REPEATS, expected, got, choices_so_far=[at for at, _ in fixed])
         yield outcome, script.probability, list(trail)
         while len(trail) > len(fixed) and trail[-1][0] + 1 == trail[-1][1]:
             trail.pop()
@@ -209,10 +186,8 @@ class Reference:
     def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> JointLaw:
         """Return the joint distribution of the first `tokens` new tokens."""
         joint, prompt = JointLaw(), tuple(prompt)
-        wanted = (
-            tokens if self.stop.max_new_tokens is None else min(tokens, self.stop.max_new_tokens)
-        )
-        wanted = wanted if self.limit is None else min(wanted, self.limit - len(prompt))
+        left = None if self.limit is None else self.limit - len(prompt)
+        wanted = min(n for n in (tokens, self.stop.max_new_tokens, left) if n is not None)
         open_texts: list[tuple[Tokens, Any]] = [((), 1)]
         for text, probability in open_texts:  # grows while it is walked
             if len(text) >= wanted or self._ended(text):
@@ -231,11 +206,8 @@ class Reference:
 def apply_warpers(row: Any, context: Sequence[int], sampling: SamplingParams) -> list[Any]:
     """Return the distribution after the warpers: weights in Fractions exactly, logits in floats."""
     if isinstance(row, (list, tuple)):
-        power = (
-            1
-            if sampling.temperature == 0
-            else round(1 / Fraction(str(sampling.temperature)).limit_denominator(9))
-        )
+        temperature = Fraction(str(sampling.temperature or 1)).limit_denominator(9)
+        power = round(1 / temperature)
         weights: list[Any] = [Fraction(x) ** power for x in row]
         number: Callable[[Any], Any] = lambda x: Fraction(str(x))  # noqa: E731
     else:
@@ -268,6 +240,17 @@ def apply_warpers(row: Any, context: Sequence[int], sampling: SamplingParams) ->
 # ---------------------------------------------------------------------- the comparison
 
 
+def first_difference(
+    expected: dict[Tokens, Any], got: dict[Tokens, Any], within: float = 0.0
+) -> Tokens | None:
+    """Return the shortest text whose probabilities differ: at all, or by more than `within`."""
+    for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
+        ours, theirs = got.get(text, 0), expected.get(text, 0)
+        if ours != theirs if within == 0 else not abs(ours - theirs) <= within:
+            return text
+    return None
+
+
 def compare_laws(
     expected: dict[Tokens, Any],
     got: dict[Tokens, Any],
@@ -279,7 +262,6 @@ def compare_laws(
 
     The error names the first text that differs.
     """
-    for text in sorted({*expected, *got}, key=lambda text: (len(text), text)):
-        ours, theirs = got.get(text, 0), expected.get(text, 0)
-        if ours != theirs if within == 0 else not abs(ours - theirs) <= within:
-            accuse(law, {text: theirs}, {text: ours}, **case)
+    text = first_difference(expected, got, within)
+    if text is not None:
+        accuse(law, {text: expected.get(text, 0)}, {text: got.get(text, 0)}, **case)

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.exact.tables import TableModel
@@ -28,6 +28,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.ops import frequencies
 from tinyspec.lm.transformer import Transformer
 from tinyspec.technique import Request
+from tinyspec.tree import TokenTree
 
 NETWORK_TOLERANCE = 1e-10
 
@@ -241,13 +242,14 @@ def make_haystack(which: int, length: int, at: int) -> list[int]:
 class Reciter(TableModel):
     """A target that recites one text: the certain next token after each prefix."""
 
-    def __init__(self, poem: Sequence[int]):
-        super().__init__(vocabulary=max(poem) + 1, rows=self._next, positions=max(64, len(poem)))
+    def __init__(self, poem: Sequence[int], vocabulary: int | None = None):
+        vocabulary = max(poem) + 1 if vocabulary is None else vocabulary
+        super().__init__(vocabulary=vocabulary, rows=self._next, positions=max(64, len(poem)))
         self.poem = poem
 
     def _next(self, text: Sequence[int]) -> list[int]:
         token = self.poem[len(text)] if len(text) < len(self.poem) else 0
-        return [int(x == token) for x in range(max(self.poem) + 1)]
+        return [int(x == token) for x in range(self.vocabulary)]
 
 
 def recite_until(
@@ -266,6 +268,22 @@ def recite_until(
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
     return decoder
+
+
+class FunctionDrafter(BaseDrafter):
+    """Proposes the tree that a function makes of the text and the depth allowed."""
+
+    def __init__(self, draft: Callable[[Sequence[int], int], TokenTree]):
+        self.draft = draft
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        return self.draft(context, max_draft_depth)
 
 
 class CountedText(list[int]):

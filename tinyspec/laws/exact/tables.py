@@ -7,14 +7,14 @@ were run*; the head turns the last state into small integer weights. So a missin
 visible sibling, a wrong position, stale keys, and a skipped or repeated layer all change the next
 distribution, and an exact law sees them.
 
-Sessions and views are written apart from `lm.session`, whose meaning they share, and are compared
-with it in tests/laws/test_tables.py.
+Sessions are written apart from `lm.session`, whose meaning they share, and are compared with it in
+tests/laws/test_tables.py.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan, Scores
 from tinyspec.tree import ROOT, TokenTree
+
+if TYPE_CHECKING:
+    from tinyspec.lm.session import View
 
 HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 
@@ -97,29 +100,29 @@ FULL_PLAN = Plan()
 class TableNode:
     """A token: its position, how far it was run and under which plan.
 
-    states  before sublayer 0, 1, ..., as far as it came: [reach + 1]
-    keys    by layer; None where it has none
-    filled  keys above its reach were made from the state at its exit
-    exact   nothing it looked at was filled
+    states  before sublayer 0, 1, ..., as far as it was run: [sublayers_done + 1]
+    keys    by layer; a layer that it has no keys in is missing
+    filled  keys above its last sublayer were made from the state at its exit
+    exact   nothing it attended to was filled
     """
 
     __slots__ = (
         "children", "exact", "filled", "keys", "parent", "plan", "position", "probe", "row_at", "states", "token",
     )  # fmt: skip
 
-    def __init__(self, token: int, parent: "TableNode | None", n_layers: int, probe: bool = False):
+    def __init__(self, token: int, parent: "TableNode | None", probe: bool = False):
         self.token, self.parent, self.probe = token, parent, probe
         self.position: int = 0 if parent is None else parent.position + 1
         self.children: dict[int, TableNode] = {}
         if parent is not None and not probe:
             parent.children[token] = self
-        self.forget(n_layers)
+        self.forget()
 
-    def forget(self, n_layers: int) -> None:
+    def forget(self) -> None:
         """Reset the node to not having been run at all."""
         self.plan, self.row_at = FULL_PLAN, -1
         self.states: list[Any] = []
-        self.keys: list[Any] = [None] * n_layers
+        self.keys: dict[int, Any] = {}
         self.filled, self.exact = False, True
 
     @property
@@ -132,13 +135,15 @@ class TableNode:
         agreed = self.sublayers_done if self.plan == plan else self.plan.differs(plan, n_layers)
         if agreed < self.sublayers_done:
             self.plan = plan
-            self.cut(agreed)
+            self.drop_beyond(agreed)
 
-    def cut(self, reach: int) -> None:
-        """Discard what was run beyond `reach` sublayers."""
-        del self.states[reach + 1 :]
-        first = (self.sublayers_done + 1) // 2  # an odd reach keeps the attention half of its layer
-        self.keys[first:] = [None] * (len(self.keys) - first)
+    def drop_beyond(self, sublayers: int) -> None:
+        """Discard what was run beyond so many sublayers."""
+        del self.states[sublayers + 1 :]
+        first = (
+            self.sublayers_done + 1
+        ) // 2  # an odd number keeps the attention half of its layer
+        self.keys = {layer: key for layer, key in self.keys.items() if layer < first}
         self.row_at, self.filled = -1, False
 
     def descendants(self) -> "list[TableNode]":
@@ -149,14 +154,33 @@ class TableNode:
         return below
 
 
-class TableText:
-    """The committed tokens and uncommitted nodes of one table model."""
+PassWork: TypeAlias = tuple[Sequence[TableNode], int, Plan]
+"""Nodes, the sublayer they are wanted at, and the plan."""
 
-    def __init__(self, model: "TableModel", plan: Plan):
-        self.model, self.plan = model, plan
+
+class TableSession:
+    """One text on a table model, under one plan; keeps the promises of `lm.session.Session`.
+
+    A token remembers its state before every sublayer and its keys in every layer, so that it can be
+    continued, exited, copied up, or run again under another plan. It attends to keys as they are,
+    stale or not.
+    """
+
+    def __init__(
+        self,
+        model: "TableModel",
+        *,
+        plan: Plan | None = None,
+        forward_log: list[ForwardRecord] | None = None,
+    ):
+        self.model, self.plan = model, plan or FULL_PLAN
+        self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
         self.committed: list[TableNode] = []
         self.scored: list[TableNode] = []  # nodes of the last tree, by its indices
-        self.adopted = 0  # how many ids beyond the vocabulary name a probe
+        self.n_probe_ids = 0  # how many ids beyond the vocabulary name a probe
+        self.prefix: Any = None  # what probes alone see
+
+    # ------------------------------------------------------------------ the text
 
     @property
     def text(self) -> list[int]:
@@ -169,12 +193,12 @@ class TableText:
     def append(self, tokens: Iterable[int]) -> None:
         """Commit forced tokens; nodes that already spell them keep what they computed."""
         tokens = list(tokens)
-        self._admit(tokens)
+        self._check_tokens(tokens)
         tip, path = (self.committed[-1] if self.committed else None), []
         for token in tokens:
-            tip = (tip.children.get(token) if tip else None) or TableNode(token, tip, self._layers)
+            tip = (tip.children.get(token) if tip else None) or TableNode(token, tip)
             path.append(tip)
-        self._adopt_path(path)
+        self._commit_nodes(path)
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         """Keep a path of the last scored tree, then `next` (unrun)."""
@@ -182,13 +206,13 @@ class TableText:
         for node in nodes:
             if node.probe or node.parent is not tip:
                 raise ValueError(
-                    f"{list(path)} is not a path of guesses from the newest token down the last tree"
+                    f"{list(path)} is not a path from the newest token down the last tree"
                 )
             tip = node
         if next is not None:
-            self._admit((next,), len(nodes))
-            nodes.append(tip.children.get(next) or TableNode(next, tip, self._layers))
-        self._adopt_path(nodes)
+            self._check_tokens((next,), len(nodes))
+            nodes.append(tip.children.get(next) or TableNode(next, tip))
+        self._commit_nodes(nodes)
 
     def rewind(self, length: int) -> None:
         """Rewind the committed text to `length` tokens; its newest token will be run again."""
@@ -199,7 +223,7 @@ class TableText:
         del self.committed[length:]
         self.scored = []
         if self.committed:
-            self.committed[-1].forget(self._layers)
+            self.committed[-1].forget()
             self.committed[-1].children = {}
 
     # ------------------------------------------------------------------ inside
@@ -213,7 +237,7 @@ class TableText:
             raise TinyspecError("there is no text yet: extend the session with a prompt first")
         return self.committed[-1]
 
-    def _admit(self, tokens: Sequence[int], more: int = 0) -> None:
+    def _check_tokens(self, tokens: Sequence[int], more: int = 0) -> None:
         for token in tokens:
             if not 0 <= token < self.model.vocabulary:
                 raise TinyspecError(
@@ -224,7 +248,7 @@ class TableText:
                 f"the text does not fit into the context of {self.model.config.max_positions}"
             )
 
-    def _adopt_path(self, nodes: list[TableNode]) -> None:
+    def _commit_nodes(self, nodes: list[TableNode]) -> None:
         """Commit nodes; other nodes go, and so does what a view computed above them."""
         self.scored = []
         for node in nodes:
@@ -240,8 +264,8 @@ class TableText:
         for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
             parent = root if up == ROOT else planted[up]
             if parent.probe and not probe:
-                raise ValueError("a probe cannot be the parent of a guess")
-            if not 0 <= token < self.model.vocabulary + (self.adopted if probe else 0):
+                raise ValueError("a probe cannot be the parent of a draft token")
+            if not 0 <= token < self.model.vocabulary + (self.n_probe_ids if probe else 0):
                 raise TinyspecError(
                     f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
                 )
@@ -250,34 +274,8 @@ class TableText:
                     f"the draft reaches beyond the context of {self.model.config.max_positions}"
                 )
             found = None if probe else parent.children.get(token)
-            planted.append(found or TableNode(token, parent, self._layers, probe))
+            planted.append(found or TableNode(token, parent, probe))
         return planted
-
-
-PassWork: TypeAlias = tuple[Sequence[TableNode], int, Plan]
-"""Nodes, the sublayer they are wanted at, and the plan."""
-
-
-class TableSession(TableText):
-    """One text on a table model, under one plan; keeps the promises of `lm.session.Session`.
-
-    A token remembers its state before every sublayer and its keys in every layer, so that it can be
-    continued, exited, copied up, or run again under another plan. It attends to keys as they are,
-    stale or not.
-    """
-
-    def __init__(
-        self,
-        model: "TableModel",
-        *,
-        plan: Plan | None = None,
-        forward_log: list[ForwardRecord] | None = None,
-    ):
-        super().__init__(model, plan or FULL_PLAN)
-        self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
-        self.prefixed: Any = None  # what probes alone see
-
-    # ------------------------------------------------------------------ the text
 
     @property
     def cache_exact(self) -> bool:
@@ -285,18 +283,20 @@ class TableSession(TableText):
         for node in self.committed[:-1]:
             if node.filled or not node.exact:
                 return False
-            if self._lacks(node, self.plan, self._end):
+            if self._needs_compute(node, self.plan, self._end):
                 break
         return True
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens, run all but the last, and return the new states."""
-        self._check_taps(hidden_layers, self._end)
+        self._check_hidden_layers(hidden_layers, self._end)
         first = max(len(self) - 1, 0)
         self.append(tokens)
         shown = self.committed[first:-1]
-        behind = [node for node in self._unfinished_tokens(self._end) if node.position < first]
-        self._pass([(behind, self._end, self.plan), (shown, self._end, self.plan)], prefill=True)
+        unfinished = [node for node in self._unfinished_tokens(self._end) if node.position < first]
+        self._pass(
+            [(unfinished, self._end, self.plan), (shown, self._end, self.plan)], prefill=True
+        )
         no_logits: Any = []
         hidden: Any = self._hidden(shown, hidden_layers, self._end)
         return Scores(no_logits, hidden, [self._end // 2] * len(shown))
@@ -310,19 +310,15 @@ class TableSession(TableText):
         twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
         last: TableNode | None = None
         for node in self.committed:
-            copy = TableNode(node.token, last, self._layers)
-            copy.plan, copy.row_at, copy.filled, copy.exact = (
-                node.plan,
-                node.row_at,
-                node.filled,
-                node.exact,
-            )
-            copy.states, copy.keys = list(node.states), list(node.keys)
+            copy = TableNode(node.token, last)
+            for name in ("plan", "row_at", "filled", "exact"):
+                setattr(copy, name, getattr(node, name))
+            copy.states, copy.keys = list(node.states), dict(node.keys)
             if last is not None:
                 last.children = {}
             twin.committed.append(copy)
             last = copy
-        twin.adopted, twin.prefixed = self.adopted, self.prefixed
+        twin.n_probe_ids, twin.prefix = self.n_probe_ids, self.prefix
         return twin
 
     # ------------------------------------------------------------------ computing
@@ -350,13 +346,11 @@ class TableSession(TableText):
 
         They are made from the state at the exit, or by running on.
         """
-        chosen = [
-            self.committed[i] for i in (range(len(self) - 1) if slots is None else sorted(slots))
-        ]
+        chosen = range(len(self) - 1) if slots is None else sorted(slots)
         todo = [
             node
-            for node in chosen
-            if node.sublayers_done > 0 and self._lacks(node, self.plan, self._end)
+            for node in (self.committed[i] for i in chosen)
+            if node.sublayers_done > 0 and self._needs_compute(node, self.plan, self._end)
         ]
         if how == "recompute":
             self._pass([(todo, self._end, self.plan)])
@@ -377,18 +371,19 @@ class TableSession(TableText):
 
     def set_probe_embeddings(self, rows: Any, prefix: Any = None) -> None:
         """Add the probe ids V, V + 1, ..., and a prefix that probes alone see."""
-        self.adopted = 0 if rows is None else len(rows)
-        self.prefixed = None if prefix is None else 17
+        self.n_probe_ids = 0 if rows is None else len(rows)
+        self.prefix = None if prefix is None else 17
 
     def replan(self, plan: Plan) -> None:
         """Run what comes from now on under another plan."""
         self.plan = plan
 
-    def view(self, plan: Plan) -> "TableView":
+    def view(self, plan: Plan) -> "View":
         """Return the same text and nodes under another plan."""
-        from tinyspec.laws.exact.tables import TableView
+        # Imported here: through a global name the digest of a session would reach `lm.session`.
+        from tinyspec.lm.session import View
 
-        return TableView(self, plan)
+        return View(self, plan)  # type: ignore[arg-type]  # it needs the text and the nodes alone
 
     def score_tree(
         self,
@@ -402,17 +397,17 @@ class TableSession(TableText):
         """Attach the tree below the newest token (or a view's trunk) and return its scores."""
         end = plan.sublayers(self._layers)
         stop = end if stop is None else min(stop, end)
-        self._check_taps(hidden_layers, stop)
+        self._check_hidden_layers(hidden_layers, stop)
         above = [self._newest(), *trunk]
         nodes = self._attach(above[-1], tree)
         rows = [above[-1], *nodes]
         late = min(stop, self._end)
-        behind: list[PassWork] = [(self._unfinished_tokens(late), late, self.plan)]
+        unfinished: list[PassWork] = [(self._unfinished_tokens(late), late, self.plan)]
         if plan != self.plan:  # another plan is another pass
-            self._pass(behind)
-            behind = []
+            self._pass(unfinished)
+            unfinished = []
         self._pass(
-            [*behind, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
+            [*unfinished, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
             rows if head else (),
         )
         logits: Any = [self.model.head(node.states[stop]) for node in rows] if head else []
@@ -425,7 +420,7 @@ class TableSession(TableText):
     def _end(self) -> int:
         return self.plan.sublayers(self._layers)
 
-    def _check_taps(self, hidden_layers: Sequence[int], stop: int) -> None:
+    def _check_hidden_layers(self, hidden_layers: Sequence[int], stop: int) -> None:
         for tap in hidden_layers:
             if not (0 <= 2 * tap <= stop or tap == self._layers):
                 raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
@@ -438,7 +433,7 @@ class TableSession(TableText):
             for tap in hidden_layers
         ]
 
-    def _lacks(self, node: TableNode, plan: Plan, stop: int) -> bool:
+    def _needs_compute(self, node: TableNode, plan: Plan, stop: int) -> bool:
         return node.plan != plan or node.sublayers_done < stop or not node.states
 
     def _unfinished_tokens(self, stop: int) -> list[TableNode]:
@@ -449,7 +444,7 @@ class TableSession(TableText):
         return [
             node
             for node in self.committed[:-1]
-            if not node.filled and self._lacks(node, self.plan, stop)
+            if not node.filled and self._needs_compute(node, self.plan, stop)
         ]
 
     def _pass(
@@ -463,12 +458,12 @@ class TableSession(TableText):
             node
             for nodes, stop, plan in work[-1:]
             for node in heads
-            if node.row_at != stop or self._lacks(node, plan, stop)
+            if node.row_at != stop or self._needs_compute(node, plan, stop)
         }
         rows, sublayers = 0, 0
         for nodes, stop, plan in work:
             for node in nodes:
-                if node in read or self._lacks(node, plan, stop):
+                if node in read or self._needs_compute(node, plan, stop):
                     rows, sublayers = rows + 1, sublayers + self._run_one(node, plan, stop)
                     node.row_at = stop if node in read else node.row_at
         if rows:
@@ -481,7 +476,7 @@ class TableSession(TableText):
         network = self.model.network
         node.invalidate_beyond(plan, self._layers)
         if node.filled:  # it is run after all
-            node.cut(node.sublayers_done)
+            node.drop_beyond(node.sublayers_done)
         node.plan = plan
         if not node.states:
             node.states = [network.embed(node.token)]
@@ -489,7 +484,7 @@ class TableSession(TableText):
         node.exact = (node.exact or begun == 0) and (
             above is None or (above.exact and not above.filled)
         )
-        path = self._looked_at(node)
+        path = self._attended(node)
         for sublayer in range(begun, stop):
             layer, state = sublayer // 2, node.states[-1]
             if sublayer in plan.skip:
@@ -499,7 +494,7 @@ class TableSession(TableText):
             else:
                 node.keys[layer] = network.keys(layer, state, node.position)
                 keys = [
-                    at.keys[layer]
+                    at.keys.get(layer)
                     for at in path
                     if is_visible(plan, layer, node.position, at.position)
                 ]
@@ -507,122 +502,22 @@ class TableSession(TableText):
                     raise RuntimeError(
                         f"a token before position {node.position} has no keys in layer {layer}: run it"
                     )
-                state = network.attend(
-                    layer, state, keys if self.prefixed is None else [*self._prefix(node), *keys]
-                )
+                sees_prefix = node.probe and self.prefix is not None
+                state = network.attend(layer, state, [self.prefix, *keys] if sees_prefix else keys)
             node.states.append(state)
         return sum(sublayer not in plan.skip for sublayer in range(begun, stop))
 
-    def _prefix(self, node: TableNode) -> list[Any]:
-        return [self.prefixed] if node.probe else []
-
-    def _looked_at(self, node: TableNode) -> list[TableNode]:
+    def _attended(self, node: TableNode) -> list[TableNode]:
         """Return what a token attends to: committed text, then uncommitted ancestors, then
         itself."""
-        guesses: list[TableNode] = []
+        uncommitted: list[TableNode] = []
         at: TableNode | None = node
         while at is not None and not (
             at.position < len(self.committed) and self.committed[at.position] is at
         ):
-            guesses.append(at)
+            uncommitted.append(at)
             at = at.parent
-        return [*self.committed[: 0 if at is None else at.position + 1], *reversed(guesses)]
-
-
-class TableView:
-    """A target on a session's text under another plan, with a trunk of its uncommitted nodes."""
-
-    cache_exact = False
-
-    def __init__(self, session: TableSession, plan: Plan):
-        self.session, self.plan = session, plan
-        self._trunk: list[TableNode] = []
-        self._nodes: list[TableNode] = []
-        self._at: int | None = None  # rewound into the session's text: where
-
-    @property
-    def model(self) -> object:
-        """Return the session's model."""
-        return self.session.model
-
-    @property
-    def text(self) -> list[int]:
-        """Return the session's text, then the trunk."""
-        self._follow()
-        return [*self.session.text, *(node.token for node in self._trunk)][: self._at]
-
-    def __len__(self) -> int:
-        return len(self.text)
-
-    def _follow(self) -> None:
-        """Follow the session: committed tokens leave the trunk; if it went another way, all do."""
-        committed = self.session.committed
-        kept = [node for node in self._trunk if node.position >= len(committed)]
-        if not (kept and committed and committed[-1].children.get(kept[0].token) is kept[0]):
-            kept = []
-        self._trunk = kept
-        if self._at is not None and self._at >= len(committed):
-            self._at = None
-
-    def append(self, tokens: Iterable[int]) -> None:
-        """Continue with these tokens; inside the session's own text they must agree with it."""
-        self._follow()
-        self._nodes = []
-        session = self.session
-        for token in tokens:
-            if self._at is not None:
-                if session.committed[self._at].token != token:
-                    raise ValueError("a view cannot leave its session's committed text")
-                self._at = None if self._at + 1 == len(session) else self._at + 1
-                continue
-            tip = self._tip()
-            tree = TokenTree.chain((token,))
-            self._trunk += session._attach(tip, tree)
-
-    def _tip(self) -> TableNode:
-        if not self.session.committed:
-            raise TinyspecError(
-                "there is no text yet: extend the view's session with a prompt first"
-            )
-        return self._trunk[-1] if self._trunk else self.session.committed[-1]
-
-    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens to the trunk; they run with the next tree."""
-        self.append(tokens)
-        return self.session.extend((), hidden_layers)
-
-    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Return the rows of the newest token and the tree under the view's plan."""
-        self._follow()
-        if self._at is not None:
-            raise ValueError("the view stands inside its session's text: extend it first")
-        scores, self._nodes = self.session.score_tree(
-            tree, hidden_layers, self.plan, trunk=self._trunk
-        )
-        return scores
-
-    def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Extend the trunk by a path of the last tree, then `next`."""
-        self._follow()
-        tip, nodes = self._tip(), [self._nodes[i] for i in path]
-        for node in nodes:
-            if node.probe or node.parent is not tip:
-                raise ValueError(f"{list(path)} is not a path of guesses down the view's last tree")
-            tip = node
-        self._trunk += nodes
-        self.append(() if next is None else (next,))
-
-    def rewind(self, length: int) -> None:
-        """Shorten the trunk; inside the session's text only the reading position moves."""
-        if not 0 <= length <= len(self):
-            raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
-        self._nodes = []
-        self._trunk = self._trunk[: max(length - len(self.session), 0)]
-        self._at = length if length < len(self.session) else None
-
-    def end(self) -> None:
-        """Return to the session's own text."""
-        self._trunk, self._nodes, self._at = [], [], None
+        return [*self.committed[: 0 if at is None else at.position + 1], *reversed(uncommitted)]
 
 
 class TableModel:
@@ -651,13 +546,8 @@ class TableModel:
         eos: Sequence[int] = (),
         positions: int = 64,
     ):
-        self.seed, self.vocabulary, self.zeros, self.rows, self.floats = (
-            seed,
-            vocabulary,
-            zeros,
-            rows,
-            floats,
-        )
+        self.seed, self.vocabulary, self.zeros = seed, vocabulary, zeros
+        self.rows, self.floats = rows, floats
         self.name = name
         self.network = HashNetwork(seed, vocabulary, zeros) if rows is None else RowsByHand(rows)
         self.config = Config(

@@ -8,7 +8,7 @@ from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.loop_laws import table_model
 from tinyspec.laws.traps import Trap, card
-from tinyspec.laws.verification_laws import FACTOR, SELECTED, least_factor, selection_keeps_law
+from tinyspec.laws.verification_laws import FACTOR, SELECTED, least_factor, selection_keeps_target
 from tinyspec.technique import Request
 
 Build = Callable[..., Decoder]
@@ -22,7 +22,7 @@ def _verifier(build: Build) -> Verifier:
 
 def keeps_the_law(build: Build) -> Evidence:
     """Of one position and of two, whichever draft is taken."""
-    return selection_keeps_law(_verifier(build), largest=4)
+    return selection_keeps_target(_verifier(build), largest=4)
 
 
 def divides_by_the_least(build: Build) -> Evidence:
