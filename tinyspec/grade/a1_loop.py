@@ -70,7 +70,7 @@ class LoopInput:
         def to_whole(row: Exact) -> list[Fraction]:
             return [x * max(y.denominator for y in row) for x in row]
 
-        return {name: list(map(to_whole, getattr(self.case, name).laws)) for name in "pq"}
+        return {name: list(map(to_whole, getattr(self.case, name).probs)) for name in "pq"}
 
     @cached_property
     def sampling(self) -> SamplingParams:

@@ -33,16 +33,17 @@ from tinyspec.tree import Probs, TokenTree
 
 TRUTHFUL, PRESENCE, EXAMINED = "truthful drafter", "presence", "examined tokens"
 CONTRACT_LAWS = (TRUTHFUL, PRESENCE, EXAMINED)
-CONTRACT_ROUNDING = (
-    1e-12  # float64 rows; the draws of a row and the row itself are the same numbers in any dtype
-)
+CONTRACT_ROUNDING = 1e-12
+"""How far floats may be apart: in any dtype a row and the draws from it are the same numbers."""
 
 
 class ContractViolation(NamedTuple):
     """A node whose token is not distributed as declared.
 
-    context  the text when it was proposed;  before: the guesses looked at before it;  got: the law
-             it has
+    context   the text when it was proposed
+    before    the draft tokens that the verifier has examined before it
+    declared  the distribution that it declares
+    got       the distribution that it has
     """
 
     law: str
@@ -149,18 +150,18 @@ def find_violations(
                 tree = decoder.drafter.propose(
                     decoder.context, decoder.max_draft_depth, decoder.sampling, stream
                 )
-            left = Counter(draws.log[-1])
-            for node, law in enumerate(tree.draft_probs):
-                if law is not None and not tree.probe[node]:
-                    before = tuple((tree.tokens[i], None if tree.draft_probs[i] is None else _key(tree.draft_probs[i]))
-                                   for i in examined_nodes(tree, node))  # fmt: skip
-                    declared = _key(law)
-                    drawn = (declared, tree.tokens[node])
-                    left[drawn] -= 1  # a draw explains one node
-                    name = PRESENCE if left[drawn] >= 0 else TRUTHFUL
-                    if name == TRUTHFUL and any(log[drawn] for log in draws.log[:-1]):
-                        name = EXAMINED
-                    events.append(((context, before, declared), tree.tokens[node], name))
+            unexplained = Counter(draws.log[-1])
+            keys = [None if row is None else _key(row) for row in tree.draft_probs]
+            for node, (token, declared) in enumerate(zip(tree.tokens, keys, strict=True)):
+                if declared is None or tree.probe[node]:
+                    continue
+                before = tuple((tree.tokens[i], keys[i]) for i in examined_nodes(tree, node))
+                drawn = (declared, token)
+                unexplained[drawn] -= 1  # a draw explains one node
+                name = PRESENCE if unexplained[drawn] >= 0 else TRUTHFUL
+                if name == TRUTHFUL and any(log[drawn] for log in draws.log[:-1]):
+                    name = EXAMINED
+                events.append(((context, before, declared), token, name))
         return events
 
     for events, probability in Exhaustive.walk(run):
@@ -174,32 +175,27 @@ def find_violations(
         context, before, declared = given
         mass = sum(group.values())
         got = [group.get(token, 0 * mass) / mass for token in range(len(declared))]
-        if any(not _same_probability(a, b) for a, b in zip(declared, got, strict=True)) or max(
-            group
-        ) >= len(declared):
-            name = next(law for law in (EXAMINED, TRUTHFUL, PRESENCE) if law in names[given])
-            found.append(
-                ContractViolation(
-                    name, context, tuple(token for token, _ in before), list(declared), got
-                )
-            )
-    return sorted(
-        found, key=lambda offence: (len(offence.context), len(offence.before), offence.context)
-    ), runs
+        is_kept = all(_same_probability(a, b) for a, b in zip(declared, got, strict=True))
+        if is_kept and max(group) < len(declared):
+            continue
+        law = next(law for law in (EXAMINED, TRUTHFUL, PRESENCE) if law in names[given])
+        tokens = tuple(token for token, _ in before)
+        found.append(ContractViolation(law, context, tokens, list(declared), got))
+    found.sort(
+        key=lambda violation: (len(violation.context), len(violation.before), violation.context)
+    )
+    return found, runs
 
 
 def _same_probability(a: Any, b: Any) -> bool:
-    return (
-        bool(a == b)
-        if isinstance(a, Fraction) and isinstance(b, Fraction)
-        else abs(a - b) <= CONTRACT_ROUNDING
-    )
+    is_exact = isinstance(a, Fraction) and isinstance(b, Fraction)
+    return bool(a == b) if is_exact else abs(a - b) <= CONTRACT_ROUNDING
 
 
 EXPECTED_BY_CONTRACT = {
     TRUTHFUL: "tokens drawn from the declared distribution",
     PRESENCE: "tokens drawn from the declared distribution, proposed whatever they are",
-    EXAMINED: "tokens of the declared distribution that no verifier has looked at (else declare None)",
+    EXAMINED: "tokens of the declared distribution that were not examined (else declare None)",
 }
 
 MakeDecoder = Callable[[Request], Decoder]
@@ -243,12 +239,10 @@ class ContractSetting(NamedTuple):
 
     def shown(self) -> dict[str, Any]:
         """Return the setting for a counterexample."""
-        case: dict[str, Any] = (
-            {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"}
-            if isinstance(self.rows, int)
-            else {}
-        )
-        if not isinstance(self.rows, int):
+        case: dict[str, Any]
+        if isinstance(self.rows, int):
+            case = {"tables": f"TableModel(seed, 3), seeds from {3 * self.rows} on"}
+        else:
             case = {
                 name: [Fraction(x, sum(row)) for x in row]
                 for name, row in zip("pq", self.rows, strict=True)
@@ -275,9 +269,12 @@ EXACT_SAMPLINGS = (
 """Sampling settings that Fractions can follow."""
 
 FLOAT_SAMPLINGS = (
-    SamplingParams(temperature=0.7), SamplingParams(repetition_penalty=1.3), SamplingParams(temperature=1.6, top_k=2),
-    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2), SamplingParams(temperature=0.7, min_p=0.2),
-)  # fmt: skip
+    SamplingParams(temperature=0.7),
+    SamplingParams(repetition_penalty=1.3),
+    SamplingParams(temperature=1.6, top_k=2),
+    SamplingParams(temperature=0.7, top_p=0.9, repetition_penalty=1.2),
+    SamplingParams(temperature=0.7, min_p=0.2),
+)
 """Warpers that act on logits."""
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -313,9 +310,8 @@ def check_contracts(
             target: TableModel = target,
             models: list[TableModel] = models,
         ) -> Decoder:
-            return make(
-                Request(target.session(), [model.session() for model in models], setting.sampling)
-            )
+            sessions = [model.session() for model in models]
+            return make(Request(target.session(), sessions, setting.sampling))
 
         for found in check_decoder_contracts(factory, (0,), setting.rounds, laws, setting.shown()):
             evidence[found.law] += found
@@ -335,15 +331,17 @@ def check_decoder_contracts(
     """
     began = time.perf_counter()
     found, runs = find_violations(factory, prompt, rounds)
-    for offence in found:
-        if offence.law in laws:
+    for violation in found:
+        if violation.law in laws:
             shown = (case or {}) | {
-                "text": list(offence.context),
-                "looked at before": list(offence.before),
-                "declared": offence.declared,
+                "text": list(violation.context),
+                "examined before": list(violation.before),
+                "declared": violation.declared,
             }
             raise LawViolated(
-                Counterexample(offence.law, shown, EXPECTED_BY_CONTRACT[offence.law], offence.got)
+                Counterexample(
+                    violation.law, shown, EXPECTED_BY_CONTRACT[violation.law], violation.got
+                )
             )
     return [Evidence(law, 1, runs, time.perf_counter() - began) for law in laws]
 
@@ -354,7 +352,7 @@ def contracts_of_technique(card: Card) -> list[Evidence]:
     It runs on tables, or on small transformers where the technique reads hidden states.
 
     None for what has no drafter, and for one that races: shared noise cannot be enumerated, and a
-    raced guess declares no law.
+    raced draft token declares no distribution.
     """
     if card.kind != "decoder" or card.coupled:
         return []

@@ -69,7 +69,8 @@ class Evidence:
 
     def __str__(self) -> str:
         notes = f" ({'; '.join(self.notes)})" if self.notes else ""
-        return f"{self.law}: kept in {self.cases} cases, {self.branches} outcomes, {self.seconds:.1f} s{notes}"
+        counts = f"{self.cases} cases, {self.branches} outcomes, {self.seconds:.1f} s"
+        return f"{self.law}: kept in {counts}{notes}"
 
     def __add__(self, other: "Evidence") -> "Evidence":
         return Evidence(
@@ -102,8 +103,9 @@ class CheckResult:
         )
 
     def __repr__(self) -> str:
-        broken = [] if self.counterexample is None else [f"broken: {self.counterexample.law}"]
-        return f"<CheckResult {', '.join([*(f'kept: {found.law}' for found in self.evidence), *broken])}>"
+        laws = [f"kept: {found.law}" for found in self.evidence]
+        laws += [] if self.counterexample is None else [f"broken: {self.counterexample.law}"]
+        return f"<CheckResult {', '.join(laws)}>"
 
     def _ipython_display_(self) -> None:
         """Show nothing: `check` has printed it."""

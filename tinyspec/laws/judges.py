@@ -5,13 +5,14 @@ A mutant names the law that is meant for it; the law is looked up here. Laws tha
 """
 
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, partial, reduce
 from itertools import product
+from operator import add
 from typing import Any
 
 import torch
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import (
@@ -52,8 +53,7 @@ def of_sessions(
             ThroughParts(family_model(family).to(dtype=dtype), parts)
             for family, dtype in product(families, dtypes)
         ]
-        first, *rest = (law(parts, lambda model=model: parts.session(model)) for model in models)  # type: ignore[misc]
-        return sum(rest, start=first)
+        return reduce(add, (law(parts, partial(parts.session, model)) for model in models))
 
     return check
 
@@ -90,30 +90,24 @@ def _draw_order(parts: Parts) -> Evidence:
 
 
 def _contract(law: str) -> PartsLaw:
-    """Return a contract as a law of the drafters: chain, siblings without replacement, trees."""
+    """Return a contract as a law of the drafters: a chain, siblings without replacement, trees."""
 
     def check(parts: Parts) -> Evidence:
-        def chain(request: Request) -> Decoder:
-            drafter = parts.drafter(request.drafts[0], 2, frozenset())
-            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
-
-        def siblings(request: Request) -> Decoder:
-            drafter = parts.siblings(request.drafts[0], 2, False)
-            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
-
-        def tree(request: Request) -> Decoder:
-            drafter = parts.trees(request.drafts[0], (ROOT, ROOT, 0), False)
-            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
-
-        def again(request: Request) -> Decoder:
-            drafter = parts.trees(request.drafts[0], (ROOT, ROOT), True)
-            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
-
-        first, *rest = (
-            contracts.check_contracts(make, laws=(law,))[0]
-            for make in (chain, siblings, tree, again)
+        drafters: tuple[Callable[[Any], Drafter], ...] = (
+            lambda model: parts.drafter(model, 2, frozenset()),
+            lambda model: parts.siblings(model, 2, False),
+            lambda model: parts.trees(model, (ROOT, ROOT, 0), False),
+            lambda model: parts.trees(model, (ROOT, ROOT), True),
         )
-        return sum(rest, start=first)
+
+        def make(draft: Callable[[Any], Drafter], request: Request) -> Decoder:
+            drafter = draft(request.drafts[0])
+            return parts.decoder(request.target, drafter, parts.walk, sampling=request.sampling)
+
+        checks = (
+            contracts.check_contracts(partial(make, draft), laws=(law,)) for draft in drafters
+        )
+        return reduce(add, (found for (found,) in checks))
 
     return check
 
@@ -133,11 +127,11 @@ def _coupled(parts: Parts) -> Callable[..., Decoder]:
 def _twins(parts: Parts) -> Evidence:
     from tinyspec.laws.twins import equals_twin  # needs Hypothesis
 
-    known = sorted(
-        parts.kernels.items(), key=lambda entry: entry[1] is KERNELS[entry[0]]
-    )  # what was replaced first
-    first, *rest = (equals_twin(name, kernel, examples=60, large=0) for name, kernel in known)
-    return sum(rest, start=first)
+    # What was replaced comes first.
+    kernels = sorted(parts.kernels.items(), key=lambda entry: entry[1] is KERNELS[entry[0]])
+    return reduce(
+        add, (equals_twin(name, kernel, examples=60, large=0) for name, kernel in kernels)
+    )
 
 
 @cache

@@ -9,6 +9,7 @@ and trees of drafts.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.checking.uniforms import Name, Noise
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
-from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law, first_difference
+from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law, first_differing_text
 from tinyspec.laws.exact.models import FunctionDrafter, Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
@@ -63,7 +64,7 @@ class ConstantDrafter(FunctionDrafter):
         super().__init__(draft)
 
 
-def plain_decoding(table: Table, sampling: SamplingParams | None = None) -> Reference:
+def table_reference(table: Table, sampling: SamplingParams | None = None) -> Reference:
     """Return plain decoding on a table."""
     return Reference(
         lambda text: normalised(table[text[-1] % len(table)]), sampling or SamplingParams()
@@ -115,7 +116,7 @@ class LoopCase:
         if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
             return Reference(lambda text: sampling.probs(normalised(self.p[0]), text)).law(n)
-        return plain_decoding(self.p, self.sampling).law(n)
+        return table_reference(self.p, self.sampling).law(n)
 
     def shown(self) -> dict[str, Any]:
         """Return the case for a counterexample."""
@@ -199,7 +200,7 @@ def expect_distribution(
     """
 
     within = 1e-12 if any(isinstance(x, float) for x in expected.values()) else 0.0
-    if first_difference(expected, got, within) is not None:
+    if first_differing_text(expected, got, within) is not None:
         accuse(law, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
 
 
@@ -210,7 +211,7 @@ def joint_law_of_parts(parts: Parts) -> Evidence:
     """
     seen, branches = 0, 0
     for case in loop_cases():
-        texts, walked = enumerate_tokens(lambda case=case: case.decoder(parts), case.tokens)  # type: ignore[misc]
+        texts, walked = enumerate_tokens(partial(case.decoder, parts), case.tokens)
         seen, branches = seen + 1, branches + walked
         for n in range(1, case.tokens + 1):  # the shortest text whose distribution is wrong
             got: dict[tuple[int, ...], Any] = {}
@@ -421,10 +422,10 @@ def three_levels(parts: Parts) -> Evidence:
     """Check the joint distribution of the first two tokens of a cascade of three levels."""
     branches = 0
     for tables in CASCADE_CASES:
-        got = exact_law(lambda tables=tables: make_cascade(parts, tables), 2)  # type: ignore[misc]
+        got = exact_law(partial(make_cascade, parts, tables), 2)
         branches += got.branches
         shown = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
-        expect_distribution(LEVELS, plain_decoding(tables[0]).law(2), got, **shown, gamma=2)
+        expect_distribution(LEVELS, table_reference(tables[0]).law(2), got, **shown, gamma=2)
     return Evidence(LEVELS, len(CASCADE_CASES), branches)
 
 
@@ -554,7 +555,7 @@ def tree_joint_law(
             case = {"p": format_table(p), "q": [format_table(q) for q in qs], **setting}
             if sampling != SamplingParams():
                 case["sampling"] = sampling
-            expect_distribution(JOINT, plain_decoding(p, sampling).law(tokens), got, **case)
+            expect_distribution(JOINT, table_reference(p, sampling).law(tokens), got, **case)
     return Evidence(JOINT, seen, branches)
 
 

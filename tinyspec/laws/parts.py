@@ -76,8 +76,8 @@ def make_session(model: Model) -> Session:
 KERNELS: Mapping[str, Callable[..., Any]] = {
     name: getattr(_core, name)
     for name in (
-        "pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths", "unique_paths",
-        "suffix_order", "retrieve",
+        "pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths",
+        "unique_paths", "suffix_order", "retrieve",
     )
 }  # fmt: skip
 
@@ -87,7 +87,7 @@ class Parts:
     """Every part that a law judges and a mutant may replace; the defaults are the library's.
 
     walk        the verifier
-    residual    the law after a refusal
+    residual    the distribution after a rejection
     sampling    from logits to a distribution
     drafter     (model, gamma, ends): a chain drawn from a model
     siblings    (model, k, replace): tokens drawn side by side

@@ -107,24 +107,13 @@ def list_questions(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
     for seed in profile.seeds:
         chosen = technique_cases(card, seed)
         if profile.sample is not None and len(chosen) > profile.sample:
-            places = sorted(
-                random.Random(f"{card.name} {seed}").sample(range(len(chosen)), profile.sample)
-            )
-            chosen = [chosen[place] for place in places]
+            rng = random.Random(f"{card.name} {seed}")
+            chosen = [chosen[i] for i in sorted(rng.sample(range(len(chosen)), profile.sample))]
         asked += [(f"{seed}: {case.law}: {case.title}", case) for case in chosen]
-    if (
-        profile.sample is None
-        and card.kind == "decoder"
-        and card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY)
-    ):
-        asked.append(
-            (
-                CONTRACTS,
-                SuiteCase(
-                    CONTRACTS, "truthful, presence, examined tokens", lambda: _contracts(card)
-                ),
-            )
-        )
+    has_contracts = card.guarantee in (Guarantee.EXACT, Guarantee.LOSSY)
+    if profile.sample is None and card.kind == "decoder" and has_contracts:
+        title = "truthful, presence, examined tokens"
+        asked.append((CONTRACTS, SuiteCase(CONTRACTS, title, lambda: _contracts(card))))
     return asked
 
 
@@ -137,7 +126,7 @@ class State:
     """The results so far, in a JSON file that survives an interruption.
 
     path     None: in memory only
-    profile  a file made under another profile, or with other code, is refused
+    profile  a file made under another profile, or with other code, is rejected
     """
 
     def __init__(self, path: Path | None, profile: str):
@@ -160,11 +149,13 @@ class State:
             ) from error
         if profile != self.profile:
             raise TinyspecError(
-                f"{path} was begun under the profile '{profile}', not '{self.profile}': choose another name"
+                f"{path} was begun under the profile '{profile}', not '{self.profile}': "
+                "choose another name"
             )
         if code != code_fingerprint():
             raise TinyspecError(
-                f"{path} was begun with other code, which proves nothing of this: choose another name"
+                f"{path} was begun with other code, which proves nothing of this: "
+                "choose another name"
             )
 
     def known(self, method: str, key: str) -> Evidence | None:
@@ -260,11 +251,15 @@ def report_technique(
         state.write()
     proved = [asdict(evidence) for evidence in found.values() if evidence.law not in broken]
     first = next(iter(broken.values()), None)
-    accused_of = (
-        None if first is None else {key: value for key, value in first.items() if key != "title"}
-    )
-    told = {"method": card.name, "guarantee": card.guarantee.value, "kind": card.kind}
-    return {**told, "accused": accused_of, "proved": proved, "broken": list(broken.values())}
+    accused_of = None if first is None else {k: v for k, v in first.items() if k != "title"}
+    return {
+        "method": card.name,
+        "guarantee": card.guarantee.value,
+        "kind": card.kind,
+        "accused": accused_of,
+        "proved": proved,
+        "broken": list(broken.values()),
+    }
 
 
 def _crash(card: Card, law: str, error: BaseException) -> Counterexample:
@@ -284,7 +279,7 @@ def nothing_correct_is_accused(
 
     Returns what was looked at, by method, and every counterexample. Goes on where `state` was left.
     """
-    told: dict[str, Any] = {}
+    methods: dict[str, Any] = {}
     for card in cards:
         total = Evidence("all")
         for seed in range(seeds):
@@ -292,21 +287,19 @@ def nothing_correct_is_accused(
                 watch(card, seed)
             known = state.known(card.name, str(seed))
             if known is None:
+                one_seed = Profile("five-second", (seed,), FIVE_SECONDS.sample)
                 try:
-                    known = sum(
-                        prove_technique(card, Profile("five-second", (seed,), FIVE_SECONDS.sample)),
-                        Evidence("all"),
-                    )
+                    known = sum(prove_technique(card, one_seed), Evidence("all"))
                 except LawViolated as accused:
                     state.blame(card.name, seed, accused)
                     known = Evidence("all")
                 state.enter(card.name, str(seed), known)
             total = total + known
         state.write()
-        told[card.name] = {
+        methods[card.name] = {
             "seeds": seeds,
             "cases": total.cases,
             "branches": total.branches,
             "seconds": total.seconds,
         }
-    return {"profile": FIVE_SECONDS.name, "methods": told, "accused": state.accused}
+    return {"profile": FIVE_SECONDS.name, "methods": methods, "accused": state.accused}

@@ -17,7 +17,14 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, Tokens, exact_law, first_difference
+from tinyspec.laws.exact.law import (
+    JOINT,
+    JointLaw,
+    Reference,
+    Tokens,
+    exact_law,
+    first_differing_text,
+)
 from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Card, Knob, Request
@@ -151,7 +158,7 @@ class Stage:
 
         Shows the shortest text that differs, and p and q along it.
         """
-        text = first_difference(expected, got, within)
+        text = first_differing_text(expected, got, within)
         if text is None:
             return
         contexts = [(*prompt, *text[:i]) for i in range(len(text))]

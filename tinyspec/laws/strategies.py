@@ -161,14 +161,14 @@ def cdf_edges(row: FloatRow) -> list[float]:
 def acceptance_ratios(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[FloatRow | None],
+    draft_probs: Sequence[FloatRow | None],
     p: dict[int, FloatRow],
 ) -> list[float]:
     """Return the ratio of every node that is the first sibling tested, where it is below 1."""
     found = []
     with np.errstate(all="ignore"):
-        for token, parent, law in zip(tokens, parents, laws, strict=True):
-            ratio = float(p[parent][token] / (1 if law is None else law[token]))
+        for token, parent, row in zip(tokens, parents, draft_probs, strict=True):
+            ratio = float(p[parent][token] / (1 if row is None else row[token]))
             found += [ratio] if 0 <= ratio < 1 else []
     return found
 
@@ -198,21 +198,21 @@ def tree_walks(draw: st.DrawFn, size: int, most: int = 6) -> WalkCase:
     """Draw a tree of draft tokens with the rows they declare (or none), and its uniforms."""
     parents = draw(tree_shapes(most))
     tokens: list[int] = []
-    laws: list[FloatRow | None] = []
+    draft_probs: list[FloatRow | None] = []
     p = {ROOT: draw(float_rows(size))}
     for _ in parents:
         kind = draw(st.sampled_from(["own", "the target's", "none"]))
-        law = (
-            None if kind == "none" else draw(float_rows(size)) if kind == "own" else p[ROOT].copy()
-        )
-        may = [0, size - 1] if law is None else [int(token) for token in np.flatnonzero(law)[:4]]
+        row = None if kind == "none" else p[ROOT].copy()
+        if kind == "own":
+            row = draw(float_rows(size))
+        may = [0, size - 1] if row is None else [int(token) for token in np.flatnonzero(row)[:4]]
         tokens.append(draw(st.sampled_from(may)))
-        laws.append(law)
+        draft_probs.append(row)
     probe = [draw(st.integers(0, 9)) == 9 for _ in parents]
     p |= {node: draw(float_rows(size)) for node in range(len(parents))}
-    edges = acceptance_ratios(tokens, parents, laws, p) + cdf_edges(p[ROOT])[:3]
+    edges = acceptance_ratios(tokens, parents, draft_probs, p) + cdf_edges(p[ROOT])[:3]
     given = [draw(edge_uniforms(edges)) for _ in range(len(parents) + 1)]
-    return WalkCase(tokens, parents, laws, probe, p, np.array(given))
+    return WalkCase(tokens, parents, draft_probs, probe, p, np.array(given))
 
 
 # -------------------- warps

@@ -5,8 +5,8 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 
 - Exact: the joint distribution of its tokens is plain decoding's, in Fractions, for every warper.
 - Greedy: at temperature 0 its tokens are those of a dense forward pass for every token.
-- Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same whatever
-  is drafted, and a race alone has the distribution of its row.
+- Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same
+  whatever is drafted, and a race alone has the distribution of its row.
 - Lossy: on fixed texts, the further the knob is turned, the less a token costs.
 """
 

@@ -33,8 +33,14 @@ makes the first draft of a block.
 """
 
 SWEEP_FORMS: tuple[tuple[str, int, int], ...] = (
-    ("pj", 1, 0), ("pgj", 1, 0), ("pgj", 2, 0), ("pgj", 3, 0), ("hgj", 2, 0), ("hgj", 2, 3), ("hgj", 3, 1),
-)  # fmt: skip
+    ("pj", 1, 0),
+    ("pgj", 1, 0),
+    ("pgj", 2, 0),
+    ("pgj", 3, 0),
+    ("hgj", 2, 0),
+    ("hgj", 2, 3),
+    ("hgj", 3, 1),
+)
 """form, block, prefix; of five tokens wanted or of fewer."""
 
 
@@ -94,15 +100,21 @@ def position_table(vocabulary: int = 16) -> TableModel:
 
 
 def begin_sweeps(
-    build: Build, model: TableModel, start: Sequence[int], form: str, block: int, prefix: int, wanted: int,
-    ends: frozenset[int] = frozenset(), forward_log: list[Any] | None = None,
-) -> Decoder:  # fmt: skip
+    build: Build,
+    model: TableModel,
+    start: Sequence[int],
+    form: str,
+    block: int,
+    prefix: int,
+    wanted: int,
+    forward_log: list[Any] | None = None,
+) -> Decoder:
     """Return a decoder after its prompt, whose blocks all begin with these tokens."""
     forward_log = [] if forward_log is None else forward_log
     request = Request(
         model.session(forward_log),
         sampling=SamplingParams(0.0),
-        stop=StoppingCriteria(ends, max_new_tokens=wanted),
+        stop=StoppingCriteria(max_new_tokens=wanted),
         forward_log=forward_log,
     )
     decoder = build(request, form=form, block=block, prefix=prefix)

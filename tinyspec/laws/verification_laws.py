@@ -353,6 +353,10 @@ def _agreement_area(p: Exact, q: Exact, grid: int = 90) -> float:
     folded = x + y > 1  # the other half of the square is folded over
     x, y = np.where(folded, 1 - x, x), np.where(folded, 1 - y, y)
     noise = np.stack([x, y, 1 - x - y])
-    winners = [np.stack([e / float(w) if w else e + np.inf for e, w in zip(noise, row, strict=True)]).argmin(axis=0)
-               for row in (p, q)]  # fmt: skip
-    return float((winners[0] == winners[1]).mean())
+    of_p, of_q = (
+        np.stack(
+            [e / float(w) if w else e + np.inf for e, w in zip(noise, row, strict=True)]
+        ).argmin(axis=0)
+        for row in (p, q)
+    )
+    return float((of_p == of_q).mean())

@@ -7,8 +7,8 @@
     generate(p, q, gamma, n, rng) -> tokens          a whole decoding function
 
 A last argument called `source` or `chance` gets the library's `RandomSource`; a function without
-a generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where the
-function cannot compute with those, float64 arrays of numpy, or else tensors of torch.
+a generator draws from `numpy.random`, `random` or `torch`. Rows are lists of Fractions, and where
+the function cannot compute with those, float64 arrays of numpy, or else tensors of torch.
 """
 
 import inspect
@@ -396,7 +396,10 @@ class HouseVerifierForm(VerifierForm):
                 not 0 <= node < len(tree.tokens)
                 or tree.tokens_on(tree.path(tree.parents[node])) != text
             ):
-                problem = f"a path down the tree with parents {list(tree.parents)}, not the nodes {list(path)}"
+                problem = (
+                    f"a path down the tree with parents {list(tree.parents)}, "
+                    f"not the nodes {list(path)}"
+                )
                 break
             text = (*text, tree.tokens[node])
         tokens = () if problem else tree.tokens_on(path)

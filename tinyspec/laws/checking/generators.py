@@ -198,8 +198,8 @@ class EnumeratedGenerator:
         if name.startswith("_"):
             raise AttributeError(name)
         raise NotEnumerable(
-            f"rng.{name} cannot be enumerated: draw with rng.random(), rng.uniform(), rng.choice(n, p=row), "
-            "rng.integers() or rng.multinomial()"
+            f"rng.{name} cannot be enumerated: draw with rng.random(), rng.uniform(), "
+            "rng.choice(n, p=row), rng.integers() or rng.multinomial()"
         )
 
     def _pick(self, row: Sequence[Any]) -> int:

@@ -22,9 +22,8 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import Probs
 
-TINY_SPLIT = (
-    1e-12  # where floats split an interval off that is smaller than this, they mean the same point
-)
+TINY_SPLIT = 1e-12
+"""Where floats split off a smaller part of an interval, they mean the same point."""
 
 
 class NotEnumerable(TinyspecError):
@@ -70,7 +69,8 @@ class LazyUniform:
     >>> def twice(rng):
     ...     u = LazyUniform(UniformSpan(rng))
     ...     return u < half, 2 * u < half
-    >>> for outcome, probability in sorted(Exhaustive.law(twice).items()): print(outcome, probability)
+    >>> for answers, probability in sorted(Exhaustive.law(twice).items()):
+    ...     print(answers, probability)
     (False, False) 1/2
     (True, False) 1/4
     (True, True) 1/4
@@ -98,7 +98,8 @@ class LazyUniform:
             if x is self:
                 return equal
             raise NotEnumerable(
-                "two uniforms are compared with each other: only comparisons of a uniform with a number can be listed"
+                "two uniforms are compared with each other: "
+                "only comparisons of a uniform with a number can be listed"
             )
         if self._span.pinned:
             value = self._forward(self._span.low)

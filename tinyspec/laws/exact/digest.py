@@ -30,8 +30,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.tables import TableModel
 
 TRUSTED = frozenset(sys.stdlib_module_names) | {
-    "Cython", "_pytest", "cython_runtime", "hypothesis", "numpy", "pytest", "rich", "safetensors", "scipy", "tokenizers",
-    "torch",
+    "Cython", "_pytest", "cython_runtime", "hypothesis", "numpy", "pytest", "rich", "safetensors",
+    "scipy", "tokenizers", "torch",
 }  # fmt: skip
 OURSELVES = ("tinyspec.laws.exact.digest",)
 ATOMS = (type(None), bool, int, str, bytes, complex, type(Ellipsis), type(NotImplemented))
@@ -73,10 +73,8 @@ def find_reachable(owner: Any) -> tuple[Names, list[ReachedPlace]]:
     """
     key = owner.__code__ if isinstance(owner, types.FunctionType) else owner
     if key not in _reach_cache:
-        own = (
-            owner,
-            *_cells(owner),
-        )  # by identity: cells are equal where their contents are, and arrays have no truth
+        # By identity: cells are equal where their contents are, and arrays have no truth.
+        own = owner, *_cells(owner)
         places = [
             place for place in _find_places(owner) if all(place.of is not mine for mine in own)
         ]
@@ -105,12 +103,12 @@ _reach_cache: dict[Any, tuple[Names, list[ReachedPlace]]] = {}
 
 def _find_places(owner: Any) -> Iterator[ReachedPlace]:
     waiting, met = [owner], {id(owner)}
-    told: set[tuple[int, str]] = set()
+    met_names: set[tuple[int, str]] = set()
     for code in waiting:  # grows while it is walked
         for place, name, value in _names_of(code):
-            if (id(place), name) in told:
+            if (id(place), name) in met_names:
                 continue
-            told.add((id(place), name))
+            met_names.add((id(place), name))
             inner = getattr(
                 value, "__func__", getattr(value, "fget", getattr(value, "__wrapped__", value))
             )
@@ -119,9 +117,8 @@ def _find_places(owner: Any) -> Iterator[ReachedPlace]:
                 met.add(id(inner))
                 waiting.append(inner)
             if type(value).__name__ != "_tuplegetter":
-                remembers = hasattr(
-                    value, "cache_info"
-                )  # a cache is not looked into: its counters tell
+                # A cache is not looked into: its counters are compared.
+                remembers = hasattr(value, "cache_info")
                 given = tuple(value.values()) if name == "__kwdefaults__" and value else value
                 yield ReachedPlace(
                     place, name, value, not remembers and (followed or _still(given))
@@ -145,7 +142,7 @@ def _names_of(owner: Any) -> Iterator[tuple[Any, str, Any]]:
                 yield owner.__globals__, name, owner.__globals__[name]
         for name in ("__defaults__", "__kwdefaults__", "__dict__"):
             yield owner, name, getattr(owner, name) or None
-        for cell in owner.__closure__ or ():
+        for cell in _cells(owner):
             yield cell, "", _content(cell)
         return
     for kind in owner.__mro__:
@@ -182,9 +179,9 @@ def _still(value: Any) -> bool:
 
 
 _DULL = (
-    types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, types.MemberDescriptorType,
-    types.GetSetDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.FunctionType, property,
-    type, type(Any),
+    types.ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType,
+    types.MemberDescriptorType, types.GetSetDescriptorType, types.WrapperDescriptorType,
+    types.MethodDescriptorType, types.FunctionType, property, type, type(Any),
 )  # fmt: skip
 
 
@@ -211,7 +208,7 @@ def compute_digest(thing: object, outside: Iterable[object] = ()) -> bytes:
 
 
 class _GraphWalk:
-    """One walk over an object graph; `said` is what it found, as words."""
+    """One walk over an object graph; `words` describe what it found."""
 
     def __init__(self, outside: Iterable[object]):
         self.words: list[str] = []
@@ -278,12 +275,9 @@ class _GraphWalk:
     def tensor(self, thing: torch.Tensor) -> None:
         self.words.append(f"tensor {thing.dtype} {tuple(thing.shape)} {thing.device}")
         flat = thing.detach().cpu()
-        exact = (
-            flat
-            if flat.dtype in (torch.float64, torch.int64, torch.bool)
-            else flat.to(torch.float64)
-        )
-        self.words.append(_rounded_bytes(exact.numpy()))
+        if flat.dtype not in (torch.float64, torch.int64, torch.bool):
+            flat = flat.to(torch.float64)
+        self.words.append(_rounded_bytes(flat.numpy()))
 
     def table(self, thing: TableModel) -> None:
         """Write a table model down by its settings: what it remembers follows from them."""
@@ -301,7 +295,7 @@ class _GraphWalk:
         )
         for part in (thing.__defaults__, thing.__kwdefaults__, thing.__dict__ or None):
             self.see(part)
-        for cell in thing.__closure__ or ():
+        for cell in _cells(thing):
             self.cell(cell)
         self.data(thing)
 
@@ -387,19 +381,19 @@ class _GraphWalk:
                 state = thing.__reduce_ex__(2)
         except Exception as error:
             raise TinyspecError(
-                f"the digest cannot see into a {kind.__module__}.{kind.__qualname__}, so branches cannot be merged: "
+                f"the digest cannot see into a {kind.__module__}.{kind.__qualname__}, "
+                "so branches cannot be merged: "
                 "give it a __getstate__ that returns all of its state"
             ) from error
         self._alive.append(state)
         for place, part in enumerate(state if isinstance(state, tuple) else (state,)):
-            if place == 0 and not isinstance(
-                part, (type, str)
-            ):  # a function that would rebuild it: no state
+            if place == 0 and not isinstance(part, (type, str)):
+                # A function that would rebuild it has no state.
                 self.words.append(f"made by {part.__qualname__}")
+            elif place > 2 and part is not None:
+                self.see(list(part))  # pickle iterates over the items
             else:
-                self.see(
-                    list(part) if place > 2 and part is not None else part
-                )  # there pickle iterates over items
+                self.see(part)
 
     def cache(self, thing: Any) -> None:
         """Write down that a cache was used; what it holds cannot be seen."""
@@ -409,7 +403,8 @@ class _GraphWalk:
     def opaque(self, thing: Any) -> None:
         what = type(thing).__qualname__
         raise TinyspecError(
-            f"the digest cannot see into a {what}, so branches cannot be merged: keep a list instead"
+            f"the digest cannot see into a {what}, so branches cannot be merged: "
+            "keep a list instead"
         )
 
     def local(self, thing: threading.local) -> None:

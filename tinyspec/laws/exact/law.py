@@ -240,7 +240,7 @@ def apply_warpers(row: Any, context: Sequence[int], sampling: SamplingParams) ->
 # ---------------------------------------------------------------------- the comparison
 
 
-def first_difference(
+def first_differing_text(
     expected: dict[Tokens, Any], got: dict[Tokens, Any], within: float = 0.0
 ) -> Tokens | None:
     """Return the shortest text whose probabilities differ: at all, or by more than `within`."""
@@ -262,6 +262,6 @@ def compare_laws(
 
     The error names the first text that differs.
     """
-    text = first_difference(expected, got, within)
+    text = first_differing_text(expected, got, within)
     if text is not None:
         accuse(law, {text: expected.get(text, 0)}, {text: got.get(text, 0)}, **case)

@@ -40,7 +40,8 @@ def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
     Its gains are random and its weights large.
     """
     config = Config(
-        vocab_size=vocabulary, d_model=8, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=4, d_ff=12, max_positions=64
+        vocab_size=vocabulary, d_model=8, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=4,
+        d_ff=12, max_positions=64,
     )  # fmt: skip
     model = Model.random(config, seed=seed, dtype=torch.float64, scale=0.6)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -101,12 +102,10 @@ def run_dense(
     for layer in range(last):
         entered = x
         if 2 * layer not in plan.skip:
-            fused = _dense_linear(
-                w, f"{layer}.qkv", _dense_norm(model, w, f"{layer}.norm1", x)
-            ).reshape(n, -1, c.head_dim)
-            q, k, v = np.split(
-                fused, [c.n_heads, c.n_heads + c.n_kv_heads], axis=1
-            )  # each [n, heads, hd]
+            normed = _dense_norm(model, w, f"{layer}.norm1", x)
+            fused = _dense_linear(w, f"{layer}.qkv", normed).reshape(n, -1, c.head_dim)
+            heads = [c.n_heads, c.n_heads + c.n_kv_heads]
+            q, k, v = np.split(fused, heads, axis=1)  # each [n, heads, hd]
             if c.qk_norm:
                 q = _dense_norm(model, w, f"{layer}.q_norm", q)
                 k = _dense_norm(model, w, f"{layer}.k_norm", k)
@@ -152,11 +151,8 @@ def _dense_norm(model: Transformer, w: dict[str, Array], name: str, x: Array) ->
     layered = model.config.norm == "layer"
     if layered:
         x = x - x.mean(axis=1, keepdims=True)
-    y: Array = (
-        x
-        / np.sqrt((x * x).mean(axis=-1, keepdims=True) + model.config.norm_eps)
-        * w[f"{name}.weight"]
-    )
+    scale = np.sqrt((x * x).mean(axis=-1, keepdims=True) + model.config.norm_eps)
+    y: Array = x / scale * w[f"{name}.weight"]
     return y + w[f"{name}.bias"] if layered else y
 
 
@@ -208,8 +204,8 @@ def needle_model(name: str = "needle") -> Model:
     the question comes again. A decoder that does not see the needle does not know the answer.
     """
     config = Config(
-        vocab_size=10, d_model=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=2, max_positions=256,
-        positions="learned", tied=False,
+        vocab_size=10, d_model=16, n_layers=1, n_heads=1, n_kv_heads=1, head_dim=4, d_ff=2,
+        max_positions=256, positions="learned", tied=False,
     )  # fmt: skip
     weights = {
         key: torch.zeros(shape, dtype=torch.float64) for key, shape in config.shapes().items()
@@ -224,7 +220,7 @@ def needle_model(name: str = "needle") -> Model:
     for i, (needle, answer) in enumerate(zip(NEEDLES, ANSWERS, strict=True)):
         embed[needle, [2, WHICH + i]] = 1.0
         embed[answer, 3] = 1.0
-        qkv[8 + i, WHICH + i] = 1.0  # ... and is told which
+        qkv[8 + i, WHICH + i] = 1.0  # ... and reads which it was
         weights["0.out.weight"][ATTENDED + i, i] = 4.0
         head[answer, ATTENDED + i] = 4.0
     head[FILLER, 0] = head[QUESTION, 3] = 40.0  # more than a little of everything that is seen
@@ -261,9 +257,8 @@ def recite_until(
 ) -> Decoder:
     """Run a decoder until it has made `wanted` tokens of a text that begins with the prompt."""
     stop, sampling = StoppingCriteria(max_new_tokens=wanted), SamplingParams(temperature=0.0)
-    decoder = build(
-        Request(Reciter(poem).session(), (), sampling, stop, references=references), **knobs
-    )
+    request = Request(Reciter(poem).session(), (), sampling, stop, references=references)
+    decoder = build(request, **knobs)
     decoder.extend(poem[:2])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))

@@ -9,7 +9,7 @@ from math import gcd
 from typing import TypeAlias
 
 Exact: TypeAlias = tuple[Fraction, ...]
-"""A law over V tokens, [V], in fractions that add up to one."""
+"""A distribution over V tokens, [V], in fractions that add up to one."""
 
 
 def distributions(vocabulary: int, whole: int) -> Iterator[Exact]:

@@ -107,7 +107,8 @@ class TableNode:
     """
 
     __slots__ = (
-        "children", "exact", "filled", "keys", "parent", "plan", "position", "probe", "row_at", "states", "token",
+        "children", "exact", "filled", "keys", "parent", "plan", "position", "probe", "row_at",
+        "states", "token",
     )  # fmt: skip
 
     def __init__(self, token: int, parent: "TableNode | None", probe: bool = False):
@@ -500,7 +501,8 @@ class TableSession:
                 ]
                 if None in keys:
                     raise RuntimeError(
-                        f"a token before position {node.position} has no keys in layer {layer}: run it"
+                        f"a token before position {node.position} has no keys in layer {layer}: "
+                        "run it"
                     )
                 sees_prefix = node.probe and self.prefix is not None
                 state = network.attend(layer, state, [self.prefix, *keys] if sees_prefix else keys)
@@ -551,8 +553,8 @@ class TableModel:
         self.name = name
         self.network = HashNetwork(seed, vocabulary, zeros) if rows is None else RowsByHand(rows)
         self.config = Config(
-            vocab_size=vocabulary, d_model=1, n_layers=layers, n_heads=1, n_kv_heads=1, head_dim=1, d_ff=1,
-            max_positions=positions, eos=tuple(eos),
+            vocab_size=vocabulary, d_model=1, n_layers=layers, n_heads=1, n_kv_heads=1, head_dim=1,
+            d_ff=1, max_positions=positions, eos=tuple(eos),
         )  # fmt: skip
         self._heads: dict[Any, Any] = {}  # state -> row: pure, remembered
 
