@@ -23,7 +23,6 @@ import torch
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.evidence import Counterexample, Evidence, LawViolated
 from tinyspec.laws.exact.tables import TableModel
@@ -53,45 +52,35 @@ class ContractViolation(NamedTuple):
     got: list[Any]
 
 
-class _Watched:
-    """A random source that notes which token was drawn from which row."""
+class _LoggedDraws(Exhaustive):
+    """Enumerates all outcomes, and counts which token was drawn from which distribution."""
 
-    def __init__(self, rng: Any, log: Counter[tuple[Any, int]]):
-        self._rng, self._log = rng, log
+    def __init__(self, rng: Exhaustive, log: Counter[tuple[Any, int]]):
+        super().__init__(rng._script)
+        self._log = log
 
-    def split(self, role: str, round: int) -> "_Watched":
-        return _Watched(self._rng.split(role, round), self._log)
+    def split(self, role: str, round: int) -> "_LoggedDraws":
+        return _LoggedDraws(super().split(role, round), self._log)
 
     def draw(self, row: Probs) -> int:
-        token: int = self._rng.draw(row)
+        token = super().draw(row)
         self._log[_key(row), token] += 1
         return token
 
-    def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
-        tokens: list[int] = self._rng.sample_without_replacement(row, k)
-        left = list(row)
-        for token in tokens:
-            self._log[_key(left), token] += 1
-            left[token] = 0 * left[token]
-        return tokens
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rng, name)
-
-
-class _Draws:
-    """The random source of a decoder whose draws for drafting are noted, round by round."""
+class _DraftLog(Exhaustive):
+    """The random source of a decoder whose draws for drafting are counted, round by round."""
 
     def __init__(self, rng: Exhaustive):
-        self._rng = rng
+        super().__init__(rng._script)
         self.log: list[Counter[tuple[Any, int]]] = []
 
-    def split(self, role: str, round: int) -> Any:
-        stream = self._rng.split(role, round)
+    def split(self, role: str, round: int) -> Exhaustive:
+        stream = super().split(role, round)
         if role != "draft":
             return stream
         self.log.append(Counter())
-        return _Watched(stream, self.log[-1])
+        return _LoggedDraws(stream, self.log[-1])
 
 
 def _key(row: Probs) -> tuple[Any, ...]:
@@ -136,7 +125,7 @@ def find_violations(
 
     def run(rng: Exhaustive) -> list[tuple[Any, int, str]]:
         decoder, events = factory(), list[tuple[Any, int, str]]()
-        draws: Any = _Draws(rng)
+        draws = _DraftLog(rng)
         if not decoder.context:
             decoder.extend(prompt)
         for number in range(rounds):
@@ -146,7 +135,7 @@ def find_violations(
             if number + 1 < rounds:
                 tree = decoder.step(draws).tree
             else:
-                stream: RandomSource = draws.split("draft", decoder.rounds)
+                stream = draws.split("draft", decoder.rounds)
                 tree = decoder.drafter.propose(
                     decoder.context, decoder.max_draft_depth, decoder.sampling, stream
                 )

@@ -112,6 +112,13 @@ def _contract(law: str) -> PartsLaw:
     return check
 
 
+def _block(law: str) -> PartsLaw:
+    """Return a law of block verification as a law of parts."""
+    return lambda parts: verification_laws.block_keeps_its_promise(
+        parts.block, gamma=2, laws=(law,)
+    )
+
+
 def _coupled(parts: Parts) -> Callable[..., Decoder]:
     """Return a builder of a decoder on shared noise."""
 
@@ -165,12 +172,8 @@ def all_judges() -> dict[str, PartsLaw]:
         theorems.MATCHING: lambda parts: theorems.several_drafts(parts.walk, largest=5, most=2),
         theorems.KSEQ: lambda parts: theorems.kseq_reaches_share(parts.walk, largest=5, most=2),
         theorems.DRAW_ORDER: _draw_order,
-        verification_laws.BLOCK_TOKENS: lambda parts: verification_laws.block_keeps_its_promise(
-            parts.block, gamma=2, laws=(verification_laws.BLOCK_TOKENS,)
-        ),
-        verification_laws.BLOCK_EMITTED: lambda parts: verification_laws.block_keeps_its_promise(
-            parts.block, gamma=2, laws=(verification_laws.BLOCK_EMITTED,)
-        ),
+        verification_laws.BLOCK_TOKENS: _block(verification_laws.BLOCK_TOKENS),
+        verification_laws.BLOCK_EMITTED: _block(verification_laws.BLOCK_EMITTED),
         verification_laws.SELECTED: lambda parts: verification_laws.selection_keeps_target(
             parts.k_seq, largest=4
         ),

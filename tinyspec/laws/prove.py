@@ -206,11 +206,8 @@ def code_fingerprint() -> str:
         if file.relative_to(package).parts[0] not in above
     ]
     modules = {card.build.__module__ for card in load_techniques().values()}
-    outside = [
-        getattr(sys.modules.get(name), "__file__", None)
-        for name in modules
-        if not name.startswith("tinyspec.")
-    ]
+    plugins = [name for name in modules if not name.startswith("tinyspec.")]
+    outside = [getattr(sys.modules.get(name), "__file__", None) for name in plugins]
     files += [Path(file) for file in sorted(filter(None, outside))]
     sources = [file.read_bytes() for file in files if file.suffix in (".py", ".pyx", ".pxd")]
     return blake2b(b"\0".join(sources), digest_size=8).hexdigest()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import product, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -33,7 +33,7 @@ from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, FunctionDrafter, likeliest_token
 from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, after_rewind, format_sampling
-from tinyspec.technique import Card, Guarantee, Knob
+from tinyspec.technique import Card, Guarantee
 from tinyspec.tree import TokenTree
 
 GREEDY = "greedy equality"
@@ -87,10 +87,8 @@ def greedily_equal(stage: Stage, strange: str | None = None) -> Evidence:
         got, expected = run_request(decoder, prompt), greedy_by_dense_passes(here)
         rounds += decoder.rounds
         if got != expected:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b),
-                min(len(got), len(expected)),
-            )
+            same = takewhile(lambda pair: pair[0] == pair[1], zip(got, expected, strict=False))
+            at = len(list(same))
             case = {"prompt": prompt, "draft": strange or here.draft}
             case["logits"] = here.row((*prompt, *expected[:at]))
             accuse(GREEDY, expected[: at + 1], got[: at + 1], **here.describe(), **case)
@@ -429,17 +427,12 @@ def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
 
 def _seeded_stage(card: Card, seed: int, shift: int = 0) -> Stage:
     """Return the stage of a seed; its prompt depends on the seed, its models also on a shift."""
+    rng = random.Random(seed)
+    prompt: Tokens = (0, 1)
+    if seed:
+        prompt = tuple(rng.randrange(2) for _ in range(1 + seed % 3))
     vocabulary = 4 if card.hidden else 3
-    prompt = _seeded_prompt(seed)
     return Stage(card, seed=seed + shift, prompt=prompt, deep=card.hidden, vocabulary=vocabulary)
-
-
-def _seeded_prompt(seed: int) -> tuple[int, ...]:
-    return (
-        (0, 1)
-        if seed == 0
-        else tuple(random.Random(seed).randrange(2) for _ in range(1 + seed % 3))
-    )
 
 
 def _joint_case(
@@ -461,10 +454,8 @@ def _within(stage: Stage) -> float:
     """Return how far probabilities may be apart."""
     if stage.deep:
         return NETWORK_TOLERANCE
-    has_float_knob = any(
-        isinstance(value, float) and math.isfinite(value) and value % 1
-        for value in stage.settings.values()
-    )
+    numbers = [value for value in stage.settings.values() if isinstance(value, float)]
+    has_float_knob = any(math.isfinite(x) and x % 1 for x in numbers)
     return FLOAT_TOLERANCE if stage.floats or has_float_knob else 0.0
 
 
@@ -520,15 +511,10 @@ def _knob_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     for knob in card.knobs:
         if card.coupled or (card.lossy and card.lossy[0] == knob.name):
             continue
-        for value in _other_values(knob):
-            here = replace(stage, knobs={knob.name: value})
-            yield _joint_case(here, 3, f"{knob.name} {value}")
+        for value in knob.choices or knob.small[1:]:
+            if value != knob.default or knob.small:
+                here = replace(stage, knobs={knob.name: value})
+                yield _joint_case(here, 3, f"{knob.name} {value}")
     if card.lossy is not None:
         ladder = partial(cost_is_monotone, base, knob_ladder(card))
         yield SuiteCase(KNOB_COST, card.lossy[0], ladder)
-
-
-def _other_values(knob: Knob) -> list[Any]:
-    return [
-        value for value in (knob.choices or knob.small[1:]) if value != knob.default or knob.small
-    ]

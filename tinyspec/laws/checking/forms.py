@@ -80,9 +80,11 @@ def convert_rows(row: Any, numbers: str) -> Any:
 
 def as_function(model: SmallModel, numbers: str) -> Callable[[Any], Any]:
     """Return a model as the function of a context that a reader's code calls."""
-    return lambda context: convert_rows(
-        model.next_probs(read_token_ids(context, "context")), numbers
-    )
+
+    def next_row(context: Any) -> Any:
+        return convert_rows(model.next_probs(read_token_ids(context, "context")), numbers)
+
+    return next_row
 
 
 def draw_chain(case: CheckCase, rng: Exhaustive) -> Tokens:
@@ -138,10 +140,8 @@ def count_required(function: Callable[..., Any]) -> int:
     parameters = parameters_of(function).values()
     if not parameters or any(x.kind is x.VAR_POSITIONAL for x in parameters):
         return 99
-    return sum(
-        x.default is x.empty and x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)
-        for x in parameters
-    )
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(x.default is x.empty and x.kind in kinds for x in parameters)
 
 
 def find_generator(function: Callable[..., Any], given: int) -> str | None:
@@ -212,11 +212,9 @@ class Form:
         with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
             if keyword is None:
                 return self.function(*given)
-            return (
-                self.function(*given, **{keyword: generator})
-                if keyword
-                else self.function(*given, generator)
-            )
+            if keyword == "":
+                return self.function(*given, generator)
+            return self.function(*given, **{keyword: generator})
 
     def same(self, expected: Any, got: Any) -> bool:
         """Return whether two numbers agree: as Fractions, or as floats up to the tolerance.
@@ -230,6 +228,10 @@ class Form:
             return False
         self.worst = max(self.worst, apart)
         return True
+
+    def has_ids(self, case: CheckCase, outcome: RunOutcome) -> bool:
+        """Return whether the output consists of token ids of the vocabulary."""
+        return all(0 <= token < case.vocabulary for token in outcome.tokens)
 
     def too_rare(self, outcome: RunOutcome, mass: Any) -> bool:
         """Return whether a wrong outcome is below the tolerance, where it is only noted.
@@ -247,21 +249,17 @@ class Form:
         """Find a token that p forbids but that comes out where a uniform is exactly 0."""
         for draft, tokens, _, _ in outcomes:
             for place, token in enumerate(tokens[: case.tokens]):
-                if (
-                    not (0 <= token < case.vocabulary)
-                    or case.p.next_probs(tokens[:place])[token] > 0
-                ):
+                is_token = 0 <= token < case.vocabulary
+                if not is_token or case.p.next_probs(tokens[:place])[token] > 0:
                     continue
                 shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
                 which = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
-                shown["uniforms"] = (
-                    f"the {which} one drawn is exactly 0.0, which a generator may return"
-                )
+                uniform = f"the {which} one drawn is exactly 0.0, which a generator may return"
+                shown["uniforms"] = uniform
                 if self.corner_hint:
                     shown["hint"] = self.corner_hint
-                return Counterexample(
-                    "impossible token", shown, f"no token {token}: p forbids it", list(tokens)
-                )
+                expected = f"no token {token}: p forbids it"
+                return Counterexample("impossible token", shown, expected, list(tokens))
         return None
 
     def compare(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
@@ -305,15 +303,10 @@ class Form:
         if len(drafts) == 1:
             shown["draft"] = list(next(iter(drafts)))
         else:
-            shown["draft"] = {
-                draft: to_small_fraction(mass) for draft, mass in sorted(drafts.items())
-            }
+            shown["draft"] = _small_fractions(drafts)
             if sum(map(len, outputs.values())) <= 12:
                 shown["output of each draft"] = {
-                    draft: {
-                        text: to_small_fraction(x / drafts[draft])
-                        for text, x in sorted(came.items())
-                    }
+                    draft: _small_fractions({text: x / drafts[draft] for text, x in came.items()})
                     for draft, came in sorted(outputs.items())
                 }
         texts = sorted({*expected, *got})
@@ -321,17 +314,17 @@ class Form:
             shown["compared"] = "the distribution of the first token"
             texts = [(token,) for token in range(case.vocabulary)]
         else:
-            shown["compared"] = (
-                f"the distribution of the first {count} tokens "
-                "(where a round gives fewer, p goes on)"
-            )
-        both = [
-            {text: to_small_fraction(probs.get(text, Fraction(0))) for text in texts}
-            for probs in (expected, got)
-        ]
-        if count == 1:
-            return shown, *(list(probs.values()) for probs in both)  # type: ignore[return-value]
-        return shown, *both  # type: ignore[return-value]
+            first = f"the distribution of the first {count} tokens"
+            shown["compared"] = f"{first} (where a round gives fewer, p goes on)"
+        both: list[Any] = []
+        for probs in (expected, got):
+            row = {text: to_small_fraction(probs.get(text, Fraction(0))) for text in texts}
+            both.append(list(row.values()) if count == 1 else row)
+        return shown, *both
+
+
+def _small_fractions(probs: dict[Tokens, Any]) -> dict[Tokens, Any]:
+    return {text: to_small_fraction(mass) for text, mass in sorted(probs.items())}
 
 
 class VerifierForm(Form):
@@ -346,25 +339,20 @@ class VerifierForm(Form):
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
         draft = draw_chain(case, rng)
-        p = convert_rows(
-            [case.p.next_probs(draft[:place]) for place in range(case.gamma + 1)], numbers
-        )
-        q = convert_rows([case.q.next_probs(draft[:place]) for place in range(case.gamma)], numbers)
+        texts = [draft[:place] for place in range(case.gamma + 1)]
+        p = convert_rows([case.p.next_probs(text) for text in texts], numbers)
+        q = convert_rows([case.q.next_probs(text) for text in texts[:-1]], numbers)
         result = self.call(dice, p, q, list(draft))
         return RunOutcome(draft, read_token_ids(result, self.what))
 
     def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in outcomes.items():
-            n = len(outcome.tokens)
-            fits = 1 <= n <= case.tokens and all(
-                0 <= token < case.vocabulary for token in outcome.tokens
-            )
+            fits = 1 <= len(outcome.tokens) <= case.tokens and self.has_ids(case, outcome)
             if (outcome.problem or not fits) and not self.too_rare(outcome, mass):
-                expected = (
-                    outcome.problem or f"1 to {case.tokens} token ids below {case.vocabulary}"
-                )
+                due = f"1 to {case.tokens} token ids below {case.vocabulary}"
+                expected, got = outcome.problem or due, list(outcome.tokens)
                 shown = self.shown(case) | {"draft": list(outcome.draft)}
-                return Counterexample("tokens of a round", shown, expected, list(outcome.tokens))
+                return Counterexample("tokens of a round", shown, expected, got)
         return self.compare(case, outcomes)
 
 
@@ -385,40 +373,29 @@ class HouseVerifierForm(VerifierForm):
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
         tree = self.tree(case, numbers, rng.split("draft", 0))
-        verdict: Verdict = self.function(
-            tree, HouseTargetProbs(tree, case, numbers), rng.split("verify", 0)
-        )
+        p = HouseTargetProbs(tree, case, numbers)
+        verdict: Verdict = self.function(tree, p, rng.split("verify", 0))
         if not hasattr(verdict, "accepted"):
             raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
         path, problem, text = tuple(verdict.accepted), "", tuple[int, ...]()
         for node in path:  # siblings may be equal: a child of either goes on
-            if (
-                not 0 <= node < len(tree.tokens)
-                or tree.tokens_on(tree.path(tree.parents[node])) != text
-            ):
-                problem = (
-                    f"a path down the tree with parents {list(tree.parents)}, "
-                    f"not the nodes {list(path)}"
-                )
+            is_node = 0 <= node < len(tree.tokens)
+            if not is_node or tree.tokens_on(tree.path(tree.parents[node])) != text:
+                parents = list(tree.parents)
+                problem = f"a path down the tree with parents {parents}, not the nodes {list(path)}"
                 break
             text = (*text, tree.tokens[node])
         tokens = () if problem else tree.tokens_on(path)
-        return RunOutcome(
-            tuple(tree.tokens),
-            (*tokens, *(() if verdict.next is None else (verdict.next,))),
-            (),
-            problem,
-        )
+        output = (*tokens, *(() if verdict.next is None else (verdict.next,)))
+        return RunOutcome(tuple(tree.tokens), output, (), problem)
 
     def tree(self, case: CheckCase, numbers: str, rng: Exhaustive) -> TokenTree:
         """Draw a draft of this kind; two siblings at the root, each with a child where gamma is
         2."""
         if self.kind in ("chain", "point masses"):
             chain = draw_chain(case, rng)
-            rows = [
-                convert_rows(case.q.next_probs(chain[:place]), numbers)
-                for place in range(case.gamma)
-            ]
+            texts = [chain[:place] for place in range(case.gamma)]
+            rows = [convert_rows(case.q.next_probs(text), numbers) for text in texts]
             return TokenTree.chain(chain, rows if self.kind == "chain" else None)
         tokens, parents, declared = list[int](), list[int](), list[Any]()
 
@@ -454,9 +431,8 @@ class HouseTargetProbs:
         self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
 
     def __getitem__(self, node: int) -> Any:
-        return convert_rows(
-            self.case.p.next_probs(self.tree.tokens_on(self.tree.path(node))), self.numbers
-        )
+        text = self.tree.tokens_on(self.tree.path(node))
+        return convert_rows(self.case.p.next_probs(text), self.numbers)
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]
@@ -490,14 +466,11 @@ class GenerationForm(Form):
 
     def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in outcomes.items():
-            fits = len(outcome.tokens) >= case.tokens and all(
-                0 <= t < case.vocabulary for t in outcome.tokens
-            )
+            fits = len(outcome.tokens) >= case.tokens and self.has_ids(case, outcome)
             if not fits and not self.too_rare(outcome, mass):
                 expected = f"{case.tokens} token ids below {case.vocabulary}"
-                return Counterexample(
-                    "tokens asked for", self.shown(case), expected, list(outcome.tokens)
-                )
+                shown, got = self.shown(case), list(outcome.tokens)
+                return Counterexample("tokens asked for", shown, expected, got)
         return self.compare(case, outcomes)
 
     def report(self, *given: Any) -> Any:

@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from functools import partialmethod
 from typing import Any
 
 import numpy as np
@@ -364,34 +365,12 @@ class TorchUniforms:
             x - self.array if name == "rsub" else getattr(self.array, f"__{name}__")(x)
         )
 
-    def __lt__(self, other: Any) -> Any:
-        return self._ask("lt", other)
-
-    def __le__(self, other: Any) -> Any:
-        return self._ask("le", other)
-
-    def __gt__(self, other: Any) -> Any:
-        return self._ask("gt", other)
-
-    def __ge__(self, other: Any) -> Any:
-        return self._ask("ge", other)
-
-    def __add__(self, other: Any) -> Any:
-        return self._move("add", other)
-
-    def __sub__(self, other: Any) -> Any:
-        return self._move("sub", other)
-
-    def __rsub__(self, other: Any) -> Any:
-        return self._move("rsub", other)
-
-    def __mul__(self, other: Any) -> Any:
-        return self._move("mul", other)
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._move("truediv", other)
-
-    __radd__, __rmul__ = __add__, __mul__
+    __lt__, __le__ = partialmethod(_ask, "lt"), partialmethod(_ask, "le")
+    __gt__, __ge__ = partialmethod(_ask, "gt"), partialmethod(_ask, "ge")
+    __add__ = __radd__ = partialmethod(_move, "add")
+    __mul__ = __rmul__ = partialmethod(_move, "mul")
+    __sub__, __rsub__ = partialmethod(_move, "sub"), partialmethod(_move, "rsub")
+    __truediv__ = partialmethod(_move, "truediv")
 
     @classmethod
     def __torch_function__(

@@ -109,9 +109,9 @@ def _find_places(owner: Any) -> Iterator[ReachedPlace]:
             if (id(place), name) in met_names:
                 continue
             met_names.add((id(place), name))
-            inner = getattr(
-                value, "__func__", getattr(value, "fget", getattr(value, "__wrapped__", value))
-            )
+            inner = value
+            for wrapped in ("__wrapped__", "fget", "__func__"):
+                inner = getattr(value, wrapped, inner)
             followed = isinstance(inner, (types.FunctionType, type))
             if followed and id(inner) not in met and not is_trusted(inner):
                 met.add(id(inner))
@@ -120,9 +120,8 @@ def _find_places(owner: Any) -> Iterator[ReachedPlace]:
                 # A cache is not looked into: its counters are compared.
                 remembers = hasattr(value, "cache_info")
                 given = tuple(value.values()) if name == "__kwdefaults__" and value else value
-                yield ReachedPlace(
-                    place, name, value, not remembers and (followed or _still(given))
-                )
+                still = not remembers and (followed or _still(given))
+                yield ReachedPlace(place, name, value, still)
 
 
 def is_trusted(owner: Any) -> bool:

@@ -54,10 +54,8 @@ class HashNetwork:
     def weights(self, state: Any) -> Sequence[Any]:
         """Return the weights of the next token: 0 (or 1, without zeros) to 4, not all zero."""
         low = 0 if self.zeros else 1
-        row = [
-            low + (hash((state, 13, token)) >> 9) % (HEAVIEST + 1 - low)
-            for token in range(self.vocabulary)
-        ]
+        most = HEAVIEST + 1 - low
+        row = [low + (hash((state, 13, token)) >> 9) % most for token in range(self.vocabulary)]
         return row if any(row) else [1, *row[1:]]
 
 
@@ -240,14 +238,15 @@ class TableSession:
 
     def _check_tokens(self, tokens: Sequence[int], more: int = 0) -> None:
         for token in tokens:
-            if not 0 <= token < self.model.vocabulary:
-                raise TinyspecError(
-                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
-                )
-        if len(self) + more + len(tokens) > self.model.config.max_positions:
-            raise TinyspecError(
-                f"the text does not fit into the context of {self.model.config.max_positions}"
-            )
+            self._check_token(token, self.model.vocabulary)
+        most = self.model.config.max_positions
+        if len(self) + more + len(tokens) > most:
+            raise TinyspecError(f"the text does not fit into the context of {most}")
+
+    def _check_token(self, token: int, ids: int) -> None:
+        if not 0 <= token < ids:
+            v = self.model.vocabulary
+            raise TinyspecError(f"token id {token} is outside the vocabulary of {v}")
 
     def _commit_nodes(self, nodes: list[TableNode]) -> None:
         """Commit nodes; other nodes go, and so does what a view computed above them."""
@@ -262,18 +261,14 @@ class TableSession:
     def _attach(self, root: TableNode, tree: TokenTree) -> list[TableNode]:
         """Return the node of every tree entry, found or made; probes are always made anew."""
         planted: list[TableNode] = []
+        most = self.model.config.max_positions
         for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
             parent = root if up == ROOT else planted[up]
             if parent.probe and not probe:
                 raise ValueError("a probe cannot be the parent of a draft token")
-            if not 0 <= token < self.model.vocabulary + (self.n_probe_ids if probe else 0):
-                raise TinyspecError(
-                    f"token id {token} is outside the vocabulary of {self.model.vocabulary}"
-                )
-            if parent.position + 1 >= self.model.config.max_positions:
-                raise TinyspecError(
-                    f"the draft reaches beyond the context of {self.model.config.max_positions}"
-                )
+            self._check_token(token, self.model.vocabulary + (self.n_probe_ids if probe else 0))
+            if parent.position + 1 >= most:
+                raise TinyspecError(f"the draft reaches beyond the context of {most}")
             found = None if probe else parent.children.get(token)
             planted.append(found or TableNode(token, parent, probe))
         return planted
@@ -295,9 +290,8 @@ class TableSession:
         self.append(tokens)
         shown = self.committed[first:-1]
         unfinished = [node for node in self._unfinished_tokens(self._end) if node.position < first]
-        self._pass(
-            [(unfinished, self._end, self.plan), (shown, self._end, self.plan)], prefill=True
-        )
+        work = [(nodes, self._end, self.plan) for nodes in (unfinished, shown)]
+        self._pass(work, prefill=True)
         no_logits: Any = []
         hidden: Any = self._hidden(shown, hidden_layers, self._end)
         return Scores(no_logits, hidden, [self._end // 2] * len(shown))
@@ -362,9 +356,8 @@ class TableSession:
             node.invalidate_beyond(self.plan, self._layers)
             for layer in range((node.sublayers_done + 1) // 2, self._end // 2):
                 if 2 * layer not in self.plan.skip:
-                    node.keys[layer] = self.model.network.keys(
-                        layer, node.states[-1], node.position
-                    )
+                    keys = self.model.network.keys(layer, node.states[-1], node.position)
+                    node.keys[layer] = keys
                     fills += 1
             node.filled = True
         if todo:
@@ -407,10 +400,8 @@ class TableSession:
         if plan != self.plan:  # another plan is another pass
             self._pass(unfinished)
             unfinished = []
-        self._pass(
-            [*unfinished, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)],
-            rows if head else (),
-        )
+        work = [*unfinished, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)]
+        self._pass(work, rows if head else ())
         logits: Any = [self.model.head(node.states[stop]) for node in rows] if head else []
         hidden: Any = self._hidden(rows, hidden_layers, stop)
         return Scores(logits, hidden, [stop // 2] * len(rows)), nodes
@@ -468,9 +459,9 @@ class TableSession:
                     rows, sublayers = rows + 1, sublayers + self._run_one(node, plan, stop)
                     node.row_at = stop if node in read else node.row_at
         if rows:
-            self.forward_log.append(
-                ForwardRecord(self.model.name, rows, sublayers / 2, len(read), prefill=prefill)
-            )
+            layers = sublayers / 2
+            record = ForwardRecord(self.model.name, rows, layers, len(read), prefill=prefill)
+            self.forward_log.append(record)
 
     def _run_one(self, node: TableNode, plan: Plan, stop: int) -> int:
         """Run a token from where it is to `stop` under `plan`; return the sublayers it took."""
@@ -482,9 +473,8 @@ class TableSession:
         if not node.states:
             node.states = [network.embed(node.token)]
         begun, above = node.sublayers_done, node.parent
-        node.exact = (node.exact or begun == 0) and (
-            above is None or (above.exact and not above.filled)
-        )
+        sees_exact = above is None or (above.exact and not above.filled)
+        node.exact = sees_exact and (node.exact or begun == 0)
         path = self._attended(node)
         for sublayer in range(begun, stop):
             layer, state = sublayer // 2, node.states[-1]
@@ -514,9 +504,8 @@ class TableSession:
         itself."""
         uncommitted: list[TableNode] = []
         at: TableNode | None = node
-        while at is not None and not (
-            at.position < len(self.committed) and self.committed[at.position] is at
-        ):
+        committed = self.committed
+        while at is not None and committed[at.position : at.position + 1] != [at]:
             uncommitted.append(at)
             at = at.parent
         return [*self.committed[: 0 if at is None else at.position + 1], *reversed(uncommitted)]
