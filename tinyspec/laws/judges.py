@@ -180,6 +180,9 @@ def all_judges() -> dict[str, PartsLaw]:
         verification_laws.FACTOR: lambda parts: verification_laws.least_factor(
             parts.k_seq, ks=(1, 2)
         ),
+        verification_laws.GREEDY_VERDICT: lambda parts: verification_laws.greedy_verdict(
+            parts.walk
+        ),
         verification_laws.COUPLING_INVARIANT: lambda parts: (
             verification_laws.same_text_whoever_drafts(_coupled(parts), seeds=4)
         ),

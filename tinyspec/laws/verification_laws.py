@@ -360,3 +360,62 @@ def _agreement_area(p: Exact, q: Exact, grid: int = 90) -> float:
         for row in (p, q)
     )
     return float((of_p == of_q).mean())
+
+
+GREEDY_VERDICT = (
+    "greedy verification follows the target's tokens and names the nodes that it rejects"
+)
+
+
+class _GreedyTarget:
+    """A target at temperature 0, whose token depends on the whole text."""
+
+    def __init__(self, tree: TokenTree, turn: int):
+        self.tree, self.turn = tree, turn
+
+    def token_after(self, text: Tokens) -> int:
+        return (self.turn + 2 * sum(text) + len(text)) % 3
+
+    def greedy_token(self, node: int) -> int:
+        return self.token_after(self.tree.tokens_on(self.tree.path(node)))
+
+
+def greedy_verdict(verifier: TreeVerifier, cases: int = 300) -> Evidence:
+    """Check verdicts at temperature 0 on drawn trees, with equal siblings and with probes among them.
+
+    The oracle knows texts only: a node is tested if the text up to its parent is the target's.
+    """
+    begun, random = perf_counter(), np.random.default_rng(0)
+    for seen in range(cases):
+        n = int(random.integers(1, 8))
+        parents, probe = list[int](), list[bool]()
+        for node in range(n):
+            parents.append(int(random.choice([ROOT, *(i for i in range(node) if not probe[i])])))
+            probe.append(bool(random.random() < 0.25))
+        tree = TokenTree(
+            tuple(random.integers(0, 3, n).tolist()), tuple(parents), (None,) * n, tuple(probe)
+        )
+        target = _GreedyTarget(tree, seen)
+        spelled = {node: tree.tokens_on(tree.path(node)) for node in range(n) if not probe[node]}
+        accepted, rejected, text = list[int](), list[int](), ()
+        while True:
+            wanted = (*text, target.token_after(text))
+            tested = [node for node in spelled if spelled[node][:-1] == text]
+            right = [node for node in tested if spelled[node] == wanted]
+            rejected += [
+                node for node in tested if node not in right and node < min(right, default=n)
+            ]
+            if not right:
+                break
+            accepted.append(right[0])
+            text = wanted
+        verdict = verifier(tree, target, Seeded(0))
+        got = (verdict.accepted, verdict.next, verdict.rejected)
+        expect_equal(
+            GREEDY_VERDICT,
+            (tuple(accepted), wanted[-1], tuple(rejected)),
+            got,
+            tree=tree[:2],
+            probe=probe,
+        )
+    return Evidence(GREEDY_VERDICT, cases, cases, perf_counter() - begun)

@@ -8,7 +8,7 @@ from tinyspec._core import reference
 from tinyspec._core.reference import verify
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
-from tinyspec.decoding.verify import verify_tree
+from tinyspec.decoding.verify import verify_tree, verify_tree_greedy
 from tinyspec.laws import loop_laws, theorems
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.loop_laws import LEVELS
@@ -21,6 +21,7 @@ from tinyspec.laws.verification_laws import (
     COUPLING_AGREES,
     COUPLING_INVARIANT,
     FACTOR,
+    GREEDY_VERDICT,
     SELECTED,
 )
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
@@ -46,6 +47,7 @@ _walk = partial(Mutant, law=JOINT, function=verify)
 _ratio = partial(Mutant, law=JOINT, function=reference.acceptance_ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
+_greedy = partial(Mutant, law=GREEDY_VERDICT, function=verify_tree_greedy)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
 _block = partial(Mutant, law=BLOCK_EMITTED, function=verify_tree_by_block)
 _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
@@ -500,7 +502,17 @@ JOINTS = [
     ),
 ]
 
+GREEDY = [
+    _greedy("a probe is accepted at temperature 0", "and not tree.probe[node]", ""),
+    _greedy(
+        "siblings after the accepted one count as rejected",
+        "first is None or node < first",
+        "first is None or node != first",
+    ),
+]
+
 MUTANTS = [
+    *GREEDY,
     *RATIOS,
     *RESIDUALS,
     *LAST_TOKENS,
