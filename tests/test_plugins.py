@@ -207,7 +207,7 @@ def test_a_plugins_own_default_holds_unless_its_knob_takes_advice(tmp_path: Path
 def test_a_guarantee_that_is_a_word_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TECHNIQUE.replace("Guarantee.EXACT", '"exact"'))
     with pytest.raises(
-        TinyspecError, match="guarantee is 'exact': it must be one of Guarantee.EXACT"
+        TinyspecError, match=r"guarantee is 'exact': it must be one of Guarantee\.EXACT"
     ):
         technique.load_plugin(tmp_path / "mine.py")
 
