@@ -232,7 +232,8 @@ def _knob_options(knob: "Knob", own: set[str]) -> list[click.Option]:
             ctx.meta.setdefault(KNOBS, {})[knob.name] = value
 
     settings: dict[str, Any] = {"expose_value": False, "callback": keep, "metavar": "VALUE"}
-    help = f"{knob.doc[:1].upper()}{knob.doc[1:]}{describe_range(knob)}.  [default: {knob.default_text}]"
+    text = f"{knob.doc[:1].upper()}{knob.doc[1:]}{describe_range(knob)}"
+    help = f"{text}.  [default: {knob.default_text}]"
     options = [click.Option([flag, f"_{knob.name}"], help=help, **settings)]
     if flag != f"--{knob.name}":
         options.append(click.Option([f"--{knob.name}", f"__{knob.name}"], hidden=True, **settings))
