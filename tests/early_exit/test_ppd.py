@@ -29,7 +29,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.law import Reference
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.exit_laws import likeliest_guesses
+from tinyspec.laws.exit_laws import likeliest_drafts
 from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import ppd as traps
 from tinyspec.lm.forward import ForwardRecord, Plan
@@ -197,7 +197,7 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
     held = sum(
         mass
         * sum(
-            text[at] in likeliest_guesses(model, (0, *text[:at]), layer, k)
+            text[at] in likeliest_drafts(model, (0, *text[:at]), layer, k)
             for at in range(tokens - 1)
         )
         for text, mass in texts.items()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tests.laws import requests
 from tests.laws.hosted import card
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -16,7 +17,6 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws import request_laws
 from tinyspec.laws.evidence import Evidence, LawViolated
 from tinyspec.lm.gate import run_together
 from tinyspec.technique import Card, Request, find_technique, load_techniques
@@ -25,17 +25,17 @@ from tinyspec.tree import TokenTree
 DECODERS = [name for name, known in load_techniques().items() if known.kind == "decoder"]
 
 
-@pytest.mark.parametrize("law", request_laws.REQUEST_LAWS)
+@pytest.mark.parametrize("law", requests.REQUEST_LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
     """State that outlives a request is kept where there is a clock; without one, as here, a request stands alone."""
-    assert request_laws.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
+    assert requests.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
 
 
 def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
-    for stage in request_laws.request_stages(find_technique("speculative_decoding")):
+    for stage in requests.request_stages(find_technique("speculative_decoding")):
         if stage.draft == "right":
-            rounds = request_laws.finish_request(request_laws.begin_on_stage(stage))
+            rounds = requests.finish_request(requests.begin_on_stage(stage))
             assert max(len(one.tokens) for one in rounds) > 1
 
 
@@ -201,68 +201,68 @@ class Proposed(Statistics):
 SOUND = drafting(chain)
 DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
     "a bonus is not counted": (
-        request_laws.TRACE_IDENTITIES,
-        lambda: request_laws.trace_identities(SOUND, Uncounted),
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(SOUND, Uncounted),
     ),
     "drafted is accepted": (
-        request_laws.TRACE_IDENTITIES,
-        lambda: request_laws.trace_identities(SOUND, Proposed),
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(SOUND, Proposed),
     ),
     "a bonus is called accepted": (
-        request_laws.TRACE_IDENTITIES,
-        lambda: request_laws.trace_identities(
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(
             SOUND, origins=lambda one: ["accepted"] * len(one.tokens)
         ),
     ),
     "the cut is not told": (
-        request_laws.TRACE_IDENTITIES,
-        lambda: request_laws.trace_identities(drafting(chain, Silent)),
+        requests.TRACE_IDENTITIES,
+        lambda: requests.trace_identities(drafting(chain, Silent)),
     ),
     "a call after the report": (
-        request_laws.CALLS_IN_ROUNDS,
-        lambda: request_laws.every_call_is_in_a_round(
+        requests.CALLS_IN_ROUNDS,
+        lambda: requests.every_call_is_in_a_round(
             drafting(lambda request: Careless(request.drafts[0], 2))
         ),
     ),
     "state in a class": (
-        request_laws.SAME_SEED,
-        lambda: request_laws.same_seed_same_output(drafting(Shared)),
+        requests.SAME_SEED,
+        lambda: requests.same_seed_same_output(drafting(Shared)),
     ),
     "guesses by global chance": (
-        request_laws.SAME_SEED,
-        lambda: request_laws.same_seed_same_output(drafting(Python)),
+        requests.SAME_SEED,
+        lambda: requests.same_seed_same_output(drafting(Python)),
     ),
     "requests share a memory": (
-        request_laws.TWO_REQUESTS,
-        lambda: request_laws.two_requests_are_the_two_alone(drafting(Shared)),
+        requests.TWO_REQUESTS,
+        lambda: requests.two_requests_are_the_two_alone(drafting(Shared)),
     ),
     "random moves": (
-        request_laws.GLOBAL_RANDOMNESS,
-        lambda: request_laws.global_randomness_is_untouched(drafting(Python)),
+        requests.GLOBAL_RANDOMNESS,
+        lambda: requests.global_randomness_is_untouched(drafting(Python)),
     ),
     "torch moves": (
-        request_laws.GLOBAL_RANDOMNESS,
-        lambda: request_laws.global_randomness_is_untouched(drafting(Torch)),
+        requests.GLOBAL_RANDOMNESS,
+        lambda: requests.global_randomness_is_untouched(drafting(Torch)),
     ),
     "rows come back in another order": (
-        request_laws.BATCH_ROW_ALONE,
-        lambda: request_laws.a_batch_row_is_the_row_alone(SOUND, swapped),
+        requests.BATCH_ROW_ALONE,
+        lambda: requests.a_batch_row_is_the_row_alone(SOUND, swapped),
     ),
     "rows are rounded otherwise": (
-        request_laws.BATCH_ROW_ALONE,
-        lambda: request_laws.a_batch_row_is_the_row_alone(SOUND, wider),
+        requests.BATCH_ROW_ALONE,
+        lambda: requests.a_batch_row_is_the_row_alone(SOUND, wider),
     ),
     "a stop inside a block is missed": (
-        request_laws.STOP_OF_REQUEST,
-        lambda: request_laws.stop_of_request(stopping(Late)),
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(Late)),
     ),
     "a stop across two blocks is missed": (
-        request_laws.STOP_OF_REQUEST,
-        lambda: request_laws.stop_of_request(stopping(Blockwise)),
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(Blockwise)),
     ),
     "one end of text of several": (
-        request_laws.STOP_OF_REQUEST,
-        lambda: request_laws.stop_of_request(stopping(FirstEnd)),
+        requests.STOP_OF_REQUEST,
+        lambda: requests.stop_of_request(stopping(FirstEnd)),
     ),
 }
 
@@ -277,10 +277,10 @@ def test_a_law_of_requests_sees(defect: str) -> None:
 
 
 def test_every_law_of_requests_kills_something() -> None:
-    assert {law for law, _ in DEFECTS.values()} == set(request_laws.REQUEST_LAWS)
+    assert {law for law, _ in DEFECTS.values()} == set(requests.REQUEST_LAWS)
 
 
 def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
-    for law in request_laws.REQUEST_LAWS.values():
+    for law in requests.REQUEST_LAWS.values():
         law(SOUND)
-    assert request_laws.stop_of_request(stopping(StoppingCriteria)).cases > 100
+    assert requests.stop_of_request(stopping(StoppingCriteria)).cases > 100

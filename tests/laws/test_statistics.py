@@ -2,9 +2,11 @@
 
 import importlib
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction as F
-from itertools import islice
+from itertools import islice, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import statistics
+from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.models import run_dense
-from tinyspec.laws.statistics import EValue, betting_wealth, wealth_is_martingale
+from tinyspec.laws.exact.rational import distributions
+from tinyspec.laws.statistics import STRENGTHS, EValue
 from tinyspec.technique import Request, load_techniques
 
 stats = pytest.importorskip("scipy.stats")
@@ -26,6 +30,44 @@ NULL = {"a": 0.5, "b": 0.2, "c": 0.2, "d": 0.1}
 
 
 # ----------------------------------------------------------------------------------------------------- the e-value
+
+MARTINGALE = "the wealth is a martingale under the null (Ville)"
+
+
+def betting_wealth(
+    outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
+) -> Any:
+    """Return the e-value of outcomes in order, by the formulas, in the numbers of `null`."""
+    wealths: list[Any] = []
+    for m in strengths:
+        wealth: Any = 1
+        counts = dict.fromkeys(null, 0)
+        for n, x in enumerate(outcomes):
+            wealth *= (counts[x] + m * null[x]) / (n + m) / null[x]
+            counts[x] += 1
+        wealths.append(wealth)
+    return sum(wealths) / len(strengths)
+
+
+@collect_evidence(MARTINGALE)
+def wealth_is_martingale(
+    bet: Callable[[Sequence[int], Mapping[int, F]], F], length: int = 4
+) -> Iterator[int]:
+    """Check that the wealth after outcomes, bet(outcomes, null), is a martingale under the null.
+
+    It starts at 1, is never negative, and its mean after one more outcome is what it is. Every
+    sequence of up to `length` outcomes is tried, exactly: no simulation.
+    """
+    for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
+        for row in distributions(cells, whole):
+            null = {x: mass for x, mass in enumerate(row) if mass}
+            for past in product(null, repeat=n):
+                now = bet(past, null) if past else F(1)
+                ahead = {x: bet((*past, x), null) for x in null}
+                mean = sum((null[x] * ahead[x] for x in null), F(0))
+                if mean != now or min(ahead.values()) < 0:
+                    accuse(MARTINGALE, now, mean, null=row, outcomes=past, wealth_after=ahead)
+                yield 0
 
 
 def bets(shrunk, mean=lambda wealths: sum(wealths) / len(wealths)):
@@ -42,6 +84,11 @@ def bets(shrunk, mean=lambda wealths: sum(wealths) / len(wealths)):
         return mean(wealths)
 
     return bet
+
+
+def test_two_outcomes_make_the_wealth_that_the_formula_says() -> None:
+    half = F(1, 2)
+    assert betting_wealth(["a", "a"], {"a": half, "b": half}, strengths=[2]) == F(4, 3)
 
 
 def test_the_wealth_is_a_martingale_exactly() -> None:
@@ -70,7 +117,7 @@ def test_the_wealth_is_a_martingale_exactly() -> None:
     ],
 )
 def test_a_wealth_that_is_none_is_accused(bet) -> None:
-    killed(statistics.MARTINGALE, lambda: wealth_is_martingale(bet))
+    killed(MARTINGALE, lambda: wealth_is_martingale(bet))
 
 
 def test_the_running_e_value_is_the_wealth() -> None:
@@ -185,8 +232,8 @@ def logs(text: list[int]) -> np.ndarray:
 
 def test_cells_are_the_coarsened_law() -> None:
     cells = statistics.TextCells(TARGET, PROMPT, 2, 3, 0.7)
-    assert math.fsum(cells.law.values()) == pytest.approx(1)
-    assert len(cells.law) == 3 * 4 + 1
+    assert math.fsum(cells.probs.values()) == pytest.approx(1)
+    assert len(cells.probs) == 3 * 4 + 1
     assert cells.greedy == (
         first := int(logs(PROMPT).argmax()),
         int(logs([*PROMPT, first]).argmax()),
@@ -197,16 +244,16 @@ def test_cells_are_the_coarsened_law() -> None:
         for second, log in enumerate(logs([*PROMPT, first])):
             cell = cells.of((first, second))
             fine[cell] = fine.get(cell, 0.0) + math.exp(root[first] + log)
-    assert fine == pytest.approx(cells.law)
-    ends = replace(LLAMA, eos=(max(cells.law, key=lambda cell: cells.law[cell])[0],))
-    assert (ends.eos[0],) in statistics.TextCells(model(ends), PROMPT, 2, 3, 0.7).law
+    assert fine == pytest.approx(cells.probs)
+    ends = replace(LLAMA, eos=(max(cells.probs, key=lambda cell: cells.probs[cell])[0],))
+    assert (ends.eos[0],) in statistics.TextCells(model(ends), PROMPT, 2, 3, 0.7).probs
 
 
 def test_a_text_that_cannot_be_is_no_cell() -> None:
     cells = statistics.TextCells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
-    assert len(cells.law) == LLAMA.vocab_size**2
+    assert len(cells.probs) == LLAMA.vocab_size**2
     for text in ((LLAMA.vocab_size, 0), (3,), ()):
-        assert cells.of(text) not in cells.law
+        assert cells.of(text) not in cells.probs
 
 
 def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> None:
@@ -274,8 +321,8 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     assert "refuted: the texts do not" in statistics.format_demo({**result, "refuted": True})
     assert "void" in statistics.format_demo({**result, "control_failed": False})
     cells = statistics.TextCells(TARGET, PROMPT, 2, LLAMA.vocab_size, 1.0)
-    del cells.law[max(cells.law, key=lambda cell: cells.law[cell])]
-    cells.law = {cell: mass / sum(cells.law.values()) for cell, mass in cells.law.items()}
+    del cells.probs[max(cells.probs, key=lambda cell: cells.probs[cell])]
+    cells.probs = {cell: mass / sum(cells.probs.values()) for cell, mass in cells.probs.items()}
     request = Request(TARGET.session(), stop=statistics.generation.stopping_criteria(TARGET, (), 2))
     decoder = request.decoder(BaseDrafter(), verify_tree)
     decoder.extend(PROMPT)

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from tests.laws import devices
 from tinyspec import _core
 from tinyspec._core import fallback, reference
 from tinyspec.decoding import verify
 from tinyspec.decoding.rng import Replay
-from tinyspec.laws import devices, twins
+from tinyspec.laws import twins
 from tinyspec.laws.evidence import LawViolated
 
 compiled = pytest.mark.skipif(

@@ -11,7 +11,7 @@ from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.nonautoregressive_laws import (
-    fertility_law,
+    fertility_probs,
     fixed_fertilities,
     random_student,
     random_teacher,
@@ -72,7 +72,7 @@ def test_printed_algorithm_is_what_runs(samples: int) -> None:
     silent = 0
     for source, seed in product(SOURCES, SEEDS):
         model, judge = random_student(seed), random_teacher(seed)
-        probs = fertility_law(model, source)
+        probs = fertility_probs(model, source)
         silent += sum(fixed_fertilities(probs, "argmax")) == 0
         expected = nat.decode_noisy_parallel(
             source,
@@ -128,7 +128,7 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
 
 def test_candidates_are_argmax_average_then_samples() -> None:
     model, source = random_student(1), (6, 5, 4)
-    law = fertility_law(model, source)
+    law = fertility_probs(model, source)
     refiner = nat.NatRefiner(model, None, "argmax", 4000, 1.0)
     drawn = refiner.propose_fertilities(
         model.fertility_logits(memory_of(model, source))[0], Seeded(0)

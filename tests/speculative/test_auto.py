@@ -23,7 +23,7 @@ from tinyspec.laws.exact.law import Reference
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.stage import choose_every_way
-from tinyspec.laws.traps.auto import POEM, Ticking, Watch, astray, took
+from tinyspec.laws.traps.auto import POEM, Ticking, Watch, lead_astray, time_request
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.auto import (
     INITIAL_TRUST,
@@ -163,9 +163,9 @@ def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
 
 
 def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_are_none() -> None:
-    free, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
+    free, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0)
     assert decoder.rounds == free <= 10
-    linear, decoder = took(CARD.make, POEM, [POEM], lambda rows: float(rows))
+    linear, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: float(rows))
     assert linear <= 1.01 * len(POEM)
     assert decoder.rounds >= 0.9 * (len(POEM) - 2)
     assert decoder.drafter.option == PLAIN
@@ -173,14 +173,14 @@ def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_a
 
 def test_between_the_two_the_size_is_the_knee_of_the_curve() -> None:
     """Up to eight rows are free, more take three times as long: seven guesses."""
-    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 8 else 3.0)
+    _, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 8 else 3.0)
     curve = decoder.drafter.policy.curve
     assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.index_of[size]]) == 7
     assert curve.seconds[curve.index_of[7]] == 1.0
 
 
 def test_where_acceptance_collapses_drafting_stops() -> None:
-    _, decoder = took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)
+    _, decoder = time_request(CARD.make, POEM, lead_astray(48), lambda rows: 0.9 + 0.1 * rows)
     assert decoder.drafter.texts.trust.first[8] < 0.2
     assert decoder.drafter.option == PLAIN
 
@@ -504,7 +504,8 @@ def test_lazy_drafter_drafts_what_an_eager_one_does(
 
 def test_under_a_clock_of_its_own_a_request_is_deterministic() -> None:
     one, two = (
-        took(CARD.make, POEM, astray(48), lambda rows: 0.9 + 0.1 * rows)[1] for _ in range(2)
+        time_request(CARD.make, POEM, lead_astray(48), lambda rows: 0.9 + 0.1 * rows)[1]
+        for _ in range(2)
     )
     assert one.new == two.new == POEM[2:]
     assert one.rounds == two.rounds
@@ -523,7 +524,7 @@ def test_times_and_outputs_outlive_a_request_and_trust_does_not() -> None:
     assert shared_cost_model(Request(model.session()), 16) is not shared_cost_model(
         Request(model.session()), 16
     )
-    _, decoder = took(CARD.make, POEM, [POEM], lambda rows: 1.0)
+    _, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0)
     trust = decoder.drafter.texts.trust
     before = trust.first[8]
     decoder.end()

@@ -16,7 +16,7 @@ from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.cascade import (
     called_as_k_says,
     copies_the_longest,
-    predicted,
+    predict_calls,
 )
 from tinyspec.speculative.drafting.cascade import (
     MaxGramDrafter,
@@ -96,11 +96,11 @@ def test_trap_every_level_is_called_as_often_as_k_says() -> None:
 
 
 def test_what_k_predicts_by_hand() -> None:
-    assert predicted("3,2/1") == [
+    assert predict_calls("3,2/1") == [
         1,
         2,
     ]  # three tokens: one drafted and one added, then the third alone
-    assert predicted("13,10/10") == [1, 2]
+    assert predict_calls("13,10/10") == [1, 2]
 
 
 @pytest.mark.parametrize("vertical", [True, False])

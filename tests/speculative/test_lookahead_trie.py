@@ -19,7 +19,7 @@ from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import lookahead_trie as traps
-from tinyspec.laws.traps.lookahead_trie import said
+from tinyspec.laws.traps.lookahead_trie import recite
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.integrated.lookahead_trie import (
     LookaheadTrieDrafter,
@@ -179,7 +179,7 @@ def test_no_match_no_room_and_an_unknown_word_are_plain_steps() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_no_and_one_new_token(wanted: int) -> None:
-    decoder = said(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
+    decoder = recite(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
     assert (decoder.new, decoder.finished) == ([1, 2][1 : 1 + wanted], "length")
 
 

@@ -17,10 +17,10 @@ from tinyspec.laws.traps.planner import (
     GOOD,
     POOR,
     Draft,
-    always,
-    exact,
+    constant_model,
+    exact_throughput,
     recommends_the_fastest,
-    requests,
+    repeat_requests,
 )
 from tinyspec.laws.traps.planner import advise as planned
 from tinyspec.lm.config import Config
@@ -48,7 +48,7 @@ DRAFTS = [
 def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accepted() -> None:
     assert recommends_the_fastest(planned).cases
     watch = Watch()
-    asked = {draft.name: requests(draft, 0.02, watch) for draft in DRAFTS}
+    asked = {draft.name: repeat_requests(draft, 0.02, watch) for draft in DRAFTS}
     verify, profiles, advice = plan_drafts(asked, 4, watch)
     assert advice[0].draft == "wide"
     assert (
@@ -59,7 +59,9 @@ def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accep
 
 def test_every_forecast_is_near_what_decoding_then_takes() -> None:
     watch = Watch()
-    asked = {draft.name: requests(draft, 0.02, watch, texts=12, tokens=30) for draft in DRAFTS}
+    asked = {
+        draft.name: repeat_requests(draft, 0.02, watch, texts=12, tokens=30) for draft in DRAFTS
+    }
     advice = plan_drafts(asked, 4, watch)[2]
     slope = {draft.name: draft for draft in DRAFTS}
     rates: dict[str | None, float] = {None: 1.0}
@@ -71,7 +73,7 @@ def test_every_forecast_is_near_what_decoding_then_takes() -> None:
             rate = rates[found.draft]
             assert found.rate == pytest.approx(rate, rel=0.15)
             assert found.rate == pytest.approx(
-                float(exact(slope[found.draft], found.n, 0.02)), rel=0.15
+                float(exact_throughput(slope[found.draft], found.n, 0.02)), rel=0.15
             )
             assert found.tar == pytest.approx(tar, rel=0.15, abs=0.1)
     assert max(rates, key=lambda name: rates[name]) == advice[0].draft
@@ -109,9 +111,9 @@ def test_where_no_draft_pays_plain_decoding_is_recommended() -> None:
 
 def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
     watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own law
-    profile = profile_draft("same", requests(same, 0.0, watch), 3, watch)
+    profile = profile_draft("same", repeat_requests(same, 0.0, watch), 3, watch)
     assert profile.reach == (1.0, 1.0, 1.0)
-    assert measure_throughput(requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
+    assert measure_throughput(repeat_requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
 
 
 def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -> None:
@@ -176,7 +178,10 @@ def test_texts_that_end_early_are_profiled_as_far_as_they_go() -> None:
     def ending() -> Iterator[tuple[Request, Sequence[int]]]:
         for seed in range(8):
             stop = StoppingCriteria(frozenset({2}), max_new_tokens=40)
-            yield Request(always((1, 1, 1)).session(), [Table(seed, zeros=False)], stop=stop), [0]
+            yield (
+                Request(constant_model((1, 1, 1)).session(), [Table(seed, zeros=False)], stop=stop),
+                [0],
+            )
 
     profile = profile_draft("x", ending, 2, Watch())
     assert 0 <= profile.reach[1] <= profile.reach[0] <= 1

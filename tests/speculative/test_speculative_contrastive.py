@@ -83,7 +83,7 @@ def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
 def test_theorem_acceptance_is_one_minus_total_variation() -> None:
     seen = 0
     for p, q in distribution_pairs((2, 3), 5):
-        expected = traps.contrasted(p, q, 1, F("0.25"))
+        expected = traps.contrast_probs(p, q, 1, F("0.25"))
 
         def passed(source: Exhaustive, p: Any = p, q: Any = q) -> bool:
             tables = [

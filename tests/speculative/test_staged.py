@@ -18,7 +18,7 @@ from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.staged import (
     beats_fixed_trees,
     calls_are_spared,
-    guesses_are_the_drafts,
+    tokens_are_the_drafts,
 )
 from tinyspec.speculative.drafting.staged import grow_tree
 from tinyspec.technique import Request, find_technique
@@ -78,7 +78,7 @@ def test_trap_n_grams_spare_calls_of_the_draft() -> None:
 
 
 def test_trap_n_grams_draft_for_the_draft_model_alone() -> None:
-    assert guesses_are_the_drafts(CARD.make).cases == 24
+    assert tokens_are_the_drafts(CARD.make).cases == 24
     with pytest.raises(AssertionError, match="whatever"):
         find_toy("staged", "n-grams straight to the target").check()
 

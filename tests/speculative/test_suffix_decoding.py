@@ -18,7 +18,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.traps import suffix_decoding as traps
-from tinyspec.laws.traps.lookahead_trie import said
+from tinyspec.laws.traps.lookahead_trie import recite
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import (
     SuffixDecodingDrafter,
@@ -133,7 +133,7 @@ def test_no_match_and_no_room_are_plain_steps() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_no_and_one_new_token(wanted: int) -> None:
-    decoder = said(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
+    decoder = recite(CARD.make, Reciter([1, 2, 1, 2, 1]), 3, wanted)
     assert (decoder.new, decoder.finished) == ([2][:wanted], "length")
 
 
@@ -167,7 +167,7 @@ def test_outputs_stay_bounded_over_requests() -> None:
     model = Reciter(range(1, 42))
     for number in range(12):
         model.poem = [*(1 + (i * i * (number + 1) + number) % 40 for i in range(42)), 41]
-        decoder = said(CARD.make, model, 2, 40, bound=100)
+        decoder = recite(CARD.make, model, 2, 40, bound=100)
         decoder.end()
         assert decoder.drafter.forest.size(OUTPUTS) <= 100  # type: ignore[attr-defined]
 

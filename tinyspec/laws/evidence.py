@@ -5,12 +5,17 @@ A counterexample names nothing of the library's insides: it shows the case in th
 
 import importlib
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, ParamSpec
 
 import tinyspec
 from tinyspec.errors import TinyspecError
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,33 @@ def expect_equal(law: str, expected: Any, got: Any, **case: Any) -> None:
     """Raise LawViolated for this case unless the law got what it expected."""
     if got != expected:
         accuse(law, expected, got, **case)
+
+
+def collect_evidence(law: str) -> Callable[[Callable[P, Iterator[int]]], Callable[P, Evidence]]:
+    """Return a decorator that makes a law of a function that checks one case after another.
+
+    The function yields once for each case that holds: how many outcomes it walked there, or 0. It
+    raises LawViolated at the first case that does not hold.
+
+    >>> @collect_evidence("squares are not negative")
+    ... def check_squares(numbers):
+    ...     for x in numbers:
+    ...         expect_equal("squares are not negative", True, x * x >= 0, x=x)
+    ...         yield 0
+    >>> check_squares(range(3)).cases
+    3
+    """
+
+    def decorate(check: Callable[P, Iterator[int]]) -> Callable[P, Evidence]:
+        @wraps(check)
+        def judge(*args: P.args, **kwargs: P.kwargs) -> Evidence:
+            began = perf_counter()
+            outcomes = list(check(*args, **kwargs))
+            return Evidence(law, len(outcomes), sum(outcomes), perf_counter() - began)
+
+        return judge
+
+    return decorate
 
 
 def format_value(value: Any) -> str:

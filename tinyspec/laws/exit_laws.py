@@ -14,21 +14,20 @@ from fractions import Fraction
 from functools import cache, lru_cache
 from itertools import product
 from math import comb
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
 from tinyspec.early_exit.ppd import PpdDrafter, count_layer_steps
-from tinyspec.laws.evidence import Evidence, accuse
-from tinyspec.laws.exact.law import JointLaw, Reference, compare_laws, exact_law
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
+from tinyspec.laws.exact.law import Reference, compare_laws, exact_law
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, logits_of_states, run_dense, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
@@ -89,11 +88,16 @@ ON_TABLES = (
     ExitSetting(0.5, "t5x", tau=0.0),
     ExitSetting(1.0, min_exit=3),
 )
+THRESHOLDS = {"softmax": (0.1, 0.4), "saturation": (0.0, 0.6, 0.9), "classifier": (0.3, 0.6)}
 ON_NETWORKS = (
-    *(ExitSetting(x, "constant", measure, tokens=2) for measure, xs in
-      (("softmax", (0.1, 0.4)), ("saturation", (0.0, 0.6, 0.9)), ("classifier", (0.3, 0.6))) for x in xs),
-    ExitSetting(0.2, "paper", "softmax", tokens=2), ExitSetting(0.5, "paper", "classifier", tokens=2),
-)  # fmt: skip
+    *(
+        ExitSetting(x, "constant", measure, tokens=2)
+        for measure, thresholds in THRESHOLDS.items()
+        for x in thresholds
+    ),
+    ExitSetting(0.2, "paper", "softmax", tokens=2),
+    ExitSetting(0.5, "paper", "classifier", tokens=2),
+)
 EXIT_PROMPT = (0, 1)
 
 
@@ -164,83 +168,45 @@ def confidence_of(model: Model, measure: str, layer: int, states: Any, below: An
 # ---------------------------------------------------------------------- the law
 
 
+@collect_evidence(EXIT_RULE)
 def follows_exit_rule(
     build: Build, on_tables: Sequence[ExitSetting] = ON_TABLES, networks: Sequence[ExitSetting] = ()
-) -> Evidence:
+) -> Iterator[int]:
     """Check the exact joint distribution of whole texts at thresholds that have an effect."""
-    began, cases, branches = perf_counter(), 0, 0
-    for model in exit_tables():
-        for setting in on_tables:
-            got = _compare_exit_law(
-                build, model, exit_row_on_table, setting, SamplingParams(), 0.0, EXIT_RULE
-            )
-            cases, branches = cases + 1, branches + got.branches
+    for model, setting in product(exit_tables(), on_tables):
+        yield _compare_exit_law(EXIT_RULE, build, model, setting)
     for setting in networks:
-        got = _compare_exit_law(
-            build,
-            with_classifier(3),
-            exit_row_on_network,
-            setting,
-            SamplingParams(top_k=2),
-            NETWORK_TOLERANCE,
-            EXIT_RULE,
-        )
-        cases, branches = cases + 1, branches + got.branches
-    return Evidence(EXIT_RULE, cases, branches, perf_counter() - began)
+        yield _compare_exit_law(EXIT_RULE, build, with_classifier(3), setting)
 
 
-def each_measure(build: Build) -> Evidence:
+@collect_evidence(EXIT_MEASURES)
+def each_measure(build: Build) -> Iterator[int]:
     """Check the exit rule on transformers alone, for all three confidence measures."""
-    began, branches = perf_counter(), 0
     for setting in ON_NETWORKS:
-        branches += _compare_exit_law(
-            build,
-            with_classifier(3),
-            exit_row_on_network,
-            setting,
-            SamplingParams(top_k=2),
-            NETWORK_TOLERANCE,
-            EXIT_MEASURES,
-        ).branches
-    return Evidence(EXIT_MEASURES, len(ON_NETWORKS), branches, perf_counter() - began)
+        yield _compare_exit_law(EXIT_MEASURES, build, with_classifier(3), setting)
 
 
-def _compare_exit_law(
-    build: Build,
-    model: Any,
-    rows: Any,
-    setting: ExitSetting,
-    sampling: SamplingParams,
-    within: float,
-    name: str,
-) -> JointLaw:
+def _compare_exit_law(law: str, build: Build, model: Any, setting: ExitSetting) -> int:
+    """Compare a technique with the rule: exactly on tables. Returns the outcomes walked."""
+    find_row: Callable[..., Any]
+    if isinstance(model, TableModel):
+        find_row, sampling, within = exit_row_on_table, SamplingParams(), 0.0
+    else:
+        find_row, sampling, within = exit_row_on_network, SamplingParams(top_k=2), NETWORK_TOLERANCE
     stop = StoppingCriteria(max_new_tokens=setting.tokens)
 
     def make() -> Decoder:
-        forward_log: list[Any] = []
-        return build(
-            Request(
-                model.session(forward_log), sampling=sampling, stop=stop, forward_log=forward_log
-            ),
-            **setting.knobs,
-        )
+        log: list[Any] = []
+        request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
+        return build(request, **setting.knobs)
 
     first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
-    expected = Reference(lambda text: rows(model, text, first, setting), sampling, stop).law(
-        setting.tokens, EXIT_PROMPT
-    )
+    reference = Reference(lambda text: find_row(model, text, first, setting), sampling, stop)
+    expected = reference.law(setting.tokens, EXIT_PROMPT)
     got = exact_law(make, setting.tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
-    compare_laws(
-        dict(expected),
-        dict(got),
-        within,
-        name,
-        model=repr(model),
-        sampling=sampling,
-        prompt=EXIT_PROMPT,
-        **setting.knobs,
-    )
-    return got
+    case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **setting.knobs}
+    compare_laws(expected, got, within, law, **case)
+    return got.branches
 
 
 @register_oracle("calm")
@@ -261,17 +227,21 @@ def build_exits(parts: Parts) -> Build:
             return decay_threshold(knobs["decay"], knobs["threshold"], knobs["tau"], step, limit)
 
         rule = ConfidenceRule(find_measure(knobs["measure"], session.model), due, layers)
-        target = parts.exits(session, rule, "copy")
-        return parts.decoder(
-            target,
-            BaseDrafter(),
-            parts.walk,
-            sampling=request.sampling,
-            stop=request.stop,
-            forward_log=request.forward_log,
-        )
+        return _decode_with_parts(parts, request, parts.exits(session, rule, "copy"), BaseDrafter())
 
     return build
+
+
+def _decode_with_parts(parts: Parts, request: Request, target: Any, drafter: Drafter) -> Decoder:
+    """Return a decoder of these parts on another target."""
+    return parts.decoder(
+        target,
+        drafter,
+        parts.walk,
+        sampling=request.sampling,
+        stop=request.stop,
+        forward_log=request.forward_log,
+    )
 
 
 EXIT_RULE_LAWS = {EXIT_RULE: lambda parts: follows_exit_rule(build_exits(parts))}
@@ -281,14 +251,18 @@ EXIT_WEIGHTS = "what an exit's loss counts"
 LAYER_DROPOUT = "how often a layer is left out"
 ONE_HEAD = "all exits speak through one norm and one head"
 
-MakeCourse = Callable[[ExitLosses, int, int], ExitLossSchedule]
-COURSE_SHAPES = [(3, 12), (4, 40), (10, 60)]
+MakeSchedule = Callable[[ExitLosses, int, int], ExitLossSchedule]
+SCHEDULE_SHAPES = [(3, 12), (4, 40), (10, 60)]
 """Layers, steps."""
 EXIT_SECTIONS = [
-    ExitLosses("linear"), ExitLosses("sum", e_scale=0.25), ExitLosses("sum", curriculum="rotational", rotation=3),
-    ExitLosses("linear", curriculum="gradual"), ExitLosses("sum", curriculum="gradual", p_max=0.2),
-    ExitLosses("linear", curriculum="rotational", rotation=2, p_max=0.1), ExitLosses("none", p_max=0.3, scratch=False),
-]  # fmt: skip
+    ExitLosses("linear"),
+    ExitLosses("sum", e_scale=0.25),
+    ExitLosses("sum", curriculum="rotational", rotation=3),
+    ExitLosses("linear", curriculum="gradual"),
+    ExitLosses("sum", curriculum="gradual", p_max=0.2),
+    ExitLosses("linear", curriculum="rotational", rotation=2, p_max=0.1),
+    ExitLosses("none", p_max=0.3, scratch=False),
+]
 EXIT_CONFIG = Config(
     vocab_size=7,
     d_model=8,
@@ -317,9 +291,8 @@ def published_weights(exits: ExitLosses, layers: int, step: int, steps: int) -> 
     if exits.weights == "linear":
         e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
     elif exits.weights == "sum":
-        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)] + [
-            last + exits.e_scale * sum(range(last))
-        ]
+        e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)]
+        e.append(last + exits.e_scale * sum(range(last)))
     else:
         e = [0.0] * last + [1.0]
     counted = _counted_layers(exits, layers, step, steps)
@@ -338,91 +311,58 @@ def published_dropout(exits: ExitLosses, layers: int, step: int, steps: int) -> 
     ]
 
 
-def _course_steps(
-    make: MakeCourse,
-) -> Iterator[tuple[dict[str, Any], ExitLossSchedule, ExitLosses, tuple[int, int, int]]]:
-    for exits, (layers, steps) in product(EXIT_SECTIONS, COURSE_SHAPES):
-        course = make(exits, layers, steps)
+def _compare_schedule(
+    law: str, make: MakeSchedule, publish: Callable[..., list[float]], figures: str
+) -> Iterator[int]:
+    """Compare figures of every layer at every step with the published ones."""
+    for exits, (layers, steps) in product(EXIT_SECTIONS, SCHEDULE_SHAPES):
+        schedule = make(exits, layers, steps)
         for step in range(steps):
-            course.begin_step(step, step / steps)
-            yield (
-                {"section": exits, "layers": layers, "step": step, "steps": steps},
-                course,
-                exits,
-                (layers, step, steps),
-            )
+            schedule.begin_step(step, step / steps)
+            expected, got = publish(exits, layers, step, steps), getattr(schedule, figures)
+            if any(abs(a - b) > 1e-9 for a, b in zip(expected, got, strict=True)):
+                accuse(law, expected, got, section=exits, layers=layers, step=step, steps=steps)
+            yield 0
 
 
-def exit_loss_weights(make: MakeCourse) -> Evidence:
+@collect_evidence(EXIT_WEIGHTS)
+def exit_loss_weights(make: MakeSchedule) -> Iterator[int]:
     """Check e(t, l) at every step; the weights sum to 1."""
-    seen = 0
-    for case, course, exits, at in _course_steps(make):
-        expected, seen = published_weights(exits, *at), seen + 1
-        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.loss_weights, strict=True)):
-            accuse(EXIT_WEIGHTS, expected, course.loss_weights, **case)
-    return Evidence(EXIT_WEIGHTS, seen)
+    yield from _compare_schedule(EXIT_WEIGHTS, make, published_weights, "loss_weights")
 
 
-def layer_dropout(make: MakeCourse) -> Evidence:
+@collect_evidence(LAYER_DROPOUT)
+def layer_dropout(make: MakeSchedule) -> Iterator[int]:
     """Check p(t, l) at every step: 0 at the bottom, p_max at the top of the last step."""
-    seen = 0
-    for case, course, exits, at in _course_steps(make):
-        expected, seen = published_dropout(exits, *at), seen + 1
-        if any(abs(a - b) > 1e-9 for a, b in zip(expected, course.dropout_rates, strict=True)):
-            accuse(LAYER_DROPOUT, expected, course.dropout_rates, **case)
-    return Evidence(LAYER_DROPOUT, seen)
-
-
-def loss_of(make: MakeCourse, exits: ExitLosses, model: Model, step: int) -> float:
-    """Return the loss of one batch at a step of ten."""
-    ids = torch.randint(
-        model.config.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
-    )
-    course = make(exits, model.config.n_layers, 10)
-    course.begin_step(step, step / 10)
-    return float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:]))
+    yield from _compare_schedule(LAYER_DROPOUT, make, published_dropout, "dropout_rates")
 
 
 def _cut_model(model: Model, layers: int) -> Model:
     """Return the model of the first layers, with the norm and the head of the whole."""
     above = tuple(f"{layer}." for layer in range(layers, model.config.n_layers))
-    kept = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
-    return Model(replace(model.config, n_layers=layers), kept)
+    below = {name: weight for name, weight in model.weights.items() if not name.startswith(above)}
+    return Model(replace(model.config, n_layers=layers), below)
 
 
-def one_head(make: MakeCourse) -> Evidence:
+@collect_evidence(ONE_HEAD)
+def one_head(make: MakeSchedule) -> Iterator[int]:
     """Check that the loss is the weighted sum of the cross-entropies of truncated models."""
-    model, seen = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5), 0
+    model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
     cut = [_cut_model(model, layers) for layers in range(1, 4)]
     for exits, step in product([exits for exits in EXIT_SECTIONS if not exits.p_max], range(4)):
-        ids = torch.randint(
-            EXIT_CONFIG.vocab_size, (2, 6), generator=torch.Generator().manual_seed(step)
-        )
-        each = [
-            float(
-                F.cross_entropy(m.training_logits(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
-            )
-            for m in cut
-        ]
-        expected = sum(
-            e * loss for e, loss in zip(published_weights(exits, 3, step, 10), each, strict=True)
-        )
-        got, seen = loss_of(make, exits, model, step), seen + 1
+        generator = torch.Generator().manual_seed(step)
+        ids = torch.randint(EXIT_CONFIG.vocab_size, (2, 6), generator=generator)
+        inputs, outputs = ids[:, :-1], ids[:, 1:]
+        logits = [smaller.training_logits(inputs).flatten(0, 1) for smaller in cut]
+        losses = [float(F.cross_entropy(rows, outputs.flatten())) for rows in logits]
+        weights = published_weights(exits, 3, step, 10)
+        expected = sum(e * loss for e, loss in zip(weights, losses, strict=True))
+        schedule = make(exits, 3, 10)
+        schedule.begin_step(step, step / 10)
+        got = float(schedule.loss(model.dense(), inputs, outputs))
         if abs(got - expected) > 1e-6:
-            accuse(ONE_HEAD, expected, got, section=exits, step=step, losses_of_the_exits=each)
-    return Evidence(ONE_HEAD, seen)
-
-
-def course_figures(parts: Parts) -> Any:
-    """Return what can be seen without a law: weights, dropout probabilities and losses."""
-    model = Model.random(EXIT_CONFIG, seed=1, dtype=torch.float64, scale=0.5)
-    figures = [
-        (list(course.loss_weights), list(course.dropout_rates))
-        for _, course, _, _ in _course_steps(parts.course)
-    ]
-    return figures, [
-        loss_of(parts.course, exits, model, 1) for exits in EXIT_SECTIONS if not exits.p_max
-    ]
+            accuse(ONE_HEAD, expected, got, section=exits, step=step, losses_of_the_exits=losses)
+        yield 0
 
 
 EXIT_LOSS_LAWS: dict[str, Callable[[Parts], Evidence]] = {
@@ -436,9 +376,14 @@ CALIBRATED = (
     "calibrated risk <= delta with probability 1 - epsilon (Learn then Test, arXiv 2110.01052)"
 )
 SEQUENCE = "the candidates in front of the first that fails are accepted (fixed-sequence testing)"
-SUPER = "where the risk is delta or more, a p-value is at most u with probability at most u (arXiv 2110.01052)"
+SUPER = (
+    "where the risk is delta or more, a p-value is at most u with probability at most u "
+    "(arXiv 2110.01052)"
+)
 
-HALF_RISK, JUST_ABOVE, EPSILON = Fraction(1, 2), Fraction(51, 100), Fraction(1, 20)
+HALF_RISK = Fraction(1, 2)
+JUST_ABOVE = Fraction(51, 100)
+EPSILON = Fraction(1, 20)
 SAFE = Fraction(1, 10)
 EXAMPLES = 5  # the fewest with which five tosses show anything: 2^-5 < 1/20
 CURVES = {
@@ -465,102 +410,72 @@ def chosen_candidate(
     procedure: Callable[..., Any], counts: Sequence[int], n: int, delta: Fraction, p_value: Any
 ) -> Any:
     """Return the candidate, by number, that a procedure chooses for these numbers of losses."""
-    found = procedure(
-        range(len(counts)),
-        lambda at: [1] * counts[at] + [0] * (n - counts[at]),
-        delta,
-        EPSILON,
-        p_value,
-    )
-    return found.choice
+    losses = lambda at: [1] * counts[at] + [0] * (n - counts[at])  # noqa: E731
+    return procedure(range(len(counts)), losses, delta, EPSILON, p_value).choice
 
 
 def violation_probability(
     procedure: Callable[..., Any], risks: Sequence[Fraction], p_value: Any = binomial_tail
 ) -> tuple[Fraction, int]:
     """Return the probability that the chosen risk is above delta, and the outcomes walked."""
-    mass, walked = Fraction(0), 0
+    mass, outcomes = Fraction(0), 0
     for counts in product(range(EXAMPLES + 1), repeat=len(risks)):
-        at, walked = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, p_value), walked + 1
+        outcomes += 1
+        at = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, p_value)
         if at is not None and risks[at] > HALF_RISK:
             probability = Fraction(1)
             for count, risk in zip(counts, risks, strict=True):
                 probability *= binomial_probability(count, EXAMPLES, risk)
             mass += probability
-    return mass, walked
+    return mass, outcomes
 
 
-def controls_its_risk(procedure: Callable[..., Any]) -> Evidence:
+CALIBRATION_CASE = {"delta": HALF_RISK, "epsilon": EPSILON, "examples": EXAMPLES}
+
+
+@collect_evidence(CALIBRATED)
+def controls_its_risk(procedure: Callable[..., Any]) -> Iterator[int]:
     """Check on every curve that the probability of a wrong choice is at most epsilon."""
-    began, branches = perf_counter(), 0
     for name, risks in CURVES.items():
-        mass, walked = violation_probability(procedure, risks)
-        branches += walked
+        mass, outcomes = violation_probability(procedure, risks)
         if mass > EPSILON:
-            case = {
-                "risks": risks,
-                "delta": HALF_RISK,
-                "epsilon": EPSILON,
-                "examples": EXAMPLES,
-                "curve": name,
-            }
-            accuse(
-                CALIBRATED,
-                f"a wrong choice with at most {EPSILON}",
-                f"with {float(mass):.4f}",
-                **case,
-            )
-    return Evidence(CALIBRATED, len(CURVES), branches, perf_counter() - began)
+            limit, got = f"a wrong choice with at most {EPSILON}", f"with {float(mass):.4f}"
+            accuse(CALIBRATED, limit, got, risks=risks, **CALIBRATION_CASE, curve=name)
+        yield outcomes
 
 
-def accepts_what_passed(procedure: Callable[..., Any]) -> Evidence:
+@collect_evidence(SEQUENCE)
+def accepts_what_passed(procedure: Callable[..., Any]) -> Iterator[int]:
     """Check that all candidates before the first failure count.
 
     A procedure that never accepts anything is safe, and useless.
     """
-    began, seen = perf_counter(), 0
     for counts in product((0, 1, 3), repeat=4):
         passed = [binomial_tail(count, EXAMPLES, HALF_RISK) <= EPSILON for count in counts]
         front = passed.index(False) if False in passed else len(passed)
         expected = front - 1 if front else None
-        got, seen = (
-            chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, binomial_tail),
-            seen + 1,
-        )
-        if got != expected:
-            accuse(
-                SEQUENCE,
-                expected,
-                got,
-                losses=counts,
-                examples=EXAMPLES,
-                delta=HALF_RISK,
-                epsilon=EPSILON,
-            )
-    return Evidence(SEQUENCE, seen, 0, perf_counter() - began)
+        got = chosen_candidate(procedure, counts, EXAMPLES, HALF_RISK, binomial_tail)
+        expect_equal(SEQUENCE, expected, got, losses=counts, **CALIBRATION_CASE)
+        yield 0
 
 
-def is_a_p_value(p_value: Callable[..., Any]) -> Evidence:
-    """Check the p-value by the exact distribution of the number of losses, at delta and above
-    it."""
-    began, seen = perf_counter(), 0
+@collect_evidence(SUPER)
+def is_a_p_value(p_value: Callable[..., Any]) -> Iterator[int]:
+    """Check the p-value by the exact distribution of the number of losses.
+
+    The risk is delta or more.
+    """
     for n, delta in product((1, 2, 5, 12), (Fraction(1, 10), Fraction(1, 3), HALF_RISK)):
         for risk in (delta, (1 + delta) / 2, Fraction(1)):
             values = [
                 (p_value(k, n, delta), binomial_probability(k, n, risk)) for k in range(n + 1)
             ]
             for u, _ in values:
-                mass, seen = sum((w for p, w in values if p <= u), Fraction(0)), seen + 1
+                mass = sum((w for p, w in values if p <= u), Fraction(0))
                 if mass > u and float(mass) > float(u) + 1e-12:
-                    accuse(
-                        SUPER,
-                        f"at most {float(u):.4f}",
-                        float(mass),
-                        examples=n,
-                        delta=delta,
-                        risk=risk,
-                    )
-    return Evidence(SUPER, seen, 0, perf_counter() - began)
+                    case = {"examples": n, "delta": delta, "risk": risk}
+                    accuse(SUPER, f"at most {float(u):.4f}", float(mass), **case)
+                yield 0
 
 
 CALIBRATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {
@@ -573,21 +488,22 @@ CALIBRATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {
 PIPELINE_CLOCK = "a pipeline's clock"
 PIPELINE_WORK = "a pipeline's work"
 
-PIPELINE_VOCABULARY, PIPELINE_PROMPT, PIPELINE_TOKENS = 4, (0, 1), 6
+PIPELINE_VOCABULARY = 4
+PIPELINE_PROMPT = (0, 1)
+PIPELINE_TOKENS = 6
 PIPELINE_SHAPES = [(3, 2, 1), (3, 2, 2), (4, 2, 2), (6, 4, 1), (6, 4, 3), (6, 6, 2), (5, 3, 9)]
-"""Layers, the guessing layer, branches."""
+"""Layers, the layer that drafts, branches."""
 
 
 class RoundCost(NamedTuple):
-    """The cost of one round: whether its token was begun before, layer-steps, (row, layer)
-    pairs."""
+    """The cost of a round: was its token begun before, layer-steps, (row, layer) pairs."""
 
     begun: bool
     steps: float
     work: float
 
 
-def likeliest_guesses(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> list[int]:
+def likeliest_drafts(model: TableModel, text: tuple[int, ...], layer: int, k: int) -> list[int]:
     """Return the k likeliest tokens of the model truncated after a layer, after a text."""
     row = model.row(text, Plan(last=layer))
     return sorted(range(model.vocabulary), key=lambda token: (-row[token], token))[:k]
@@ -600,81 +516,55 @@ def expected_costs(
     depth, found = model.config.n_layers, list[RoundCost]()
     for at in range(len(new)):
         text = (*prompt, *new[: at - 1])
-        begun = at > 0 and layer < depth and new[at - 1] in likeliest_guesses(model, text, layer, k)
+        begun = at > 0 and layer < depth and new[at - 1] in likeliest_drafts(model, text, layer, k)
         ran = depth - begun * (depth - layer)
         more = min(k, model.vocabulary) * (depth - layer) if at + 1 < len(new) else 0
         found.append(RoundCost(begun, ran, ran + more))
     return found
 
 
-def _pipeline_runs(
+def _pipeline_rounds(
     build: Build,
-) -> Iterator[tuple[dict[str, Any], list[RoundCost], list[tuple[ForwardRecord, ...]]]]:
+) -> Iterator[tuple[dict[str, Any], RoundCost, tuple[ForwardRecord, ...]]]:
+    """Yield rounds of pipelines: the case, the expected cost, the forward passes."""
+    stop = StoppingCriteria(max_new_tokens=PIPELINE_TOKENS)
     for (depth, layer, k), seed, temperature in product(PIPELINE_SHAPES, range(3), (1.0, 0.0)):
-        model, forward_log = (
-            TableModel(seed, PIPELINE_VOCABULARY, depth, zeros=False),
-            list[ForwardRecord](),
-        )
-        sampling, stop = (
-            SamplingParams(temperature),
-            StoppingCriteria(max_new_tokens=PIPELINE_TOKENS),
-        )
-        decoder = build(
-            Request(
-                model.session(forward_log), sampling=sampling, stop=stop, forward_log=forward_log
-            ),
-            layer=layer,
-            k=k,
-        )
+        model = TableModel(seed, PIPELINE_VOCABULARY, depth, zeros=False)
+        log, sampling = list[ForwardRecord](), SamplingParams(temperature)
+        request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
+        decoder = build(request, layer=layer, k=k)
         decoder.extend(PIPELINE_PROMPT)
         calls = []
         while not decoder.finished:
             round = decoder.step(Seeded(seed).split("round", decoder.rounds))
             calls.append((*round.draft_calls, *round.calls))
-        case = {
-            "model": model,
-            "layers": depth,
-            "guessing layer": layer,
-            "k": k,
-            "text": [*PIPELINE_PROMPT, *decoder.new],
-        }
-        yield case, expected_costs(model, PIPELINE_PROMPT, decoder.new, layer, k), calls
+        costs = expected_costs(model, PIPELINE_PROMPT, decoder.new, layer, k)
+        case = {"model": model, "layers": depth, "drafting layer": layer, "k": k}
+        case["text"] = [*PIPELINE_PROMPT, *decoder.new]
+        for at, (cost, passes) in enumerate(zip(costs, calls, strict=True)):
+            yield {**case, "round": at}, cost, passes
 
 
-def pipeline_clock(build: Build) -> Evidence:
-    """Check that a round takes all layers, less those that a correct guess has already run."""
-    seen = 0
-    for case, expected, calls in _pipeline_runs(build):
-        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
-            seen += 1
-            if count_layer_steps(round) != told.steps:
-                begun = {"round": at, "its token was guessed": told.begun}
-                accuse(
-                    PIPELINE_CLOCK,
-                    f"{told.steps} layer-steps",
-                    f"{count_layer_steps(round)} layer-steps",
-                    **case,
-                    **begun,
-                )
-    return Evidence(PIPELINE_CLOCK, seen)
+@collect_evidence(PIPELINE_CLOCK)
+def pipeline_clock(build: Build) -> Iterator[int]:
+    """Check that a round takes all layers, less those that a correct draft has already run."""
+    for case, cost, calls in _pipeline_rounds(build):
+        case["its token was drafted"] = cost.begun
+        got = count_layer_steps(calls)
+        expect_equal(PIPELINE_CLOCK, cost.steps, got, **case, counted="layer-steps")
+        yield 0
 
 
-def pipeline_work(build: Build) -> Evidence:
-    """Check that a round runs what its token lacks, and the branches' first layers if one
-    follows."""
-    seen = 0
-    for case, expected, calls in _pipeline_runs(build):
-        for at, (round, told) in enumerate(zip(calls, expected, strict=True)):
-            seen, ran = seen + 1, sum(call.row_layers for call in round)
-            if ran != told.work:
-                accuse(
-                    PIPELINE_WORK,
-                    f"{told.work} layers of a row",
-                    f"{ran} layers of a row",
-                    **case,
-                    round=at,
-                )
-    return Evidence(PIPELINE_WORK, seen)
+@collect_evidence(PIPELINE_WORK)
+def pipeline_work(build: Build) -> Iterator[int]:
+    """Check that a round runs what its token lacks, and the branches' first layers.
+
+    The last round of a text has no branches.
+    """
+    for case, cost, calls in _pipeline_rounds(build):
+        ran = sum(call.row_layers for call in calls)
+        expect_equal(PIPELINE_WORK, cost.work, ran, **case, counted="layers of a row")
+        yield 0
 
 
 def build_pipeline(parts: Parts) -> Build:
@@ -682,26 +572,9 @@ def build_pipeline(parts: Parts) -> Build:
 
     def build(request: Request, layer: int, k: int) -> Decoder:
         pipeline: Any = parts.pipeline(request.target, layer, k)
-        told = PpdDrafter(pipeline)
-        return parts.decoder(
-            pipeline,
-            told,
-            parts.walk,
-            sampling=request.sampling,
-            stop=request.stop,
-            forward_log=request.forward_log,
-        )
+        return _decode_with_parts(parts, request, pipeline, PpdDrafter(pipeline))
 
     return build
-
-
-def pipeline_calls(parts: Parts) -> Any:
-    """Return what can be seen without a law: rows and layers of every forward pass."""
-    return [
-        [(call.rows, call.row_layers) for call in round]
-        for _, _, calls in _pipeline_runs(build_pipeline(parts))
-        for round in calls
-    ]
 
 
 PIPELINE_LAWS: dict[str, Callable[[Parts], Evidence]] = {

@@ -161,7 +161,9 @@ def all_judges() -> dict[str, PartsLaw]:
         **nonautoregressive_laws.FERTILITY_LAWS,
         **nonautoregressive_laws.ALIGNMENT_LAWS,
         **exit_laws.CALIBRATION_LAWS,
-        bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(bild.policed(parts.rollback)),
+        bild.ALGORITHM: lambda parts: bild.follows_the_algorithm(
+            bild.build_with_policy(parts.rollback)
+        ),
         **{law: _contract(law) for law in contracts.CONTRACT_LAWS},
         theorems.ACCEPTANCE: lambda parts: theorems.acceptance_theorem(parts.walk),
         theorems.ROUND_TOKENS: lambda parts: theorems.tokens_of_a_round(parts.walk, gamma=2),

@@ -1,16 +1,17 @@
-"""What every technique that rewrites a canvas obeys, and what translation stands on.
+"""Laws of every technique that rewrites a canvas, and of what translation stands on.
 
-The rule of such a technique is its own, so an oracle of its own proves it. These laws are what all
-of them owe: by the forward log, one pass of the encoder, and one of the decoder for each rewriting;
-candidates that know nothing of each other, nor of padding; randomness from the seed alone. They run
-on random float64 encoder-decoders that have every head. The dense decoder is the oracle; it is
-itself compared with a version written token by token (tests/lm/test_seq2seq.py).
+The rule of such a technique is its own, so an oracle of its own proves it. These laws hold for all
+of them. By the forward log there is one pass of the encoder, and one of the decoder for each
+rewriting. A candidate depends neither on the others nor on padding, and the seed alone decides what
+is random. The models are random float64 encoder-decoders that have every head. The oracle is the
+dense decoder; it is itself compared with a version written token by token
+(tests/lm/test_seq2seq.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from time import perf_counter
+from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, blank_canvas, refine
 from tinyspec.decoding.rng import RandomSource, Seeded
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
@@ -39,16 +40,33 @@ MOST_PASSES = 100  # passes of a technique that ends
 Build = Callable[[RefineRequest], Refiner]
 
 
+def random_translator(
+    config: Seq2SeqConfig, seed: int, factor: float, name: str, embed: float | None = None
+) -> Seq2Seq:
+    """Return a random float64 encoder-decoder, its matrices multiplied, so that words differ.
+
+    embed  the factor of the embedding, if it is another one
+    """
+    made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
+    factors = {"embed": factor if embed is None else embed}
+    weights = {
+        key: w * factors.get(key, factor) if w.ndim == 2 else w for key, w in made.weights.items()
+    }
+    return Seq2Seq(config, weights, name=name)
+
+
 @cache
 def random_reader(seed: int, positional: bool = True, positions: int = READER_POSITIONS) -> Seq2Seq:
-    """Return a random encoder-decoder of nine tokens with LENGTH token, fertilities, large
-    weights."""
+    """Return a random encoder-decoder of nine tokens with LENGTH token and fertilities."""
     config = Seq2SeqConfig(
         9, 8, 2, 12, 1, 2, positions, positional=positional, lengths=9, fertilities=4
     )
-    made = Seq2Seq.create(config, torch.Generator().manual_seed(seed), torch.float64)
-    loud = {name: 2 * w if w.ndim == 2 else w for name, w in made.weights.items()}
-    return Seq2Seq(config, loud, name="reader" if positional else "teacher")
+    return random_translator(config, seed, 2, "reader" if positional else "teacher")
+
+
+def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Return whether two lists of numbers differ by more than rounding."""
+    return len(a) != len(b) or any(abs(x - y) > REFINE_TOLERANCE for x, y in zip(a, b, strict=True))
 
 
 @dataclass(frozen=True)
@@ -66,28 +84,39 @@ class RefineScene:
 
     def begin(self) -> tuple[RefineRequest, Refiner]:
         """Return a request and its refiner."""
-        judge = (
-            random_reader(self.model + 1, positional=False, positions=4 * READER_POSITIONS)
-            if self.teacher
-            else None
-        )
+        judge = None
+        if self.teacher:
+            judge = random_reader(self.model + 1, False, 4 * READER_POSITIONS)
         request = RefineRequest(random_reader(self.model), judge)
         return request, self.build(request)
 
+    def start(self) -> tuple[RefineRequest, Refinement, Iterator[Pass]]:
+        """Return a request that has begun, and its passes; a technique must come to an end."""
+        request, refiner = self.begin()
+        rng = Seeded(self.seed)
+        running = refine(request.model, self.source, refiner, rng, request.forward_log)
+
+        def passes() -> Iterator[Pass]:
+            for step in running:
+                if step.iteration == MOST_PASSES:
+                    limit = f"an end within {MOST_PASSES} passes"
+                    accuse(CANVAS_ORDER, limit, "none", **self.words())
+                yield step
+
+        return request, running, passes()
+
     def run(self) -> tuple[RefineRequest, Refinement, list[Pass]]:
         """Run the whole request."""
-        request, refiner = self.begin()
-        running = refine(
-            request.model, self.source, refiner, Seeded(self.seed), request.forward_log
-        )
-        return request, running, list(self.steps(running))
+        request, running, passes = self.start()
+        return request, running, list(passes)
 
-    def steps(self, running: Refinement) -> Iterator[Pass]:
-        """Yield its passes; a technique must come to an end."""
-        for step in running:
-            if step.iteration == MOST_PASSES:
-                accuse(CANVAS_ORDER, f"an end within {MOST_PASSES} passes", "none", **self.words())
-            yield step
+    def rewrite_again(self, step: Pass, canvas: Canvas) -> Canvas:
+        """Return what a refiner that remembers nothing makes of another canvas in this pass."""
+        request, refiner = self.begin()
+        rng = Seeded(self.seed).split("rewrite", step.iteration)
+        memory = request.model.encode(torch.tensor([list(self.source)]))
+        with torch.inference_mode():
+            return refiner.rewrite(canvas, memory, step.iteration, rng)
 
     def words(self) -> dict[str, Any]:
         """Return the scene for a counterexample."""
@@ -108,18 +137,11 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
     named = [call.model for call in request.forward_log]
     name = request.model.name
     counts = {"encoder": named.count(f"{name}/encoder"), "decoder": named.count(name)}
-    if counts != {"encoder": 1, "decoder": len(passes)}:
-        accuse(REFINE_PASSES, {"encoder": 1, "decoder": len(passes)}, counts, **scene.words())
+    expect: Callable[..., None] = partial(expect_equal, REFINE_PASSES, **scene.words())
+    expect({"encoder": 1, "decoder": len(passes)}, counts)
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
-        if own != [step.after.tokens.numel()]:
-            accuse(
-                REFINE_PASSES,
-                [step.after.tokens.numel()],
-                own,
-                **scene.words(),
-                rows_of_pass=step.iteration,
-            )
+        expect([step.after.tokens.numel()], own, rows_of_pass=step.iteration)
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
@@ -128,26 +150,12 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
 
 def a_candidate_alone(scene: RefineScene) -> None:
     """Check that a candidate becomes what it becomes without the others and without padding."""
-    request, refiner = scene.begin()
-    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
-    memory = request.model.encode(torch.tensor([list(scene.source)]))
-    for step in scene.steps(running):
+    for step in scene.start()[2]:
         for row in range(len(step.before.tokens)):
             own = canvas_alone(step.before, row, len(scene.source))
-            if own is None:
-                continue
-            _, fresh = scene.begin()  # a refiner that remembers nothing of the others
-            rng = Seeded(scene.seed).split("rewrite", step.iteration)
-            with torch.inference_mode():
-                got = fresh.rewrite(own, memory, step.iteration, rng)
-            _compare_candidates(
-                CANDIDATE_ALONE,
-                candidate_of(got, 0),
-                candidate_of(step.after, row),
-                scene,
-                candidate=row,
-                iteration=step.iteration,
-            )
+            if own is not None:
+                got = candidate_of(scene.rewrite_again(step, own), 0)
+                _compare_candidate(CANDIDATE_ALONE, got, scene, step, row)
 
 
 def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
@@ -170,32 +178,16 @@ def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
 def padding_decides_nothing(scene: RefineScene) -> None:
     """Check that tokens and scores at padding change no slot and no choice."""
     request, running, passes = scene.run()
-    memory = request.model.encode(torch.tensor([list(scene.source)]))
     for step in passes:
-        _, fresh = scene.begin()
-        rng = Seeded(scene.seed).split("rewrite", step.iteration)
-        with torch.inference_mode():
-            got = fresh.rewrite(scribble_padding(step.before), memory, step.iteration, rng)
+        got = scene.rewrite_again(step, scribble_padding(step.before))
         for row in range(len(got.tokens)):
-            _compare_candidates(
-                PADDING_DECIDES,
-                candidate_of(got, row),
-                candidate_of(step.after, row),
-                scene,
-                candidate=row,
-                iteration=step.iteration,
-            )
+            _compare_candidate(PADDING_DECIDES, candidate_of(got, row), scene, step, row)
     assert running.canvas is not None
+    memory = request.model.encode(torch.tensor([list(scene.source)]))
     with torch.inference_mode():
         chosen = scene.begin()[1].choose(scribble_padding(running.canvas), scene.source, memory)
-    if chosen != running.chosen:
-        accuse(
-            PADDING_DECIDES,
-            running.chosen,
-            chosen,
-            **scene.words(),
-            asked="which candidate is chosen",
-        )
+    asked = "which candidate is chosen"
+    expect_equal(PADDING_DECIDES, running.chosen, chosen, **scene.words(), asked=asked)
 
 
 def scribble_padding(canvas: Canvas) -> Canvas:
@@ -221,49 +213,34 @@ def only_the_seed_decides(scene: RefineScene) -> None:
 
 def a_canvas_in_order(scene: RefineScene) -> None:
     """Check the form of a canvas: slots before padding, known tokens, no pass alters its input."""
-    request, refiner = scene.begin()
-    running = refine(request.model, scene.source, refiner, Seeded(scene.seed), request.forward_log)
-    kept: Canvas | None = None
-    for step in scene.steps(running):
-        if kept is not None and any(
-            not torch.equal(a, b) for a, b in zip(kept[:3], step.before[:3], strict=True)
+    request, running, passes = scene.start()
+    config = request.model.config
+    complain: Callable[..., None] = partial(accuse, CANVAS_ORDER, **scene.words())
+    last: Canvas | None = None
+    for step in passes:
+        if last is not None and any(
+            not torch.equal(a, b) for a, b in zip(last[:3], step.before[:3], strict=True)
         ):
-            accuse(
-                CANVAS_ORDER,
-                kept.tokens,
-                step.before.tokens,
-                **scene.words(),
-                canvas=f"behind pass {step.iteration - 1}",
-            )
-        kept = Canvas(*(part.clone() for part in step.after[:3]))
-        mask, tokens = step.after.mask, step.after.tokens
+            where = f"after pass {step.iteration - 1}"
+            complain(last.tokens, step.before.tokens, canvas=where)
+        last = Canvas(*(part.clone() for part in step.after[:3]))
+        mask = step.after.mask
         if bool((mask[:, 1:] & ~mask[:, :-1]).any()):
-            accuse(CANVAS_ORDER, "slots, then padding", mask, **scene.words())
-        if mask.shape[1] > request.model.config.max_positions:
-            accuse(
-                CANVAS_ORDER,
-                f"at most {request.model.config.max_positions} slots",
-                mask.shape[1],
-                **scene.words(),
-            )
-        strange = tokens[mask][
-            (tokens[mask] < 0) | (tokens[mask] >= request.model.config.vocab_size)
-        ]
-        if len(strange):
-            accuse(CANVAS_ORDER, "tokens of the vocabulary", strange, **scene.words())
+            complain("slots, then padding", mask)
+        if mask.shape[1] > config.max_positions:
+            complain(f"at most {config.max_positions} slots", mask.shape[1])
+        tokens = step.after.tokens[mask]
+        unknown = tokens[(tokens < 0) | (tokens >= config.vocab_size)]
+        if len(unknown):
+            complain("tokens of the vocabulary", unknown)
         if not bool(torch.isfinite(step.after.scores[mask]).all()):
-            accuse(CANVAS_ORDER, "finite scores", step.after.scores, **scene.words())
-    count = 0 if kept is None else len(kept.tokens)
+            complain("finite scores", step.after.scores)
+    count = 0 if last is None else len(last.tokens)
     if running.chosen not in range(count):
-        accuse(
-            CANVAS_ORDER,
-            f"one of {count} candidates",
-            running.chosen,
-            **scene.words(),
-            asked="which candidate is chosen",
-        )
+        asked = "which candidate is chosen"
+        complain(f"one of {count} candidates", running.chosen, asked=asked)
     if not running.tokens:
-        accuse(CANVAS_ORDER, "a translation", running.tokens, **scene.words())
+        complain("a translation", running.tokens)
 
 
 REFINE_LAWS: dict[str, Callable[[RefineScene], None]] = {
@@ -280,12 +257,10 @@ def candidate_of(canvas: Canvas, row: int) -> tuple[list[int], list[float]]:
     return canvas.text(row), [float(x) for x in canvas.scores[row][canvas.mask[row]]]
 
 
-def _compare_candidates(
-    law: str, got: Any, expected: Any, scene: RefineScene, **where: Any
-) -> None:
-    far = any(abs(a - b) > REFINE_TOLERANCE for a, b in zip(got[1], expected[1], strict=False))
-    if got[0] != expected[0] or far:
-        accuse(law, expected, got, **scene.words(), **where)
+def _compare_candidate(law: str, got: Any, scene: RefineScene, step: Pass, row: int) -> None:
+    expected = candidate_of(step.after, row)
+    if got[0] != expected[0] or numbers_differ(got[1], expected[1]):
+        accuse(law, expected, got, **scene.words(), candidate=row, iteration=step.iteration)
 
 
 def knob_settings(card: Card) -> Iterator[dict[str, Any]]:
@@ -300,24 +275,25 @@ def knob_settings(card: Card) -> Iterator[dict[str, Any]]:
 
 def hold_on_sources(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) -> Evidence:
     """Check a law on every source."""
-    begun = perf_counter()
-    for number, source in enumerate(REFINE_SOURCES):
 
-        def build(request: RefineRequest) -> Refiner:
-            return card.refiner(request, **knobs)
+    @collect_evidence(law)
+    def check() -> Iterator[int]:
+        build = partial(card.refiner, **knobs)
+        for number, source in enumerate(REFINE_SOURCES):
+            model = 10 * seed + number
+            REFINE_LAWS[law](RefineScene(build, source, card.teacher, model, seed, knobs))
+            yield 0
 
-        REFINE_LAWS[law](RefineScene(build, source, card.teacher, 10 * seed + number, seed, knobs))
-    return Evidence(law, len(REFINE_SOURCES), 0, perf_counter() - begun)
+    return check()
 
 
 LISTENS_TO_SOURCE = "a session that has read a source"
 REFINE_LOOP = "the loop of rewriting"
 TEACHER_JUDGES = "a teacher's judgement"
 
-TRANSLATION_TOLERANCE = 1e-9
 LISTEN_TEXT = (1, 4, 8, 8, 5)
 LISTEN_TREE = TokenTree((4, 6, 7, 5), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
-LISTEN_PATHS = ((), (4,), (6,), (4, 7), (4, 7, 5))  # what the root and its nodes spell
+LISTEN_PATHS = ((), (4,), (6,), (4, 7), (4, 7, 5))  # of the root and its nodes
 JUDGED_TEXTS = (((4, 5, 6, 8), (7,), (5, 5)), ((8,), (8, 8)), ((6, 7, 4),))
 
 
@@ -336,64 +312,60 @@ def dense_logits(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> 
 # ---------------------------------------------------------------------- the session
 
 
-def listens_to_source(parts: Parts) -> Evidence:
+@collect_evidence(LISTENS_TO_SOURCE)
+def listens_to_source(parts: Parts) -> Iterator[int]:
     """Check the rows of trees, also after commits and rewinds, against the dense decoder."""
-    begun, seen = perf_counter(), 0
     for seed, source in enumerate(REFINE_SOURCES):
         model = random_writer(seed)
         session = parts.given(model, source).session()
+
+        def expect_row(
+            text: tuple[int, ...],
+            row: Tensor,
+            where: str,
+            model: Seq2Seq = model,
+            source: Any = source,
+        ) -> int:
+            expected = dense_logits(model, source, text)[-1]
+            if not torch.allclose(row, expected, rtol=0, atol=REFINE_TOLERANCE):
+                case = {"source": tuple(source), "text": text, "after": where}
+                accuse(LISTENS_TO_SOURCE, expected, row, **case)
+            return 0
+
         for length in range(1, len(LISTEN_TEXT) + 1):
             session.extend(LISTEN_TEXT[length - 1 : length])
             if length % 2:
                 session.advance(LISTEN_TREE, 1)
             rows = session.score(LISTEN_TREE).logits
             for row, path in zip(rows, LISTEN_PATHS, strict=True):
-                seen += _expect_row(
-                    model, source, (*LISTEN_TEXT[:length], *path), row, "a tree below the text"
-                )
+                yield expect_row((*LISTEN_TEXT[:length], *path), row, "a tree below the text")
         session.rewind(2)
         session.score(LISTEN_TREE)
         session.commit((0, 2), 6)
-        seen += _expect_row(
-            model,
-            source,
-            (*LISTEN_TEXT[:2], 4, 7, 6),
-            session.score(TokenTree()).logits[0],
-            "a committed path",
-        )
+        row = session.score(TokenTree()).logits[0]
+        yield expect_row((*LISTEN_TEXT[:2], 4, 7, 6), row, "a committed path")
         session.rewind(3)
-        seen += _expect_row(
-            model, source, (*LISTEN_TEXT[:2], 4), session.score(TokenTree()).logits[0], "taken back"
-        )
-    return Evidence(LISTENS_TO_SOURCE, seen, 0, perf_counter() - begun)
-
-
-def _expect_row(
-    model: Seq2Seq, source: Sequence[int], text: tuple[int, ...], row: torch.Tensor, where: str
-) -> int:
-    expected = dense_logits(model, source, text)[-1]
-    if not torch.allclose(row, expected, rtol=0, atol=TRANSLATION_TOLERANCE):
-        accuse(LISTENS_TO_SOURCE, expected, row, source=tuple(source), text=text, after=where)
-    return 1
+        row = session.score(TokenTree()).logits[0]
+        yield expect_row((*LISTEN_TEXT[:2], 4), row, "taken back")
 
 
 # ---------------------------------------------------------------------- the loop
 
 
 class ScriptedRefiner:
-    """A refiner that notes what it is asked; its second candidate is the one to keep."""
+    """A refiner that records what it is asked; it chooses its second candidate."""
 
     def __init__(self, model: Seq2Seq, passes: int):
         self.model, self.passes, self.log = model, passes, list[Any]()
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        self._note("start", rng, tuple(source), memory)
+        self._record("start", rng, tuple(source), memory)
         return blank_canvas([2, 2], self.model.config.mask)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        self._note("rewrite", rng, iteration, memory, canvas)
+        self._record("rewrite", rng, iteration, memory, canvas)
         self.model.logits(self.model.decode(self.model.embed(canvas.tokens), memory))
         return canvas._replace(tokens=canvas.tokens + 1)
 
@@ -404,7 +376,7 @@ class ScriptedRefiner:
         self.log.append(("choose", tuple(source), int(canvas.tokens[0, 0])))
         return 1
 
-    def _note(
+    def _record(
         self,
         what: str,
         rng: RandomSource,
@@ -418,62 +390,49 @@ class ScriptedRefiner:
         self.log.append((what, number, where, float(memory.states.sum()), drawn))
 
 
-def refines_in_order(parts: Parts) -> Evidence:
-    """Check the order of start, passes and choice, each with its own randomness and one
-    encoding."""
-    begun, seen = perf_counter(), 0
-    for seed, source in enumerate(REFINE_SOURCES):
-        for passes in (0, 1, 3):
-            model, forward_log, root = random_reader(seed), list[ForwardRecord](), Seeded(seed)
-            refiner = ScriptedRefiner(model.counting(forward_log), passes)
-            running = parts.refine(model, source, refiner, Seeded(seed), forward_log)
-            events = [
-                (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running
-            ]
-            state = float(model.encode(torch.tensor([list(source)])).states.sum())
-            keys = [("start", 0), *(("rewrite", number) for number in range(passes))]
-            drawn = [round(float(root.split(*key).uniforms(1)[0]), 6) for key in keys]
-            mask = model.config.mask
-            expected = [
-                ("start", tuple(source), None, state, drawn[0]),
-                *(
-                    ("rewrite", number, mask + number, state, drawn[1 + number])
-                    for number in range(passes)
-                ),
-                ("choose", tuple(source), mask + passes),
-            ]
-            told = {"source": tuple(source), "passes wanted": passes, "seed": seed}
-            _expect_in_loop(expected, refiner.log, told, "what the refiner is asked")
-            _expect_in_loop(
-                [(n, mask + n, 1) for n in range(passes)],
-                events,
-                told,
-                "what is told of the passes",
-            )
-            _expect_in_loop([mask + passes] * 2, running.tokens, told, "the text that is kept")
-            _expect_in_loop(1, running.chosen, told, "the candidate that is kept")
-            names = [call.model for call in forward_log]
-            _expect_in_loop(
-                [f"{model.name}/encoder", *[model.name] * passes], names, told, "the forward log"
-            )
-            seen += 1
-    return Evidence(REFINE_LOOP, seen, 0, perf_counter() - begun)
+@collect_evidence(REFINE_LOOP)
+def refines_in_order(parts: Parts) -> Iterator[int]:
+    """Check the order of start, passes and choice.
 
-
-def _expect_in_loop(expected: Any, got: Any, told: dict[str, Any], what: str) -> None:
-    if expected != got:
-        accuse(REFINE_LOOP, expected, got, **told, asked=what)
+    Each has its own randomness, and the source is encoded once.
+    """
+    for (seed, source), passes in product(enumerate(REFINE_SOURCES), (0, 1, 3)):
+        model, forward_log, root = random_reader(seed), list[ForwardRecord](), Seeded(seed)
+        refiner = ScriptedRefiner(model.counting(forward_log), passes)
+        running = parts.refine(model, source, refiner, Seeded(seed), forward_log)
+        events = [
+            (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running
+        ]
+        state = float(model.encode(torch.tensor([list(source)])).states.sum())
+        keys = [("start", 0), *(("rewrite", n) for n in range(passes))]
+        drawn = [round(float(root.split(*key).uniforms(1)[0]), 6) for key in keys]
+        mask = model.config.mask
+        questions = [
+            ("start", tuple(source), None, state, drawn[0]),
+            *(("rewrite", n, mask + n, state, drawn[1 + n]) for n in range(passes)),
+            ("choose", tuple(source), mask + passes),
+        ]
+        case = {"source": tuple(source), "passes wanted": passes, "seed": seed}
+        expect: Callable[..., None] = partial(expect_equal, REFINE_LOOP, **case)
+        expect(questions, refiner.log, asked="what the refiner is asked")
+        reports = [(n, mask + n, 1) for n in range(passes)]
+        expect(reports, events, asked="what is reported of the passes")
+        expect([mask + passes] * 2, running.tokens, asked="the text that is chosen")
+        expect(1, running.chosen, asked="the candidate that is chosen")
+        names = [call.model for call in forward_log]
+        expect([f"{model.name}/encoder", *[model.name] * passes], names, asked="the forward log")
+        yield 0
 
 
 # ---------------------------------------------------------------------- the judgement
 
 
-def teacher_judges(parts: Parts) -> Evidence:
+@collect_evidence(TEACHER_JUDGES)
+def teacher_judges(parts: Parts) -> Iterator[int]:
     """Check the teacher's log p of each token and of the end against a dense pass.
 
     Padding has none.
     """
-    begun, seen = perf_counter(), 0
     for seed, source in enumerate(REFINE_SOURCES):
         teacher = random_writer(seed)
         for texts in JUDGED_TEXTS:
@@ -482,28 +441,14 @@ def teacher_judges(parts: Parts) -> Evidence:
                 canvas.tokens[row, : len(text)] = torch.tensor(text)
             got = parts.judge(teacher, source, canvas).tolist()
             for row, text in enumerate(texts):
-                laws = dense_logits(teacher, source, (teacher.config.bos, *text)).log_softmax(
-                    dim=-1
-                )
-                expected = [
-                    float(law[token])
-                    for law, token in zip(laws, (*text, teacher.config.eos), strict=True)
-                ]
+                logits = dense_logits(teacher, source, (teacher.config.bos, *text))
+                logprobs, output = logits.log_softmax(dim=-1), (*text, teacher.config.eos)
+                expected = [float(row[token]) for row, token in zip(logprobs, output, strict=True)]
                 expected += [0.0] * (len(canvas.tokens[0]) - len(text))
-                if any(
-                    abs(a - b) > TRANSLATION_TOLERANCE
-                    for a, b in zip(expected, got[row], strict=True)
-                ):
-                    accuse(
-                        TEACHER_JUDGES,
-                        expected,
-                        got[row],
-                        source=tuple(source),
-                        candidate=text,
-                        beside=texts,
-                    )
-                seen += 1
-    return Evidence(TEACHER_JUDGES, seen, 0, perf_counter() - begun)
+                if numbers_differ(expected, got[row]):
+                    case = {"source": tuple(source), "candidate": text, "beside": texts}
+                    accuse(TEACHER_JUDGES, expected, got[row], **case)
+                yield 0
 
 
 TRANSLATION_LAWS: dict[str, Callable[[Parts], Evidence]] = {

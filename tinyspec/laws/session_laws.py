@@ -6,7 +6,7 @@ weights so large that every layer, position and token changes every row.
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -21,7 +21,7 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import Array, run_dense
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.config import Config
@@ -29,6 +29,7 @@ from tinyspec.lm.forward import ForwardBatch, Plan, Scores
 from tinyspec.lm.gate import run_together
 from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
+from tinyspec.lm.transformer import Transformer
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
@@ -41,11 +42,15 @@ Begin = Callable[[], Session]
 
 
 def random_tree(rng: random.Random, nodes: int, names: Sequence[int]) -> TokenTree:
-    """Return a tree of `nodes` nodes spelled with few tokens, so that siblings are often equal."""
+    """Return a tree of `nodes` nodes with few tokens, so that siblings are often equal."""
     parents = [rng.randrange(ROOT, i) for i in range(nodes)]
-    return TokenTree(
-        [rng.choice(names) for _ in parents], parents, (None,) * nodes, (False,) * nodes
-    )
+    return point_masses([rng.choice(names) for _ in parents], parents)
+
+
+def point_masses(tokens: Sequence[int], parents: Sequence[int]) -> TokenTree:
+    """Return a tree whose nodes declare no distribution."""
+    n = len(tokens)
+    return TokenTree(tokens, parents, (None,) * n, (False,) * n)
 
 
 def reorder_siblings(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, list[int]]:
@@ -56,24 +61,21 @@ def reorder_siblings(rng: random.Random, tree: TokenTree) -> tuple[TokenTree, li
         order.append(waiting.pop(rng.randrange(len(waiting))))
         waiting += [i for i, parent in enumerate(tree.parents) if parent == order[-1]]
     new = {old: i for i, old in enumerate(order)} | {ROOT: ROOT}
-    moved = [new[tree.parents[old]] for old in order]
-    return TokenTree(
-        tree.tokens_on(order),
-        moved,
-        [tree.draft_probs[i] for i in order],
-        [tree.probe[i] for i in order],
-    ), order
+    parents = [new[tree.parents[old]] for old in order]
+    draft_probs = [tree.draft_probs[i] for i in order]
+    probe = [tree.probe[i] for i in order]
+    return TokenTree(tree.tokens_on(order), parents, draft_probs, probe), order
 
 
+@collect_evidence(NODE_LOGITS)
 def node_logits(
     begin: Begin, *, cases: int = 3, rounds: int = 3, nodes: int = 6, tolerance: float = 1e-10
-) -> Evidence:
+) -> Iterator[int]:
     """Check every row of scored trees, over several rounds, against the path alone.
 
     tolerance  of the greatest magnitude in the row
     """
-    began, looked = perf_counter(), 0
-    for case, size in ((case, size) for size in range(nodes + 1) for case in range(cases)):
+    for size, case in product(range(nodes + 1), range(cases)):
         rng = random.Random(f"{size}:{case}")
         session = begin()
         names = _some_tokens(rng, session)
@@ -83,28 +85,23 @@ def node_logits(
             text = session.text
             scores = session.score(tree)
             for node in range(ROOT, size):
-                expected = run_dense(
-                    session.model, [*text, *tree.tokens_on(tree.path(node))]
-                ).logits[-1]
-                _expect_rows_agree(
-                    NODE_LOGITS, expected, scores.logits[node + 1], tolerance, text, tree, node=node
-                )
-                looked += 1
-            session.commit(
-                tree.path(rng.randrange(ROOT, size)),
-                rng.choice([*names, None]) if size else names[0],
-            )
+                path = tree.tokens_on(tree.path(node))
+                expected = run_dense(session.model, [*text, *path]).logits[-1]
+                got = scores.logits[node + 1]
+                _expect_rows_agree(NODE_LOGITS, expected, got, tolerance, text, tree, node=node)
+                yield 0
+            accepted = tree.path(rng.randrange(ROOT, size))
+            session.commit(accepted, rng.choice([*names, None]) if size else names[0])
             if session.text == text:
                 session.append(names[:1])
-    return Evidence(NODE_LOGITS, looked, 0, perf_counter() - began)
 
 
-def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
+@collect_evidence(ROW_IDENTITY)
+def row_identity(begin: Begin, *, cases: int = 8) -> Iterator[int]:
     """Check that every row of a tree equals, bit for bit, decoding its path token by token.
 
     Then what is lossless in arithmetic is lossless in float32 and bfloat16 too.
     """
-    began, looked = perf_counter(), 0
     for case in range(cases):
         rng = random.Random(case)
         session = begin()
@@ -119,13 +116,12 @@ def row_identity(begin: Begin, *, cases: int = 8) -> Evidence:
             for token in (*text[1:], *tree.tokens_on(tree.path(node))):
                 plain.score(TokenTree())
                 plain.commit((), token)
-            alone, looked = plain.score(TokenTree()).logits[0], looked + 1
-            _expect_rows_agree(
-                ROW_IDENTITY, _as_array(alone), logits[node + 1], 0.0, text, tree, node=node
-            )
-    return Evidence(ROW_IDENTITY, looked, 0, perf_counter() - began)
+            alone = _as_array(plain.score(TokenTree()).logits[0])
+            _expect_rows_agree(ROW_IDENTITY, alone, logits[node + 1], 0.0, text, tree, node=node)
+            yield 0
 
 
+@collect_evidence(SIBLING_ORDER)
 def sibling_order(
     begin: Begin,
     verifier: Callable[[TokenTree, Any, RandomSource], Verdict],
@@ -133,12 +129,11 @@ def sibling_order(
     cases: int = 30,
     nodes: int = 6,
     tolerance: float = 1e-10,
-) -> Evidence:
+) -> Iterator[int]:
     """Check that the order of siblings changes no row and no greedy token.
 
-    The tokens are those that the highest logits of the plain pass spell down the tree.
+    The tokens are those of the highest logits of the plain pass, down the tree.
     """
-    began = perf_counter()
     for case in range(cases):
         rng = random.Random(case)
         prompt_length, size = 1 + case % 5, 2 + case * (nodes - 1) // cases
@@ -146,52 +141,36 @@ def sibling_order(
         names = _some_tokens(rng, plain)
         text = [rng.choice(names) for _ in range(prompt_length)]
         plain.extend(text)
-        names = [
-            *names,
-            int(run_dense(plain.model, text).logits[-1].argmax()),
-        ]  # something that greedy decoding takes
+        names = [*names, *greedy_text(plain.model, text, 1)]  # greedy decoding takes the last one
         tree = random_tree(rng, size, names)
         other, old = reorder_siblings(rng, tree)
         turned = begin()
         turned.extend(text)
         rows, moved = plain.score(tree).logits, turned.score(other).logits
         for node in range(ROOT, size):
-            expected = rows[ROOT + 1] if node == ROOT else rows[old[node] + 1]
+            expected = _as_array(rows[ROOT + 1] if node == ROOT else rows[old[node] + 1])
+            where = {"node": node, "was": tree.tokens}
             _expect_rows_agree(
-                SIBLING_ORDER,
-                _as_array(expected),
-                moved[node + 1],
-                tolerance,
-                text,
-                other,
-                node=node,
-                was=tree.tokens,
+                SIBLING_ORDER, expected, moved[node + 1], tolerance, text, other, **where
             )
-        spelled = _greedily(plain, text, tree)
+        greedy = _decode_in_tree(plain, text, tree)
         for shape, logits in ((tree, rows), (other, moved)):
             sharp = {node: _one_hot(logits[node + 1]) for node in range(ROOT, size)}
             verdict = verifier(shape, sharp, Seeded(case))
-            said = (*shape.tokens_on(verdict.accepted), verdict.next)
-            if said != spelled:
-                accuse(
-                    SIBLING_ORDER,
-                    spelled,
-                    said,
-                    text=text,
-                    tokens=tuple(shape.tokens),
-                    parents=tuple(shape.parents),
-                )
-    return Evidence(SIBLING_ORDER, cases, 0, perf_counter() - began)
+            output = (*shape.tokens_on(verdict.accepted), verdict.next)
+            where = {"tokens": tuple(shape.tokens), "parents": tuple(shape.parents)}
+            expect_equal(SIBLING_ORDER, greedy, output, text=text, **where)
+        yield 0
 
 
-def _greedily(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
-    """Return the best tokens of the plain pass while some node spells them, and one more."""
+def _decode_in_tree(session: Session, text: Sequence[int], tree: TokenTree) -> tuple[int, ...]:
+    """Return the plain pass's greedy tokens while they are a path of the tree, and one more."""
     paths = {tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))}
-    said: tuple[int, ...] = ()
+    output: tuple[int, ...] = ()
     while True:
-        said = (*said, int(run_dense(session.model, [*text, *said]).logits[-1].argmax()))
-        if said not in paths:
-            return said
+        output = (*output, *greedy_text(session.model, [*text, *output], 1))
+        if output not in paths:
+            return output
 
 
 def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True) -> int:
@@ -199,42 +178,35 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
 
     Only the layers it has reached are compared; returns how many (slot, layer) pairs.
 
-    run  also demand that each has been run at all (a draft's session may be behind its text, a
+    run  also demand that each has been run at all (a draft's session may lag behind its text, a
          target's may not)
 
     A token that left early, and one that looked at keys copied up for such a token, is compared as
-    far as it was run exactly: such a session does not say `cache_exact`.
+    far as it was run exactly: such a session does not claim `cache_exact`.
     """
     text, cache = session.text, session.cache
     fresh = run_dense(session.model, text, session.plan)
-    compared, lawful = 0, session.cache_exact
+    compared, exact = 0, session.cache_exact
     for slot, node in enumerate(session.committed[:-1]):
         if run and not cache.present[slot].any():
             accuse(COMMITTED_SLOTS, "keys and values", "none", text=text, slot=slot)
-        if not (lawful or node.exact):
+        if not (exact or node.exact):
             continue
         for layer in np.flatnonzero(cache.present[slot]):
-            if not lawful and layer >= (node.sublayers_done + 1) // 2:
+            if not exact and layer >= (node.sublayers_done + 1) // 2:
                 break  # copied up
-            for name, expected, held in (
-                ("key", fresh.keys, cache.keys),
-                ("value", fresh.values, cache.values),
+            for name, dense, cached in (
+                ("key", fresh.keys[layer], cache.keys),
+                ("value", fresh.values[layer], cache.values),
             ):
-                want = expected[layer]
-                if want is not None:
-                    got = _as_array(held[layer][:, slot])
-                    if not np.abs(got - want[slot]).max() <= tolerance * max(
-                        1.0, float(np.abs(want).max())
-                    ):
-                        where = {"slot": slot, "layer": int(layer)}
-                        accuse(
-                            COMMITTED_SLOTS,
-                            want[slot].ravel()[:4],
-                            got.ravel()[:4],
-                            text=text,
-                            of=name,
-                            **where,
-                        )
+                if dense is None:
+                    continue
+                expected, got = dense[slot], _as_array(cached[layer][:, slot])
+                limit = tolerance * max(1.0, float(np.abs(dense).max()))
+                if not np.abs(got - expected).max() <= limit:
+                    where = {"slot": slot, "layer": int(layer), "of": name}
+                    numbers = expected.ravel()[:4], got.ravel()[:4]
+                    accuse(COMMITTED_SLOTS, *numbers, text=text, **where)
             compared += 1
     return compared
 
@@ -273,13 +245,8 @@ def cache_after_every_round(
                 if len(other):
                     compared += committed_slots(other, tolerance, run=False)
         decoder.end()
-    return Evidence(
-        COMMITTED_SLOTS,
-        rounds,
-        compared,
-        perf_counter() - began,
-        [f"{compared} (slot, layer) compared"],
-    )
+    notes = [f"{compared} (slot, layer) compared"]
+    return Evidence(COMMITTED_SLOTS, rounds, compared, perf_counter() - began, notes)
 
 
 def _some_tokens(rng: random.Random, session: Session) -> list[int]:
@@ -310,13 +277,9 @@ def _expect_rows_agree(
     off = np.abs(_as_array(got) - expected)
     worst = int(np.nan_to_num(off, nan=np.inf).argmax())
     if not off[worst] <= tolerance * max(1.0, float(np.abs(expected).max())):
-        where = {
-            "text": tuple(text),
-            "tokens": tuple(tree.tokens),
-            "parents": tuple(tree.parents),
-            **case,
-        }
-        accuse(law, float(expected[worst]), float(_as_array(got)[worst]), **where, logit_of=worst)
+        where = {"tokens": tuple(tree.tokens), "parents": tuple(tree.parents), **case}
+        logits = float(expected[worst]), float(_as_array(got)[worst])
+        accuse(law, *logits, text=tuple(text), **where, logit_of=worst)
 
 
 POSITIONS_COUNT = "positions count the text"
@@ -327,7 +290,8 @@ SESSION_GREEDY = "greedy equality"
 BATCH_ROW = "a batch row is the row alone"
 
 SESSION_TOLERANCE = 1e-9
-SESSION_VOCABULARY, SESSION_LAYERS = 7, 3
+SESSION_VOCABULARY = 7
+SESSION_LAYERS = 3
 ROTARY_CONFIG = Config(
     vocab_size=SESSION_VOCABULARY,
     d_model=16,
@@ -389,7 +353,7 @@ def rows_differ(got: Any, expected: Any) -> bool:
     return not np.allclose(np.asarray(got), np.asarray(expected), rtol=0, atol=SESSION_TOLERANCE)
 
 
-def greedy_text(model: Model, prompt: Sequence[int], n: int) -> list[int]:
+def greedy_text(model: Transformer, prompt: Sequence[int], n: int) -> list[int]:
     """Return the target's greedy tokens, by a whole pass for each."""
     text = list(prompt)
     for _ in range(n):
@@ -400,25 +364,29 @@ def greedy_text(model: Model, prompt: Sequence[int], n: int) -> list[int]:
 def small_trees() -> list[TokenTree]:
     """Return every shape of up to two nodes, some larger ones, and equal siblings."""
     shapes = [(), (-1,), (-1, -1), (-1, 0), (-1, -1, 1), (-1, -1, 0, 1, 3), (-1, 0, 0, -1, 3, 2)]
-    made = [TokenTree(range(1, len(s) + 1), s, (None,) * len(s), (False,) * len(s)) for s in shapes]
-    return [*made, TokenTree((2, 2, 3), (-1, -1, 1), (None,) * 3, (False,) * 3)]
+    trees = [point_masses(range(1, len(shape) + 1), shape) for shape in shapes]
+    return [*trees, point_masses((2, 2, 3), (-1, -1, 1))]
 
 
-def positions_count_the_text(parts: Parts) -> Evidence:
+def _begin_session(parts: Parts, model: Model, text: Sequence[int]) -> Session:
+    """Return a session of these parts that has read a text."""
+    session = parts.session(model)
+    session.extend(text)
+    return session
+
+
+@collect_evidence(POSITIONS_COUNT)
+def positions_count_the_text(parts: Parts) -> Iterator[int]:
     """Check that a row's position is the number of tokens before it on its own path."""
-    seen = 0
     for prompt, (family, _, model), tree in product(PROMPTS, judged_models(parts), small_trees()):
-        session, seen = parts.session(model), seen + 1
-        session.extend(prompt)
+        session = _begin_session(parts, model, prompt)
         model.fed.clear()
         session.score(tree)
         expected = sorted(len(prompt) - 1 + depth for depth in {0, *tree.depths()})
         got = sorted({position for feed in model.fed for position in feed.positions})
-        if got != expected:
-            accuse(
-                POSITIONS_COUNT, expected, got, model=family, prompt=prompt, parents=tree.parents
-            )
-    return Evidence(POSITIONS_COUNT, seen)
+        case = {"model": family, "prompt": prompt, "parents": tree.parents}
+        expect_equal(POSITIONS_COUNT, expected, got, **case)
+        yield 0
 
 
 def _judge_session(law: str, session: Session, text: list[int], case: dict[str, Any]) -> None:
@@ -434,95 +402,84 @@ def _judge_session(law: str, session: Session, text: list[int], case: dict[str, 
             accuse(law, expected, got, **case, shown=f"keys in slot {slot}, layer {layer}")
 
 
-def cache_is_a_fresh_forward(parts: Parts) -> Evidence:
+@collect_evidence(CACHE_FRESH)
+def cache_is_a_fresh_forward(parts: Parts) -> Iterator[int]:
     """Check that after a round the keys are those of one pass over the text, on any path."""
-    seen = 0
     for prompt, (family, _, model), tree in product(
         PROMPTS[:2], judged_models(parts), small_trees()
     ):
         for node, after in product(range(ROOT, len(tree.tokens)), (None, 6)):
             if node == ROOT and after is None:
                 continue
-            session, seen, path = parts.session(model), seen + 1, tree.path(node)
-            session.extend(prompt)
+            path = tree.path(node)
+            session = _begin_session(parts, model, prompt)
             session.score(tree)
             session.commit(path, after)
             text = [*prompt, *tree.tokens_on(path), *(() if after is None else (after,))]
-            case = {
-                "model": family,
-                "prompt": prompt,
-                "tokens": list(tree.tokens),
-                "parents": tree.parents,
-            }
-            _judge_session(CACHE_FRESH, session, text, {**case, "kept": path, "next": after})
+            case: dict[str, Any] = {"model": family, "prompt": prompt, "tokens": list(tree.tokens)}
+            case |= {"parents": tree.parents, "accepted": path, "next": after}
+            _judge_session(CACHE_FRESH, session, text, case)
+            yield 0
     long = [1 + at % 5 for at in range(80)]  # more slots than a cache begins with
     for family, _, model in judged_models(parts):
-        session, seen = parts.session(model), seen + 1
-        session.extend(long[:60])
+        session = _begin_session(parts, model, long[:60])
         for token in long[60:]:
             session.score(TokenTree())
             session.commit((), token)
-        _judge_session(
-            CACHE_FRESH,
-            session,
-            long,
-            {"model": family, "text": f"{len(long)} tokens, the last 20 one by one"},
-        )
-    return Evidence(CACHE_FRESH, seen)
+        case = {"model": family, "text": f"{len(long)} tokens, the last 20 one by one"}
+        _judge_session(CACHE_FRESH, session, long, case)
+        yield 0
 
 
-def rewinding_is_never_having_gone(parts: Parts) -> Evidence:
+@collect_evidence(REWIND_TRACELESS)
+def rewinding_is_never_having_gone(parts: Parts) -> Iterator[int]:
     """Check that a rewound text continues like one that was never longer.
 
     What a fork does, to its end, is not seen by the session it came from.
     """
-    seen, text = 0, [1, 2, 3, 4]
+    text = [1, 2, 3, 4]
     for (family, _, model), length in product(judged_models(parts), range(1, len(text) + 1)):
         for then in ((), (5,), (5, 6)):
-            session, seen = parts.session(model), seen + 1
-            session.extend(text)
+            session = _begin_session(parts, model, text)
             session.score(TokenTree.chain([5, 5]))
             session.rewind(length)
             if then:
                 session.extend(then)
             case = {"model": family, "text": text, "rewind": length, "then": then}
             _judge_session(REWIND_TRACELESS, session, [*text[:length], *then], case)
-        session, seen = parts.session(model), seen + 1
-        session.extend(text)
+            yield 0
+        session = _begin_session(parts, model, text)
         twin = session.fork()
         twin.rewind(length)
         twin.extend([6, 6, 6, 6])
         twin.score(TokenTree.chain([5]))
         case = {"model": family, "text": text, "a fork goes on as": [*text[:length], 6, 6, 6, 6]}
         _judge_session(REWIND_TRACELESS, session, text, case)
-    return Evidence(REWIND_TRACELESS, seen)
+        yield 0
 
 
-def an_exit_is_the_truncated_model(parts: Parts) -> Evidence:
+@collect_evidence(EXIT_TRUNCATED)
+def an_exit_is_the_truncated_model(parts: Parts) -> Iterator[int]:
     """Check that a view that leaves after E layers equals the model truncated to E layers.
 
     A token that left early and was run further after all leaves the keys and values of a full pass.
     """
-    seen = 0
     for prompt, (family, judge, model), layers in product(
         PROMPTS, judged_models(parts), range(1, SESSION_LAYERS + 1)
     ):
         case = {"model": family, "prompt": prompt, "exit after layer": layers}
-        session, plan, seen = parts.session(model), Plan(last=layers), seen + 1
-        session.extend(prompt)
+        session, plan = _begin_session(parts, model, prompt), Plan(last=layers)
         row = parts.view(session, plan).score(TokenTree.chain([2])).logits[1]
         expected = run_dense(judge, [*prompt, 2], plan).logits[-1]
         if rows_differ(row, expected):
             accuse(EXIT_TRUNCATED, expected, row, **case, token=2)
-        early = parts.session(model)
-        early.extend(prompt)
+        early = _begin_session(parts, model, prompt)
         early.advance(TokenTree.chain([2]), layers)
         early.commit((0,), 3)
         early.fill("recompute")
-        _judge_session(
-            EXIT_TRUNCATED, early, [*prompt, 2, 3], {**case, "then": "filled by recomputing"}
-        )
-    return Evidence(EXIT_TRUNCATED, seen)
+        case["then"] = "filled by recomputing"
+        _judge_session(EXIT_TRUNCATED, early, [*prompt, 2, 3], case)
+        yield 0
 
 
 class PartlyRightDrafter(BaseDrafter):
@@ -544,74 +501,63 @@ class PartlyRightDrafter(BaseDrafter):
         if not (self.wide and len(drafted) == 2):
             return TokenTree.chain(drafted)
         other = (drafted[0] + 1) % SESSION_VOCABULARY
-        return TokenTree((other, *drafted), (ROOT, ROOT, 1), (None,) * 3, (False,) * 3)
+        return point_masses((other, *drafted), (ROOT, ROOT, 1))
 
 
-def greedy_equality_of_parts(parts: Parts) -> Evidence:
+@collect_evidence(SESSION_GREEDY)
+def greedy_equality_of_parts(parts: Parts) -> Iterator[int]:
     """Check that at temperature 0 the tokens are the target's greedy ones, whatever is drafted."""
-    seen, wanted = 0, 5
+    wanted = 5
+    stop = StoppingCriteria(max_new_tokens=wanted)
     for prompt, (family, judge, model) in product(PROMPTS[:2], judged_models(parts)):
         expected = greedy_text(judge, prompt, wanted)
-        drafters: dict[str, Any] = {
-            f"2 tokens, {right} of them right{', as the second sibling' if wide else ''}": PartlyRightDrafter(
-                judge, right, wide
-            )
-            for right, wide in product(range(3), (False, True))
-        }
-        drafters["another model's 2 tokens"] = parts.drafter(
-            family_model(family, seed=1).session(), 2, frozenset()
-        )
+        drafters: dict[str, Any] = {}
+        for right, wide in product(range(3), (False, True)):
+            place = ", as the second sibling" if wide else ""
+            drafter = PartlyRightDrafter(judge, right, wide)
+            drafters[f"2 tokens, {right} of them right{place}"] = drafter
+        small = family_model(family, seed=1).session()
+        drafters["another model's 2 tokens"] = parts.drafter(small, 2, frozenset())
         for draft, drafter in drafters.items():
-            seen, stop = seen + 1, StoppingCriteria(max_new_tokens=wanted)
-            sampling = parts.sampling(temperature=0.0)
-            decoder = parts.decoder(
-                parts.session(model), drafter, parts.walk, sampling=sampling, stop=stop
-            )
+            session, sampling = parts.session(model), parts.sampling(temperature=0.0)
+            decoder = parts.decoder(session, drafter, parts.walk, sampling=sampling, stop=stop)
             decoder.extend(prompt)
             for at in range(wanted):
                 if not decoder.finished:
                     decoder.step(parts.seeded(at))
-            if decoder.new != expected:
-                accuse(
-                    SESSION_GREEDY, expected, decoder.new, model=family, prompt=prompt, draft=draft
-                )
-    return Evidence(SESSION_GREEDY, seen)
+            case = {"model": family, "prompt": prompt, "draft": draft}
+            expect_equal(SESSION_GREEDY, expected, decoder.new, **case)
+            yield 0
 
 
-def batch_row_is_the_row_alone(parts: Parts) -> Evidence:
+@collect_evidence(BATCH_ROW)
+def batch_row_is_the_row_alone(parts: Parts) -> Iterator[int]:
     """Check that requests of unequal lengths that share passes get what each gets alone."""
-    seen, prompts = 0, [(1,), (2, 3), (4, 5, 6, 1, 2)]
+    prompts = [(1,), (2, 3), (4, 5, 6, 1, 2)]
 
     def job(model: ThroughParts, row: int) -> Any:
         def run(gate: Any) -> list[Any]:
-            session, shown = Session(model, gate=gate.through(model)), list[Any]()
+            session, logits = Session(model, gate=gate.through(model)), list[Any]()
             session.extend(prompts[row])
             for token in (3, 4):
-                shown.append(session.score(TokenTree.chain([token] * (row % 2))).logits[0])
+                logits.append(session.score(TokenTree.chain([token] * (row % 2))).logits[0])
                 session.commit((), token)
-            return shown
+            return logits
 
         return run
 
     for rows, (family, judge, model) in product(
         ((0, 1), (1, 0), (0, 2), (2, 0, 1)), judged_models(parts)
     ):
-        seen, together = seen + 1, run_together([job(model, row) for row in rows])
+        together = run_together([job(model, row) for row in rows])
         for at, row in product(range(2), range(len(rows))):
             text = [*prompts[rows[row]], *(3, 4)[:at]]
             expected, got = run_dense(judge, text).logits[-1], together[row][at]
             if rows_differ(got, expected):
                 batch = [prompts[other] for other in rows]
-                accuse(
-                    BATCH_ROW,
-                    expected,
-                    got,
-                    model=family,
-                    batch=batch,
-                    row=prompts[rows[row]],
-                    text=text,
-                )
-    return Evidence(BATCH_ROW, seen)
+                case = {"model": family, "batch": batch, "row": prompts[rows[row]], "text": text}
+                accuse(BATCH_ROW, expected, got, **case)
+        yield 0
 
 
 SESSION_LAWS = {

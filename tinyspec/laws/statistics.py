@@ -5,13 +5,13 @@ it shows what a sample on a real model can say, and how little: a test that find
 excluded faults it had the power to find. So three figures are printed together:
 
 - the *G-test* of the first tokens of many texts against the target's distribution, with its power:
-  the smallest share of texts in which the greedy text might replace a draw and be found nine times in
-  ten;
+  the smallest share of texts in which the greedy text might replace a draw and be found nine times
+  in ten;
 - a *negative control*, which must fail: the field's commonest mistake, draft tokens chosen greedily
-  and then judged by the probability they would have had (the model drafts for itself here, so all of
-  them pass);
-- an *e-value*, which stays valid if one looks after every text and goes on as long as one likes. The
-  G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
+  and then judged by the probability they would have had (the model drafts for itself here, so all
+  of them pass);
+- an *e-value*, which stays valid if one looks after every text and goes on as long as one likes.
+  The G-test's p is valid for the number of texts that was chosen beforehand, and for no other.
 
 An e-value is the wealth of a gambler who begins with 1 and bets on each text before it comes. The
 bet is a distribution: the frequencies so far, shrunk towards the null p by a Dirichlet prior of
@@ -25,8 +25,7 @@ The null is taken from `run_dense`, a plain float64 pass: nothing that is judged
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from fractions import Fraction
-from itertools import islice, product
+from itertools import islice
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -41,36 +40,14 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.evidence import Evidence, accuse, import_extra
+from tinyspec.laws.evidence import import_extra
 from tinyspec.laws.exact.models import run_dense
-from tinyspec.laws.exact.rational import distributions
 from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft, drafts_for
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import Probs, TokenTree
 
 STRENGTHS = (10, 100, 1000, 10000)
-MARTINGALE = "the wealth is a martingale under the null (Ville)"
-
-
-def betting_wealth(
-    outcomes: Sequence[Any], null: Mapping[Any, Any], strengths: Sequence[int] = STRENGTHS
-) -> Any:
-    """Return the e-value of outcomes in order, by the formulas, in the numbers of `null`.
-
-    >>> half = Fraction(1, 2)
-    >>> str(betting_wealth(["a", "a"], {"a": half, "b": half}, strengths=[2]))
-    '4/3'
-    """
-    total: Any = 0
-    for m in strengths:
-        product_of_factors: Any = 1
-        counts = dict.fromkeys(null, 0)
-        for n, x in enumerate(outcomes):
-            product_of_factors *= (counts[x] + m * null[x]) / (n + m) / null[x]
-            counts[x] += 1
-        total += product_of_factors
-    return total / len(strengths)
 
 
 class EValue:
@@ -82,7 +59,9 @@ class EValue:
 
     def __init__(self, null: Mapping[Any, float], strengths: Sequence[int] = STRENGTHS):
         if not null or min(null.values()) <= 0 or abs(math.fsum(null.values()) - 1) > 1e-9:
-            raise ValueError("the null is a law: positive probabilities that add up to one")
+            raise ValueError(
+                "the null is a distribution: positive probabilities that add up to one"
+            )
         self.null, self.strengths = dict(null), tuple(strengths)
         self.counts = dict.fromkeys(self.null, 0)
         self.seen = 0
@@ -117,28 +96,6 @@ class EValue:
         return self.highest >= -math.log(alpha)
 
 
-def wealth_is_martingale(
-    bet: Callable[[Sequence[int], Mapping[int, Fraction]], Fraction], length: int = 4
-) -> Evidence:
-    """Check that the wealth after outcomes, bet(outcomes, null), is a martingale under the null.
-
-    It starts at 1, is never negative, and its mean after one more outcome is what it is. Every
-    sequence of up to `length` outcomes is tried, exactly: no simulation.
-    """
-    began, cases = perf_counter(), 0
-    for n, whole, cells in product(range(length), range(2, 5), (2, 3)):
-        for row in distributions(cells, whole):
-            null = {x: mass for x, mass in enumerate(row) if mass}
-            for past in product(null, repeat=n):
-                now = bet(past, null) if past else Fraction(1)
-                ahead = {x: bet((*past, x), null) for x in null}
-                mean = sum((null[x] * ahead[x] for x in null), Fraction(0))
-                cases += 1
-                if mean != now or min(ahead.values()) < 0:
-                    accuse(MARTINGALE, now, mean, null=row, outcomes=past, wealth_after=ahead)
-    return Evidence(MARTINGALE, cases, 0, perf_counter() - began)
-
-
 LEAST = 5.0
 """Texts that must be expected in a cell for chi-square to be a fair approximation; smaller cells
 are put together.
@@ -153,51 +110,48 @@ class GTest(NamedTuple):
     p: float
 
 
-def pool_cells(law: Mapping[Any, float], texts: int) -> list[list[Any]]:
+def pool_cells(probs: Mapping[Any, float], texts: int) -> list[list[Any]]:
     """Return groups of cells with at least `LEAST` expected texts each, except perhaps the last."""
     groups: list[list[Any]] = []
-    for cell in sorted(law, key=lambda c: (law[c], c)):
-        if groups and math.fsum(law[c] for c in groups[-1]) * texts < LEAST:
+    for cell in sorted(probs, key=lambda c: (probs[c], c)):
+        if groups and math.fsum(probs[c] for c in groups[-1]) * texts < LEAST:
             groups[-1].append(cell)
         else:
             groups.append([cell])
     return groups
 
 
-def g_test(counts: Mapping[Any, int], law: Mapping[Any, float]) -> GTest:
+def g_test(counts: Mapping[Any, int], probs: Mapping[Any, float]) -> GTest:
     """Return the likelihood-ratio test of counts against a distribution. Needs scipy."""
     texts = sum(counts.values())
-    groups = pool_cells(law, texts)
-    if any(cell not in law for cell, n in counts.items() if n):
+    groups = pool_cells(probs, texts)
+    if any(cell not in probs for cell, n in counts.items() if n):
         return GTest(math.inf, len(groups) - 1, 0.0)
     observed = np.array([sum(counts.get(c, 0) for c in group) for group in groups])
-    expected = np.array([math.fsum(law[c] for c in group) for group in groups]) * texts
+    expected = np.array([math.fsum(probs[c] for c in group) for group in groups]) * texts
     statistic = float(_g_statistic(observed, expected))
     freedom = len(groups) - 1
-    return GTest(
-        statistic,
-        freedom,
-        float(import_extra("scipy.stats").chi2.sf(statistic, freedom)) if freedom else 1.0,
-    )
+    if not freedom:
+        return GTest(statistic, freedom, 1.0)
+    return GTest(statistic, freedom, float(import_extra("scipy.stats").chi2.sf(statistic, freedom)))
 
 
 def _g_statistic(observed: Any, expected: Any) -> Any:
     """Return G of each row of counts: [.., cells] -> [..]."""
-    return 2 * np.where(
-        observed > 0, observed * np.log(np.maximum(observed, 1) / expected), 0.0
-    ).sum(axis=-1)
+    terms = observed * np.log(np.maximum(observed, 1) / expected)
+    return 2 * np.where(observed > 0, terms, 0.0).sum(axis=-1)
 
 
 def g_test_power(
-    law: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float
+    probs: Mapping[Any, float], share: float, to: Any, texts: int, alpha: float
 ) -> float:
     """Return the probability that the G-test finds a fault at level alpha.
 
     A fault puts the cell `to` in place of a draw in `share` of the texts. G is then noncentral
-    chi-square, with 2 n KL(faulty, law) as its noncentrality.
+    chi-square, with 2 n KL(faulty, null) as its noncentrality.
     """
     stats = import_extra("scipy.stats")
-    null, faulty = _faulty_law(law, share, to, texts)
+    null, faulty = _faulty_probs(probs, share, to, texts)
     freedom = len(null) - 1
     if not freedom:
         return 0.0
@@ -206,7 +160,7 @@ def g_test_power(
 
 
 def simulated_power(
-    law: Mapping[Any, float],
+    probs: Mapping[Any, float],
     share: float,
     to: Any,
     texts: int,
@@ -216,37 +170,37 @@ def simulated_power(
 ) -> float:
     """Return the same by simulation: how often the test rejects counts of the faulty
     distribution."""
-    null, faulty = _faulty_law(law, share, to, texts)
+    null, faulty = _faulty_probs(probs, share, to, texts)
     counts = np.random.default_rng(seed).multinomial(texts, faulty, size=runs)
     critical = import_extra("scipy.stats").chi2.isf(alpha, len(null) - 1)
     return float((_g_statistic(counts, null * texts) >= critical).mean())
 
 
 def smallest_detectable_share(
-    law: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
+    probs: Mapping[Any, float], to: Any, texts: int, alpha: float, wanted: float = 0.9
 ) -> float | None:
     """Return the smallest share found with probability `wanted`; None where none is."""
     low, high = 0.0, 1.0
-    if g_test_power(law, high, to, texts, alpha) < wanted:
+    if g_test_power(probs, high, to, texts, alpha) < wanted:
         return None
     while high - low > 1e-6:
         middle = (low + high) / 2
         low, high = (
             (low, middle)
-            if g_test_power(law, middle, to, texts, alpha) >= wanted
+            if g_test_power(probs, middle, to, texts, alpha) >= wanted
             else (middle, high)
         )
     return high
 
 
-def moved_variation(law: Mapping[Any, float], share: float, to: Any) -> float:
+def moved_variation(probs: Mapping[Any, float], share: float, to: Any) -> float:
     """Return the total variation between the faulty distribution and the null."""
-    return share * (1 - law[to])
+    return share * (1 - probs[to])
 
 
-def _faulty_law(law: Mapping[Any, float], share: float, to: Any, texts: int) -> tuple[Any, Any]:
-    groups = pool_cells(law, texts)
-    null = np.array([math.fsum(law[c] for c in group) for group in groups])
+def _faulty_probs(probs: Mapping[Any, float], share: float, to: Any, texts: int) -> tuple[Any, Any]:
+    groups = pool_cells(probs, texts)
+    null = np.array([math.fsum(probs[c] for c in group) for group in groups])
     null /= null.sum()
     there = np.array([float(to in group) for group in groups])
     return null, np.maximum((1 - share) * null + share * there, 1e-300)
@@ -261,53 +215,53 @@ CONTROL = 60
 TextCell = tuple[int, ...]
 
 
-# ---------------------------------------------------------------------------------------------------- the null law
+# ---------------------------------------------------------------------- the null distribution
 
 
 class TextCells:
     """The distribution of the first new tokens, coarsened to the likeliest tokens and the others.
 
-    law     probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
+    probs   probability of each cell; a cell ends after `tokens` tokens, an end of text, or OTHER
     greedy  the cell of the likeliest token at each step
     """
 
     def __init__(
         self, model: Model, prompt: Sequence[int], tokens: int, width: int, temperature: float
     ):
-        self.law: dict[TextCell, float] = {}
+        self.probs: dict[TextCell, float] = {}
         self.inner: set[TextCell] = set()  # what cells begin with
         self.greedy: TextCell = ()
         waiting: list[tuple[TextCell, float]] = [((), 1.0)]
-        for said, mass in waiting:  # grows while it is walked
-            if len(said) == tokens or (said and said[-1] in (OTHER_TOKEN, *model.config.eos)):
-                self.law[said] = mass
+        for cell, mass in waiting:  # grows while it is walked
+            if len(cell) == tokens or (cell and cell[-1] in (OTHER_TOKEN, *model.config.eos)):
+                self.probs[cell] = mass
                 continue
-            self.inner.add(said)
-            logits = run_dense(model, [*prompt, *said]).logits[-1] / temperature
+            self.inner.add(cell)
+            logits = run_dense(model, [*prompt, *cell]).logits[-1] / temperature
             weights = np.exp(logits - logits.max())
             row = weights / weights.sum()
             likely = [int(x) for x in np.argsort(-row, kind="stable")[:width] if row[x] > 0]
-            if said == self.greedy:
-                self.greedy = (*said, likely[0])
-            waiting += [((*said, x), mass * float(row[x])) for x in likely]
+            if cell == self.greedy:
+                self.greedy = (*cell, likely[0])
+            waiting += [((*cell, x), mass * float(row[x])) for x in likely]
             rest = 1.0 - math.fsum(float(row[x]) for x in likely)
             if len(likely) < len(row) and rest > 0:
-                waiting.append(((*said, OTHER_TOKEN), mass * rest))
+                waiting.append(((*cell, OTHER_TOKEN), mass * rest))
 
     def of(self, text: Sequence[int]) -> TextCell:
         """Return the cell of a text; one that is not in the distribution is impossible."""
-        said: TextCell = ()
+        cell: TextCell = ()
         for token in text:
-            step = (*said, token)
-            if step in self.law:
+            step = (*cell, token)
+            if step in self.probs:
                 return step
             if step not in self.inner:
-                return (*said, OTHER_TOKEN)
-            said = step
-        return said
+                return (*cell, OTHER_TOKEN)
+            cell = step
+        return cell
 
 
-# ------------------------------------------------------------------------------------------------------- the texts
+# ---------------------------------------------------------------------- the texts
 
 
 class SoftGreedy(ModelDrafter):
@@ -320,10 +274,11 @@ class SoftGreedy(ModelDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        return super().propose(context, max_draft_depth, sampling, _Best())  # type: ignore[arg-type]
+        greedy: Any = _GreedySource()
+        return super().propose(context, max_draft_depth, sampling, greedy)
 
 
-class _Best:
+class _GreedySource:
     def draw(self, row: Probs) -> int:
         return int(np.argmax(row))
 
@@ -347,7 +302,7 @@ def sample_and_test(
     watch: Callable[[EValue], None] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Draw texts and judge them; without `samples`, until the e-value refutes or Ctrl-C."""
-    running = EValue(cells.law)
+    running = EValue(cells.probs)
     until = None
     try:
         for text in islice(sample_texts(decoder, seed), samples):
@@ -363,7 +318,7 @@ def sample_and_test(
     whole = (
         running.seen == samples
     )  # the G-test is valid only for a number that was chosen beforehand
-    test = g_test(running.counts, cells.law) if whole else None
+    test = g_test(running.counts, cells.probs) if whole else None
     return {
         "texts": running.seen,
         "counts": [[list(cell), n] for cell, n in running.counts.items()],
@@ -388,7 +343,7 @@ def _format_figure(x: float | None) -> str:
     return "infinite" if x is None else f"{x:.1f}"
 
 
-# -------------------------------------------------------------------------------------------------------- the demo
+# ---------------------------------------------------------------------- the demo
 
 
 def run_demo(
@@ -412,13 +367,14 @@ def run_demo(
     alpha    level of both tests
     watch    called with the running e-value after every text
 
-    bfloat16 rounds the law itself, so a model in it is run in float32, whose rounding no sample
-    that fits into a life can see. The same arguments give the same result, `seconds` apart. Raises
+    bfloat16 rounds the distribution itself, so a model in it is run in float32, whose rounding no
+    sample of practical size can see. The same arguments give the same result, `seconds` apart. Raises
     TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
     """
     if temperature <= 0:
         raise TinyspecError(
-            "the demo samples: choose a temperature above 0 (greedy texts are compared token by token)"
+            "the demo samples: choose a temperature above 0 "
+            "(greedy texts are compared token by token)"
         )
     if samples is not None and samples < 1:
         raise TinyspecError(f"samples is {samples}: it must be 1 or more")
@@ -431,17 +387,18 @@ def run_demo(
     begun = generation.start_generation(
         model, ids, method=method, draft=small, references=texts, **options, **knobs
     )
-    real, stop = (
-        begun.decoder,
-        begun.decoder.stop,
-    )  # `begun` is kept: a request that nobody holds is closed
-    broken = Request(model.session(), sampling=SamplingParams(temperature), stop=stop).decoder(
-        SoftGreedy(model.session(), tokens, stop.eos), verify_tree
-    )  # the model drafts for itself: every draft passes
+    # `begun` must stay referenced: a request that nobody holds is closed
+    real, stop = begun.decoder, begun.decoder.stop
+    # the model drafts for itself, so every draft token passes
+    drafter = SoftGreedy(model.session(), tokens, stop.eos)
+    request = Request(model.session(), sampling=SamplingParams(temperature), stop=stop)
+    broken = request.decoder(drafter, verify_tree)
     broken.extend(ids)
     found = sample_and_test(real, cells, samples=samples, seed=seed, alpha=alpha, watch=watch)
     failing = sample_and_test(broken, cells, samples=CONTROL, seed=seed, alpha=alpha)
-    share = smallest_detectable_share(cells.law, cells.greedy, samples, alpha) if samples else None
+    share = (
+        smallest_detectable_share(cells.probs, cells.greedy, samples, alpha) if samples else None
+    )
     return {
         "kind": "statistical demo: evidence, not proof",
         "model": model.name,
@@ -451,15 +408,15 @@ def run_demo(
         "temperature": temperature,
         "alpha": alpha,
         "seed": seed,
-        "law": [[list(cell), mass] for cell, mass in cells.law.items()],
+        "law": [[list(cell), mass] for cell, mass in cells.probs.items()],
         **found,
         "power": None
         if share is None or samples is None
         else {
             "share": share,
-            "moved": moved_variation(cells.law, share, cells.greedy),
-            "noncentral": g_test_power(cells.law, share, cells.greedy, samples, alpha),
-            "simulated": simulated_power(cells.law, share, cells.greedy, samples, alpha, seed),
+            "moved": moved_variation(cells.probs, share, cells.greedy),
+            "noncentral": g_test_power(cells.probs, share, cells.greedy, samples, alpha),
+            "simulated": simulated_power(cells.probs, share, cells.greedy, samples, alpha, seed),
         },
         "control": failing,
         "control_failed": bool(failing["g"]["refuted"] and failing["e"]["refuted"]),
@@ -482,17 +439,20 @@ def format_demo(result: Mapping[str, Any]) -> str:
     control, g, e = result["control"], result["g"], result["e"]
     lines = [
         f"{result['kind']}: {result['method']} on {result['model']}",
-        f"{result['texts']} texts against {len(result['law'])} cells of the model's own law, level {result['alpha']}",
+        f"{result['texts']} texts against {len(result['law'])} cells of the model's own "
+        f"distribution, level {result['alpha']}",
     ]
     if g is not None:
         lines.append(
-            f"G-test   G = {_format_figure(g['statistic'])}, {g['freedom']} degrees of freedom, p = {g['p']:.3g}"
+            f"G-test   G = {_format_figure(g['statistic'])}, {g['freedom']} degrees of freedom, "
+            f"p = {g['p']:.3g}"
         )
-    if result["power"] is not None:
+    if (power := result["power"]) is not None:
         lines.append(
-            f"power    the greedy text in place of {result['power']['share']:.1%} of the draws, a total variation of "
-            f"{result['power']['moved']:.3f}, is found\n         with probability {result['power']['noncentral']:.2f} "
-            f"({result['power']['simulated']:.2f} simulated)"
+            f"power    the greedy text in place of {power['share']:.1%} of the draws, a total "
+            f"variation of {power['moved']:.3f}, is found\n"
+            f"         with probability {power['noncentral']:.2f} "
+            f"({power['simulated']:.2f} simulated)"
         )
     elif g is not None:
         lines.append("power    none: with so few texts nothing would be found")
@@ -503,12 +463,12 @@ def format_demo(result: Mapping[str, Any]) -> str:
         f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
     )
     lines.append(
-        f"control  greedy draft judged by its soft law: {after}, G-test p = {control['g']['p']:.3g}"
+        f"control  greedy draft judged by its soft distribution: {after}, G-test p = {control['g']['p']:.3g}"
     )
     if not result["control_failed"]:
         lines.append("void: the control passed, so these tests see nothing here; take more texts")
     elif result["refuted"]:
-        lines.append("refuted: the texts do not have the model's law")
+        lines.append("refuted: the texts do not have the model's distribution")
     else:
         lines.append(
             "nothing found: no proof (`tinyspec laws` proves), only what the power above says"

@@ -102,9 +102,8 @@ NEUTRAL: KernelCase = {
 
 def small_samplings() -> Iterator[KernelCase]:
     for size in (1, 2, 3):
-        for logits in product(
-            (0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan), repeat=size
-        ):
+        values = (0.0, 1.0, -np.inf) if size > 2 else (0.0, 1.0, -1.0, -np.inf, np.nan)
+        for logits in product(values, repeat=size):
             for setting in SETTINGS:
                 yield {"logits": np.array(logits), **NEUTRAL, **setting}
 
@@ -129,29 +128,22 @@ def small_withouts() -> Iterator[KernelCase]:
 def small_walks() -> Iterator[KernelCase]:
     """Yield one draft token, drawn or a point mass; then two, side by side and in a chain.
 
-    Rows are the same everywhere.
+    Every node has the same distribution.
     """
-    for parents, largest, size in (
-        ([ROOT], 5, 2),
-        ([ROOT], 4, 3),
-        ([ROOT, ROOT], 3, 2),
-        ([ROOT, 0], 3, 2),
-    ):
+    shapes = (([ROOT], 5, 2), ([ROOT], 4, 3), ([ROOT, ROOT], 3, 2), ([ROOT, 0], 3, 2))
+    for parents, largest, size in shapes:
         for p, q in (pair for pair in float_pairs(largest) if len(pair[0]) == size):
-            for law in (q, None):
-                may = range(len(p)) if law is None else np.flatnonzero(q).tolist()
+            for declared in (q, None):
+                may = range(len(p)) if declared is None else np.flatnonzero(q).tolist()
                 for tokens in product(may, repeat=len(parents)):
-                    ratio = float(p[tokens[0]] / (1 if law is None else q[tokens[0]]))
-                    tests = [
-                        0.0,
-                        *([float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []),
-                        LARGEST_UNIFORM,
-                    ]
+                    ratio = float(p[tokens[0]] / (1 if declared is None else q[tokens[0]]))
+                    edges = [float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []
+                    tests = [0.0, *edges, LARGEST_UNIFORM]
                     for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LARGEST_UNIFORM)):
                         yield {
                             "tokens": list(tokens),
                             "parents": parents,
-                            "laws": [law] * len(parents),
+                            "draft_probs": [declared] * len(parents),
                             "probe": [False] * len(parents),
                             "p": dict.fromkeys(range(-1, len(parents)), p),
                             "uniforms": np.array(uniforms),
@@ -186,36 +178,12 @@ def small_retrievals() -> Iterator[KernelCase]:
             order = fallback.suffix_order(case["tokens"])
             for suffix, few in product(([0], [1, 0], [0, 0]), ({}, {"most": 1}, {"matches": 1})):
                 yield {**case, "order": order, "suffix": suffix, **knobs, **few}
-    often = np.array([0, 1, 0, 2, 0, 3, 0, 4], np.int32)  # of four places two are read: which?
+    often = np.array([0, 1, 0, 2, 0, 3, 0, 4], np.int32)  # two of four places are read
     order = fallback.suffix_order(often)
     yield {**case, "tokens": often, "order": order, "suffix": [0], **knobs, "matches": 2}
-    for wrong in (
-        {"shortest": 0},
-        {"longest": 32},
-        {"shortest": 4},
-        {"length": 0},
-        {"matches": 0},
-        {"most": -1},
-    ):
-        yield {**case, "order": case["tokens"] * 0, "suffix": [0], **knobs, **wrong}
-
-
-GRIDS: dict[str, Callable[[], Iterator[KernelCase]]] = {
-    "pick": small_picks,
-    "order": small_orders,
-    "race": small_races,
-    "warp": small_samplings,
-    "draw": small_draws,
-    "residual": small_residuals,
-    "without": small_withouts,
-    "walk": small_walks,
-    "ancestors": small_shapes,
-    "depths": small_shapes,
-    "unique_paths": small_spellings,
-    "suffix_order": small_texts,
-    "retrieve": small_retrievals,
-}
-"""By the kernel's name."""
+    wrong = (("shortest", 0), ("longest", 32), ("shortest", 4), ("length", 0), ("matches", 0))
+    for knob, value in (*wrong, ("most", -1)):
+        yield {**case, "order": case["tokens"] * 0, "suffix": [0], **knobs, knob: value}
 
 
 Kernel = Callable[..., Any]
@@ -223,19 +191,26 @@ Kernel = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Twin:
-    """A kernel's definition: the plain twin, and the cases for a vocabulary of a given size."""
+    """A kernel's definition, and the cases on which it is compared.
+
+    define  the plain twin
+    small   yields every small case, smallest first
+    cases   the cases for a vocabulary of a given size
+    sized   whether the size of a vocabulary matters to it
+    """
 
     define: Kernel
+    small: Callable[[], Iterator[KernelCase]]
     cases: Callable[[int], st.SearchStrategy[KernelCase]]
-    sized: bool = True  # whether the size of a vocabulary says anything about it
+    sized: bool = True
 
 
-def outcome_or_refusal(function: Kernel, case: Mapping[str, Any]) -> Any:
-    """Return what a function returns, or the word "refuses"."""
+def outcome_or_error(function: Kernel, case: Mapping[str, Any]) -> Any:
+    """Return what a function returns, or the words "an error"."""
     try:
         return function(*case.values())
     except TinyspecError:
-        return "refuses"
+        return "an error"
 
 
 def bit_pattern(value: Any) -> Any:
@@ -274,7 +249,7 @@ def show_difference(expected: Any, got: Any) -> tuple[Any, Any]:
 
 def expect_same_bits(name: str, kernel: Kernel, define: Kernel, case: KernelCase) -> None:
     """Raise LawViolated if the kernel does not return what its twin returns."""
-    expected, got = outcome_or_refusal(define, case), outcome_or_refusal(kernel, case)
+    expected, got = outcome_or_error(define, case), outcome_or_error(kernel, case)
     if bit_pattern(expected) != bit_pattern(got):
         accuse(
             "twin",
@@ -305,7 +280,7 @@ def judge_kernel(
     """Judge a kernel on its twin's cases, smallest first."""
     known, began = TWINS[name], time.perf_counter()
     grid = 0
-    for case in GRIDS[name]():
+    for case in known.small():
         judge(case)
         grid += 1
     evidence = Evidence(law, grid, seconds=time.perf_counter() - began, notes=[name])
@@ -315,8 +290,7 @@ def judge_kernel(
     return evidence
 
 
-# --- what each is tried on
-# ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------- the cases of each kernel
 
 
 @st.composite
@@ -338,12 +312,9 @@ def order_cases(draw: st.DrawFn, size: int) -> KernelCase:
 def race_cases(draw: st.DrawFn, size: int) -> KernelCase:
     row = draw(strategies.float_rows(size)) * draw(st.sampled_from([1.0, 1.0, 1.0, 0.0]))
     noise = np.random.default_rng(draw(st.integers(0, 999))).exponential(size=size)
-    for _ in range(
-        draw(st.integers(0, 3))
-    ):  # what a generator can return and a division may stumble over
-        noise[draw(st.integers(0, size - 1))] = draw(
-            st.sampled_from([0.0, -0.0, 5e-324, 0.5, np.inf])
-        )
+    edges = st.sampled_from([0.0, -0.0, 5e-324, 0.5, np.inf])  # where a division may fail
+    for _ in range(draw(st.integers(0, 3))):
+        noise[draw(st.integers(0, size - 1))] = draw(edges)
     return {"row": row, "noise": noise}
 
 
@@ -351,11 +322,8 @@ def race_cases(draw: st.DrawFn, size: int) -> KernelCase:
 def sampling_cases(draw: st.DrawFn, size: int) -> KernelCase:
     scores = draw(strategies.score_rows(size))
     if draw(st.integers(0, 19)) == 19:
-        scores = draw(
-            st.sampled_from(
-                [scores[:0], scores * np.float32(np.nan), np.full_like(scores, -np.inf)]
-            )
-        )
+        wrong = [scores[:0], scores * np.float32(np.nan), np.full_like(scores, -np.inf)]
+        scores = draw(st.sampled_from(wrong))
     elif draw(st.integers(0, 19)) == 19:
         scores[draw(st.integers(0, size - 1))] = draw(st.sampled_from([np.nan, np.inf]))
     return {"logits": scores, **draw(strategies.warp_knobs(size))._asdict()}
@@ -443,19 +411,19 @@ def retrieval_cases(draw: st.DrawFn, size: int) -> KernelCase:
 
 
 TWINS: dict[str, Twin] = {
-    "pick": Twin(fallback.pick, pick_cases),
-    "order": Twin(fallback.order, order_cases),
-    "race": Twin(fallback.race, race_cases),
-    "warp": Twin(fallback.warp, sampling_cases),
-    "draw": Twin(fallback.draw, draw_cases),
-    "residual": Twin(fallback.residual, residual_cases),
-    "without": Twin(fallback.without, without_cases),
-    "walk": Twin(fallback.walk, walk_cases),
-    "ancestors": Twin(fallback.ancestors, shape_cases, sized=False),
-    "depths": Twin(fallback.depths, shape_cases, sized=False),
-    "unique_paths": Twin(fallback.unique_paths, spelling_cases, sized=False),
-    "suffix_order": Twin(fallback.suffix_order, text_cases),
-    "retrieve": Twin(fallback.retrieve, retrieval_cases),
+    "pick": Twin(fallback.pick, small_picks, pick_cases),
+    "order": Twin(fallback.order, small_orders, order_cases),
+    "race": Twin(fallback.race, small_races, race_cases),
+    "warp": Twin(fallback.warp, small_samplings, sampling_cases),
+    "draw": Twin(fallback.draw, small_draws, draw_cases),
+    "residual": Twin(fallback.residual, small_residuals, residual_cases),
+    "without": Twin(fallback.without, small_withouts, without_cases),
+    "walk": Twin(fallback.walk, small_walks, walk_cases),
+    "ancestors": Twin(fallback.ancestors, small_shapes, shape_cases, sized=False),
+    "depths": Twin(fallback.depths, small_shapes, shape_cases, sized=False),
+    "unique_paths": Twin(fallback.unique_paths, small_spellings, spelling_cases, sized=False),
+    "suffix_order": Twin(fallback.suffix_order, small_texts, text_cases),
+    "retrieve": Twin(fallback.retrieve, small_retrievals, retrieval_cases),
 }
 """Every kernel that is a function, by name; the n-gram index has a history and is held to
 dictionaries by a machine.

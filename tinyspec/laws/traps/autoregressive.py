@@ -1,52 +1,28 @@
 """Plain decoding: even the baseline can be got wrong."""
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import product
 
-from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import collect_evidence, expect_equal
 from tinyspec.laws.session_laws import family_model
-from tinyspec.laws.traps import Trap, card
-from tinyspec.lm.forward import ForwardRecord
-from tinyspec.technique import Request
+from tinyspec.laws.traps import GREEDY, Build, Trap, begin_decoder, card, run_all_rounds
 
 ROWS = "every token of the text is run once"
 
 
-def runs_each_token_once(build: Callable[..., Decoder]) -> Evidence:
-    """The prompt and n new tokens are len(prompt) + n - 1 rows: a cache spares the rest, and the
-    last is never run.
+@collect_evidence(ROWS)
+def runs_each_token_once(build: Build) -> Iterator[int]:
+    """Check that the prompt and n new tokens are len(prompt) + n - 1 rows.
+
+    A cache spares the rest, and the last token is never run.
     """
-    seen = 0
     for prompt, n in product(((1,), (1, 2, 3)), (1, 4)):
-        forward_log, seen = list[ForwardRecord](), seen + 1
-        target = family_model("rotations").session(forward_log)
-        decoder = build(
-            Request(
-                target,
-                (),
-                SamplingParams(temperature=0.0),
-                StoppingCriteria(max_new_tokens=n),
-                forward_log=forward_log,
-            )
-        )
-        decoder.extend(prompt)
-        while not decoder.finished:
-            decoder.step(Seeded(decoder.rounds))
-        rows = sum(call.rows for call in forward_log)
-        if rows != len(prompt) + n - 1:
-            accuse(
-                ROWS,
-                len(prompt) + n - 1,
-                rows,
-                prompt=prompt,
-                new_tokens=n,
-                counted="rows that were run",
-            )
-    return Evidence(ROWS, seen)
+        decoder = begin_decoder(build, [family_model("rotations")], prompt, GREEDY, n)
+        run_all_rounds(decoder)
+        rows = sum(call.rows for call in decoder.forward_log)
+        case = {"prompt": prompt, "new_tokens": n, "counted": "rows that were run"}
+        expect_equal(ROWS, len(prompt) + n - 1, rows, **case)
+        yield 0
 
 
 TRAPS = [Trap(ROWS, runs_each_token_once, card("autoregressive"))]

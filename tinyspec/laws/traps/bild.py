@@ -1,25 +1,31 @@
-"""BiLD (Kim et al. 2023): no ratio test, no unsure token, the first bad one taken back, and nothing
-kept unread.
+"""BiLD (Kim et al. 2023): the text is that of the paper's algorithm.
+
+There is no ratio test. An unsure token is not drafted, the first bad one is taken back, and nothing
+after it is kept.
 """
 
 from collections.abc import Callable, Iterator
 from itertools import product
 from math import exp
+from typing import Any
 
 from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.laws.evidence import Evidence, accuse
-from tinyspec.laws.exact.law import JOINT, Reference
-from tinyspec.laws.loop_laws import SMALL_TABLES, Table, enumerate_tokens, format_table, table_model
+from tinyspec.laws.evidence import collect_evidence, expect_equal
+from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.loop_laws import (
+    SMALL_TABLES,
+    Table,
+    format_table,
+    table_model,
+    table_reference,
+)
 from tinyspec.laws.row_laws import normalised
-from tinyspec.laws.traps import Trap, card
+from tinyspec.laws.traps import Build, Trap, begin_decoder, card, check_table_law
 from tinyspec.speculative.verification.bild import BildDrafter
 from tinyspec.technique import Request
 
 ALGORITHM = "the text is algorithm 1's (Kim et al. 2023)"
-
-Build = Callable[..., Decoder]
 
 LARGE: Table = ((1, 30, 4), (8, 1, 1), (1, 2, 1))
 LITTLE: Table = ((9, 1, 2), (1, 1, 9), (3, 4, 2))
@@ -27,12 +33,10 @@ DISTANCES = (0.0, 0.5, 1.5, 3.0)
 WANTED, CAP = 8, 4
 
 
-def turns(
+def run_algorithm(
     large: Table, little: Table, fallback: float, rollback: float, rule: str
 ) -> Iterator[list[int]]:
-    """Algorithm 1 at temperature 0, in its own words: the text after each call of the large
-    model.
-    """
+    """Yield the text after each call of the large model, by algorithm 1 at temperature 0."""
     least = exp(-rollback)
     best = [row.index(max(row)) for row in large]
     text = [0]
@@ -51,83 +55,52 @@ def turns(
         yield list(text)
 
 
-def settings() -> Iterator[tuple[Table, Table, float, float, str]]:
-    """Large, small, fallback, rollback, rule."""
+def algorithm_cases() -> Iterator[tuple[Table, Table, float, float, str]]:
+    """Yield large and small table, fallback, rollback, rule."""
     tables = [(p, q) for p, q in SMALL_TABLES if len(p) > 1] + [(LARGE, LITTLE), (LITTLE, LARGE)]
     for (p, q), rollback, fallback, rule in product(
         tables, DISTANCES, (0.0, 0.6), ("paper", "safe")
     ):
-        yield _whole(p), _whole(q), fallback, rollback, rule
+        yield _spread_rows(p), _spread_rows(q), fallback, rollback, rule
 
 
-def _whole(table: Table) -> Table:
-    """A row for every last token."""
+def _spread_rows(table: Table) -> Table:
+    """Return a table with a row for every last token."""
     return tuple(table[token % len(table)] for token in range(len(table[0])))
 
 
-def follows_the_algorithm(build: Build) -> Evidence:
-    """At temperature 0: every text, and the rounds it took, against the loop of the paper."""
-    seen = 0
-    for p, q, fallback, rollback, rule in settings():
-        decoder = build(
-            Request(table_model(p).session(), [table_model(q).session()], SamplingParams(0.0)),
-            fallback=fallback, rollback=rollback, rule=rule, gamma=CAP,
-        )  # fmt: skip
-        decoder.extend((0,))
-        for expected in turns(p, q, fallback, rollback, rule):
+@collect_evidence(ALGORITHM)
+def follows_the_algorithm(build: Build) -> Iterator[int]:
+    """Check every text, and the rounds it took, against the loop of the paper at temperature 0."""
+    for p, q, fallback, rollback, rule in algorithm_cases():
+        knobs: dict[str, Any] = {"fallback": fallback, "rollback": rollback, "rule": rule}
+        decoder = begin_decoder(build, [table_model(p), table_model(q)], (0,), gamma=CAP, **knobs)
+        case = {"large": format_table(p), "small": format_table(q), **knobs}
+        for expected in run_algorithm(p, q, fallback, rollback, rule):
             decoder.step(Seeded(decoder.rounds))
-            seen += 1
-            if decoder.context != expected:
-                case = {
-                    "large": format_table(p),
-                    "small": format_table(q),
-                    "fallback": fallback,
-                    "rollback": rollback,
-                    "rule": rule,
-                }
-                accuse(ALGORITHM, expected, decoder.context, **case, calls=decoder.rounds)
+            expect_equal(ALGORITHM, expected, decoder.context, **case, calls=decoder.rounds)
+            yield 0
             if len(expected) > WANTED:
                 break
-    return Evidence(ALGORITHM, seen)
 
 
-def exact_where_nothing_is_trusted(build: Build) -> Evidence:
-    """At rollback 0 the joint law of two tokens is the large model's own, at any temperature."""
-    seen, branches = 0, 0
+@collect_evidence(JOINT)
+def exact_where_nothing_is_trusted(build: Build) -> Iterator[int]:
+    """Check that at rollback 0 the joint distribution of two tokens is the large model's own."""
     for (p, q), rule in product(SMALL_TABLES[2:7], ("paper", "safe")):
-
-        def make(p: Table = p, q: Table = q, rule: str = rule) -> Decoder:
-            request = Request(table_model(p).session(), [table_model(q).session()])
-            return build(request, fallback=0.0, rollback=0.0, rule=rule, gamma=2)
-
-        got, walked = enumerate_tokens(make, 2)
-        expected = Reference(lambda text, p=p: normalised(p[text[-1] % len(p)])).law(2)  # type: ignore[misc]
-        seen, branches = seen + 1, branches + walked
-        if got != expected:
-            accuse(
-                JOINT,
-                dict(sorted(expected.items())),
-                dict(sorted(got.items())),
-                large=format_table(p),
-                small=format_table(q),
-                rule=rule,
-            )
-    return Evidence(JOINT, seen, branches)
+        case = {"large": format_table(p), "small": format_table(q), "rule": rule}
+        knobs: dict[str, Any] = {"fallback": 0.0, "rollback": 0.0, "rule": rule, "gamma": 2}
+        yield check_table_law(build, (p, q), table_reference(p), case, **knobs)
 
 
-def policed(policy: Callable[[float, str], Verifier]) -> Build:
-    """The technique with another rollback policy."""
+def build_with_policy(policy: Callable[[float, str], Verifier]) -> Build:
+    """Return a builder of the technique with another rollback policy."""
 
     def build(request: Request, fallback: float, rollback: float, rule: str, gamma: int) -> Decoder:
-        return _with(request, fallback, gamma, policy(rollback, rule))
+        drafter = BildDrafter(fallback, request.drafts[0], gamma, frozenset(), None)
+        return request.decoder(drafter, policy(rollback, rule))
 
     return build
-
-
-def _with(request: Request, fallback: float, gamma: int, verifier: Verifier) -> Decoder:
-    return request.decoder(
-        BildDrafter(fallback, request.drafts[0], gamma, frozenset(), None), verifier
-    )
 
 
 TRAPS = [

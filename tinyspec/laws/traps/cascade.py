@@ -1,35 +1,40 @@
-"""Cascade speculative drafting (Chen et al. 2023): recursion, quotas, max-gram, and the law of
-whoever finalised a token.
+"""Cascade speculative drafting (Chen et al. 2023): recursion, quotas and max-gram.
+
+A token has the distribution of the level that made it final.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.laws.evidence import Evidence, accuse
-from tinyspec.laws.exact.law import JOINT, Reference, exact_law
+from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Trap, card
+from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card, check_joint_law
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, parse_quotas
-from tinyspec.technique import Request
 
 CALLS = "where all levels agree, each is called as often as K says"
 LONGEST = "max-gram copies what followed the longest match"
 
-Build = Callable[..., Decoder]
-KNOBS = {"lenience": 1.0, "vertical": True, "horizontal": True, "longest": 10, "sample": 0}
+KNOBS: dict[str, Any] = {
+    "lenience": 1.0,
+    "vertical": True,
+    "horizontal": True,
+    "longest": 10,
+    "sample": 0,
+}
 MATRICES = ("3,2/1", "4,1/3", "2,0/1", "3,2,1/2,1/1", "5,4,3/1,2/2")
 PROMPT = (1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2)
 
 
-def predicted(quotas: str) -> list[int]:
-    """Calls of the target, the first draft, the second ... in one round: a level that is to make n
-    tokens, with s drafted for it from below, is called ceil(n / (s + 1)) times; the last draft of
-    such a level is as long as is still wanted."""
+def predict_calls(quotas: str) -> list[int]:
+    """Return the calls of the target, the first draft, the second ... in one round.
+
+    A level that is to make n tokens, with s drafted for it from below, is called ceil(n / (s + 1))
+    times; the last draft of such a level is as long as is still wanted.
+    """
     k = parse_quotas(quotas, quotas.count("/"))
     calls = [0] * len(k)
 
@@ -48,70 +53,50 @@ def predicted(quotas: str) -> list[int]:
     return calls
 
 
-def called_as_k_says(build: Build) -> Evidence:
-    """Every model recites one text that repeats itself, so that max-gram agrees as well."""
+@collect_evidence(CALLS)
+def called_as_k_says(build: Build) -> Iterator[int]:
+    """Check the tokens of a round and the calls of each level.
+
+    Every model recites one text that repeats itself, so that max-gram agrees as well.
+    """
     poem = list(PROMPT[:5]) * 20
     for quotas in MATRICES:
         models = [Reciter(poem) for _ in range(quotas.count("/") + 1)]
         for number, model in enumerate(models):
             model.name = f"level {number}"
-        forward_log: list[Any] = []
-        sessions = [model.session(forward_log) for model in models]
-        decoder = build(
-            Request(sessions[0], sessions[1:], SamplingParams(0.0), forward_log=forward_log),
-            quotas=quotas,
-            **KNOBS,
-        )
-        decoder.extend(PROMPT)
+        decoder = begin_decoder(build, models, PROMPT, quotas=quotas, **KNOBS)
         decoder.step(Seeded(0))
-        del forward_log[:]
+        decoder.forward_log.clear()
         made = len(decoder.step(Seeded(1)).tokens)
-        counts = Counter(call.model for call in forward_log)
+        counts = Counter(call.model for call in decoder.forward_log)
         got = [made, *(counts[model.name] for model in models)]
-        expected = [sum(parse_quotas(quotas, len(models) - 1)[0]) + 1, *predicted(quotas)]
-        if got != expected:
-            accuse(
-                CALLS,
-                expected,
-                got,
-                quotas=quotas,
-                counted="tokens of the round, then calls of each level",
-            )
-    return Evidence(CALLS, len(MATRICES))
+        drafted = sum(parse_quotas(quotas, len(models) - 1)[0])
+        counted = "tokens of the round, then calls of each level"
+        expected = [drafted + 1, *predict_calls(quotas)]
+        expect_equal(CALLS, expected, got, quotas=quotas, counted=counted)
+        yield 0
 
 
-def joint_law_of_levels(build: Build) -> Evidence:
-    """Target, middle and small model, and max-gram: two tokens over as many rounds as they take."""
-    branches = 0
+@collect_evidence(JOINT)
+def joint_law_of_levels(build: Build) -> Iterator[int]:
+    """Check two tokens of a cascade of a target, a middle and a small model, and max-gram."""
     for seed, quotas in ((0, "2,1,0/1,0/1"), (3, "2,0,1/1,1/1")):
         models = [TableModel(seed + number, 2, zeros=False) for number in range(3)]
-
-        def make(models: Sequence[TableModel] = models, quotas: str = quotas) -> Decoder:
-            target, *drafts = [model.session() for model in models]
-            return build(Request(target, drafts), quotas=quotas, **KNOBS)
-
-        got = exact_law(make, 2, outside=lambda decoder, models=models: models)  # type: ignore[misc]
-        expected, branches = Reference(models[0].row).law(2), branches + got.branches
-        if got != expected:
-            accuse(
-                JOINT,
-                dict(sorted(expected.items())),
-                dict(sorted(got.items())),
-                seeds=seed,
-                quotas=quotas,
-            )
-    return Evidence(JOINT, 2, branches)
+        case = {"seeds": seed, "quotas": quotas}
+        yield check_joint_law(build, models, case, SAMPLED, quotas=quotas, **KNOBS)
 
 
-def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Evidence:
-    """Against a search by definition: of all places whose past agrees, one that agrees furthest is
-    continued.
+@collect_evidence(LONGEST)
+def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Iterator[int]:
+    """Check max-gram against a search by definition.
+
+    Of all places whose past agrees with the text, one that agrees furthest is continued.
     """
-    texts = list(_texts())
-    for text in texts:
+    for number in range(200):
+        text = [(number * number >> at) % 3 for at in range(2 + number % 8)]
         level = make(9)
         level.extend(text, None)  # type: ignore[arg-type]
-        got = level.write(text, 1, SamplingParams(), Seeded(0))[0]
+        got = level.write(text, 1, SAMPLED, Seeded(0))[0]
         lengths = [
             max(n for n in range(at + 1) if text[at - n : at] == text[len(text) - n :])
             for at in range(len(text))
@@ -119,12 +104,7 @@ def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Evidence:
         allowed = {text[at] for at, n in enumerate(lengths) if n == max(lengths) and n > 0}
         if set(got) - allowed or bool(got) != bool(allowed):
             accuse(LONGEST, f"one of {sorted(allowed)}", got, text=text)
-    return Evidence(LONGEST, len(texts))
-
-
-def _texts() -> Iterator[list[int]]:
-    for number in range(200):
-        yield [(number * number >> at) % 3 for at in range(2 + number % 8)]
+        yield 0
 
 
 TRAPS = [

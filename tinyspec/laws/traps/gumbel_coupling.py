@@ -1,5 +1,6 @@
-"""Gumbel coupling (Daliri et al. 2024): one noise for draft and target, named by the position; the
-drafter leaves no trace.
+"""Gumbel coupling (Daliri et al. 2024): draft and target share one noise, named by the position.
+
+The drafter does not change the text.
 """
 
 from tinyspec.laws.traps import Trap, card

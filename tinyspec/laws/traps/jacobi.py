@@ -1,5 +1,6 @@
-"""Parallel decoding (Santilli et al. 2023): all places at once, the answers are the next guesses,
-and nobody knows the end.
+"""Parallel decoding (Santilli et al. 2023): a pass predicts all positions at once.
+
+What it predicts is the next draft, and the end of the text is not known beforehand.
 """
 
 from tinyspec.laws import sweeps

@@ -1,5 +1,6 @@
-"""Mask-Predict (Ghazvininejad et al. 2019): any number of words hidden, stale probabilities,
-several lengths.
+"""Mask-Predict (Ghazvininejad et al. 2019): training hides any number of words.
+
+A word that is not rewritten keeps its old probability, and several lengths are tried.
 """
 
 from tinyspec.laws.nonautoregressive_laws import (
@@ -10,14 +11,11 @@ from tinyspec.laws.nonautoregressive_laws import (
     follows_mask_predict,
     hides_uniformly,
 )
-from tinyspec.laws.traps import Trap
-from tinyspec.nonautoregressive.mask_predict import (
-    hide_tokens,
-)
-from tinyspec.technique import find_technique
+from tinyspec.laws.traps import Trap, refine_card
+from tinyspec.nonautoregressive.mask_predict import hide_tokens
 
 TRAPS = [
-    Trap(MASK_RULE, follows_mask_predict, lambda: find_technique("mask_predict").refiner),
-    Trap(LENGTH_CHOICE, chooses_best_length, lambda: find_technique("mask_predict").refiner),
+    Trap(MASK_RULE, follows_mask_predict, refine_card("mask_predict")),
+    Trap(LENGTH_CHOICE, chooses_best_length, refine_card("mask_predict")),
     Trap(MASKS_HIDDEN, hides_uniformly, lambda: hide_tokens),
 ]

@@ -1,83 +1,71 @@
-"""SpecInfer (Miao et al. 2024): proposals of several models, each tested against its own law;
-models made for each other.
+"""SpecInfer (Miao et al. 2024): several models propose, and each token has a test of its own.
+
+Each draft model is tuned on what the others do not cover.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import permutations
+from collections.abc import Callable, Iterator, Sequence
+from itertools import permutations, product
 from typing import Any
 
 from tinyspec.decoding.decode import Verifier
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import loop_laws
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.law import JOINT
-from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass, positive_part
-from tinyspec.laws.loop_laws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, Build, table_model
-from tinyspec.laws.theorems import play_siblings, with_replacement
-from tinyspec.laws.traps import Trap, card
+from tinyspec.laws.exact.rational import distribution_pairs
+from tinyspec.laws.loop_laws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, table_model
+from tinyspec.laws.theorems import play_siblings, rejection_probability, with_replacement
+from tinyspec.laws.traps import GREEDY, Build, Trap, begin_decoder, card
 from tinyspec.speculative.verification import specinfer as sif
-from tinyspec.technique import Request
 
-TESTS = "k drafts are refused with the product of the distances: one test each"
-MERGED = "a prefix that several models say is run once"
+TESTS = "k drafts are rejected with the product of the distances: one test each"
+MERGED = "a prefix that several models propose is run once"
 LEFT = "each draft is tuned on the prompts that no draft before it covers"
 
 
 def joint_law(build: Build) -> Evidence:
-    """Two models whose laws differ and whose tokens collide."""
+    """Check two models whose distributions differ and whose tokens collide."""
     return loop_laws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
 
 
 def expands_every_leaf(build: Build) -> Evidence:
-    """k tokens below every leaf, one call a depth."""
+    """Check k tokens below every leaf, and one draft pass for each depth."""
     return loop_laws.own_children(build, lambda shape: {"expansion": shape})
 
 
-def tests_each(verifier: Verifier) -> Evidence:
-    """Of k i.i.d. drafts one passes as often as one test a draft allows; sampling once and looking
-    passes less.
+@collect_evidence(TESTS)
+def tests_each(verifier: Verifier) -> Iterator[int]:
+    """Check how often one of k i.i.d. draft tokens passes, if each has a test of its own.
+
+    Drawing one target token and looking for it among the drafts passes less.
     """
-    seen = 0
-    for p, q in distribution_pairs(largest=5):
-        left: Any = p
-        refused: Any = 1
-        for k in (1, 2):
-            refused *= 1 - overlap_mass(left, q)
-            left = positive_part(left, q) or left
-            got, _, _ = play_siblings(verifier, with_replacement, p, q, k)
-            seen += 1
-            if got != 1 - refused:
-                accuse(TESTS, 1 - refused, got, p=p, q=q, k=k)
-    return Evidence(TESTS, seen)
+    for (p, q), k in product(distribution_pairs(largest=5), (1, 2)):
+        got, _, _ = play_siblings(verifier, with_replacement, p, q, k)
+        expected = 1 - rejection_probability(p, q, k, replace=True)
+        expect_equal(TESTS, expected, got, p=p, q=q, k=k)
+        yield 0
 
 
-def runs_a_prefix_once(build: Build) -> Evidence:
-    """Two models that are the same, at temperature 0: the target runs the newest token and one
-    path.
+@collect_evidence(MERGED)
+def runs_a_prefix_once(build: Build) -> Iterator[int]:
+    """Check that the target runs the newest token and one path, at temperature 0.
+
+    The two draft models are the same.
     """
     for depth in (1, 2, 4):
-        forward_log: list[Any] = []
-        drafts = [table_model(TREE_DRAFTS[0]).session() for _ in range(2)]
-        request = Request(
-            table_model(TREE_TARGET).session(forward_log),
-            drafts,
-            SamplingParams(temperature=0.0),
-            forward_log=forward_log,
-        )
-        decoder = build(request, expansion="x".join("1" * depth))
-        decoder.extend((0,))
-        tree = decoder.drafter.propose([0], 9, request.sampling, Seeded(0))
-        del forward_log[:]
+        models = [table_model(table) for table in (TREE_TARGET, TREE_DRAFTS[0], TREE_DRAFTS[0])]
+        decoder = begin_decoder(build, models, (0,), expansion="x".join("1" * depth))
+        tree = decoder.drafter.propose([0], 9, GREEDY, Seeded(0))
+        decoder.forward_log.clear()
         decoder.target.score(tree)
-        rows = sum(call.rows for call in forward_log)
-        if rows != depth + 1:
-            accuse(MERGED, depth + 1, rows, depth=depth, models=2)
-    return Evidence(MERGED, 3)
+        rows = sum(call.rows for call in decoder.forward_log)
+        expect_equal(MERGED, depth + 1, rows, depth=depth, models=2)
+        yield 0
 
 
-def tunes_on_what_is_left(collectively: Callable[..., Any]) -> Evidence:
-    """Drafts that can learn two prompts each cover what those before them do not."""
+@collect_evidence(LEFT)
+def tunes_on_what_is_left(tune_together: Callable[..., Any]) -> Iterator[int]:
+    """Check that drafts that learn two prompts each cover what those before them do not."""
     for order in permutations(range(5)):
         known: list[set[int]] = []
 
@@ -85,13 +73,12 @@ def tunes_on_what_is_left(collectively: Callable[..., Any]) -> Evidence:
             known.append(set(prompts[:2]))
             return draft
 
-        collectively(
-            range(3), list(order), tune, lambda draft, prompt, known=known: prompt in known[draft]
-        )
+        covers = lambda draft, prompt, known=known: prompt in known[draft]  # noqa: E731
+        tune_together(range(3), list(order), tune, covers)
         if set().union(*known) != set(range(5)):
             expected = [set(order[at : at + 2]) for at in (0, 2, 4)]
             accuse(LEFT, expected, known, prompts=order, drafts=3, each_learns=2)
-    return Evidence(LEFT, 120)
+        yield 0
 
 
 TRAPS = [

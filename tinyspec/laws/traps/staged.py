@@ -1,8 +1,9 @@
-"""Staged speculative decoding (Spector & Re 2023): a tree that follows the draft's probability, and
-n-grams ahead of it.
+"""Staged speculative decoding (Spector & Re 2023): a tree that follows the draft's probability.
+
+N-grams run ahead of the draft model and spare its calls.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -11,136 +12,108 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import Trap, card
+from tinyspec.laws.traps import GREEDY, SAMPLED, Build, Trap, begin_decoder, card
 from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
-from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
 
 AHEAD = "n-grams spare the draft calls"
-DRAFTS = "every guess is the draft's, whatever the n-grams say"
+DRAFTS = "every draft token is the draft's, whatever the n-grams say"
 GUIDED = "a tree that follows the draft's probability beats fixed trees of its size"
 
-Build = Callable[..., Decoder]
-KNOBS = {"budget": 6, "width": 2, "children": "likeliest", "guesses": 4, "order": 2, "sample": 200}
+KNOBS: dict[str, Any] = {
+    "budget": 6,
+    "width": 2,
+    "children": "likeliest",
+    "guesses": 4,
+    "order": 2,
+    "sample": 200,
+}
 
 
-def _walker(name: str = "table", more: int = 8) -> TableModel:
-    """After token x mostly x + 1, so that n-grams can know it."""
-    rows = lambda text: [more if x == (text[-1] + 1) % 5 else 1 for x in range(5)]  # noqa: E731
+def make_counter(name: str) -> TableModel:
+    """Return a model in which mostly x + 1 follows a token x, so that n-grams can know it."""
+    rows = lambda text: [8 if x == (text[-1] + 1) % 5 else 1 for x in range(5)]  # noqa: E731
     return TableModel(vocabulary=5, rows=rows, name=name)
 
 
-def calls_are_spared(build: Build) -> Evidence:
-    """Three leaves in a row get children. Where the n-grams know the likeliest path, one call of
-    the draft shows all; the rounds after the first are counted."""
-    seen = 0
-    for sampling, width in (
-        (SamplingParams(0.0), 1),
-        (SamplingParams(0.0), 2),
-        (SamplingParams(), 1),
-    ):
-        knobs = {**KNOBS, "width": width, "budget": 3 * width}
-        forward_log: list[Any] = []
-        request = Request(
-            _walker().session(forward_log),
-            [_walker("draft").session(forward_log)],
-            sampling,
-            forward_log=forward_log,
-        )
-        decoder = build(request, **knobs)
-        decoder.extend((0, 1, 2))
+@collect_evidence(AHEAD)
+def calls_are_spared(build: Build) -> Iterator[int]:
+    """Check that the draft is called less than once for each level of the tree.
+
+    Three leaves in a row get children. Where the n-grams know the likeliest path, one call of the
+    draft shows all; the rounds after the first are counted.
+    """
+    for sampling, width in ((SamplingParams(0.0), 1), (SamplingParams(0.0), 2), (SAMPLED, 1)):
+        models = [make_counter("table"), make_counter("draft")]
+        knobs: dict[str, Any] = {**KNOBS, "width": width, "budget": 3 * width}
+        decoder = begin_decoder(build, models, (0, 1, 2), sampling, **knobs)
         rounds = [decoder.step(Seeded(number)) for number in range(6)]
-        calls, levels, seen = (
-            sum(len(round.draft_calls) for round in rounds),
-            3 * len(rounds),
-            seen + 1,
-        )
+        calls, levels = sum(len(round.draft_calls) for round in rounds), 3 * len(rounds)
         most = len(rounds) if sampling.greedy else levels - 1
         if calls > most:
-            accuse(
-                AHEAD,
-                f"at most {most} calls",
-                calls,
-                sampling=sampling,
-                **knobs,
-                rounds=len(rounds),
-                levels=levels,
-            )
-    return Evidence(AHEAD, seen)
+            case = {"sampling": sampling, **knobs, "rounds": len(rounds), "levels": levels}
+            accuse(AHEAD, f"at most {most} calls", calls, **case)
+        yield 0
 
 
-def guesses_are_the_drafts(build: Build) -> Evidence:
-    """At temperature 0, children are the tokens that the draft holds for likeliest: n-grams of
-    another draft's text change no node of the tree."""
-    seen = 0
+@collect_evidence(DRAFTS)
+def tokens_are_the_drafts(build: Build) -> Iterator[int]:
+    """Check that children are the likeliest tokens of the draft, at temperature 0.
+
+    N-grams of another draft's text change no node of the tree.
+    """
     for seed in range(8):
         draft = TableModel(seed, 4, zeros=False)
-        decoder = build(
-            Request(TableModel(seed + 50, 4).session(), [draft.session()], SamplingParams(0.0)),
-            **KNOBS,
-        )
-        decoder.extend((0, 1))
+        decoder = begin_decoder(build, [TableModel(seed + 50, 4), draft], (0, 1), GREEDY, **KNOBS)
         for number in range(3):
             context = tuple(decoder.context)
-            tree, seen = decoder.step(Seeded(number)).tree, seen + 1
+            tree = decoder.step(Seeded(number)).tree
             for node, token in enumerate(tree.tokens):
                 above = tree.tokens_on(tree.path(node))[:-1]
                 row = draft.row((*context, *above))
-                best = sorted(range(4), key=lambda x: (-row[x], x))[:2]
+                best = [x for _, x in sorted((-p, x) for x, p in enumerate(row))][:2]
                 if token not in best:
-                    accuse(
-                        DRAFTS,
-                        f"one of {best}",
-                        token,
-                        draft=seed,
-                        context=context,
-                        above=above,
-                        q=row,
-                    )
-    return Evidence(DRAFTS, seen)
+                    case = {"draft": seed, "context": context, "above": above, "q": row}
+                    accuse(DRAFTS, f"one of {best}", token, **case)
+            yield 0
 
 
-def beats_fixed_trees(build: Build) -> Evidence:
-    """Tokens of a round, expected over every outcome, against all fixed trees of equal size that
-    are alike at each depth: p = q, sure of itself after token 0 and torn after the others."""
+@collect_evidence(GUIDED)
+def beats_fixed_trees(build: Build) -> Iterator[int]:
+    """Check the tokens of a round, expected over every outcome, against all fixed trees.
+
+    The fixed trees have the same size and are alike at each depth. p = q is sure after token 0, and
+    uniform after the others.
+    """
     rows = lambda text: [8, 1, 1] if text[-1] == 0 else [1, 1, 1]  # noqa: E731
-    best: Any = Fraction(0)
-    made = {}
+    tokens = {}
     for name, children in {"6": (6,), "2x2": (2, 2), "staged": ()}.items():
 
         def play(rng: Exhaustive, children: tuple[int, ...] = children) -> int:
-            target, draft = (TableModel(vocabulary=3, rows=rows).session() for _ in range(2))
-            request = Request(target, [draft], SamplingParams(0.0))
-            decoder = (
-                build(request, **KNOBS)
-                if not children
-                else Decoder(target, TreeDrafter(draft, branching_parents(children)), verify_tree)
-            )
-            decoder.extend((0,))
-            tree = decoder.drafter.propose([0], 9, SamplingParams(0.0), rng.split("draft", 0))
-            return _reached(tree, rows, rng)
+            def build_fixed(request: Any, **knobs: Any) -> Decoder:
+                drafter = TreeDrafter(request.drafts[0], branching_parents(children))
+                return request.decoder(drafter, verify_tree)  # type: ignore[no-any-return]
 
-        made[name] = sum((n * weight for n, weight in Exhaustive.walk(play)), Fraction(0))
-        best = max(best, made[name]) if children else best
-    if made["staged"] <= best:
-        accuse(
-            GUIDED,
-            f"more than {best} tokens expected",
-            made["staged"],
-            p="8:1:1 after 0, else 1:1:1",
-            fixed=made,
-        )
-    return Evidence(GUIDED, 1)
+            models = [TableModel(vocabulary=3, rows=rows) for _ in range(2)]
+            decoder = begin_decoder(build_fixed if children else build, models, (0,), **KNOBS)
+            tree = decoder.drafter.propose([0], 9, GREEDY, rng.split("draft", 0))
+            return count_reached(tree, rows, rng)
+
+        tokens[name] = sum((n * weight for n, weight in Exhaustive.walk(play)), Fraction(0))
+    best = max(tokens["6"], tokens["2x2"])
+    if tokens["staged"] <= best:
+        case = {"p": "8:1:1 after 0, else 1:1:1", "fixed": tokens}
+        accuse(GUIDED, f"more than {best} tokens expected", tokens["staged"], **case)
+    yield 0
 
 
-def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], rng: Any) -> int:
-    """Draw from p until the text leaves the tree: nodes passed."""
+def count_reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], rng: Any) -> int:
+    """Draw from p until the text leaves the tree, and return how many nodes it passed."""
     passed, at, text = 0, -1, [0]
     while True:
-        weights = [Fraction(x) for x in rows(text)]
-        token = rng.draw(weights)
+        token = rng.draw([Fraction(x) for x in rows(text)])
         below = [n for n, up in enumerate(tree.parents) if up == at and tree.tokens[n] == token]
         if not below:
             return passed
@@ -149,6 +122,6 @@ def _reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]], rn
 
 TRAPS = [
     Trap(AHEAD, calls_are_spared, card("staged")),
-    Trap(DRAFTS, guesses_are_the_drafts, card("staged")),
+    Trap(DRAFTS, tokens_are_the_drafts, card("staged")),
     Trap(GUIDED, beats_fixed_trees, card("staged")),
 ]

@@ -1,88 +1,60 @@
-"""Suffix decoding (Oliaro et al. 2024): what makes it more than copying behind the longest
-match.
-"""
+"""Suffix decoding (Oliaro et al. 2024): it is more than copying after the longest match."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.laws.evidence import Evidence, accuse
+from tinyspec.laws.evidence import collect_evidence, expect_equal
 from tinyspec.laws.exact.models import Reciter
-from tinyspec.laws.traps import Trap, card
-from tinyspec.laws.traps.lookahead_trie import said
-from tinyspec.technique import Request
+from tinyspec.laws.traps import Build, Trap, card
+from tinyspec.laws.traps.lookahead_trie import draft_first, expect_few_calls
 
-ADAPTS = "a draft has at most alpha guesses a token of its match"
+ADAPTS = "a draft has at most alpha tokens for each token of its match"
 FREQUENT = "of several continuations the most frequent is drafted"
-SCORED = "the draft that can hope for most is checked, behind whatever match"
-BOTH = "what was said in other requests is drafted, and what this one said"
+SCORED = "the draft with the highest score is checked, whatever its match"
+BOTH = "what other requests generated is drafted, and what this one generated"
 
-Build = Callable[..., Decoder]
 SPLIT = [1, 2, 4, 1, 2, 5, 1, 2, 6, 1, 2, 7, *[8, 2, 3] * 9, 1, 2]
-"""Behind 1 2 came four tokens once each; behind 2, in all places, mostly 3."""
+"""After 1 2 came four tokens once each; after 2, in all places, mostly 3."""
+
+ANY_TARGET = Reciter(range(20))
 
 
-def draft(build: Build, prompt: Sequence[int], **knobs: Any) -> tuple[int, ...]:
-    """The first draft behind a prompt."""
-    decoder = build(
-        Request(Reciter([*range(20)]).session(), (), SamplingParams(temperature=0.0)),
-        price=0.0,
-        **knobs,
-    )
-    decoder.extend(prompt)
-    return tuple(decoder.step(Seeded(0)).tree.tokens)
-
-
-def adapts(build: Build) -> Evidence:
-    """Matches of 1 to 4 tokens in front of a long certain continuation."""
-    beyond = list(range(6, 18))
+@collect_evidence(ADAPTS)
+def adapts(build: Build) -> Iterator[int]:
+    """Check matches of 1 to 4 tokens before a long certain continuation."""
+    beyond = tuple(range(6, 18))
     for alpha in (1.0, 2.0):
         for p in (1, 2, 3, 4):
             prompt = [*range(1, 6), *beyond, 0, *range(6 - p, 6)]
-            guesses = draft(build, prompt, alpha=alpha)
-            if guesses != tuple(beyond[: int(alpha * p)]):
-                accuse(
-                    ADAPTS, beyond[: int(alpha * p)], guesses, prompt=prompt, match=p, alpha=alpha
-                )
-    return Evidence(ADAPTS, 8)
+            draft = draft_first(build, ANY_TARGET, prompt, alpha=alpha)
+            expected = beyond[: int(alpha * p)]
+            expect_equal(ADAPTS, expected, draft, prompt=prompt, match=p, alpha=alpha)
+            yield 0
 
 
-def goes_by_frequency(build: Build) -> Evidence:
-    """What came three times, not what came last."""
+@collect_evidence(FREQUENT)
+def goes_by_frequency(build: Build) -> Iterator[int]:
+    """Check that the most frequent continuation is drafted, not the last."""
     for then in ([3, 3, 3, 4], [4, 3, 3, 3, 4]):
         prompt = [token for x in then for token in (1, x)] + [1]
-        guesses = draft(build, prompt)
-        if guesses[:1] != (3,):
-            accuse(FREQUENT, (3,), guesses, prompt=prompt)
-    return Evidence(FREQUENT, 2)
+        draft = draft_first(build, ANY_TARGET, prompt)
+        expect_equal(FREQUENT, (3,), draft[:1], prompt=prompt)
+        yield 0
 
 
-def scores(build: Build) -> Evidence:
-    """A long match that leads four ways is left for a short one that leads mostly one way."""
-    guesses = draft(build, SPLIT)
-    if guesses != (3,):
-        accuse(SCORED, (3,), guesses, prompt=SPLIT)
-    return Evidence(SCORED, 1)
+@collect_evidence(SCORED)
+def scores(build: Build) -> Iterator[int]:
+    """Check that a short match that leads mostly one way beats a long one that leads four ways."""
+    expect_equal(SCORED, (3,), draft_first(build, ANY_TARGET, SPLIT), prompt=SPLIT)
+    yield 0
 
 
-def uses_both(build: Build) -> Evidence:
-    """The same question again takes fewer calls; so does a text that repeats itself."""
+@collect_evidence(BOTH)
+def uses_both(build: Build) -> Iterator[int]:
+    """Check that a repeated request takes fewer calls; so does a text that repeats itself."""
     for poem in ([*range(1, 15)], [1, 2, 3, 4] * 4):
-        model, n = Reciter(poem), len(poem) - 2
-        said(build, model, 2, n).end()
-        rounds = said(build, model, 2, n).rounds
-        if rounds > n // 2:
-            accuse(
-                BOTH,
-                f"at most {n // 2} calls",
-                rounds,
-                prompt=poem[:2],
-                new_tokens=n,
-                request="the second",
-            )
-    return Evidence(BOTH, 2)
+        n = len(poem) - 2
+        expect_few_calls(BOTH, build, Reciter(poem), n, n // 2)
+        yield 0
 
 
 TRAPS = [

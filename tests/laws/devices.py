@@ -24,13 +24,12 @@ from tinyspec.laws import strategies
 from tinyspec.laws.evidence import Evidence, accuse
 from tinyspec.laws.strategies import VOCABULARY_SIZES, WalkCase, WarpKnobs, search_cases, st
 from tinyspec.laws.twins import (
-    GRIDS,
     TWINS,
     Kernel,
     KernelCase,
     abbreviate,
     judge_kernel,
-    outcome_or_refusal,
+    outcome_or_error,
 )
 from tinyspec.tree import TokenTree
 
@@ -124,7 +123,7 @@ class BoundedNumber:
 
 EPS = 2.0**-52
 NEGLIGIBLE_SHARE = (
-    1e-290  # below this a share of a law decides nothing, and denormal numbers round coarsely
+    1e-290  # below this a share of a row decides nothing, and denormal numbers round coarsely
 )
 
 ROW_KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
@@ -133,7 +132,7 @@ ROW_KINDS: dict[str, Callable[[NDArray[Any]], Any]] = {
     "float32 tensor": partial(torch.tensor, dtype=torch.float32),
     "bfloat16 tensor": partial(torch.tensor, dtype=torch.bfloat16),
 }
-"""How a draft's law may lie in the memory of the host."""
+"""How a draft's row may lie in the memory of the host."""
 
 
 # --- front doors ----------------------------------------------------------------------------------
@@ -167,9 +166,9 @@ def walk_equals_twin(
 
     def judge(drawn: tuple[str, WalkCase]) -> None:
         kind, case = drawn
-        laws = [None if law is None else ROW_KINDS[kind](law) for law in case.draft_probs]
+        draft_probs = [None if row is None else ROW_KINDS[kind](row) for row in case.draft_probs]
         tree, given = (
-            TokenTree(case.tokens, case.parents, laws, case.probe),
+            TokenTree(case.tokens, case.parents, draft_probs, case.probe),
             TwinUniforms(case.uniforms.tolist()),
         )
 
@@ -182,7 +181,7 @@ def walk_equals_twin(
             columns = (
                 case.tokens,
                 case.parents,
-                [None if law is None else _row_as_floats(law) for law in laws],
+                [None if row is None else _row_as_floats(row) for row in draft_probs],
                 case.probe,
             )
             said = reference.verify(
@@ -193,7 +192,7 @@ def walk_equals_twin(
             )
             return (*said, len(given.rest))
 
-        expected, got = outcome_or_refusal(theirs, {}), outcome_or_refusal(ours, {})
+        expected, got = outcome_or_error(theirs, {}), outcome_or_error(ours, {})
         if expected != got:
             shown = {key: abbreviate(value) for key, value in case._asdict().items()}
             accuse("twin", expected, got, kernel="walk under Replay", laws_lie_in=kind, **shown)
@@ -204,7 +203,7 @@ def walk_equals_twin(
         ),
         0,
     )
-    for case in GRIDS["walk"]():
+    for case in TWINS["walk"].small():
         kind = list(ROW_KINDS)[grid % len(ROW_KINDS)]
         judge((kind, WalkCase(**case)))
         grid += 1
@@ -288,10 +287,10 @@ def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
         return run
 
     def walk(
-        tokens: Any, parents: Any, laws: Any, probe: Any, p: Mapping[int, Any], uniforms: Any
+        tokens: Any, parents: Any, draft_probs: Any, probe: Any, p: Mapping[int, Any], uniforms: Any
     ) -> Any:
         rows = torch.stack([there(p[node]) for node in range(-1, len(tokens))])
-        far = [None if law is None else there(law) for law in laws]
+        far = [None if row is None else there(row) for row in draft_probs]
         return device.verify_on_device(tokens, parents, far, probe, rows, None, uniforms.tolist())
 
     return {
@@ -317,13 +316,13 @@ def on_device(name: str, kernel: Kernel, examples: int = 120, large: int = 2) ->
     def judge(case: KernelCase) -> None:
         nonlocal off
         expected, got = (
-            outcome_or_refusal(TWINS[name].define, case),
-            outcome_or_refusal(kernel, case),
+            outcome_or_error(TWINS[name].define, case),
+            outcome_or_error(kernel, case),
         )
-        refused = isinstance(expected, str) or isinstance(got, str)
+        failed = isinstance(expected, str) or isinstance(got, str)
         agreed = (
             isinstance(expected, str) and isinstance(got, str)
-            if refused
+            if failed
             else AGREEMENT_BY_KERNEL[name](case, expected, got)
         )
         if agreed is None:
@@ -373,10 +372,10 @@ def _walks_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
     def doubted(doubt: RoundingDoubt) -> Any:
         given = TwinUniforms(case["uniforms"].tolist())
         columns = [case[name] for name in ("tokens", "parents", "probe")]
-        laws = [None if law is None else doubt.row(law) for law in case["laws"]]
+        draft_probs = [None if row is None else doubt.row(row) for row in case["draft_probs"]]
         p = {node: doubt.row(row) for node, row in case["p"].items()}
         draw = lambda row: reference.sample_inverse_cdf(row, given.next())  # noqa: E731
-        return (*columns[:2], laws, columns[2], p, given.accept, draw)
+        return (*columns[:2], draft_probs, columns[2], p, given.accept, draw)
 
     return None if _is_doubtful(reference.verify, len(case["p"][-1]), doubted) else False
 
