@@ -114,7 +114,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
     for _ in range(400):
         rows, uniforms = rng.dirichlet(np.ones(4) / 2, size=8), rng.random(8)
         rows[1:] = rows[1:][same]  # equal paths have equal rows
-        expected = _core.walk(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
+        expected = _core.verify_tree(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
         there = torch.tensor(rows)
         got = device.verify_on_device(
             tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist()

@@ -184,7 +184,7 @@ def walk_equals_twin(
                 [None if row is None else _row_as_floats(row) for row in draft_probs],
                 case.probe,
             )
-            said = reference.verify(
+            said = reference.verify_tree(
                 *columns,
                 lists,
                 given.accept,
@@ -203,7 +203,7 @@ def walk_equals_twin(
         ),
         0,
     )
-    for case in TWINS["walk"].small():
+    for case in TWINS["verify_tree"].small():
         kind = list(ROW_KINDS)[grid % len(ROW_KINDS)]
         judge((kind, WalkCase(**case)))
         grid += 1
@@ -294,15 +294,15 @@ def device_kernels(where: str = "cpu") -> dict[str, Kernel]:
         return device.verify_on_device(tokens, parents, far, probe, rows, None, uniforms.tolist())
 
     return {
-        "pick": move(DEVICE.sample_inverse_cdf, 1),
-        "order": lambda row, uniforms: DEVICE.sample_without_replacement(
+        "sample_inverse_cdf": move(DEVICE.sample_inverse_cdf, 1),
+        "sample_without_replacement": lambda row, uniforms: DEVICE.sample_without_replacement(
             there(row), uniforms.tolist()
         ),
-        "race": move(DEVICE.exponential_race, 1),
-        "warp": move(probs, 1),
+        "exponential_race": move(DEVICE.exponential_race, 1),
+        "apply_sampling": move(probs, 1),
         "residual": move(DEVICE.residual, 2),
-        "without": move(DEVICE.exclude_token, 1),
-        "walk": walk,
+        "exclude_token": move(DEVICE.exclude_token, 1),
+        "verify_tree": walk,
     }
 
 
@@ -377,7 +377,7 @@ def _walks_agree(case: KernelCase, expected: Any, got: Any) -> bool | None:
         draw = lambda row: reference.sample_inverse_cdf(row, given.next())  # noqa: E731
         return (*columns[:2], draft_probs, columns[2], p, given.accept, draw)
 
-    return None if _is_doubtful(reference.verify, len(case["p"][-1]), doubted) else False
+    return None if _is_doubtful(reference.verify_tree, len(case["p"][-1]), doubted) else False
 
 
 def _rows_agree(case: KernelCase, expected: Any, got: Any) -> bool:
@@ -443,12 +443,12 @@ def _is_firm(
 
 
 AGREEMENT_BY_KERNEL: dict[str, Callable[[KernelCase, Any, Any], bool | None]] = {
-    "pick": _draws_agree,
-    "order": _draws_agree,
-    "race": _equal_outcomes,
-    "warp": _warps_agree,
+    "sample_inverse_cdf": _draws_agree,
+    "sample_without_replacement": _draws_agree,
+    "exponential_race": _equal_outcomes,
+    "apply_sampling": _warps_agree,
     "residual": _rows_agree,
-    "without": _rows_agree,
-    "walk": _walks_agree,
+    "exclude_token": _rows_agree,
+    "verify_tree": _walks_agree,
 }
 """Whether an outcome is the twin's; None where it is not and the case allows either."""

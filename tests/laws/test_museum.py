@@ -155,5 +155,5 @@ def test_further_lines_keep_the_indentation() -> None:
 
 def test_a_diff_names_the_place() -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "everything is accepted")
-    assert show_diff(mutant.patches).splitlines()[0] == "_core.reference.verify"
+    assert show_diff(mutant.patches).splitlines()[0] == "_core.reference.verify_tree"
     assert "  + accept(1)" in show_diff(mutant.patches)

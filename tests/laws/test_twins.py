@@ -59,18 +59,18 @@ KNOBS = ("history", "temperature", "top_k", "top_p", "min_p", "penalty")
 
 def changed(**other: Any) -> Callable[..., Any]:
     """The twin's warp with some knob overruled."""
-    return lambda logits, *knobs: fallback.warp(
+    return lambda logits, *knobs: fallback.apply_sampling(
         logits, *(other.get(n, k) for n, k in zip(KNOBS, knobs, strict=True))
     )
 
 
 def tie_to_the_highest(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
     turned = [len(logits) - 1 - token for token in history]
-    return fallback.warp(logits[::-1].copy(), turned, temperature, *knobs)[::-1].copy()
+    return fallback.apply_sampling(logits[::-1].copy(), turned, temperature, *knobs)[::-1].copy()
 
 
 def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -> Any:
-    return fallback.warp(
+    return fallback.apply_sampling(
         np.array(reference.penalize_repetition(logits.tolist(), history, knobs[-1])),
         history,
         temperature,
@@ -80,22 +80,22 @@ def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -
 
 def summed_in_one_go(row: Any, u: float) -> int:
     if not 0 < row.sum() < math.inf:
-        return fallback.pick(row, u)
+        return fallback.sample_inverse_cdf(row, u)
     behind = np.flatnonzero((np.cumsum(row) > u * np.cumsum(row)[-1]) & (row > 0))
     return int(behind[0] if len(behind) else np.flatnonzero(row)[-1])
 
 
 def at_zero(row: Any, u: float) -> int:
-    sound = fallback.pick(row, u)
+    sound = fallback.sample_inverse_cdf(row, u)
     return 0 if u == 0 else sound
 
 
 def with_replacement(row: Any, uniforms: Any) -> list[int]:
-    return [fallback.pick(row, u) for u in uniforms.tolist() if row.sum() > 0]
+    return [fallback.sample_inverse_cdf(row, u) for u in uniforms.tolist() if row.sum() > 0]
 
 
 def unguarded_race(row: Any, noise: Any) -> int:
-    fallback.race(row, noise)
+    fallback.exponential_race(row, noise)
     with np.errstate(all="ignore"):
         return int(np.argmin(noise / row))
 
@@ -118,19 +118,19 @@ def walking(
 ) -> Callable[..., Any]:
     """The twin's walk with one of its moves replaced."""
 
-    def walk(tokens: Any, parents: Any, laws: Any, probe: Any, p: Any, uniforms: Any) -> Any:
+    def walk(tokens: Any, parents: Any, draft_probs: Any, probe: Any, p: Any, uniforms: Any) -> Any:
         given, lists = (
             devices.TwinUniforms(uniforms.tolist()),
-            [None if q is None else q.tolist() for q in laws],
+            [None if q is None else q.tolist() for q in draft_probs],
         )
         first = uniforms[0] if len(uniforms) else 0.0
         take = given.next if fresh else lambda: given.next() * 0 + first
-        said = reference.verify(
+        said = reference.verify_tree(
             tokens,
             parents,
             lists,
             probe,
-            fallback.Lists(p),
+            fallback.ListRows(p),
             lambda ratio: bool(accept(take(), ratio)),
             lambda row: draw(row, take()),
             refuse,
@@ -162,38 +162,48 @@ def first_of_its_token(tokens: Any, parents: Any) -> Any:
 
 
 DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
-    ("pick", "another order of summing", summed_in_one_go),
-    ("pick", "u = 0 gives token 0", at_zero),
-    ("order", "with replacement", with_replacement),
-    ("race", "0 / 0 wins", unguarded_race),
-    ("warp", "ties go to the highest id", tie_to_the_highest),
-    ("warp", "the penalty hits twice", punished_twice),
-    ("warp", "no min-p", changed(min_p=None)),
-    ("warp", "temperature 0 is nearly 0", lambda *k: changed(temperature=k[2] or 1e-3)(*k)),
+    ("sample_inverse_cdf", "another order of summing", summed_in_one_go),
+    ("sample_inverse_cdf", "u = 0 gives token 0", at_zero),
+    ("sample_without_replacement", "with replacement", with_replacement),
+    ("exponential_race", "0 / 0 wins", unguarded_race),
+    ("apply_sampling", "ties go to the highest id", tie_to_the_highest),
+    ("apply_sampling", "the penalty hits twice", punished_twice),
+    ("apply_sampling", "no min-p", changed(min_p=None)),
     (
-        "warp",
-        "float32 inside",
-        lambda logits, *k: fallback.warp(logits, *k).astype(np.float32).astype(np.float64),
+        "apply_sampling",
+        "temperature 0 is nearly 0",
+        lambda *k: changed(temperature=k[2] or 1e-3)(*k),
     ),
-    ("draw", "the history is forgotten", lambda *k: fallback.draw(k[0], [], *k[2:])),
+    (
+        "apply_sampling",
+        "float32 inside",
+        lambda logits, *k: (
+            fallback.apply_sampling(logits, *k).astype(np.float32).astype(np.float64)
+        ),
+    ),
+    (
+        "sample_from_logits",
+        "the history is forgotten",
+        lambda *k: fallback.sample_from_logits(k[0], [], *k[2:]),
+    ),
     ("residual", "the absolute difference", far_apart),
     ("residual", "eps in the normaliser", softened),
     (
-        "without",
+        "exclude_token",
         "not normalised",
         lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row),
     ),
-    ("walk", "u <= ratio", walking(accept=lambda u, ratio: u <= ratio)),
+    ("verify_tree", "u <= ratio", walking(accept=lambda u, ratio: u <= ratio)),
     (
-        "walk",
+        "verify_tree",
         "a ratio is never quite 1",
         walking(accept=lambda u, ratio: u < min(ratio, 1 - 2**-53)),
     ),
-    ("walk", "the residual is p", walking(refuse=keep)),
-    ("walk", "every law is a point mass", walking(refuse=forgetful)),
-    ("walk", "one uniform for all", walking(fresh=False)),
+    ("verify_tree", "the residual is p", walking(refuse=keep)),
+    ("verify_tree", "every law is a point mass", walking(refuse=forgetful)),
+    ("verify_tree", "one uniform for all", walking(fresh=False)),
     (
-        "walk",
+        "verify_tree",
         "the bonus is the likeliest",
         walking(draw=lambda row, u: max(range(len(row)), key=row.__getitem__)),
     ),
@@ -255,21 +265,27 @@ def narrow(q: Any) -> Any:
 
 
 def not_beyond(row: Any, u: float) -> int:
-    ON_CPU["pick"](row, u)
+    ON_CPU["sample_inverse_cdf"](row, u)
     return int(np.searchsorted(np.cumsum(row), u * row.sum()))
 
 
 ON_CPU = devices.device_kernels()
+
+
+def small_nucleus(*k: Any) -> Any:
+    return ON_CPU["apply_sampling"](*k[:4], k[4] and k[4] * 0.7, *k[5:])
+
+
 DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
-    ("pick", "a sum that equals u * total wins", not_beyond),
-    ("pick", "u = 0 gives token 0", at_zero),
-    ("order", "with replacement", with_replacement),
-    ("race", "0 / 0 wins", unguarded_race),
-    ("warp", "ties go to the highest id", tie_to_the_highest),
-    ("warp", "top-p without the token that crosses", lambda *k: ON_CPU["warp"](*k[:4], k[4] and k[4] * 0.7, *k[5:])),
+    ("sample_inverse_cdf", "a sum that equals u * total wins", not_beyond),
+    ("sample_inverse_cdf", "u = 0 gives token 0", at_zero),
+    ("sample_without_replacement", "with replacement", with_replacement),
+    ("exponential_race", "0 / 0 wins", unguarded_race),
+    ("apply_sampling", "ties go to the highest id", tie_to_the_highest),
+    ("apply_sampling", "top-p without the token that crosses", small_nucleus),
     ("residual", "no clamp", lambda p, q: p if (p == q).all() else (p - q) / abs(p - q).sum()),
-    ("without", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
-    ("walk", "the residual is p", walking(refuse=keep)),
+    ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    ("verify_tree", "the residual is p", walking(refuse=keep)),
 ]  # fmt: skip
 
 

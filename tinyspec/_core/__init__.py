@@ -1,6 +1,7 @@
-"""The hot paths: compiled where a compiler was found, their pure twin elsewhere. One flat set of functions, same bits.
+"""The hot paths: compiled if there was a compiler, else their twins in plain Python.
 
-`TINYSPEC_PURE=1` asks for the twin. `COMPILED` says which one runs.
+Both are the same functions with the same bits. `TINYSPEC_PURE=1` asks for the twins, and `COMPILED`
+tells which of them run.
 """
 
 import os
@@ -15,7 +16,16 @@ PURE = os.environ.get("TINYSPEC_PURE", "0") not in ("", "0")
 if not PURE or TYPE_CHECKING:
     try:
         from tinyspec._core.forest import Forest
-        from tinyspec._core.sampling import draw, order, pick, race, residual, walk, warp, without
+        from tinyspec._core.sampling import (
+            apply_sampling,
+            exclude_token,
+            exponential_race,
+            residual,
+            sample_from_logits,
+            sample_inverse_cdf,
+            sample_without_replacement,
+            verify_tree,
+        )
         from tinyspec._core.suffixes import retrieve, suffix_order
         from tinyspec._core.tree import ancestors, depths, unique_paths
         from tinyspec._core.trie import NgramIndex
@@ -33,25 +43,25 @@ try:
     from tinyspec._core import compute as compute
 except ImportError:
     compute = None  # type: ignore[assignment]
-"""The compiled transformer. None: torch computes (TINYSPEC_PURE, no compiler, or one that does not know the C)."""
+"""The compiled transformer. None: torch computes, because TINYSPEC_PURE is set or nothing was compiled."""
 
 if not TYPE_CHECKING and not COMPILED:
     from tinyspec._core.fallback import (
         Forest,
         NgramIndex,
         ancestors,
+        apply_sampling,
         depths,
-        draw,
-        order,
-        pick,
-        race,
+        exclude_token,
+        exponential_race,
         residual,
         retrieve,
+        sample_from_logits,
+        sample_inverse_cdf,
+        sample_without_replacement,
         suffix_order,
         unique_paths,
-        walk,
-        warp,
-        without,
+        verify_tree,
     )
 
 __all__ = [
@@ -59,17 +69,17 @@ __all__ = [
     "Forest",
     "NgramIndex",
     "ancestors",
+    "apply_sampling",
     "compute",
     "depths",
-    "draw",
-    "order",
-    "pick",
-    "race",
+    "exclude_token",
+    "exponential_race",
     "residual",
     "retrieve",
+    "sample_from_logits",
+    "sample_inverse_cdf",
+    "sample_without_replacement",
     "suffix_order",
     "unique_paths",
-    "walk",
-    "warp",
-    "without",
+    "verify_tree",
 ]

@@ -1,4 +1,7 @@
-"""The compiled signatures over the pure twin, for TINYSPEC_PURE=1 and for machines without a compiler."""
+"""The compiled functions' signatures over their twins in plain Python.
+
+They run with TINYSPEC_PURE=1 and on machines without a compiler.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,40 +18,40 @@ __all__ = [
     "Forest",
     "NgramIndex",
     "ancestors",
+    "apply_sampling",
     "depths",
-    "draw",
-    "order",
-    "pick",
-    "race",
+    "exclude_token",
+    "exponential_race",
     "residual",
     "retrieve",
+    "sample_from_logits",
+    "sample_inverse_cdf",
+    "sample_without_replacement",
     "suffix_order",
     "unique_paths",
-    "walk",
-    "warp",
-    "without",
+    "verify_tree",
 ]
 
 Row = NDArray[np.float64]
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
 
-def pick(row: Row, u: float) -> int:
-    """reference.sample_inverse_cdf."""
+def sample_inverse_cdf(row: Row, u: float) -> int:
+    """Run reference.sample_inverse_cdf over an array."""
     return reference.sample_inverse_cdf(row.tolist(), u)
 
 
-def order(row: Row, uniforms: Row) -> list[int]:
-    """reference.sample_without_replacement."""
+def sample_without_replacement(row: Row, uniforms: Row) -> list[int]:
+    """Run reference.sample_without_replacement over an array."""
     return reference.sample_without_replacement(row.tolist(), uniforms.tolist())
 
 
-def race(row: Row, noise: Row) -> int:
-    """reference.exponential_race."""
+def exponential_race(row: Row, noise: Row) -> int:
+    """Run reference.exponential_race over an array."""
     return reference.exponential_race(row.tolist(), noise.tolist())
 
 
-def warp(
+def apply_sampling(
     logits: Floats,
     history: Sequence[int],
     temperature: float,
@@ -57,7 +60,7 @@ def warp(
     min_p: float | None,
     penalty: float,
 ) -> Row:
-    """reference.apply_sampling."""
+    """Run reference.apply_sampling over an array."""
     return np.array(
         reference.apply_sampling(
             logits.tolist(), history, temperature, top_k, top_p, min_p, penalty
@@ -66,7 +69,7 @@ def warp(
     )
 
 
-def draw(
+def sample_from_logits(
     logits: Floats,
     history: Sequence[int],
     temperature: float,
@@ -76,7 +79,7 @@ def draw(
     penalty: float,
     u: float,
 ) -> int:
-    """pick(warp(...), u)."""
+    """Return sample_inverse_cdf(apply_sampling(...), u)."""
     row = reference.apply_sampling(
         logits.tolist(), history, temperature, top_k, top_p, min_p, penalty
     )
@@ -84,51 +87,51 @@ def draw(
 
 
 def residual(row: Row, q: Row) -> Row:
-    """reference.residual."""
+    """Run reference.residual over an array."""
     return np.array(reference.residual(row.tolist(), q.tolist()), np.float64)
 
 
-def without(row: Row, token: int) -> Row:
-    """reference.exclude_token."""
+def exclude_token(row: Row, token: int) -> Row:
+    """Run reference.exclude_token over an array."""
     return np.array(reference.exclude_token(row.tolist(), token), np.float64)
 
 
-def walk(
+def verify_tree(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[Any],
+    draft_probs: Sequence[Any],
     probe: Sequence[bool],
     p: Any,
     uniforms: Row,
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """reference.verify from given uniforms; also returns how many it used."""
+    """Run reference.verify_tree with these uniforms; also return how many it used."""
     used = 0
 
     def take() -> float:
         nonlocal used
         if used >= len(uniforms):
             raise TinyspecError(
-                "the given uniforms are used up: a walk needs one a tested node and one for the last draw"
+                "the given uniforms are used up: give one for each tested node and one for the last draw"
             )
         used += 1
         return float(uniforms[used - 1])
 
     accept: Callable[[float], bool] = lambda ratio: take() < ratio  # noqa: E731
-    lists = [law if law is None else law.tolist() for law in laws]
-    path, token, refused = reference.verify(
+    lists = [q if q is None else q.tolist() for q in draft_probs]
+    accepted, token, rejected = reference.verify_tree(
         tokens,
         parents,
         lists,
         probe,
-        Lists(p),
+        ListRows(p),
         accept,
         lambda row: reference.sample_inverse_cdf(row, take()),
     )
-    return path, token, refused, used
+    return accepted, token, rejected, used
 
 
-class Lists(Mapping[int, list[float]]):
-    """Rows as lists, read when asked for."""
+class ListRows(Mapping[int, list[float]]):
+    """Rows as lists, converted when they are read."""
 
     def __init__(self, rows: Any) -> None:
         self.rows = rows
@@ -145,23 +148,23 @@ class Lists(Mapping[int, list[float]]):
 
 
 def ancestors(parents: Sequence[int]) -> NDArray[np.uint8]:
-    """reference_tree.ancestors."""
+    """Run reference_tree.ancestors and return an array."""
     n = len(parents)
     return np.array(reference_tree.ancestors(parents), np.uint8).reshape(n, n)
 
 
 def depths(parents: Sequence[int]) -> NDArray[np.int32]:
-    """reference_tree.depths."""
+    """Run reference_tree.depths and return an array."""
     return np.array(reference_tree.depths(parents), np.int32)
 
 
 def unique_paths(tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
-    """reference_tree.unique_paths."""
+    """Run reference_tree.unique_paths and return an array."""
     return np.array(reference_tree.unique_paths(tokens, parents), np.int32)
 
 
 def suffix_order(tokens: Any, tell: Callable[[int], None] | None = None) -> NDArray[np.int32]:
-    """reference_suffixes.suffix_order."""
+    """Run reference_suffixes.suffix_order and return an array."""
     return np.array(reference_suffixes.suffix_order(np.asarray(tokens).tolist(), tell), np.int32)
 
 
@@ -175,7 +178,7 @@ def retrieve(
     matches: int,
     most: int,
 ) -> reference_suffixes.Found:
-    """reference_suffixes.retrieve."""
+    """Run reference_suffixes.retrieve over arrays."""
     text: Any = tokens  # arrays are sequences, of which only what is looked at is read
     places: Any = order
     return reference_suffixes.retrieve(

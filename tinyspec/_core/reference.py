@@ -59,7 +59,7 @@ def normalize(row: Sequence[Number]) -> list[Number] | None:
     return [x / mass for x in row] if mass > 0 else None
 
 
-# --- drawing --------------------------------------------------------------------------------------------------------
+# --- sampling
 
 
 def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
@@ -69,14 +69,16 @@ def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
     rounding puts u after the last interval, the last token of positive probability is returned.
 
     >>> draw = sample_inverse_cdf
-    >>> draw([0.0, 0.25, 0.75], 0.0), draw([0.0, 0.25, 0.75], 0.25), draw([0.5, 0.5, 0.0], 1 - 2**-53)
-    (1, 2, 1)
+    >>> draw([0.0, 0.25, 0.75], 0.0), draw([0.0, 0.25, 0.75], 0.25)
+    (1, 2)
+    >>> draw([0.5, 0.5, 0.0], 1 - 2**-53)
+    1
     """
     sums = [sum_block(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
     mass = reduce(add, sums, 0)
     if not 0 < mass < math.inf:
         raise TinyspecError(
-            f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass"
+            f"cannot draw from a row whose sum is {mass}: a distribution must be finite and have some mass"
         )
     target = u * mass
     before: Number = 0
@@ -89,7 +91,7 @@ def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
                 before = before + row[token]
                 if before > target:
                     return token
-            break  # one by one the block sums to less than by lanes: its last token takes the difference
+            break  # added one by one, the block sums to less than in lanes: its last token it is
         before = after
     return next(token for token in range(stop - 1, start - 1, -1) if row[token] > 0)
 
@@ -120,7 +122,7 @@ def exponential_race(row: Sequence[Number], noise: Sequence[Number]) -> int:
     return best
 
 
-# --- warping --------------------------------------------------------------------------------------------------------
+# --- from logits to a distribution
 
 
 def penalize_repetition(
@@ -145,7 +147,7 @@ def highest_logit(scores: Sequence[float]) -> float:
     top = max(scores, default=-math.inf)
     if math.isinf(top):
         what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
-        raise TinyspecError(f"the logits {what}, so they define no law")
+        raise TinyspecError(f"the logits {what}, so they define no distribution")
     return top
 
 
@@ -217,7 +219,7 @@ def apply_sampling(
     return row
 
 
-# --- verifying ------------------------------------------------------------------------------------------------------
+# --- verifying
 
 
 def unnormalized_residual(
@@ -228,7 +230,7 @@ def unnormalized_residual(
         return [0 * x if i == token else x for i, x in enumerate(row)]
     if len(row) != len(q):
         raise TinyspecError(
-            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
         )
     return [x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]
 
@@ -245,14 +247,20 @@ def residual(row: Sequence[Number], q: Sequence[Number]) -> list[Number]:
 
 
 def exclude_token(row: Sequence[Number], token: int) -> list[Number]:
-    """Return the row without this token: the residual of a point mass; the row if nothing is left."""
+    """Return the row without this token, normalized: the residual of a point mass.
+
+    If nothing is left, return the row.
+    """
     return normalize(unnormalized_residual(row, None, token)) or list(row)
 
 
 def reject(
     row: Sequence[Number], q: Sequence[Number] | None, token: int, last: bool
 ) -> Sequence[Number]:
-    """Return the residual; after the last sibling it is not normalised, as a draw needs no sum of 1."""
+    """Return the residual.
+
+    After the last sibling it is not normalized, because a draw needs no sum of 1.
+    """
     left = unnormalized_residual(row, q, token)
     mass = ordered_sum(left)
     return row if not mass > 0 else left if last else [x / mass for x in left]
@@ -271,19 +279,20 @@ def acceptance_ratio(row: Sequence[Number], q: Sequence[Number] | None, token: i
         return row[token]
     if len(row) != len(q):
         raise TinyspecError(
-            f"the draft's law has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
         )
     if not q[token] > 0:
         raise TinyspecError(
-            f"drafted token {token} has probability {q[token]} under its declared law (declare None)"
+            f"drafted token {token} has probability {q[token]} under its declared distribution "
+            "(declare None)"
         )
     return row[token] / q[token]
 
 
-def verify(
+def verify_tree(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[Any],
+    draft_probs: Sequence[Any],
     probe: Sequence[bool],
     p: Mapping[int, Any],
     accept: Callable[[Number], bool],
@@ -296,22 +305,22 @@ def verify(
     once for each tested node and `draw` once; reads p[ROOT] and p[node] of accepted nodes only.
     O(n * depth + tested * V).
     """
-    path, refused = list[int](), list[int]()
+    accepted, rejected = list[int](), list[int]()
     here = {ROOT}  # the accepted node and its equal siblings: one position, one set of children
     row, siblings = p[ROOT], children_of(here, parents, probe)
     untested = list(siblings)
     while untested:
         node, token = untested[0], tokens[untested[0]]
-        if accept(acceptance_ratio(row, laws[node], token)):
-            path.append(node)
+        if accept(acceptance_ratio(row, draft_probs[node], token)):
+            accepted.append(node)
             here = {twin for twin in siblings if tokens[twin] == token}
             row, siblings = p[node], children_of(here, parents, probe)
             untested = list(siblings)
         else:
-            refused.append(node)
+            rejected.append(node)
             untested = untested[1:]
-            row = reject(row, laws[node], token, not untested)
-    return tuple(path), draw(row), tuple(refused)
+            row = reject(row, draft_probs[node], token, not untested)
+    return tuple(accepted), draw(row), tuple(rejected)
 
 
 def children_of(nodes: set[int], parents: Sequence[int], probe: Sequence[bool]) -> list[int]:

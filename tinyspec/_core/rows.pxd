@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""The loops under sampling.pyx: sums, the inverse CDF, and a selection that does not sort. Compiled into it, inline."""
+"""The loops under sampling.pyx: sums, the inverse CDF, and a selection that does not sort. Inlined into it."""
 
 from libc.math cimport INFINITY, ceil, fabs
 from libc.stdint cimport int64_t, uint64_t
@@ -20,10 +20,10 @@ cdef enum:
     LOW = 4096
 
 
-# --- sums and draws -------------------------------------------------------------------------------------------------
+# --- sums and draws
 
 cdef inline double block_sum(const double* x, Py_ssize_t n) noexcept nogil:
-    """The sum of one block in eight lanes."""
+    """Return the sum of one block in eight lanes."""
     cdef double a = 0, b = 0, c = 0, d = 0, e = 0, f = 0, g = 0, h = 0
     cdef Py_ssize_t i = 0
     while i + 8 <= n:
@@ -57,7 +57,10 @@ cdef inline double sum_blocks(const double* x, Py_ssize_t n, double* sums) noexc
 
 
 cdef inline void divide(double* x, Py_ssize_t n, double mass, double* sums) noexcept nogil:
-    """x /= mass, block by block, and its block sums with it; where they are 0 nothing is to be done (x is not negative)."""
+    """Divide x by its mass, block by block, and update its block sums.
+
+    x is not negative, so a block whose sum is 0 needs no division.
+    """
     cdef Py_ssize_t b, i, stop, blocks = (n + BLOCK - 1) // BLOCK
     for b in range(blocks):
         if sums[b] == 0:
@@ -68,8 +71,12 @@ cdef inline void divide(double* x, Py_ssize_t n, double mass, double* sums) noex
         sums[b] = block_sum(x + b * BLOCK, stop - b * BLOCK)
 
 
-cdef inline double left_over(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x) noexcept nogil:
-    """x = max(0, row - q), q of NULL a point mass at `token`, over one block; returns its sum. x may be the row."""
+cdef inline double subtract_block(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n,
+                                  double* x) noexcept nogil:
+    """Write x = max(0, row - q) over one block, and return its sum. x may be the row.
+
+    A q of NULL is a point mass at `token`.
+    """
     cdef Py_ssize_t i
     cdef double left
     if q == NULL:
@@ -84,30 +91,32 @@ cdef inline double left_over(const double* row, const double* q, Py_ssize_t toke
     return block_sum(x, n)
 
 
-cdef inline bint residual_into(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x,
-                               double* sums) noexcept nogil:
-    """x = normalise(max(0, row - q)) with its block sums; False, and x as it was, where nothing is left. x may be the row.
+cdef inline bint write_residual(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* x,
+                                double* sums) noexcept nogil:
+    """Write x = max(0, row - q), normalized, and its block sums, and return True. x may be the row.
 
-    The difference is formed twice, which is cheaper than to store and to read it again.
+    If nothing is left, return False and leave x as it was. The difference is formed twice, which is cheaper
+    than to store it and to read it again.
     """
     cdef double difference[BLOCK]
     cdef double mass
     cdef Py_ssize_t b, at, blocks = (n + BLOCK - 1) // BLOCK
     for b in range(blocks):
         at = b * BLOCK
-        sums[b] = left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+        sums[b] = subtract_block(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
     mass = add_blocks(sums, blocks)
     if not mass > 0:
         return False
     for b in range(blocks):
         at = b * BLOCK
-        left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), x + at)
+        subtract_block(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), x + at)
         divide(x + at, min(<Py_ssize_t> BLOCK, n - at), mass, sums + b)
     return True
 
 
-cdef inline Py_ssize_t choose(const double* sums, Py_ssize_t blocks, double u, double* before, double* target) noexcept nogil:
-    """The block whose interval holds u * total, with the sum before it; -1 where the sums are those of no law."""
+cdef inline Py_ssize_t find_block(const double* sums, Py_ssize_t blocks, double u, double* before,
+                                  double* target) noexcept nogil:
+    """Return the block whose interval holds u * total, and write the sum before it; -1 if there is no finite mass."""
     cdef double mass = add_blocks(sums, blocks)
     cdef Py_ssize_t b
     if not (0 < mass < INFINITY):
@@ -117,15 +126,15 @@ cdef inline Py_ssize_t choose(const double* sums, Py_ssize_t blocks, double u, d
         if before[0] + sums[b] > target[0]:
             return b
         before[0] += sums[b]
-    target[0] = INFINITY  # rounding let u fall behind the last interval: its last token takes it
+    target[0] = INFINITY  # rounding put u after the last interval: the last token takes it
     for b in range(blocks - 1, -1, -1):
         if sums[b] > 0:
             return b
     return -1
 
 
-cdef inline Py_ssize_t within(const double* x, Py_ssize_t n, double before, double target) noexcept nogil:
-    """The token of a block whose interval holds the target, else its last one of positive probability."""
+cdef inline Py_ssize_t find_in_block(const double* x, Py_ssize_t n, double before, double target) noexcept nogil:
+    """Return the token whose interval holds the target, else the last one of positive probability."""
     cdef Py_ssize_t i
     for i in range(n):
         before += x[i]
@@ -137,56 +146,60 @@ cdef inline Py_ssize_t within(const double* x, Py_ssize_t n, double before, doub
     return -1
 
 
-cdef inline Py_ssize_t find(const double* x, Py_ssize_t n, const double* sums, double u) noexcept nogil:
-    """Inverse CDF over a row and its block sums; -1 where the row is no law."""
+cdef inline Py_ssize_t find_token(const double* x, Py_ssize_t n, const double* sums, double u) noexcept nogil:
+    """Return the token at u of the cumulative sum, from the row and its block sums; -1 if there is no finite mass."""
     cdef double before, target
-    cdef Py_ssize_t b = choose(sums, (n + BLOCK - 1) // BLOCK, u, &before, &target)
-    return -1 if b < 0 else b * BLOCK + within(x + b * BLOCK, min(<Py_ssize_t> BLOCK, n - b * BLOCK), before, target)
+    cdef Py_ssize_t b = find_block(sums, (n + BLOCK - 1) // BLOCK, u, &before, &target)
+    return -1 if b < 0 else b * BLOCK + find_in_block(x + b * BLOCK, min(<Py_ssize_t> BLOCK, n - b * BLOCK), before, target)
 
 
-cdef inline Py_ssize_t find_left_over(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n, double* sums,
-                                      double u) noexcept nogil:
-    """find(max(0, row - q)) without storing it; -1 where nothing is left."""
+cdef inline Py_ssize_t find_in_difference(const double* row, const double* q, Py_ssize_t token, Py_ssize_t n,
+                                          double* sums, double u) noexcept nogil:
+    """Return find_token(max(0, row - q)) without storing the difference; -1 if nothing is left."""
     cdef double difference[BLOCK]
     cdef double before, target
     cdef Py_ssize_t b, at, blocks = (n + BLOCK - 1) // BLOCK
     for b in range(blocks):
         at = b * BLOCK
-        sums[b] = left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
-    b = choose(sums, blocks, u, &before, &target)
+        sums[b] = subtract_block(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+    b = find_block(sums, blocks, u, &before, &target)
     if b < 0:
         return -1
     at = b * BLOCK
-    left_over(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
-    return at + within(difference, min(<Py_ssize_t> BLOCK, n - at), before, target)
+    subtract_block(row + at, q + at if q != NULL else NULL, token - at, min(<Py_ssize_t> BLOCK, n - at), difference)
+    return at + find_in_block(difference, min(<Py_ssize_t> BLOCK, n - at), before, target)
 
 
 cdef inline uint64_t bits(double x) noexcept nogil:
-    """The bit pattern of a double >= 0, which orders as the double does."""
+    """Return the bit pattern of a double >= 0, which orders as the double does."""
     cdef uint64_t key
     memcpy(&key, &x, sizeof(double))
     return key
 
 
 cdef inline Py_ssize_t bucket(double w) noexcept nogil:
-    """Exponent and four bits of mantissa, counted from 2^-64, below which no unit is left: one bucket for all of that."""
+    """Return the bucket of a weight: exponent and four bits of mantissa, counted from 2^-64.
+
+    Smaller weights have no unit of mass, so they share one bucket.
+    """
     cdef int64_t prefix = <int64_t> (bits(w) >> 48) - LOWEST
     return <Py_ssize_t> (prefix if prefix > 0 else 0)
 
 
-cdef inline int64_t weigh(double w, double scale) noexcept nogil:
-    """The mass of a weight in [0, 1]: floor(w * scale), or 1 where scale is 0."""
+cdef inline int64_t mass_of(double w, double scale) noexcept nogil:
+    """Return the mass of a weight in [0, 1]: floor(w * scale), or 1 if scale is 0."""
     return <int64_t> (w * scale) if scale else 1
 
 
-cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double top_p, int64_t* mass,
-                              int* candidate) noexcept nogil:
-    """Zero all but the highest weights, ties by lowest id, whose mass reaches the need; at least one stays.
+cdef inline void keep_top_mass(double* w, Py_ssize_t n, Py_ssize_t top_k, double top_p, int64_t* mass,
+                               int* candidate) noexcept nogil:
+    """Keep the highest weights, ties by lowest id, until their mass reaches the need; set the others to 0.
 
-    Mass is counted in tokens with a need of top_k, or, where top_k is 0, in units with a need of top_p of all. A weighted
-    radix select, O(V), in room for 4 * BUCKETS masses and n candidates: find the bucket of the crossing token by a
-    histogram, then its key 12 bits at a time among the candidates. Invariant: `above` is the mass of everything greater
-    than the candidates, and above < need <= above + mass(candidates).
+    At least one weight stays. Mass is counted in tokens and the need is top_k; or, if top_k is 0, mass is
+    counted in units and the need is top_p of all. A weighted radix select, O(V), in memory for 4 * BUCKETS
+    masses and n candidates: it finds the bucket of the crossing token by a histogram, then its key among the
+    candidates, 12 bits at a time. Invariant: `above` is the mass of everything greater than the candidates,
+    and above < need <= above + mass(candidates).
     """
     cdef int64_t above = 0, whole = 0, need = top_k
     cdef Py_ssize_t i, kept, found = 0, digit = BUCKETS - 1
@@ -198,7 +211,7 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
         scale = <double> ((<int64_t> 1) << shift)  # all masses together stay below 2^62
     memset(mass, 0, 4 * BUCKETS * sizeof(int64_t))
     for i in range(n):  # four histograms in turn: an addition does not wait for the one before it
-        mass[4 * bucket(w[i]) + (i & 3)] += weigh(w[i], scale)
+        mass[4 * bucket(w[i]) + (i & 3)] += mass_of(w[i], scale)
     for i in range(BUCKETS):
         mass[i] = mass[4 * i] + mass[4 * i + 1] + mass[4 * i + 2] + mass[4 * i + 3]
         whole += mass[i]
@@ -217,7 +230,7 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
     while low != high:
         memset(mass, 0, LOW * sizeof(int64_t))
         for i in range(found):
-            mass[(bits(w[candidate[i]]) >> shift) & (LOW - 1)] += weigh(w[candidate[i]], scale)
+            mass[(bits(w[candidate[i]]) >> shift) & (LOW - 1)] += mass_of(w[candidate[i]], scale)
         digit = LOW - 1
         while above + mass[digit] < need:
             above += mass[digit]
@@ -232,7 +245,7 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
         shift = max(shift - 12, 0)
     kept = 0
     while kept < found and above < need:  # candidates weigh the same by now: the lowest ids stay
-        above += weigh(low, scale)
+        above += mass_of(low, scale)
         kept += 1
     for i in range(kept, found):
         w[candidate[i]] = 0
@@ -240,17 +253,20 @@ cdef inline void keep_leading(double* w, Py_ssize_t n, Py_ssize_t top_k, double 
         w[i] = w[i] if w[i] >= low else 0
 
 
-cdef inline void law_into(double* x, Py_ssize_t n, double* sums, double top, double temperature, Py_ssize_t top_k,
-                          double top_p, double min_p) noexcept nogil:
-    """Scores x[n] with maximum `top` to a law in place (above temperature 0), and its block sums; behind them lies keep_leading's room."""
+cdef inline void write_probs(double* x, Py_ssize_t n, double* sums, double top, double temperature,
+                             Py_ssize_t top_k, double top_p, double min_p) noexcept nogil:
+    """Turn scores x[n] with maximum `top` into a distribution in place, and write its block sums.
+
+    The temperature is above 0. The memory after the sums is that of keep_top_mass.
+    """
     cdef int64_t* masses = <int64_t*> (sums + n // BLOCK + 1)
     cdef int* candidates = <int*> (masses + 4 * BUCKETS)
     cdef Py_ssize_t i
     weigh_all(x, n, top, temperature)
     if 0 < top_k < n:
-        keep_leading(x, n, top_k, 0, masses, candidates)
+        keep_top_mass(x, n, top_k, 0, masses, candidates)
     if top_p < 1:
-        keep_leading(x, n, 0, top_p, masses, candidates)
+        keep_top_mass(x, n, 0, top_p, masses, candidates)
     if min_p > 0:
         for i in range(n):
             x[i] = x[i] if x[i] >= min_p else 0  # the top weight is exactly 1

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 Row = NDArray[np.float64]
 Floats = NDArray[np.float32] | NDArray[np.float64]
 
-def pick(row: Row, u: float) -> int: ...
-def order(row: Row, uniforms: Row) -> list[int]: ...
-def race(row: Row, noise: Row) -> int: ...
-def warp(
+def sample_inverse_cdf(row: Row, u: float) -> int: ...
+def sample_without_replacement(row: Row, uniforms: Row) -> list[int]: ...
+def exponential_race(row: Row, noise: Row) -> int: ...
+def apply_sampling(
     logits: Floats,
     history: Sequence[int],
     temperature: float,
@@ -19,7 +19,7 @@ def warp(
     min_p: float | None,
     penalty: float,
 ) -> Row: ...
-def draw(
+def sample_from_logits(
     logits: Floats,
     history: Sequence[int],
     temperature: float,
@@ -30,11 +30,11 @@ def draw(
     u: float,
 ) -> int: ...
 def residual(row: Row, q: Row) -> Row: ...
-def without(row: Row, token: int) -> Row: ...
-def walk(
+def exclude_token(row: Row, token: int) -> Row: ...
+def verify_tree(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[Any],
+    draft_probs: Sequence[Any],
     probe: Sequence[bool],
     p: Any,
     uniforms: Row,

@@ -1,8 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""Warp, draw and verify over a vocabulary: each kernel equals its twin in reference.py bit for bit in float64.
+"""Sample and verify over a vocabulary. Each kernel equals its twin in reference.py, bit for bit in float64.
 
-Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 in order, eight strided lanes inside), which
-the compiler may turn into SIMD without -ffast-math; exp is written out for the same reason (src/exp.h).
+Everything is O(V): nothing sorts. Sums run in the twin's order (blocks of 256 in order, eight strided
+lanes inside), which the compiler may turn into SIMD without -ffast-math. exp is written out for the same
+reason (src/exp.h).
 """
 
 from libc.math cimport INFINITY
@@ -10,8 +11,8 @@ from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
 
 from tinyspec._core.rows cimport (
-    BLOCK, BUCKETS, add_blocks, block_sum, find, find_left_over, first_double, first_float, largest, law_into, residual_into,
-    sum_blocks,
+    BLOCK, BUCKETS, add_blocks, block_sum, find_in_difference, find_token, first_double, first_float, largest,
+    write_probs, write_residual, sum_blocks,
 )
 
 import numpy as np
@@ -29,10 +30,10 @@ cdef double* spare = NULL
 
 
 cdef double* scratch(Py_ssize_t n) except NULL:
-    """Room for n tokens: a row, its block sums, and keep_leading's masses and candidates, in this order.
+    """Return memory for n tokens: a row, its block sums, then the masses and candidates of keep_top_mass.
 
-    The last room is kept (its n stands before it), as fresh pages cost as much as the kernels. Taken and given back under
-    the GIL, so no two kernels ever share one.
+    The last one is kept (its n stands before it), because fresh pages cost as much as the kernels. It is
+    taken and given back under the GIL, so no two kernels ever share one.
     """
     global spare
     cdef double* room = spare
@@ -53,29 +54,33 @@ cdef void release(double* room) noexcept:
         spare = room - 1
 
 
-cdef int no_law(const double* sums, Py_ssize_t n) except -1:
+cdef int raise_no_mass(const double* sums, Py_ssize_t n) except -1:
     mass = add_blocks(sums, (n + BLOCK - 1) // BLOCK)
-    raise TinyspecError(f"cannot draw from a row whose sum is {mass}: a law must be finite and have some mass")
+    raise TinyspecError(
+        f"cannot draw from a row whose sum is {mass}: a distribution must be finite and have some mass")
 
 
-def pick(const double[::1] row, double u):
-    """The token whose interval of the cumulative sum holds u * total; never one of probability zero. O(V)."""
+def sample_inverse_cdf(const double[::1] row, double u):
+    """Return the token whose interval of the cumulative sum holds u * total. O(V).
+
+    A token of probability zero is never returned.
+    """
     cdef Py_ssize_t n = row.shape[0], token = -1
     cdef double* sums = scratch(n)
     try:
         if n:
             with nogil:
                 sum_blocks(&row[0], n, sums)
-                token = find(&row[0], n, sums, u)
+                token = find_token(&row[0], n, sums, u)
         if token < 0:
-            no_law(sums, n)
+            raise_no_mass(sums, n)
         return token
     finally:
         release(sums)
 
 
-def order(const double[::1] row, const double[::1] uniforms):
-    """Draw without replacement, one token a uniform, until the support is exhausted. O(V + k (B + V/B))."""
+def sample_without_replacement(const double[::1] row, const double[::1] uniforms):
+    """Return one token for each uniform, without replacement, until none is left. O(V + k (B + V/B))."""
     cdef Py_ssize_t n = row.shape[0], k = uniforms.shape[0], i, token, b
     cdef double* x = scratch(n)
     cdef double* sums = x + n
@@ -85,10 +90,10 @@ def order(const double[::1] row, const double[::1] uniforms):
             memcpy(x, &row[0], n * sizeof(double))
         sum_blocks(x, n, sums)
         for i in range(k):
-            token = find(x, n, sums, uniforms[i])
+            token = find_token(x, n, sums, uniforms[i])
             if token < 0:
                 if add_blocks(sums, (n + BLOCK - 1) // BLOCK) != 0:
-                    no_law(sums, n)
+                    raise_no_mass(sums, n)
                 break
             drawn.append(token)
             x[token] = 0
@@ -99,12 +104,12 @@ def order(const double[::1] row, const double[::1] uniforms):
         release(x)
 
 
-def race(const double[::1] row, const double[::1] noise):
-    """argmin noise / row over the support, ties by lowest id. O(V)."""
+def exponential_race(const double[::1] row, const double[::1] noise):
+    """Return argmin noise / row over the support, lowest id first. O(V)."""
     cdef Py_ssize_t n = row.shape[0], i, best = -1
     cdef double time = INFINITY, t
     if noise.shape[0] != n:
-        raise ValueError(f"race needs one noise value a token: {n} tokens, {noise.shape[0]} values")
+        raise ValueError(f"a race needs one noise value for each token: {n} tokens, {noise.shape[0]} values")
     with nogil:
         for i in range(n):
             if row[i] > 0:
@@ -116,27 +121,30 @@ def race(const double[::1] row, const double[::1] noise):
     return best
 
 
-# --- warping --------------------------------------------------------------------------------------------------------
+# --- from logits to a distribution
 
-cdef Py_ssize_t first(const real[::1] logits) noexcept:
-    """The lowest id of the highest logit; -1: there is none, or not a finite one."""
+cdef Py_ssize_t first_highest(const real[::1] logits) noexcept:
+    """Return the lowest id of the highest logit; -1 if there is none, or not a finite one."""
     if real is float:
         return first_float(&logits[0], logits.shape[0]) if logits.shape[0] else -1
     else:
         return first_double(&logits[0], logits.shape[0]) if logits.shape[0] else -1
 
 
-cdef Py_ssize_t make(const real[::1] logits, double* x, double* sums, history, double temperature, top_k, top_p, min_p,
-                     double penalty) except -2:
-    """A law x[n] of logits[n], penalised once for each distinct id, and its block sums (in a room for n tokens); or the token
-    of a greedy law, which needs neither. A penalty of 1 or more lets no score rise: the highest stays, unless it falls."""
+cdef Py_ssize_t fill_probs(const real[::1] logits, double* x, double* sums, history, double temperature, top_k,
+                           top_p, min_p, double penalty) except -2:
+    """Write the distribution x[n] of logits[n] and its block sums, and return -1.
+
+    If sampling is greedy, write nothing and return the token. The penalty is applied once to each distinct id.
+    A penalty of 1 or more lets no score rise: the highest one stays the highest, unless it is penalised.
+    """
     cdef Py_ssize_t i, token, n = logits.shape[0], k = 0 if top_k is None else top_k
     cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p, score, top
-    token = first(logits) if temperature == 0 and penalty >= 1 else -1
+    token = first_highest(logits) if temperature == 0 and penalty >= 1 else -1
     if token >= 0 and (penalty == 1 or token not in history):
         return token
     if n == 0:
-        raise TinyspecError("the logits are empty, so they define no law")
+        raise TinyspecError("the logits are empty, so they define no distribution")
     with nogil:
         for i in range(n):
             x[i] = logits[i]
@@ -153,20 +161,20 @@ cdef Py_ssize_t make(const real[::1] logits, double* x, double* sums, history, d
         raise TinyspecError("the logits contain NaN: check the weights, or compute in a wider dtype")
     if top == INFINITY or top == -INFINITY:
         what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
-        raise TinyspecError(f"the logits {what}, so they define no law")
+        raise TinyspecError(f"the logits {what}, so they define no distribution")
     with nogil:
-        law_into(x, n, sums, top, temperature, k, nucleus, floor)
+        write_probs(x, n, sums, top, temperature, k, nucleus, floor)
     return -1
 
 
-def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
-    """Logits [V] (float32 or float64) to a law, float64 [V], in Hugging Face's order. O(V)."""
+def apply_sampling(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
+    """Return logits [V] (float32 or float64) as a distribution, float64 [V], in Hugging Face's order. O(V)."""
     cdef Py_ssize_t n = logits.shape[0], token
     cdef double* sums = scratch(n)
     cdef double[::1] row
     try:
         row = out = np.empty(max(n, 1))
-        token = make(logits, &row[0], sums + n, history, temperature, top_k, top_p, min_p, penalty)
+        token = fill_probs(logits, &row[0], sums + n, history, temperature, top_k, top_p, min_p, penalty)
         if token >= 0:
             row[:] = 0
             row[token] = 1
@@ -175,22 +183,22 @@ def warp(const real[::1] logits, history, double temperature, top_k, top_p, min_
         release(sums)
 
 
-def draw(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
-    """pick(warp(...), u) without a row in between. O(V)."""
+def sample_from_logits(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
+    """Return sample_inverse_cdf(apply_sampling(...), u), without a row in between. O(V)."""
     cdef Py_ssize_t n = logits.shape[0], token
     cdef double* x = scratch(n)
     try:
-        token = make(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
-        return token if token >= 0 else find(x, n, x + n, u)
+        token = fill_probs(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
+        return token if token >= 0 else find_token(x, n, x + n, u)
     finally:
         release(x)
 
 
-# --- verifying ------------------------------------------------------------------------------------------------------
+# --- verifying
 
 cdef int same_length(Py_ssize_t n, Py_ssize_t m) except -1:
     if n != m:
-        raise TinyspecError(f"the draft's law has {m} tokens, the target's {n}: pad it with zeros")
+        raise TinyspecError(f"the draft's distribution has {m} tokens, the target's {n}: pad it with zeros")
     return 0
 
 
@@ -201,33 +209,34 @@ cdef new_residual(const double[::1] row, const double* q, Py_ssize_t token):
     try:
         out = np.empty(n)
         x = out
-        return out if n and residual_into(&row[0], q, token, n, &x[0], sums) else np.array(row)
+        return out if n and write_residual(&row[0], q, token, n, &x[0], sums) else np.array(row)
     finally:
         release(sums)
 
 
 def residual(const double[::1] row, const double[::1] q):
-    """normalise(max(0, row - q)); the row itself where nothing is left. O(V)."""
+    """Return max(0, row - q), normalized; the row if nothing is left. O(V)."""
     same_length(row.shape[0], q.shape[0])
     return new_residual(row, &q[0] if q.shape[0] else NULL, -1)
 
 
-def without(const double[::1] row, Py_ssize_t token):
-    """The row given that it is not `token`; the row itself where nothing is left. O(V)."""
+def exclude_token(const double[::1] row, Py_ssize_t token):
+    """Return the row without this token, normalized; the row if nothing is left. O(V)."""
     return new_residual(row, NULL, token)
 
 
-cdef double take(const double[::1] uniforms, Py_ssize_t* used) except -1:
+cdef double next_uniform(const double[::1] uniforms, Py_ssize_t* used) except -1:
     if used[0] >= uniforms.shape[0]:
-        raise TinyspecError("the given uniforms are used up: a walk needs one a tested node and one for the last draw")
+        raise TinyspecError("the given uniforms are used up: give one for each tested node and one for the last draw")
     used[0] += 1
     return uniforms[used[0] - 1]
 
 
-def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
-    """The alive-set walk of reference.walk from given uniforms: one a tested node in order, one for the final draw.
+def verify_tree(tokens, parents, draft_probs, probe, p, const double[::1] uniforms):
+    """Decide as reference.verify_tree: one uniform for each tested node in order, one for the last draw.
 
-    Returns (path, next, refused, used uniforms). Reads p[ROOT], and p[node] of accepted nodes only. O(n depth + tested V).
+    Returns (accepted, next, rejected, used uniforms). Reads p[ROOT], and p[node] of accepted nodes only.
+    O(n depth + tested V).
     """
     cdef Py_ssize_t n = len(tokens), V, used = 0, node, token, i = 0
     cdef const double[::1] row = p[ROOT], q
@@ -236,9 +245,9 @@ def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
     cdef double* sums
     cdef const double* point
     cdef Py_ssize_t last
-    cdef bint summed = False  # the room holds the law in force, a residual, and its block sums
+    cdef bint summed = False  # whether `room` holds the current distribution, a residual, and its block sums
     cdef double ratio
-    cdef list path = [], refused = [], siblings
+    cdef list accepted = [], rejected = [], siblings
     V = row.shape[0]
     if V == 0:
         raise TinyspecError("cannot draw from a row without tokens")
@@ -248,19 +257,20 @@ def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
         while i < len(siblings):
             node = siblings[i]
             token = tokens[node]
-            law = laws[node]
+            declared = draft_probs[node]
             if not 0 <= token < V:
                 raise TinyspecError(f"drafted token {token} is outside of the target's vocabulary of {V}")
             ratio = current[token]
-            if law is not None:
-                q = law
+            if declared is not None:
+                q = declared
                 same_length(V, q.shape[0])
                 if not q[token] > 0:
                     raise TinyspecError(
-                        f"drafted token {token} has probability {q[token]} under its declared law (declare None)")
+                        f"drafted token {token} has probability {q[token]} under its declared distribution "
+                        "(declare None)")
                 ratio = ratio / q[token]
-            if take(uniforms, &used) < ratio:
-                path.append(node)
+            if next_uniform(uniforms, &used) < ratio:
+                accepted.append(node)
                 release(room)  # p[node] may run a kernel that wants it
                 room = NULL
                 here = {twin for twin in siblings if tokens[twin] == token}
@@ -270,28 +280,29 @@ def walk(tokens, parents, laws, probe, p, const double[::1] uniforms):
                 siblings = [twin for twin in range(n) if parents[twin] in here and not probe[twin]]
                 i = 0
                 continue
-            refused.append(node)
+            rejected.append(node)
             i += 1
             if room == NULL:
                 room = scratch(V)
-            point = &q[0] if law is not None else NULL
-            if i == len(siblings):  # the last refusal only draws, and a draw needs no normalised row, nor a stored one
-                last = find_left_over(current, point, token, V, room + V, uniforms[used] if used < uniforms.shape[0] else 0)
+            point = &q[0] if declared is not None else NULL
+            if i == len(siblings):  # no sibling is left: a draw needs no normalised row, nor a stored one
+                last = find_in_difference(
+                    current, point, token, V, room + V, uniforms[used] if used < uniforms.shape[0] else 0)
                 if last >= 0:
-                    take(uniforms, &used)
-                    return tuple(path), last, tuple(refused), used
+                    next_uniform(uniforms, &used)
+                    return tuple(accepted), last, tuple(rejected), used
                 summed = False
             else:
-                summed = residual_into(current, point, token, V, room, room + V)
+                summed = write_residual(current, point, token, V, room, room + V)
                 current = room if summed else current
         if room == NULL:
             room = scratch(V)
         sums = room + V
         if not summed:
             sum_blocks(current, V, sums)
-        token = find(current, V, sums, take(uniforms, &used))
+        token = find_token(current, V, sums, next_uniform(uniforms, &used))
         if token < 0:
-            no_law(sums, V)
-        return tuple(path), token, tuple(refused), used
+            raise_no_mass(sums, V)
+        return tuple(accepted), token, tuple(rejected), used
     finally:
         release(room)

@@ -35,7 +35,7 @@ class LogitCheck(NamedTuple):
             )
         if abs(self.top) == float("inf"):
             what = "contain +inf" if self.top > 0 else "are all -inf: no token is allowed"
-            raise TinyspecError(f"the logits {what}, so they define no law")
+            raise TinyspecError(f"the logits {what}, so they define no distribution")
 
 
 def apply_sampling_to_rows(
@@ -123,7 +123,7 @@ def verify_on_device(
     tops: Tensor | None,
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """Return what `reference.verify` decides, with one synchronisation, and the uniforms it used.
+    """Return what `reference.verify_tree` decides, with one synchronisation, and the uniforms it used.
 
     All that a verification could ask is computed at once. The distribution that a node meets
     depends only on the decisions that lead there: its place among its siblings says which of them
@@ -175,7 +175,7 @@ def _check_draft_probs(q: Tensor | None, rows: Tensor) -> Tensor:
     assert q is not None
     if len(q) != rows.shape[1]:
         raise TinyspecError(
-            f"the draft's law has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros"
         )
     return q.to(rows)
 
@@ -220,7 +220,7 @@ def _verify_numbers(
     tops: Sequence[float],
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """Decide as `reference.verify` does, over numbers that are on the host."""
+    """Decide as `reference.verify_tree` does, over numbers that are on the host."""
     below: dict[int, list[int]] = {}
     for node, (_, behind) in place.items():
         below.setdefault(behind, []).append(node)
@@ -230,7 +230,7 @@ def _verify_numbers(
     while untested:
         node = untested.pop(0)
         if not own[node] > 0:
-            law = f"probability {own[node]} under its declared law (declare None)"
+            law = f"probability {own[node]} under its declared distribution (declare None)"
             raise TinyspecError(f"drafted token {tokens[node]} has {law}")
         used += 1
         if used < len(uniforms) and uniforms[used - 1] < ratios[node]:
@@ -241,7 +241,7 @@ def _verify_numbers(
             refused.append(node)
     if used >= len(uniforms):
         raise TinyspecError(
-            "the given uniforms are used up: a walk needs one a tested node and one for the last draw"
+            "the given uniforms are used up: give one for each tested node and one for the last draw"
         )
     token = int(said[ends.index(here)])
     if token < 0:
@@ -286,7 +286,7 @@ class DeviceKernels(Kernels):
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         if len(p) != len(q):
             raise TinyspecError(
-                f"the draft's law has {len(q)} tokens, the target's {len(p)}: pad it with zeros"
+                f"the draft's distribution has {len(q)} tokens, the target's {len(p)}: pad it with zeros"
             )
         left = (p - q.to(p)).clamp(min=0)
         mass = left.sum()

@@ -43,7 +43,7 @@ class Kernels:
             )
         if not row or min(row) < 0 or max(row) == 0:
             raise TinyspecError(
-                "rational weights must be non-negative and not all zero to define a law"
+                "rational weights must be non-negative and not all zero to define a distribution"
             )
         if settings.temperature == 0:
             return list(reference.one_hot(row))
@@ -111,7 +111,7 @@ class Kernels:
 
     def verify_tree(self, tree: TokenTree, p: Any, rng: "RandomSource") -> Outcome:
         """Verify a tree, one decision after the other, as `verify.verify_tree` says."""
-        return reference.verify(*tree, p, rng.accept, rng.draw, self._reject)
+        return reference.verify_tree(*tree, p, rng.accept, rng.draw, self._reject)
 
     def _reject(self, p: Probs, q: Probs | None, token: int, last: bool) -> Probs:
         return self.exclude_token(p, token) if q is None else self.residual(p, q)
@@ -121,12 +121,12 @@ class HostKernels(Kernels):
     """The compiled kernels of `_core`, over float64 arrays."""
 
     def probs(self, logits: Any, history: Sequence[int], settings: "SamplingParams") -> Probs:
-        return _core.warp(_as_floats(logits), history, *settings.as_floats())
+        return _core.apply_sampling(_as_floats(logits), history, *settings.as_floats())
 
     def sample(
         self, logits: Any, history: Sequence[int], settings: "SamplingParams", u: float
     ) -> int:
-        return _core.draw(_as_floats(logits), history, *settings.as_floats(), u)
+        return _core.sample_from_logits(_as_floats(logits), history, *settings.as_floats(), u)
 
     def greedy_token(
         self, logits: Any, history: Sequence[int], settings: "SamplingParams"
@@ -134,19 +134,21 @@ class HostKernels(Kernels):
         return settings.draw(logits, history, 0.0) if settings.temperature == 0 else None
 
     def sample_inverse_cdf(self, p: Probs, u: float) -> int:
-        return _core.pick(_as_doubles(p), u)
+        return _core.sample_inverse_cdf(_as_doubles(p), u)
 
     def sample_without_replacement(self, p: Probs, uniforms: Any) -> list[int]:
-        return _core.order(_as_doubles(p), np.ascontiguousarray(uniforms, np.float64))
+        return _core.sample_without_replacement(
+            _as_doubles(p), np.ascontiguousarray(uniforms, np.float64)
+        )
 
     def exponential_race(self, p: Probs, noise: Any) -> int:
-        return _core.race(_as_doubles(p), np.ascontiguousarray(noise, np.float64))
+        return _core.exponential_race(_as_doubles(p), np.ascontiguousarray(noise, np.float64))
 
     def residual(self, p: Probs, q: Probs) -> Probs:
         return _core.residual(_as_doubles(p), _as_doubles(q))
 
     def exclude_token(self, p: Probs, token: int) -> Probs:
-        return _core.without(_as_doubles(p), token)
+        return _core.exclude_token(_as_doubles(p), token)
 
     def top_k_rows(self, logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
         found = []
@@ -170,7 +172,7 @@ class HostKernels(Kernels):
         if uniforms is None:  # every outcome is enumerated
             return super().verify_tree(tree, p, rng)
         draft_probs = [q if q is None else _as_doubles(q) for q in tree.draft_probs]
-        accepted, token, rejected, used = _core.walk(
+        accepted, token, rejected, used = _core.verify_tree(
             tree.tokens, tree.parents, draft_probs, tree.probe, p, uniforms
         )
         rng.push_back(len(uniforms) - used)

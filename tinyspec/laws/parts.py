@@ -76,8 +76,9 @@ def make_session(model: Model) -> Session:
 KERNELS: Mapping[str, Callable[..., Any]] = {
     name: getattr(_core, name)
     for name in (
-        "pick", "order", "race", "warp", "residual", "without", "walk", "ancestors", "depths",
-        "unique_paths", "suffix_order", "retrieve",
+        "sample_inverse_cdf", "sample_without_replacement", "exponential_race", "apply_sampling",
+        "residual", "exclude_token", "verify_tree", "ancestors", "depths", "unique_paths",
+        "suffix_order", "retrieve",
     )
 }  # fmt: skip
 

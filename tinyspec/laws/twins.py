@@ -266,7 +266,7 @@ def equals_twin(name: str, kernel: Kernel, examples: int = 120, large: int = 3) 
     vocabulary.
 
     >>> from tinyspec import _core
-    >>> equals_twin("pick", _core.pick, examples=20, large=1).cases > 60
+    >>> equals_twin("sample_inverse_cdf", _core.sample_inverse_cdf, examples=20, large=1).cases > 60
     True
     """
     return judge_kernel(
@@ -411,14 +411,16 @@ def retrieval_cases(draw: st.DrawFn, size: int) -> KernelCase:
 
 
 TWINS: dict[str, Twin] = {
-    "pick": Twin(fallback.pick, small_picks, pick_cases),
-    "order": Twin(fallback.order, small_orders, order_cases),
-    "race": Twin(fallback.race, small_races, race_cases),
-    "warp": Twin(fallback.warp, small_samplings, sampling_cases),
-    "draw": Twin(fallback.draw, small_draws, draw_cases),
+    "sample_inverse_cdf": Twin(fallback.sample_inverse_cdf, small_picks, pick_cases),
+    "sample_without_replacement": Twin(
+        fallback.sample_without_replacement, small_orders, order_cases
+    ),
+    "exponential_race": Twin(fallback.exponential_race, small_races, race_cases),
+    "apply_sampling": Twin(fallback.apply_sampling, small_samplings, sampling_cases),
+    "sample_from_logits": Twin(fallback.sample_from_logits, small_draws, draw_cases),
     "residual": Twin(fallback.residual, small_residuals, residual_cases),
-    "without": Twin(fallback.without, small_withouts, without_cases),
-    "walk": Twin(fallback.walk, small_walks, walk_cases),
+    "exclude_token": Twin(fallback.exclude_token, small_withouts, without_cases),
+    "verify_tree": Twin(fallback.verify_tree, small_walks, walk_cases),
     "ancestors": Twin(fallback.ancestors, small_shapes, shape_cases, sized=False),
     "depths": Twin(fallback.depths, small_shapes, shape_cases, sized=False),
     "unique_paths": Twin(fallback.unique_paths, small_spellings, spelling_cases, sized=False),

@@ -29,7 +29,7 @@ _logprobs = partial(Mutant, law="logprobs are the targets", function=trace.compu
 
 # ------------------------------------------------------------------ warpers, residuals, draws
 
-WARPED = "return _core.warp(_as_floats(logits), history, *settings.as_floats())"
+WARPED = "return _core.apply_sampling(_as_floats(logits), history, *settings.as_floats())"
 RESIDUAL = "return _core.residual(_as_doubles(p), _as_doubles(q))"
 WARPS = [
     Mutant(
@@ -133,14 +133,14 @@ return left / (left.sum() + 1e-6) if left.any() else p""",
 if not 0 < sums[-1] < np.inf:
     return reference.sample_inverse_cdf(row.tolist(), u)
 return int(np.searchsorted(sums, u * sums[-1], side="right"))""",
-        fallback.pick,
+        fallback.sample_inverse_cdf,
         bug="B12",
         law="twin",
-        kernel="pick",
+        kernel="sample_inverse_cdf",
     ),
     Mutant(
         "race divides by zero noise",
-        "return _core.race(_as_doubles(p), np.ascontiguousarray(noise, np.float64))",
+        "return _core.exponential_race(_as_doubles(p), np.ascontiguousarray(noise, np.float64))",
         """with np.errstate(all="ignore"):
     return int(np.argmax(_as_doubles(p) / np.asarray(noise)))""",
         HostKernels.exponential_race,

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from tinyspec._core.reference import verify
+from tinyspec._core import reference
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.kernels import Kernels
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -54,7 +54,13 @@ _bild = partial(Toy, technique="bild", function=bild.rollback_verifier)
 # ------------------------------------------------------------------ speculative decoding
 
 SPECULATIVE = [
-    _sps("correction from p", REJECT, "row = p[path[-1] if path else ROOT]", verify, law=JOINT),
+    _sps(
+        "correction from p",
+        REJECT,
+        "row = p[accepted[-1] if accepted else ROOT]",
+        reference.verify_tree,
+        law=JOINT,
+    ),
     _sps(
         "q without the user's settings",
         "drawn.append(law)",
@@ -83,8 +89,8 @@ if not verdict.rejected:
     _sps(
         "no bonus token",
         "draw(row)",
-        "None if path and not siblings else draw(row)",
-        verify,
+        "None if accepted and not siblings else draw(row)",
+        reference.verify_tree,
         law=sps_traps.BONUS,
     ),
     _sps(
@@ -156,9 +162,9 @@ return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
     ),
     _mcsd(
         "p forgets the refusals",
-        "reject(row, laws",
-        "reject(p[path[-1] if path else ROOT], laws",
-        verify,
+        "reject(row, draft_probs",
+        "reject(p[accepted[-1] if accepted else ROOT], draft_probs",
+        reference.verify_tree,
         law=JOINT,
     ),
     _mcsd(

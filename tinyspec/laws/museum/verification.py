@@ -5,7 +5,6 @@ rollbacks, cascades and joint targets.
 from functools import partial
 
 from tinyspec._core import reference
-from tinyspec._core.reference import verify
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import verify_tree, verify_tree_greedy
@@ -36,14 +35,14 @@ from tinyspec.speculative.verification.gumbel_coupling import (
 )
 from tinyspec.speculative.verification.spectr import verify_tree_k_seq
 
-TEST = "accept(acceptance_ratio(row, laws[node], token))"
-REJECT = "row = reject(row, laws[node], token, not untested)"
+TEST = "accept(acceptance_ratio(row, draft_probs[node], token))"
+REJECT = "row = reject(row, draft_probs[node], token, not untested)"
 RATIO = "return row[token] / q[token]"
 RESIDUAL = "return normalize(unnormalized_residual(row, q, -1)) or list(row)"
-WALKED = "return reference.verify(*tree, p, rng.accept, rng.draw, self._reject)"
+WALKED = "return reference.verify_tree(*tree, p, rng.accept, rng.draw, self._reject)"
 PROBS = "target_probs = TargetProbs(scores, self.sampling, history, tree)"
 
-_walk = partial(Mutant, law=JOINT, function=verify)
+_walk = partial(Mutant, law=JOINT, function=reference.verify_tree)
 _ratio = partial(Mutant, law=JOINT, function=reference.acceptance_ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
@@ -63,13 +62,13 @@ RATIOS = [
     _ratio("p and q swapped", RATIO, "return q[token] / row[token] if row[token] else 1"),
     _ratio("root of the ratio", RATIO, "return (row[token] / q[token]) ** 0.5"),
     _ratio("ratio times 1.05", RATIO, "return row[token] / q[token] * 21 / 20"),
-    _walk("first guess not verified", TEST, f"{TEST[:-1]} if path else 1)", bug="B15"),
+    _walk("first guess not verified", TEST, f"{TEST[:-1]} if accepted else 1)", bug="B15"),
     _ratio(
         "a sample of the target for each sibling",
         RATIO,
         "return row[token]",
         bug="B8",
-        also=(Patch(verify, REJECT, "row = p[path[-1] if path else ROOT]"),),
+        also=(Patch(reference.verify_tree, REJECT, "row = p[accepted[-1] if accepted else ROOT]"),),
     ),
     _walk("every sibling accepted", TEST, "accept(1)", law=theorems.TRANSPORT),
     _ratio(
@@ -82,7 +81,7 @@ RATIOS = [
     ),
 ]
 RESIDUALS = [
-    _walk("residual is p", REJECT, "row = p[path[-1] if path else ROOT]"),
+    _walk("residual is p", REJECT, "row = p[accepted[-1] if accepted else ROOT]"),
     Mutant(
         "residual is |p - q|",
         "x - y if x > y else 0 * x for",
@@ -106,14 +105,14 @@ return [w / sum(weights) for w in weights]""",
     ),
     _walk(
         "residual of the row before",
-        "reject(row, laws",
-        "reject(p[max(path[-1] - 1, ROOT) if path else ROOT], laws",
+        "reject(row, draft_probs",
+        "reject(p[max(accepted[-1] - 1, ROOT) if accepted else ROOT], draft_probs",
     ),
     _walk("row behind the refused guess", REJECT, "row = p[node]", bug="B16"),
     _walk(
         "refusal of a sibling forgotten",
-        "reject(row, laws",
-        "reject(p[path[-1] if path else ROOT], laws",
+        "reject(row, draft_probs",
+        "reject(p[accepted[-1] if accepted else ROOT], draft_probs",
     ),
     _residual(
         "residual not normalised between siblings",
@@ -127,18 +126,18 @@ LAST_TOKENS = [
     _walk(
         "no bonus token",
         "draw(row)",
-        "None if path and not siblings else draw(row)",
+        "None if accepted and not siblings else draw(row)",
         law=theorems.ROUND_TOKENS,
     ),
     _walk(
         "bonus from the draft's law",
         "draw(row)",
-        "draw(laws[path[-1]] or row if path and not siblings else row)",
+        "draw(draft_probs[accepted[-1]] or row if accepted and not siblings else row)",
     ),
     _walk(
         "bonus from the row at the root",
         "draw(row)",
-        "draw(p[ROOT] if path and not siblings else row)",
+        "draw(p[ROOT] if accepted and not siblings else row)",
     ),
     _verify(
         "recovered token lost",
@@ -530,7 +529,7 @@ EQUIVALENT = [
         "ratio capped at 1",
         TEST,
         f"accept(min(1, {TEST[7:]})",
-        verify,
+        reference.verify_tree,
         proof="accept(r) asks whether u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
         laws=(JOINT, theorems.ACCEPTANCE, theorems.ROUND_TOKENS, theorems.REJECTION),
     ),
@@ -549,7 +548,7 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         "residual scaled before the last draw",
         "draw(row)",
         "draw([2 * x for x in row])",
-        verify,
+        reference.verify_tree,
         bug="S10",
         proof="A draw divides by the sum of the row it is given, so a constant factor (one over the "
         "sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it does "
