@@ -149,13 +149,13 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2820,
-    "_core": 860,
-    "lm": 4010,
-    "decoding": 1390,
-    "chapters": 5_156,
-    "laws": 9530,
-    "museum": 3410,
+    "root + show": 2822,
+    "_core": 850,
+    "lm": 3985,
+    "decoding": 1362,
+    "chapters": 5163,
+    "laws": 9534,
+    "museum": 3414,
     "training": 2565,
     "bench": 5850,
     "grade": 3520,

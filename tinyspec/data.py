@@ -34,7 +34,8 @@ def find_data_file(name: str, root: str | Path | None = None) -> Path:
     path = root / name
     if not path.is_file():
         raise TinyspecError(
-            f"{path}: no such data file; `tinyspec data fetch` brings it, or TINYSPEC_DATA names a folder that has it"
+            f"{path}: no such data file; `tinyspec data fetch` brings it, or TINYSPEC_DATA names "
+            "a folder that has it"
         )
     return path
 

@@ -27,8 +27,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.gate import BatchBarrier, run_together
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
@@ -167,7 +167,7 @@ def start_generation(
     stop: str | Sequence[str | Sequence[int]] | None = (),
     chat: bool = False,
     references: str | Sequence[str | Sequence[int]] = (),
-    gate: BatchBarrier | None = None,
+    barrier: BatchBarrier | None = None,
     **knobs: Any,
 ) -> GenerationRun:
     """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
@@ -190,7 +190,8 @@ def start_generation(
         raise TinyspecError("the prompt is empty: give at least one token")
     if len(ids) > model.config.max_positions:
         raise TinyspecError(
-            f"the prompt has {len(ids)} tokens, the context of {model.name} {model.config.max_positions}: shorten it"
+            f"the prompt has {len(ids)} tokens, the context of {model.name} "
+            f"{model.config.max_positions}: shorten it"
         )
     if texts and not card.copies:
         raise TinyspecError(
@@ -198,8 +199,8 @@ def start_generation(
         )
     forward_log: list[ForwardRecord] = []
     request = Request(
-        target=model.session(forward_log, gate),
-        drafts=[d.session(forward_log, gate) for d in drafts],
+        target=model.session(forward_log, barrier),
+        drafts=[d.session(forward_log, barrier) for d in drafts],
         sampling=sampling,
         stop=stopping_criteria(model, stops, max_new_tokens),
         references=[
@@ -208,7 +209,7 @@ def start_generation(
         positions=model.config.max_positions,
         draft_max_lengths=[d.config.max_positions for d in drafts],
         forward_log=forward_log,
-        clock=None if gate else time.perf_counter,  # in a batch a call's time is the others' too
+        clock=None if barrier else time.perf_counter,  # in a batch a call's time is the others' too
     )
     return GenerationRun(card.make(request, **knobs), model, ids, seed)
 
@@ -245,8 +246,8 @@ def generate(
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
     def job(row: int) -> Any:
-        return lambda gate: _finish(
-            start_generation(model, rows[row], seed=seed + row, gate=gate, **options)
+        return lambda barrier: _finish(
+            start_generation(model, rows[row], seed=seed + row, barrier=barrier, **options)
         )
 
     return run_together([job(row) for row in range(len(rows))])

@@ -34,7 +34,8 @@ IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
 
 TEACHER = "teacher"  # what a translation model is trained for that writes from left to right
 NO_TRANSLATOR = (
-    "the wheel carries none: run in a clone of the repository, whose models/ folder has them, or train one with "
+    "the wheel carries none: run in a clone of the repository, whose models/ folder has them, "
+    "or train one with "
     "`tinyspec train mt`"
 )
 
@@ -141,7 +142,8 @@ def read_card(name: str) -> str:
     if path is not None:
         raise TinyspecError(f"{path}: no README.md, so no card")
     if name in FETCHABLE:
-        return f"# {name}\n\n{FETCHABLE[name]}\n\nNot on this machine yet: `tinyspec models fetch {name}`\n"
+        fetch = f"Not on this machine yet: `tinyspec models fetch {name}`"
+        return f"# {name}\n\n{FETCHABLE[name]}\n\n{fetch}\n"
     raise _unknown(name)
 
 
@@ -164,14 +166,16 @@ def fetch_known(name: str, progress: bool = True) -> Path:
 def _unknown(name: str) -> TinyspecError:
     if name in IN_A_CLONE:
         return TinyspecError(
-            f"{name} is not in the wheel: it is in models/ of a clone of the repository; run there, or give its folder "
+            f"{name} is not in the wheel: it is in models/ of a clone of the repository; run "
+            "there, or give its folder "
             f"(its recipe: models/{name}/recipe.toml)"
         )
     if name.lower() in MODELS:
         return TinyspecError(f"unknown model {name!r}: it is called {MODELS[name.lower()]} here")
     known = [model.name for model in list_known()]
     return TinyspecError(
-        f"unknown model {name!r}: {suggest_nearest(name, known)}; or give a folder, a .gguf file, or a hub id org/name "
+        f"unknown model {name!r}: {suggest_nearest(name, known)}; or give a folder, a .gguf file, "
+        "or a hub id org/name "
         "(`tinyspec models list`)"
     )
 
@@ -209,7 +213,7 @@ def load(
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
-    parts = checkpoint.read(
+    parts = checkpoint.read_checkpoint(
         path if path is not None else name,
         dtype=want if where.type == "cpu" else None,
         find=find_model,
@@ -225,11 +229,12 @@ def load(
         weights = {key: parts.weights.pop(key).to(where, want) for key in list(parts.weights)}
         model = Model(parts.config, weights, parts.tokenizer, parts.name, parts.extras)
         weights.clear()  # packing keeps one copy, if nobody else holds another
-        return model.pack()
+        return model.pack_weights()
     except torch.OutOfMemoryError as error:
         size = parts.config.parameters() * want.itemsize / 2**30
         raise TinyspecError(
-            f"{name}: {size:.1f} GB of weights do not fit on {where}; take device='cpu' or dtype='bfloat16'"
+            f"{name}: {size:.1f} GB of weights do not fit on {where}; "
+            "take device='cpu' or dtype='bfloat16'"
         ) from error
 
 
@@ -312,7 +317,7 @@ def load_translator(
     import torch
 
     from tinyspec.lm.seq2seq import Seq2Seq
-    from tinyspec.lm.seq2seq_file import read
+    from tinyspec.lm.seq2seq_file import read_seq2seq
 
     path = find_model(name_or_path)
     if path is None:
@@ -322,7 +327,7 @@ def load_translator(
     if path.is_file():
         raise TinyspecError(f"{path}: a file; a translation model is a folder with config.json")
     where = _device(device)
-    config, weights, tokenizer, name = read(path, _dtype(dtype) or torch.float32)
+    config, weights, tokenizer, name = read_seq2seq(path, _dtype(dtype) or torch.float32)
     return Seq2Seq(config, {key: w.to(where) for key, w in weights.items()}, tokenizer, name)
 
 
@@ -348,11 +353,13 @@ def _device(device: "str | torch.device") -> "torch.device":
         ) from error
     if where.type == "cuda" and not torch.cuda.is_available():
         raise TinyspecError(
-            f"device {device}: this machine has no CUDA device that torch can use; take device='cpu'"
+            f"device {device}: this machine has no CUDA device that torch can use; "
+            "take device='cpu'"
         )
     if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
         raise TinyspecError(
-            f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0"
+            f"device {device}: this machine has {torch.cuda.device_count()} CUDA devices, "
+            "from cuda:0"
         )
     return where
 

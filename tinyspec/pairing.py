@@ -45,8 +45,9 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         return []
     if not given:
         raise TinyspecError(
-            f"{card.name} needs a draft model and the card of {model.name} names none: pass draft=... "
-            f"(a smaller model with the same tokenizer), or a method without one: {list_draftless()}"
+            f"{card.name} needs a draft model and the card of {model.name} names none: pass "
+            "draft=... (a smaller model with the same tokenizer), or a method without one: "
+            f"{list_draftless()}"
         )
     needed = max(card.drafts, 1)
     used = given if card.several else given[:needed]
@@ -85,7 +86,8 @@ def check_pair(model: Model, small: Model) -> None:
         how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
         raise TinyspecError(
             f"the draft {small.name} has another vocabulary than {model.name} ({how}): "
-            f"use a draft with the same tokenizer, or a method without a draft model: {list_draftless()}"
+            "use a draft with the same tokenizer, or a method without a draft model: "
+            f"{list_draftless()}"
         )
 
 

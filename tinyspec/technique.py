@@ -86,7 +86,8 @@ class Knob:
         if self.choices:
             if value not in self.choices:
                 raise TinyspecError(
-                    f"{self.name} is {value!r}: it must be one of {', '.join(map(str, self.choices))}"
+                    f"{self.name} is {value!r}: it must be one of "
+                    f"{', '.join(map(str, self.choices))}"
                 )
             return value
         if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
@@ -168,10 +169,10 @@ class RefineRequest:
     forward_log: list[ForwardRecord] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.model = self.model.counting(self.forward_log)
+        self.model = self.model.with_log(self.forward_log)
         if self.teacher is not None:
             suffix = " (teacher)" if self.teacher.name == self.model.name else ""
-            self.teacher = self.teacher.counting(self.forward_log, self.teacher.name + suffix)
+            self.teacher = self.teacher.with_log(self.forward_log, self.teacher.name + suffix)
 
 
 Builder = Callable[..., Any]
@@ -249,7 +250,8 @@ class Card:
         """Return a decoder for this request."""
         if self.kind == "refine":
             raise TinyspecError(
-                f"{self.name} rewrites a translation and extends no text: use `tinyspec translate --method {self.name}`, "
+                f"{self.name} rewrites a translation and extends no text: use `tinyspec translate "
+                f"--method {self.name}`, "
                 "or tinyspec.translate(model, source, method=...)"
             )
         return cast(Decoder, self.build(request, **self.settings(knobs)))
@@ -293,7 +295,7 @@ class Card:
 
 
 def json_number(value: Any) -> Any:
-    """Return infinity as a word, which JSON lacks and a knob takes too; other values as they are."""
+    """Return infinity as a word, which JSON lacks and a knob accepts; other values unchanged."""
     return str(value) if value in (math.inf, -math.inf) else value
 
 
@@ -324,7 +326,8 @@ def technique(
         name = build.__name__ if in_notebook else module.rpartition(".")[2]
         if name in _cards and _cards[name].build.__module__ != module:
             raise TinyspecError(
-                f"there is a technique {name} already ({_cards[name].build.__module__}): rename yours"
+                f"there is a technique {name} already ({_cards[name].build.__module__}): rename "
+                "yours"
             )
         _cards[name] = Card(
             name,

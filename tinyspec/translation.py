@@ -1,7 +1,8 @@
 """translate: from a source to its translation, by any technique.
 
 A technique that extends a text runs in the common loop, on a model that writes from left to right
-and has read the source (`Seq2Seq.given`). A technique that rewrites a canvas runs in `refine`.
+and has read the source (`Seq2Seq.condition_on`). A technique that rewrites a canvas runs in
+`refine`.
 """
 
 import time
@@ -77,7 +78,8 @@ class Translation(Generation):
         beside = f", {stats.candidates} candidates side by side" if stats.candidates > 1 else ""
         judged = f", {stats.teacher_calls} of a teacher" if stats.teacher_calls else ""
         return (
-            f"{stats.emitted} tokens, {stats.encoder_calls} encoder pass, {stats.target_calls} decoder passes{judged}"
+            f"{stats.emitted} tokens, {stats.encoder_calls} encoder pass, {stats.target_calls} "
+            f"decoder passes{judged}"
             f"{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
         )
 
@@ -113,7 +115,7 @@ class ExtendingRun:
     ):
         self.begun = time.perf_counter()
         self.model, self.source, self.forward_log = model, source, forward_log
-        self.running = make(model.counting(forward_log).given(source))
+        self.running = make(model.with_log(forward_log).condition_on(source))
         self.running.started = self.begun
         self.running.stats = self.stats = TranslationStatistics()
 
@@ -278,7 +280,8 @@ def start_translation(
     if card.kind == "refine":
         if temperature is not None or top_k is not None or top_p is not None:
             raise TinyspecError(
-                f"{card.name} rewrites a canvas and has no temperature: its own knobs say what is drawn"
+                f"{card.name} rewrites a canvas and has no temperature: its own knobs say what is "
+                "drawn"
             )
         if max_new_tokens is not None:
             raise TinyspecError(
@@ -348,7 +351,8 @@ def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Se
         return load_translator_once(model)
     if isinstance(model, Model):
         raise TinyspecError(
-            f"{model.name} extends texts and translates none: use generate, or load an encoder-decoder with "
+            f"{model.name} extends texts and translates none: use generate, or load an "
+            "encoder-decoder with "
             "tinyspec.load_translator"
         )
     if not isinstance(model, Seq2Seq):
@@ -386,11 +390,12 @@ def check_source(model: Seq2Seq, ids: Sequence[int]) -> None:
     """Raise TinyspecError unless these ids can be translated."""
     if not ids:
         raise TinyspecError("the source is empty: give at least one token")
-    model.fits(len(ids))
+    model.check_length(len(ids))
     strange = [token for token in ids if not 0 <= token < model.config.vocab_size]
     if strange:
         raise TinyspecError(
-            f"token {strange[0]} is not in the vocabulary of {model.name}: ids are below {model.config.vocab_size}"
+            f"token {strange[0]} is not in the vocabulary of {model.name}: ids are below "
+            f"{model.config.vocab_size}"
         )
     if model.config.pad in ids:
         raise TinyspecError(
@@ -410,7 +415,8 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
         )
     if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(
-            f"{model.name} was trained for {trained}, and {card.name} needs a model trained for {wanted}: leave out the "
+            f"{model.name} was trained for {trained}, and {card.name} needs a model trained for "
+            f"{wanted}: leave out the "
             "model, or name one with --model"
         )
 

@@ -42,7 +42,7 @@ def test_layers_alone_compute_what_they_compute_in_the_call(k: int) -> None:
     m, text = alone.session.model, alone.session.text
     alone.rows[k] = m.weights["embed"][torch.tensor(text[9 : 9 + k])]
     states = torch.from_numpy(alone.run(k, [(9 + row + 1, ()) for row in range(k)]))
-    assert torch.equal(alone.engine.head(states), m.logits(text)[9 : 9 + k])
+    assert torch.equal(alone.engine.compute_logits(states), m.logits(text)[9 : 9 + k])
 
 
 @compiled

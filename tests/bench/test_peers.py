@@ -125,7 +125,7 @@ def test_a_wrong_knob_of_a_peer_is_an_error(zoo: Zoo, big: Model) -> None:
 def test_exported_weights_read_back(config: Config, kind: str, tmp_path: Path) -> None:
     m = Model.random(config, seed=1)
     gguf_export.write_gguf(tmp_path / "m.gguf", m, kind)
-    parts = checkpoint.read(tmp_path / "m.gguf")
+    parts = checkpoint.read_checkpoint(tmp_path / "m.gguf")
     shape = (
         "d_model",
         "n_layers",

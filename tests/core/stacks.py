@@ -22,7 +22,7 @@ if _core.compute is None:
 
 from tinyspec._core import compute
 from tinyspec._core import reference_compute as twin
-from tinyspec.lm.engine import pack
+from tinyspec.lm.engine import pack_matrix
 
 Array = NDArray[Any]
 EPS = 2.0**-24
@@ -71,7 +71,7 @@ def falls(law: Callable[..., None], *accused: Any) -> bool:
 
 def packed(weight: Array, half: bool, bias: Array | None = None) -> "compute.Packed":
     """A matrix as the kernels read it."""
-    tensor = pack(torch.from_numpy(weight).to(torch.bfloat16 if half else torch.float32))
+    tensor = pack_matrix(torch.from_numpy(weight).to(torch.bfloat16 if half else torch.float32))
     bits = tensor.view(torch.uint16) if half else tensor
     return compute.Packed(bits.numpy(), *weight.shape, bias)
 

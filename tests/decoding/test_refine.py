@@ -112,7 +112,7 @@ def test_a_card_makes_what_its_kind_says() -> None:
     with pytest.raises(
         TinyspecError, match="rewrites a translation and extends no text: use `tinyspec translate"
     ):
-        card.make(Request(random_reader(1, positional=False).given(SOURCE).session()))
+        card.make(Request(random_reader(1, positional=False).condition_on(SOURCE).session()))
     with pytest.raises(TinyspecError, match="extends a text and rewrites none"):
         find_technique("autoregressive").refiner(RefineRequest(random_reader(0)))
 
@@ -129,7 +129,7 @@ def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
 
 def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
     """log p of each token and of the end, one after the other through a session."""
-    session, found = teacher.given(source).session(), list[float]()
+    session, found = teacher.condition_on(source).session(), list[float]()
     for at, token in enumerate([*text, teacher.config.eos]):
         session.extend(([teacher.config.bos, *text])[at : at + 1])
         found.append(float(session.score(TokenTree()).logits[0].log_softmax(-1)[token]))
@@ -138,7 +138,7 @@ def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
 
 def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> None:
     texts, forward_log = [[4, 5, 6, 8], [7], [5, 5]], list[ForwardRecord]()
-    teacher = random_reader(3, positional=False).counting(forward_log)
+    teacher = random_reader(3, positional=False).with_log(forward_log)
     scores = score_candidates(teacher, SOURCE, canvas(*texts))
     assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):

@@ -326,7 +326,7 @@ def test_labels_are_agreement_with_the_top_layer() -> None:
     session = M.session()
     session.extend([1])
     rows = [
-        session.advance(TokenTree.chain([2, 3, 4]), layer, head=True).logits
+        session.run_to_layer(TokenTree.chain([2, 3, 4]), layer, head=True).logits
         for layer in range(1, L + 1)
     ]
     words = torch.stack([row.argmax(-1) for row in rows])

@@ -349,7 +349,7 @@ def trained(exits: ExitLosses, steps: int = 90) -> Model:
         for step in range(steps):
             course.begin_step(step, step / steps)
             ids = texts(random, 12, 20)
-            course.loss(model.dense(), ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
+            course.loss(model.torch_blocks(), ids[:, :-1], ids[:, 1:]).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
     return model.to(dtype=torch.float32)

@@ -301,14 +301,14 @@ def test_a_failure_in_the_branches_thread_is_raised_here(monkeypatch: pytest.Mon
     decoder = made(network(LLAMA).session(), layer=2, threads=True)
     decoder.extend([1, 2])
     pipeline: Any = decoder.target
-    advance = pipeline.session.advance
+    advance = pipeline.session.run_to_layer
 
     def fails(tree: Any, layer: int, **how: Any) -> Any:
         if len(tree.tokens) and layer:
             raise ZeroDivisionError
         return advance(tree, layer, **how)
 
-    monkeypatch.setattr(pipeline.session, "advance", fails)
+    monkeypatch.setattr(pipeline.session, "run_to_layer", fails)
     with pytest.raises(ZeroDivisionError):
         decoder.step(Seeded(0))
 

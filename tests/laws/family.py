@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import LLAMA, model
-from tinyspec.lm.forward import Plan, Visible
+from tinyspec.lm.forward import Plan, VisibleSet
 from tinyspec.lm.session import Session, View
 from tinyspec.tree import ROOT, TokenTree
 
@@ -35,7 +35,7 @@ PLANS = [
     Plan(last=1),
     Plan(skip=frozenset({2})),
     Plan(last=2, skip=frozenset({1})),
-    Plan(visible=Visible((None, (frozenset({0}), None), (frozenset(), frozenset({1, 3}))), 5)),
+    Plan(visible=VisibleSet((None, (frozenset({0}), None), (frozenset(), frozenset({1, 3}))), 5)),
 ]
 LONGEST = 24
 tokens = st.integers(0, 2)  # few, so that texts, trunks and trees collide

@@ -178,12 +178,12 @@ class Exits:
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         if self.layer < self.session.model.config.n_layers:
-            return self.session.advance(tree, self.layer, hidden_layers, head=True)  # type: ignore[no-any-return]
+            return self.session.run_to_layer(tree, self.layer, hidden_layers, head=True)  # type: ignore[no-any-return]
         return self.session.score(tree, hidden_layers)  # type: ignore[no-any-return]
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         self.session.commit(path, next)
-        self.session.fill("copy", range(len(self.session) - 1))
+        self.session.fill_cache("copy", range(len(self.session) - 1))
 
 
 def own_draft(plan: Plan, exact: bool = True) -> Card:

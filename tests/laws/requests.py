@@ -27,7 +27,7 @@ from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_eq
 from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.request_laws import expect_no_generator_moves, run_to_end
 from tinyspec.laws.stage import Stage
-from tinyspec.lm.gate import run_together
+from tinyspec.lm.batching import run_together
 from tinyspec.technique import Card, Guarantee, Request
 
 TRACE_IDENTITIES = "trace identities"
@@ -223,11 +223,13 @@ def a_batch_row_is_the_row_alone(
         stage = Stage(card, deep=True, vocabulary=4, seed=seed, sampling=sampling)
         models = [small_network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
 
-        def row(number: int, gate: Any, stage: Stage = stage, models: Any = models) -> list[Round]:
+        def row(
+            number: int, barrier: Any, stage: Stage = stage, models: Any = models
+        ) -> list[Round]:
             forward_log: list[Any] = []
             request = Request(
-                target=models[0].session(forward_log, gate),
-                drafts=[models[1].session(forward_log, gate) for _ in range(card.hosted)],
+                target=models[0].session(forward_log, barrier),
+                drafts=[models[1].session(forward_log, barrier) for _ in range(card.hosted)],
                 sampling=stage.sampling,
                 stop=StoppingCriteria(max_new_tokens=4 + 2 * number),
                 references=stage.references,
@@ -239,7 +241,7 @@ def a_batch_row_is_the_row_alone(
 
         alone = [row(number, None) for number in range(len(prompts))]
         batch = together(
-            [lambda gate, number=number: row(number, gate) for number in range(len(prompts))]
+            [lambda barrier, number=number: row(number, barrier) for number in range(len(prompts))]
         )
         for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
             case = {**stage.describe(), "prompts": prompts, "row": number, "dtype": str(dtype)}

@@ -67,33 +67,33 @@ class Restless(Session):
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
         for node in self.committed[-1].descendants() if self.committed else ():
-            node.forget()
+            node.reset()
         return super().score(tree, hidden_layers)
 
 
 class Blind(View):
     """A view that does not hear that its session has gone on."""
 
-    def _follow(self) -> None:
+    def _sync_trunk(self) -> None:
         return None
 
 
 class Trusting(View):
     """A view that asks a token who its parent is, and not the parent whose children are."""
 
-    def _follow(self) -> None:
+    def _sync_trunk(self) -> None:
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
         self._trunk = kept if kept and committed and kept[0].parent is committed[-1] else []
-        if self._at is not None and self._at >= len(committed):
-            self._at = None
+        if self._position is not None and self._position >= len(committed):
+            self._position = None
 
 
 class Forgetful(View):
     """A view that is computed by the whole model where it has a trunk."""
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
-        self._follow()
+        self._sync_trunk()
         scores, self._nodes = self.session.score_tree(
             tree, hidden_layers, Plan() if self._trunk else self.plan, trunk=self._trunk
         )
@@ -113,18 +113,18 @@ def showing(kind: type[View]) -> type[Session]:
 class KeysAlone(Cache):
     """Moves keys and leaves the values where they were."""
 
-    def move(self, old: Sequence[int], first: int) -> None:
+    def move_slots(self, old: Sequence[int], first: int) -> None:
         values = self.store[:, 1].clone()
-        super().move(old, first)
+        super().move_slots(old, first)
         self.store[:, 1] = values
 
 
 class Unsorted(Cache):
     """Moves slots one after the other, so that a later one reads what an earlier one has overwritten."""
 
-    def move(self, old: Sequence[int], first: int) -> None:
+    def move_slots(self, old: Sequence[int], first: int) -> None:
         for at, slot in reversed(list(enumerate(old))):
-            super().move([slot], first + at)
+            super().move_slots([slot], first + at)
 
 
 def keeping(kind: type[Cache]) -> type[Session]:

@@ -16,7 +16,7 @@ from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.decoding.verify import Verdict, verify_tree
 from tinyspec.laws import session_laws
 from tinyspec.laws.exact.models import run_dense
-from tinyspec.lm.forward import ForwardBatch, Plan, Scores, Visible
+from tinyspec.lm.forward import ForwardBatch, Plan, Scores, VisibleSet
 from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
 from tinyspec.technique import find_technique
@@ -67,7 +67,7 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
     )
     assert [keys is None for keys in found.keys] == [True, False, True]
     with pytest.raises(ValueError, match="sees everything"):
-        run_dense(m, [1], Plan(visible=Visible.everywhere((0,), 1, LLAMA.n_layers, 2)))
+        run_dense(m, [1], Plan(visible=VisibleSet.for_all_layers((0,), 1, LLAMA.n_layers, 2)))
 
 
 # ---------------------------------------------------------------------------------------------- the code is lawful
@@ -99,10 +99,10 @@ def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> N
 def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
     session = M.session()
     session.extend([3, 1, 4, 1, 5])
-    session.advance(TokenTree.chain([9]), 2)
+    session.run_to_layer(TokenTree.chain([9]), 2)
     session.commit([0], 2)
     assert session_laws.committed_slots(session) == 4 * 3 + 2 * 2
-    session.fill("copy")
+    session.fill_cache("copy")
     session.score(TokenTree.chain([6]))
     session.commit([0], 5)  # token 2 was run in full, but looked at what was copied up
     assert not session.cache_exact
@@ -122,7 +122,7 @@ def gated(change: Callable[[ForwardBatch], None]) -> session_laws.Begin:
             change(feed)
         return M.forward(feeds)
 
-    return lambda: Session(M, gate=gate)
+    return lambda: Session(M, forward=gate)
 
 
 def flat_positions(feed: ForwardBatch) -> None:
@@ -166,7 +166,7 @@ class KeepsGuesses(Session):
     def trust(self, guessed: int) -> None:
         newest = self.committed[-1] if self.committed else None
         if guessed and newest and not newest.sublayers_done:
-            newest.sublayers_done = newest.row_at = 2 * self.model.config.n_layers
+            newest.sublayers_done = newest.logits_at = 2 * self.model.config.n_layers
             newest.row = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
             self.cache.present[newest.slot] = True
 
@@ -199,7 +199,8 @@ def test_row_identity_kills_a_product_that_sums_otherwise_for_many_rows() -> Non
         ]
 
     killed(
-        session_laws.ROW_IDENTITY, lambda: session_laws.row_identity(lambda: Session(m, gate=gate))
+        session_laws.ROW_IDENTITY,
+        lambda: session_laws.row_identity(lambda: Session(m, forward=gate)),
     )
 
 

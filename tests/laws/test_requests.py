@@ -18,7 +18,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, LawViolated
-from tinyspec.lm.gate import run_together
+from tinyspec.lm.batching import run_together
 from tinyspec.technique import Card, Request, find_technique, load_techniques
 from tinyspec.tree import TokenTree
 

@@ -12,13 +12,14 @@ import torch
 from tests.lm.small import GPT2, model
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.lm.forward import Plan, Visible
+from tinyspec.lm.forward import Plan, VisibleSet
 from tinyspec.tree import ROOT, TokenTree
 
 L, V = 3, 4
 PLANS = [
     Plan(last=1), Plan(last=2), Plan(skip=frozenset({2})), Plan(skip=frozenset({3, 4})), Plan(last=2, skip=frozenset({1})),
-    Plan(visible=Visible.everywhere((0, 2), 4, L, 1)), Plan(visible=Visible((None, (frozenset({0}),), (frozenset(),)), 3)),
+    Plan(visible=VisibleSet.for_all_layers((0, 2), 4, L, 1)),
+    Plan(visible=VisibleSet((None, (frozenset({0}),), (frozenset(),)), 3)),
 ]  # fmt: skip
 # positions are learned: with rotated ones alone, a text of equal tokens has equal rows
 CONFIG = replace(
@@ -100,7 +101,7 @@ def test_a_session_refuses_what_a_session_refuses() -> None:
         session.rewind(3)
     with pytest.raises(ValueError, match="probe"):
         session.score(TokenTree((0, 1), (ROOT, 0), (None, None), (True, False)))
-    with pytest.raises(ValueError, match="tap"):
+    with pytest.raises(ValueError, match="hidden layer"):
         session.score(TokenTree(), hidden_layers=(7,))
 
 
@@ -179,10 +180,10 @@ class Pair:
     def copy_up(self) -> None:
         """Keys of tokens that left early are made from their exit; a transformer may have let go of the states there."""
         try:
-            self.real.fill("copy")
+            self.real.fill_cache("copy")
         except ValueError:
             return
-        self.table.fill("copy")
+        self.table.fill_cache("copy")
 
     def step(self) -> None:
         rng, text = self.rng, [self.rng.randrange(V) for _ in range(self.rng.randint(1, 2))]
@@ -206,14 +207,16 @@ class Pair:
             self.tree = None
         elif act == "advance":
             tree = self.guess(True)
-            scores = self.both("advance", tree, rng.randint(1, L), (L,), head=rng.random() < 0.5)
+            scores = self.both(
+                "run_to_layer", tree, rng.randint(1, L), (L,), head=rng.random() < 0.5
+            )
             self.compare(scores, L)
             self.tree = tree if scores else None
         elif act == "rewind":
             self.both("rewind", rng.randint(0, len(self.real)))
             self.tree = None
         elif act == "fill" and len(self.real):
-            self.both("fill", "recompute")
+            self.both("fill_cache", "recompute")
         elif act == "fork" and len(self.real):
             twins = (self.real.fork(), self.table.fork())
             self.real, self.table = twins
@@ -253,14 +256,14 @@ def test_a_table_is_computed_as_a_transformer_is(seed: int) -> None:
 def test_filling_by_copying_leaves_what_a_transformer_would_leave() -> None:
     pair = Pair(0)
     pair.both("extend", (0, 1, 2))
-    pair.both("advance", TokenTree.chain((1, 0)), 1, head=True)
+    pair.both("run_to_layer", TokenTree.chain((1, 0)), 1, head=True)
     pair.both("commit", (0, 1), 3)
-    pair.both("fill", "copy")
+    pair.both("fill_cache", "copy")
     assert pair.real.cache_exact == pair.table.cache_exact is False
     copied = pair.both("score", TokenTree.chain((2,)), (L,))
     pair.compare(copied, L)
     assert copied[1].hidden[0][0] != pair.table.model.run((0, 1, 2, 1, 0, 3))[-1]
-    pair.both("fill", "recompute")
+    pair.both("fill_cache", "recompute")
     pair.both("rewind", 5)
     pair.compare(pair.both("score", TokenTree.chain((3, 2)), (L,)), L)
     assert (
@@ -281,7 +284,7 @@ def test_the_ledger_counts_what_a_transformers_counts(seed: int) -> None:
         elif act == 1 and len(pair.real) < 15:
             pair.both("append", (1,))
         elif act == 2:
-            pair.both("advance", tree, 1)
+            pair.both("run_to_layer", tree, 1)
         elif len(pair.real) < 15:
             pair.both("score", tree)
             pair.both(

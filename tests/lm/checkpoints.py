@@ -86,7 +86,7 @@ def random(
 def folder(
     tmp_path: Path, config: Config = LLAMA, tokenizer=None, dtype: torch.dtype = torch.float32
 ) -> Path:
-    checkpoint.write(tmp_path / "model", config, random(config, dtype=dtype), tokenizer)
+    checkpoint.write_checkpoint(tmp_path / "model", config, random(config, dtype=dtype), tokenizer)
     return tmp_path / "model"
 
 
@@ -110,5 +110,5 @@ def shard(path: Path) -> dict[str, str]:
 
 def refused(path: Path | str, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)

@@ -12,7 +12,7 @@ import numpy as np
 
 from tinyspec.lm.forward import Plan
 from tinyspec.lm.model import Model
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.ops import rotary_frequencies
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Oracle:
     def __init__(self, model: Model):
         self.c = model.config
         self.w = {name: w.double().numpy() for name, w in model.weights.items()}
-        self.freq = frequencies(model.config).double().numpy()
+        self.freq = rotary_frequencies(model.config).double().numpy()
 
     def norm(self, x: np.ndarray, name: str) -> np.ndarray:
         if self.c.norm == "layer":

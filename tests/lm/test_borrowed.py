@@ -25,11 +25,14 @@ def draft_of(target: Model, name: str, tied: bool = True) -> Model:
     c = target.config
     config = Config(
         vocab_size=c.vocab_size, d_model=c.d_model, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=24,
-        max_positions=96, tied=False, says=SAYS, extra={borrowed.FROM: name, "draft_of": name},
+        max_positions=96, tied=False, head_ids=SAYS, extra={borrowed.FROM: name, "draft_of": name},
     )  # fmt: skip
     own = Model.random(config, seed=3, scale=0.3).weights
     return Model(
-        config, {**own, **borrowed.rows(target.weights, SAYS)}, target.tokenizer, "borrower"
+        config,
+        {**own, **borrowed.shared_weights(target.weights, SAYS)},
+        target.tokenizer,
+        "borrower",
     )
 
 
@@ -49,7 +52,7 @@ def test_what_is_saved_holds_no_embedding_and_loads_with_the_targets(
     assert not any("embed" in name or "head" in name for name in stored)
     assert stored[borrowed.SAYS].tolist() == list(SAYS)
     draft = tinyspec.load(folder)
-    assert draft.config.says == SAYS
+    assert draft.config.head_ids == SAYS
     assert torch.equal(draft.weights["embed"], target.weights["embed"])
     assert torch.equal(draft.weights["head"], target.weights["embed"][list(SAYS)])
     made = draft_of(target, "../big")
@@ -114,7 +117,7 @@ def test_a_target_by_name_is_found_where_models_are(
         tinyspec.load(tmp_path / "other" / "draft")
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     tinyspec.load(pair[0]).save(models.models_folder() / "mine")
-    assert tinyspec.load(tmp_path / "other" / "draft").config.says == SAYS
+    assert tinyspec.load(tmp_path / "other" / "draft").config.head_ids == SAYS
 
 
 def test_another_target_and_damage_are_refused_in_one_line(
@@ -160,5 +163,7 @@ def test_a_config_that_says_only_some_ids_cannot_be_stored_without_a_lender(
     pair: tuple[Path, Path],
 ) -> None:
     draft = tinyspec.load(pair[1])
-    with pytest.raises(TinyspecError, match="cannot express this Config's says"):
-        checkpoint.write(pair[1], checkpoint.replace(draft.config, extra={}), dict(draft.weights))
+    with pytest.raises(TinyspecError, match="cannot express this Config's head_ids"):
+        checkpoint.write_checkpoint(
+            pair[1], checkpoint.replace(draft.config, extra={}), dict(draft.weights)
+        )

@@ -14,15 +14,15 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, QWEN3, begun, close, forced, mod
 from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import ForwardRecord, Plan
-from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 
 M, G = model(LLAMA), model(GPT2)
 V = LLAMA.vocab_size
 EMPTY = TokenTree()
-SPOKEN = replace(LLAMA, says=(0, 1, 2, 5, 7, 9), tied=False)
+SPOKEN = replace(LLAMA, head_ids=(0, 1, 2, 5, 7, 9), tied=False)
 PACKED = [
     model(config, dtype=dtype)
     for config in (LLAMA, GPT2, QWEN3)
@@ -74,15 +74,15 @@ def test_the_short_way_leaves_what_the_long_one_leaves(data: st.DataObject, m) -
     assert forward_logs[0] == forward_logs[1]
     for one, other in zip(short.committed, long.committed, strict=True):
         for x, y in zip((one, *one.descendants()), (other, *other.descendants()), strict=True):
-            assert (x.token, x.slot, x.sublayers_done, x.exact, x.row_at) == (
+            assert (x.token, x.slot, x.sublayers_done, x.exact, x.logits_at) == (
                 y.token,
                 y.slot,
                 y.sublayers_done,
                 y.exact,
-                y.row_at,
+                y.logits_at,
             )
             assert x.states.keys() == y.states.keys()
-            assert (x.row is None) == (y.row is None)
+            assert (x.logits is None) == (y.logits is None)
     held = max(node.slot for node in (short.committed[-1], *short.committed[-1].descendants())) + 1
     assert (short.cache.present[:held] == long.cache.present[:held]).all()
     assert torch.equal(short.cache.store[:, :, :, :held], long.cache.store[:, :, :, :held])
@@ -102,7 +102,7 @@ def test_what_is_special_goes_the_long_way() -> None:
     session.score(TokenTree.chain([1, 3]))
     close(session.score(tree([2, 5], [ROOT, 0])).logits[-1], forced(M, [*PROMPT, 2, 5]))
     session = begun(M)
-    session.advance(TokenTree.chain([1]), 1)
+    session.run_to_layer(TokenTree.chain([1]), 1)
     assert session._match_chain(TokenTree.chain([1])) is None, (
         "what was begun goes on from where it is"
     )
@@ -158,8 +158,8 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
         for session in (one, other):
             session.append([*said, 3])  # what was kept of them, and what came instead
         for x, y in zip(one.committed, other.committed, strict=True):
-            assert (x.token, x.slot, x.sublayers_done, x.exact, x.row_at, x.row is None) == (
-                y.token, y.slot, y.sublayers_done, y.exact, y.row_at, y.row is None,
+            assert (x.token, x.slot, x.sublayers_done, x.exact, x.logits_at, x.logits is None) == (
+                y.token, y.slot, y.sublayers_done, y.exact, y.logits_at, y.logits is None,
             )  # fmt: skip
             assert x.states.keys() == y.states.keys()
         n = len(one)
@@ -190,7 +190,7 @@ def test_a_draft_with_its_own_words_says_them_and_no_others() -> None:
     m = model(SPOKEN, dtype=torch.float32)
     session, rows = begun(m), list[Any]()
     assert session.draft_chain(2, best(rows, 2))
-    assert all(set(np.flatnonzero(np.isfinite(row))) == set(SPOKEN.says) for row in rows)
+    assert all(set(np.flatnonzero(np.isfinite(row))) == set(SPOKEN.head_ids) for row in rows)
 
 
 @compiled
@@ -201,11 +201,11 @@ def test_none_is_chosen_where_something_is_special() -> None:
     m = PACKED[0]
     hanging, begun_at = begun(m), begun(m)
     hanging.score(TokenTree.chain([1]))
-    begun_at.advance(EMPTY, 1)
-    shut = m.session(gate=BatchBarrier(1))
+    begun_at.run_to_layer(EMPTY, 1)
+    shut = m.session(barrier=BatchBarrier(1))
     shut.extend(PROMPT)
     part = begun(m)
-    part.replan(Plan(last=1))
+    part.set_plan(Plan(last=1))
     for session, most in (
         (hanging, 2),
         (begun_at, 2),

@@ -165,7 +165,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, c
         data[where] = value
     (path / "model.safetensors").write_bytes(data)
     with suppress(TinyspecError):
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     (path / "model.safetensors").write_bytes(data[: int(cut * len(data))])
     refused(path, "model.safetensors: truncated or damaged")
 

@@ -10,7 +10,7 @@ import torch
 from tests.lm.small import model
 from tinyspec import _core
 from tinyspec.lm import engine
-from tinyspec.lm.engine import LINE, aligned_zeros, pack, unpack
+from tinyspec.lm.engine import LINE, aligned_zeros, pack_matrix, unpack_matrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,9 +35,11 @@ def test_a_matrix_packed_into_its_room_is_the_same_and_unpacks_to_itself(
 ) -> None:
     weight = torch.arange(out * 6).reshape(out, 6).to(dtype)
     [_, room] = aligned_zeros([7, -(-out // 16) * 16 * 6], dtype)
-    packed = pack(weight, room)
+    packed = pack_matrix(weight, room)
     assert packed.data_ptr() == room.data_ptr()
-    assert torch.equal(packed, pack(weight)) and torch.equal(unpack(packed, out), weight)
+    assert torch.equal(packed, pack_matrix(weight)) and torch.equal(
+        unpack_matrix(packed, out), weight
+    )
 
 
 @pytest.mark.skipif(_core.compute is None, reason="not compiled: nothing is packed")
@@ -47,13 +49,13 @@ def test_a_failed_packing_leaves_the_model_whole(monkeypatch: pytest.MonkeyPatch
     before, packed = {name: w.clone() for name, w in m.weights.items()}, []
 
     def failing(*args: Any) -> torch.Tensor:
-        packed.append(pack(*args))
+        packed.append(pack_matrix(*args))
         if len(packed) == 3:
             raise MemoryError("no room")
         return packed[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "pack", failing)
+        patch.setattr(engine, "pack_matrix", failing)
         with pytest.raises(MemoryError):
             m.logits([1, 2])
     assert list(m.weights) == list(before)

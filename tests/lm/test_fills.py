@@ -19,8 +19,8 @@ from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, PROMPT, begun, model, same_cache, tree
 from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
 from tinyspec.laws.exact.tables import TableModel
+from tinyspec.lm.batching import run_together
 from tinyspec.lm.forward import ForwardRecord, Plan
-from tinyspec.lm.gate import run_together
 from tinyspec.tree import ROOT, TokenTree
 
 L = 4
@@ -47,11 +47,11 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
         lambda s: s.score(EMPTY),
         lambda s: s.score(guess),
         lambda s: s.view(Plan(skip=frozenset({2 * layer + 1}))).score(guess),
-        lambda s: s.advance(guess, layer + 1),
-        lambda s: s.run([s.committed[-1]], 2 * L, prefill=True),
+        lambda s: s.run_to_layer(guess, layer + 1),
+        lambda s: s.run_nodes([s.committed[-1]], 2 * L, prefill=True),
     ]
     others: list[Any] = [
-        lambda s: s.advance(guess, layer, head=True),  # leaves below
+        lambda s: s.run_to_layer(guess, layer, head=True),  # leaves below
         lambda s: s.view(Plan(last=layer)).score(guess),
         lambda s: s.view(Plan(skip=frozenset({2 * layer}))).score(guess),  # passes its attention by
     ]
@@ -70,28 +70,28 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
 def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(layer: int) -> None:
     """A half-run parent is not read above its reach: whoever hangs below it takes it along, or it is an error."""
     session = begun(M)
-    session.advance(tree([1], [ROOT]), layer)
+    session.run_to_layer(tree([1], [ROOT]), layer)
     deeper = tree([1, 2], [ROOT, 0])
     np.testing.assert_allclose(
         session.score(deeper).logits.numpy(), begun(M).score(deeper).logits.numpy(), atol=1e-10
     )
     session = begun(M)
-    session.advance(tree([1], [ROOT]), layer)
+    session.run_to_layer(tree([1], [ROOT]), layer)
     parent = session.committed[-1].children[1]
     session.score(EMPTY)  # the root goes on, its child stays behind
     child = tree([1, 2], [ROOT, 0])
-    session.advance(child, 0)
+    session.run_to_layer(child, 0)
     with pytest.raises(RuntimeError, match=f"slot {parent.slot} has no keys in layer {layer}"):
-        session.run([parent.children[2]], 2 * L)
+        session.run_nodes([parent.children[2]], 2 * L)
 
 
 def test_tokens_that_are_read_before_they_were_run_or_filled_are_an_error() -> None:
     for leaves in range(1, L):
         session = begun(M)
-        session.advance(EMPTY, leaves, head=True)
+        session.run_to_layer(EMPTY, leaves, head=True)
         session.commit((), 7)
         with pytest.raises(RuntimeError, match=f"slot {N - 1} has no keys in layer {leaves}"):
-            session.run([session.committed[-1]], 2 * L)
+            session.run_nodes([session.committed[-1]], 2 * L)
 
 
 def test_a_table_refuses_it_too() -> None:
@@ -105,8 +105,8 @@ def test_a_table_refuses_it_too() -> None:
 
 def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
     def job(hole: bool) -> Any:
-        def run(gate: Any) -> None:
-            session = M.session(gate=gate)
+        def run(barrier: Any) -> None:
+            session = M.session(barrier=barrier)
             session.extend(PROMPT)
             session.cache.present[2, 1] &= not hole
             session.score(EMPTY)
@@ -122,7 +122,7 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
     made = set()
     for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
-        if "ForwardBatch(" not in text and ".model.chain(" not in text:
+        if "ForwardBatch(" not in text and ".model.run_chain(" not in text:
             continue
         for node in ast.walk(ast.parse(text)):
             source = (
@@ -133,10 +133,10 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
             if " ForwardBatch(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
                 assert "self._check_keys(" in source
-            if ".model.chain(" in source:
+            if ".model.run_chain(" in source:
                 made.add((path.stem, node.name))  # type: ignore[attr-defined]
                 assert "not self.cache.present[:first].all()" in source
-    assert made == {("session", "run"), ("session", "draft_chain")}
+    assert made == {("session", "run_nodes"), ("session", "draft_chain")}
 
 
 # ---------------------------------------------------------------------- the named fills
@@ -193,7 +193,9 @@ def test_copy_is_the_exit_state_through_the_matrices_above(m, leaves) -> None:
     rows = decoded(session, leaves, "copy")
     for row, token in zip(rows, done[N - 1 :], strict=True):
         np.testing.assert_allclose(row.numpy(), token.logits, atol=1e-10)
-    session.fill("copy", [N - 2 + len(leaves)])  # the last one waits for a reader, who is here
+    session.fill_cache(
+        "copy", [N - 2 + len(leaves)]
+    )  # the last one waits for a reader, who is here
     for at, layer in product(range(len(done)), range(L)):
         np.testing.assert_allclose(
             session.cache.keys[layer][:, at].numpy(), done[at].keys[layer], atol=1e-10
@@ -288,8 +290,8 @@ def test_requests_of_a_batch_are_counted_each_for_itself(fill: str) -> None:
     forward_logs: list[list[ForwardRecord]] = [[], []]
 
     def job(number: int) -> Any:
-        return lambda gate: decoded(
-            M.session(forward_logs[number], gate), SCHEDULES[2 + number], fill
+        return lambda barrier: decoded(
+            M.session(forward_logs[number], barrier), SCHEDULES[2 + number], fill
         )
 
     together = run_together([job(0), job(1)])

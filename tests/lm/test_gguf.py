@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, families
 from tinyspec.lm.config import Config
-from tinyspec.lm.gguf_file import unpermute
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.gguf_file import unpermute_rows
+from tinyspec.lm.ops import rotary_frequencies
 
 CONFIG = Config(
     vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_positions=32,
@@ -121,7 +121,7 @@ def write(
         else:
             writer.add_uint32(name, value)
     theirs = {}
-    for source in families.layout(config, gguf=True).values():
+    for source in families.weight_sources(config, gguf=True).values():
         for name, rows in zip(source.names, source.rows, strict=True):
             shape = (rows, *_inner(config, name))
             heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(
@@ -149,7 +149,7 @@ def write(
     writer.close()
     return {
         ours: torch.cat([theirs[name] for name in source.names])
-        for ours, source in families.layout(config, gguf=True).items()
+        for ours, source in families.weight_sources(config, gguf=True).items()
     }
 
 
@@ -168,7 +168,7 @@ def _inner(config: Config, name: str) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", QUANTISED, ids=lambda kind: kind.name)
 def test_every_kind_of_block_gives_what_gguf_dequantises_in_our_order(tmp_path, kind):
     want = write(tmp_path / "model.gguf", CONFIG, kind)
-    parts = checkpoint.read(tmp_path / "model.gguf")
+    parts = checkpoint.read_checkpoint(tmp_path / "model.gguf")
     assert parts.config == CONFIG
     assert (parts.name, parts.tokenizer) == ("model", None)
     assert parts.weights.keys() == want.keys()
@@ -191,7 +191,7 @@ def test_every_kind_of_block_gives_what_gguf_dequantises_in_our_order(tmp_path, 
 )
 def test_every_family_reads_as_it_was_written(tmp_path, config):
     want = write(tmp_path / "model.gguf", config, Quant.F32)
-    parts = checkpoint.read(tmp_path / "model.gguf")
+    parts = checkpoint.read_checkpoint(tmp_path / "model.gguf")
     assert parts.config == config
     for name, weight in want.items():
         assert torch.equal(parts.weights[name], weight), name
@@ -202,7 +202,7 @@ def test_unpermute_undoes_the_permutation(heads, half, width):
     rows = np.arange(heads * 2 * half * max(width, 1), dtype=np.float32)
     rows = rows.reshape(-1, width) if width else rows
     assert torch.equal(
-        unpermute(torch.from_numpy(permute(rows, heads)), heads), torch.from_numpy(rows)
+        unpermute_rows(torch.from_numpy(permute(rows, heads)), heads), torch.from_numpy(rows)
     )
 
 
@@ -212,10 +212,10 @@ def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
     scaled = replace(CONFIG, rope_scaling=scaling)
-    factors = (frequencies(CONFIG) / frequencies(scaled)).numpy()
+    factors = (rotary_frequencies(CONFIG) / rotary_frequencies(scaled)).numpy()
     assert factors.max() == 32
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors)
-    assert checkpoint.read(tmp_path / "model.gguf").config == scaled
+    assert checkpoint.read_checkpoint(tmp_path / "model.gguf").config == scaled
     write(tmp_path / "other.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors[::-1].copy())
     refused(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
 
@@ -223,7 +223,7 @@ def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused
 def test_linear_scaling_is_read(tmp_path):
     linear = {"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, **linear)
-    assert checkpoint.read(tmp_path / "model.gguf").config.rope_scaling == {
+    assert checkpoint.read_checkpoint(tmp_path / "model.gguf").config.rope_scaling == {
         "rope_type": "linear",
         "factor": 4.0,
     }
@@ -234,7 +234,7 @@ def test_linear_scaling_is_read(tmp_path):
 
 def refused(path: Path, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
-        checkpoint.read(path)
+        checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)
     assert path.name in str(error.value)
 
@@ -302,7 +302,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, f
     damaged = path.with_name("damaged.gguf")
     damaged.write_bytes(data)
     with suppress(TinyspecError):
-        checkpoint.read(damaged)
+        checkpoint.read_checkpoint(damaged)
 
 
 def test_nan_is_named(tmp_path):

@@ -12,16 +12,16 @@ from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.hub.smollm2 import GGUF
 from tinyspec.lm import checkpoint
-from tinyspec.lm.gguf_file import rebuild
+from tinyspec.lm.gguf_file import build_tokenizer
 
 
 def pieces(metadata: dict[str, Any], text: str) -> list[str]:
-    tokenizer = rebuild(metadata, "x.gguf")
+    tokenizer = build_tokenizer(metadata, "x.gguf")
     return [tokenizer.token_text(id) for id in tokenizer.encode(text)]
 
 
 def test_tokens_merges_types_and_template_are_rebuilt():
-    tokenizer = rebuild(byte_metadata("gpt-2"), "x.gguf")
+    tokenizer = build_tokenizer(byte_metadata("gpt-2"), "x.gguf")
     assert pieces(byte_metadata("gpt-2"), "ab a<note>é") == ["ab", " a", "<note>", "�", "�"]
     assert tokenizer.special_ids == {0} == {tokenizer.eos}
     assert tokenizer.decode(tokenizer.encode("ab a<note>é")) == "ab a<note>é"
@@ -48,15 +48,15 @@ def test_an_unknown_rule_or_kind_is_refused_with_the_known():
     with pytest.raises(
         TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"
     ):
-        rebuild(byte_metadata("other"), "x.gguf")
+        build_tokenizer(byte_metadata("other"), "x.gguf")
     with pytest.raises(TinyspecError, match="model is 'bert'; known: gpt2, llama"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "bert"}, "x.gguf")
+        build_tokenizer({**byte_metadata(None), "tokenizer.ggml.model": "bert"}, "x.gguf")
     with pytest.raises(TinyspecError, match="merges do not fit"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.merges": ["a zz"]}, "x.gguf")
+        build_tokenizer({**byte_metadata(None), "tokenizer.ggml.merges": ["a zz"]}, "x.gguf")
     with pytest.raises(TinyspecError, match="token_type has 1 entries"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.token_type": [1]}, "x.gguf")
+        build_tokenizer({**byte_metadata(None), "tokenizer.ggml.token_type": [1]}, "x.gguf")
     with pytest.raises(TinyspecError, match="scores is missing"):
-        rebuild({**byte_metadata(None), "tokenizer.ggml.model": "llama"}, "x.gguf")
+        build_tokenizer({**byte_metadata(None), "tokenizer.ggml.model": "llama"}, "x.gguf")
 
 
 def test_sentencepiece_joins_the_best_scored_pair_first():
@@ -81,7 +81,7 @@ def test_sentencepiece_joins_the_best_scored_pair_first():
     }
     assert pieces(metadata, "abc") == [" ", "a", "bc"]
     assert pieces(metadata, "ab é") == [" ab", " ", "<0xC3>", "<0xA9>"]
-    tokenizer = rebuild(metadata, "x.gguf")
+    tokenizer = build_tokenizer(metadata, "x.gguf")
     assert tokenizer.decode(tokenizer.encode("ab  é")) == "ab  é"
 
 
@@ -119,7 +119,7 @@ def check_numbers(tokenizer: Any) -> None:
 
 @pytest.mark.real
 def test_smollm2_splits_digits_one_by_one_as_its_own_tokenizer_does(smollm2):
-    parts = checkpoint.read(smollm2)
+    parts = checkpoint.read_checkpoint(smollm2)
     check_numbers(parts.tokenizer)
     assert (parts.config.n_layers, parts.config.rope_theta, parts.config.norm_eps) == (
         30,
@@ -134,7 +134,7 @@ def test_the_fetched_folder_splits_digits_too_and_its_chat_begins_with_the_syste
     path = models.find_model("smollm2")
     if path is None:
         pytest.skip("smollm2 is not in the cache: run `tinyspec models fetch smollm2`")
-    tokenizer = checkpoint.read(path).tokenizer
+    tokenizer = checkpoint.read_checkpoint(path).tokenizer
     check_numbers(tokenizer)
     chat = tokenizer.chat([{"role": "user", "content": "Hi"}])
     assert chat[:6] == [1, 9690, 198, 2683, 359, 253]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tinyspec import _core
-from tinyspec.lm.host import copied, stack, to_numpy, view_as_ints, zeros
+from tinyspec.lm.host import copy_tensor, make_zeros, stack_rows, to_numpy, view_as_ints
 
 DECODE = """
 import os, sys, time
@@ -28,7 +28,7 @@ pool = set(os.listdir("/proc/self/task")) - before
 assert pool, "torch has no pool here"
 config = replace(LLAMA, vocab_size=50_000, max_positions=512)
 model = Model.random(config, seed=0, dtype=torch.bfloat16)
-draft = Model.random(replace(config, n_layers=1, tied=False, says=tuple(range(0, 50_000, 6))), seed=1, dtype=torch.bfloat16)
+draft = Model.random(replace(config, n_layers=1, tied=False, head_ids=tuple(range(0, 50_000, 6))), seed=1, dtype=torch.bfloat16)
 
 def ticks():
     spent = 0
@@ -99,16 +99,16 @@ def test_decoding_leaves_the_threads_of_torch_asleep() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
     rows = [torch.randn(7).to(dtype) for _ in range(3)]
-    assert torch.equal(stack(rows), torch.stack(rows)) and stack(rows).dtype == dtype
+    assert torch.equal(stack_rows(rows), torch.stack(rows)) and stack_rows(rows).dtype == dtype
     assert torch.equal(torch.from_numpy(to_numpy(rows[0])).double(), rows[0].double())
-    store = zeros((2, 5), dtype, torch.device("cpu"))
+    store = make_zeros((2, 5), dtype, torch.device("cpu"))
     assert torch.equal(store, torch.zeros(2, 5, dtype=dtype)) and store.dtype == dtype
     store.copy_(torch.randn(2, 5))
     seen = view_as_ints(store)
     assert seen is not None
     seen[:, 0] = seen[:, 3]
     assert torch.equal(store[:, 0], store[:, 3]), "the same memory, bit for bit"
-    twin = copied(store)
+    twin = copy_tensor(store)
     assert torch.equal(twin, store) and twin.dtype == dtype
     store.zero_()
     assert twin.any(), "in memory of its own"

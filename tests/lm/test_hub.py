@@ -120,7 +120,7 @@ def entry(name: str, data: bytes) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hub") / "source"
-    checkpoint.write(path, CONFIG, random(CONFIG), byte_level())
+    checkpoint.write_checkpoint(path, CONFIG, random(CONFIG), byte_level())
     (path / "pytorch_model.bin").write_bytes(b"never fetched")
     return path
 
@@ -137,7 +137,7 @@ def fetch(home: Path, url: str, repo: str = "org/tiny", **env: str) -> tuple[str
     """The folder, or the error, that a fresh process reports; and what it wrote to the terminal."""
     code = (
         "import sys\nfrom tinyspec.lm import hub\nfrom tinyspec.errors import TinyspecError\n"
-        "try: print(hub.snapshot(sys.argv[1]))\nexcept TinyspecError as e: print('ERROR', e)"
+        "try: print(hub.fetch_snapshot(sys.argv[1]))\nexcept TinyspecError as e: print('ERROR', e)"
     )
     clean = {
         key: value
@@ -173,7 +173,7 @@ def test_a_model_is_fetched_once_and_then_found_offline(server, source, tmp_path
     assert complete(folder, source)
     assert not (Path(folder) / "pytorch_model.bin").exists()
     assert "%" in shown  # a progress bar
-    parts = checkpoint.read_folder(Path(folder), "org/tiny")
+    parts = checkpoint.read_checkpoint_folder(Path(folder), "org/tiny")
     assert (parts.config, parts.name) == (CONFIG, "org/tiny")
     assert parts.tokenizer.has_chat
     asked = len(server.ranges)
@@ -232,6 +232,6 @@ def test_a_name_with_one_slash_that_is_no_path_goes_to_the_hub(monkeypatch):
     def snapshot(name: str, progress: bool) -> Path:
         raise TinyspecError(f"asked for {name}, progress {progress}")
 
-    monkeypatch.setattr(hub, "snapshot", snapshot)
+    monkeypatch.setattr(hub, "fetch_snapshot", snapshot)
     with pytest.raises(TinyspecError, match="asked for org/tiny, progress False"):
-        checkpoint.read("org/tiny", progress=False)
+        checkpoint.read_checkpoint("org/tiny", progress=False)

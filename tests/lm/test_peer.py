@@ -42,7 +42,7 @@ def test_logits_equal_transformers_for_any_config_prompt_and_split(
         with torch.no_grad():
             p.copy_(torch.randn_like(p) * 0.3 + ("norm" in name or "ln_" in name))
     peer.save_pretrained(path)
-    parts = checkpoint.read(path)
+    parts = checkpoint.read_checkpoint(path)
     assert replace(parts.config, bos=config.bos, eos=config.eos, extra=config.extra) == config
     model = Model(*parts)
     ids = data.draw(st.lists(st.integers(0, config.vocab_size - 1), min_size=2, max_size=20))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.lm.small import GPT2, LLAMA, QWEN3, model, tree
 from tinyspec import _core
 from tinyspec.lm.config import Config
-from tinyspec.lm.forward import ForwardBatch, Plan, Visible
+from tinyspec.lm.forward import ForwardBatch, Plan, VisibleSet
 from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
@@ -53,8 +53,8 @@ def plans(config: Config) -> list[Plan]:
     return [
         Plan(last=1),
         Plan(skip=frozenset({1, 4})),
-        Plan(visible=Visible.everywhere((0, 2), 4, L, kv)),
-        Plan(visible=Visible((None, by_head, (frozenset(),) * kv), 3)),
+        Plan(visible=VisibleSet.for_all_layers((0, 2), 4, L, kv)),
+        Plan(visible=VisibleSet((None, by_head, (frozenset(),) * kv), 3)),
     ]
 
 
@@ -106,7 +106,7 @@ def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
             path = t.path(data.draw(st.integers(ROOT, len(t.tokens) - 1)))
             session.commit(path, data.draw(tokens))
         elif way == "half":
-            session.advance(t, data.draw(st.integers(1, L)))
+            session.run_to_layer(t, data.draw(st.integers(1, L)))
             session.commit((), data.draw(tokens))
         elif way == "view":
             session.view(data.draw(st.sampled_from(plans(m.config)))).score(t)
@@ -148,10 +148,10 @@ def test_copied_rows_beside_others_leave_what_they_leave_alone(m: Model) -> None
         session = m.session()
         session.extend([3, 1, 2])
         for token in (0, 1, 2):
-            session.advance(EMPTY, 1, head=True)
+            session.run_to_layer(EMPTY, 1, head=True)
             session.commit((), token)
         for group in groups:
-            session.fill("copy", group)
+            session.fill_cache("copy", group)
         torch.set_num_threads(before)
         return session.cache.store[:, :, :, :5]
 
@@ -180,7 +180,7 @@ def test_a_feed_is_the_same_in_a_batch(
     def feed(text: list[int], t: TokenTree, which: int) -> ForwardBatch:
         session = m.session()
         session.extend(text)
-        session.gate = hold
+        session.forward = hold
         with pytest.raises(StopIteration):
             (session.view(plans(m.config)[which]) if which < 4 else session).score(
                 t, hidden_layers=(0, 1)

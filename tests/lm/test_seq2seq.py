@@ -26,7 +26,7 @@ from tinyspec.lm.seq2seq import (
     Seq2Seq,
     Seq2SeqConfig,
     attend_dense,
-    sinusoids,
+    sinusoidal_positions,
 )
 from tinyspec.tree import ROOT, TokenTree
 
@@ -187,7 +187,7 @@ def test_who_may_look_nowhere_gets_nothing_and_gradients_stay_finite() -> None:
 
 
 def test_positions_are_the_sinusoids_of_vaswani() -> None:
-    table = sinusoids(30, 6)
+    table = sinusoidal_positions(30, 6)
     assert table[0].tolist() == [0, 1, 0, 1, 0, 1]
     assert float(table[7, 2]) == pytest.approx(math.sin(7 / 10000 ** (2 / 6)))
     assert float(table[7, 3]) == pytest.approx(math.cos(7 / 10000 ** (2 / 6)))
@@ -214,7 +214,7 @@ def test_a_row_of_a_padded_batch_is_that_row_alone(
         alone = m.decode(m.embed(torch.tensor([target])), own, causal(len(target)))
         assert torch.allclose(alone[0], states[row, : len(target)], atol=within)
         shared = m.decode(
-            m.embed(wide[1]), memory.rows([row]), causal(4), slots=wide[1] != 0
+            m.embed(wide[1]), memory.select_rows([row]), causal(4), slots=wide[1] != 0
         )  # one memory for all rows
         assert torch.allclose(shared[row], states[row], atol=within)
 
@@ -275,7 +275,7 @@ def greedy(m: Seq2Seq, source: list[int], tokens: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(6))
 def test_greedy_through_the_session_is_the_dense_causal_decode(seed: int) -> None:
     m, forward_log = model(seed=seed), list[ForwardRecord]()
-    given = m.counting(forward_log).given(SOURCE)
+    given = m.with_log(forward_log).condition_on(SOURCE)
     decoder = Decoder(
         given.session(forward_log),
         BaseDrafter(),
@@ -297,7 +297,7 @@ def test_greedy_through_the_session_is_the_dense_causal_decode(seed: int) -> Non
 
 def test_a_tree_is_scored_as_each_of_its_paths_and_a_rewind_forgets() -> None:
     m = model()
-    session = m.given(SOURCE).session()
+    session = m.condition_on(SOURCE).session()
     session.extend(TARGET[:2])
     tree = TokenTree((4, 5, 6, 7), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
     scores = session.score(tree)
@@ -313,7 +313,7 @@ def test_a_tree_is_scored_as_each_of_its_paths_and_a_rewind_forgets() -> None:
 
 def test_views_and_half_run_layers_look_at_the_source_too() -> None:
     m = model()
-    session = m.given(SOURCE).session()
+    session = m.condition_on(SOURCE).session()
     session.extend(TARGET[:3])
     exits = session.view(Plan(last=1)).score(TokenTree())
     short = Seq2Seq(
@@ -328,14 +328,14 @@ def test_views_and_half_run_layers_look_at_the_source_too() -> None:
 
 def test_the_same_text_of_another_source_is_another_text() -> None:
     m = model()
-    a, b = (m.given(source).logits(TARGET) for source in (SOURCE, SOURCE[::-1]))
+    a, b = (m.condition_on(source).logits(TARGET) for source in (SOURCE, SOURCE[::-1]))
     assert not torch.allclose(a, b, atol=1e-3)
     assert torch.allclose(a, dense(m, SOURCE, TARGET), atol=1e-12)
 
 
 def test_passes_are_entered_where_they_are_counted_and_nowhere_else() -> None:
     m, forward_log = model(FULL), list[ForwardRecord]()
-    twin = m.counting(forward_log)
+    twin = m.with_log(forward_log)
     memory = twin.encode(torch.tensor([[5, 6], [7, 0]]))
     twin.logits(twin.decode(twin.embed(torch.full((2, 3), 3)), memory))
     m.decode(m.embed(torch.full((2, 3), 3)), memory)
@@ -362,9 +362,9 @@ def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_what
     seed: int,
 ) -> None:
     small, wide = twins(seed)
-    given = small.given(SOURCE)
+    given = small.condition_on(SOURCE)
     assert isinstance(given._path, CompiledCrossAttention)
-    assert not isinstance(wide.given(SOURCE)._path, CompiledCrossAttention)
+    assert not isinstance(wide.condition_on(SOURCE)._path, CompiledCrossAttention)
     together = given.logits(TARGET)
     assert torch.allclose(together.double(), dense(wide, SOURCE, TARGET), atol=1e-4)
     session, alone = given.session(), []
@@ -374,10 +374,11 @@ def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_what
     assert torch.equal(torch.stack(alone), together)
     session.rewind(2)
     tree = TokenTree((TARGET[2], 5, TARGET[3], 7), (ROOT, ROOT, 0, 2), (None,) * 4, (False,) * 4)
-    session.advance(tree, 1)
+    session.run_to_layer(tree, 1)
     assert torch.equal(session.score(tree).logits[[0, 1, 3]], together[1:4])
     assert torch.equal(
-        given.dense().training_logits(torch.tensor([TARGET]))[0], dense(small, SOURCE, TARGET)
+        given.torch_blocks().training_logits(torch.tensor([TARGET]))[0],
+        dense(small, SOURCE, TARGET),
     )
 
 
@@ -385,12 +386,12 @@ def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_what
 def test_states_copied_up_leave_the_same_keys_on_both_paths() -> None:
     rows = []
     for m in twins(0):
-        session = m.given(SOURCE).session()
+        session = m.condition_on(SOURCE).session()
         session.extend(TARGET[:3])
         view = session.view(Plan(last=1))
         view.score(TokenTree.chain([8]))
         view.commit([0], 5)
-        session.fill("copy", [2])
+        session.fill_cache("copy", [2])
         rows.append(session.score(TokenTree()).logits[-1].double())
     assert torch.allclose(*rows, atol=1e-4)
 
@@ -400,14 +401,14 @@ def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are
     None
 ):
     small, _ = twins(0)
-    before = small.given(SOURCE).logits(TARGET)
+    before = small.condition_on(SOURCE).logits(TARGET)
     with torch.no_grad():
         small.weights["decoder.1.cross.kv.weight"].mul_(2)
-    after = small.given(SOURCE).logits(TARGET)
+    after = small.condition_on(SOURCE).logits(TARGET)
     assert not torch.allclose(before, after, atol=1e-3)
     assert torch.allclose(after, dense(small, SOURCE, TARGET), atol=1e-4)
     small.weights["embed"].requires_grad_()
-    assert not isinstance(small.given(SOURCE)._path, CompiledCrossAttention)
+    assert not isinstance(small.condition_on(SOURCE)._path, CompiledCrossAttention)
 
 
 # ---------------------------------------------------------------------- bad input
@@ -420,12 +421,12 @@ def test_bad_input_is_told_in_one_line() -> None:
             lambda: m.encode(torch.full((1, 13), 4)),
             "the source has 13 tokens, translator has 12 positions: shorten it",
         ),
-        (lambda: m.given([4] * 13), "the source has 13 tokens"),
-        (lambda: m.given([]), "the source is empty"),
-        (lambda: full.given(SOURCE), "cannot write from left to right"),
+        (lambda: m.condition_on([4] * 13), "the source has 13 tokens"),
+        (lambda: m.condition_on([]), "the source is empty"),
+        (lambda: full.condition_on(SOURCE), "cannot write from left to right"),
         (lambda: m.length_logits(m.encode(torch.tensor([SOURCE]))), "without a LENGTH token"),
         (lambda: m.fertility_logits(m.encode(torch.tensor([SOURCE]))), "without a fertility head"),
-        (lambda: m.given(SOURCE).save("nowhere"), "cannot be saved"),
+        (lambda: m.condition_on(SOURCE).save("nowhere"), "cannot be saved"),
         (lambda: m.tokenizer, "has no tokenizer.json"),
     ):
         with pytest.raises(TinyspecError, match=says) as error:
@@ -519,4 +520,4 @@ def test_a_hostile_or_unfinished_folder_is_refused(tmp_path: Path) -> None:
 
 def test_who_extends_texts_says_that_this_one_translates(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="an encoder-decoder, which translates"):
-        checkpoint.read(damaged(tmp_path / "m"))
+        checkpoint.read_checkpoint(damaged(tmp_path / "m"))

@@ -237,9 +237,9 @@ class TestText:
             with pytest.raises(TinyspecError, match="vocabulary"):
                 call()
         with pytest.raises(TinyspecError, match="out of range"):
-            session.advance(EMPTY, L + 1)
-        with pytest.raises(ValueError, match="tap"):
-            session.advance(EMPTY, 1, hidden_layers=(2,))
+            session.run_to_layer(EMPTY, L + 1)
+        with pytest.raises(ValueError, match="hidden layer"):
+            session.run_to_layer(EMPTY, 1, hidden_layers=(2,))
         assert session.text == [1]
 
     def test_the_context_ends_where_it_says(self) -> None:

@@ -26,7 +26,7 @@ class TestEarlyExit:
     def test_an_exit_is_the_model_cut_off_there(self, m, layer: int) -> None:
         """B40; at the last layer it is the whole model."""
         t = tree([1, 2, 2], [ROOT, 0, 1])
-        logits = begun(m).advance(t, layer, head=True).logits
+        logits = begun(m).run_to_layer(t, layer, head=True).logits
         past = Oracle(m).text(PROMPT[:-1])
         for node in range(-1, 3):
             done = Oracle(m).text([PROMPT[-1], *t.tokens_on(t.path(node))], Plan(last=layer), past)
@@ -38,8 +38,8 @@ class TestEarlyExit:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
         t = tree([1, 2, 2], [ROOT, 0, ROOT])
-        session.advance(t, 1)
-        session.advance(t, 2, head=True)
+        session.run_to_layer(t, 1)
+        session.run_to_layer(t, 2, head=True)
         close(session.score(t, hidden_layers=()).logits, begun(M).score(t).logits)
         assert [(c.rows, c.row_layers, c.head_rows) for c in forward_log[1:]] == [
             (4, 4, 0),
@@ -50,7 +50,7 @@ class TestEarlyExit:
     def test_what_was_shown_on_the_way_is_shown_at_the_end(self) -> None:
         session = begun(M)
         t = tree([1, 2], [ROOT, 0])
-        session.advance(t, 2, hidden_layers=(0, 1))
+        session.run_to_layer(t, 2, hidden_layers=(0, 1))
         close(
             session.score(t, hidden_layers=(0, 1)).hidden,
             begun(M).score(t, hidden_layers=(0, 1)).hidden,
@@ -62,7 +62,7 @@ class TestEarlyExit:
 
     def test_what_the_head_reads_is_that_of_the_exit_asked_for(self) -> None:
         session = begun(M)
-        session.advance(EMPTY, 1, hidden_layers=(L,))
+        session.run_to_layer(EMPTY, 1, hidden_layers=(L,))
         session.score(EMPTY)
         close(
             session.score(EMPTY, hidden_layers=(L,)).hidden,
@@ -72,16 +72,16 @@ class TestEarlyExit:
     def test_going_back_to_a_lower_exit_loses_nothing(self) -> None:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
-        low = session.advance(EMPTY, 1, head=True).logits
+        low = session.run_to_layer(EMPTY, 1, head=True).logits
         session.score(EMPTY)
-        close(session.advance(EMPTY, 1, head=True).logits, low)
+        close(session.run_to_layer(EMPTY, 1, head=True).logits, low)
         ran = sum(call.row_layers for call in forward_log[1:])
         session.score(EMPTY)
         assert ran == sum(call.row_layers for call in forward_log[1:]) == L
 
     def exits(self, session: Session, at: Sequence[int]) -> None:
         for token, layer in zip([7, 8, 9], at, strict=False):
-            session.advance(EMPTY, layer, head=True)
+            session.run_to_layer(EMPTY, layer, head=True)
             session.commit((), token)
 
     def test_copied_states_make_the_missing_keys(self) -> None:
@@ -89,9 +89,9 @@ class TestEarlyExit:
         session, oracle = begun(M), Oracle(M)
         done = oracle.text(PROMPT[:-1])
         for token, layer, new in ((PROMPT[-1], 1, 7), (7, 2, 8), (8, 1, 9)):
-            session.advance(EMPTY, layer, head=True)
+            session.run_to_layer(EMPTY, layer, head=True)
             session.commit((), new)
-            session.fill("copy")
+            session.fill_cache("copy")
             done.append(oracle.run(token, done, copy_from=layer))
         np.testing.assert_allclose(
             session.score(EMPTY).logits[0].numpy(), oracle.run(9, done).logits, atol=1e-10
@@ -107,7 +107,7 @@ class TestEarlyExit:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
         self.exits(session, [1])
-        session.fill("copy")
+        session.fill_cache("copy")
         assert forward_log[-1] == ForwardRecord(M.name, 1, 0.0, 0, fills=2)
 
     def test_recomputed_layers_are_those_of_a_fresh_forward(self) -> None:
@@ -115,7 +115,7 @@ class TestEarlyExit:
         session = begun(M, forward_log)
         self.exits(session, [1, 2, 1])
         before = sum(call.row_layers for call in forward_log)
-        session.fill("recompute")
+        session.fill_cache("recompute")
         ran = sum(call.row_layers for call in forward_log) - before
         assert ran == 3 * L - 2 - 2 - 1  # the first was taken along to layer 2 by the second
         same_cache(session)
@@ -134,19 +134,19 @@ class TestEarlyExit:
     def test_a_copied_token_that_is_recomputed_is_exact_again(self) -> None:
         session = begun(M)
         self.exits(session, [1])
-        session.fill("copy")
+        session.fill_cache("copy")
         assert not session.cache_exact
-        session.fill("recompute")
+        session.fill_cache("recompute")
         assert session.cache_exact
         same_cache(session)
 
     def test_what_looked_at_a_copied_token_is_not_exact(self) -> None:
         session = begun(M)
         self.exits(session, [1])
-        session.fill("copy")
+        session.fill_cache("copy")
         session.score(EMPTY)
         session.commit((), 3)
-        session.fill("recompute")
+        session.fill_cache("recompute")
         assert not session.cache_exact
 
     def test_a_missing_key_is_an_error_and_never_silence(self) -> None:
@@ -199,7 +199,7 @@ class TestProbes:
         session.score(self.TREE)
         with pytest.raises(ValueError, match="cannot be committed"):
             session.commit([0, 1], None)
-        with pytest.raises(ValueError, match="parent of a guess"):
+        with pytest.raises(ValueError, match="parent of a draft token"):
             session.score(tree([V, 1], [ROOT, 0], [True, False]))
         with pytest.raises(TinyspecError, match="vocabulary"):
             session.score(tree([V + 3], [ROOT], [True]))

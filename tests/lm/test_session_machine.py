@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.lm.forward import Plan, Visible
+from tinyspec.lm.forward import Plan, VisibleSet
 from tinyspec.tree import ROOT, TokenTree
 
 L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
@@ -26,8 +26,8 @@ PLANS = [
     Plan(skip=frozenset({2})),
     Plan(skip=frozenset({3, 4})),
     Plan(last=2, skip=frozenset({1})),
-    Plan(visible=Visible.everywhere((0, 2), 4, L, 2)),
-    Plan(visible=Visible((None, (frozenset({0}), None), (frozenset(), frozenset({1, 3}))), 5)),
+    Plan(visible=VisibleSet.for_all_layers((0, 2), 4, L, 2)),
+    Plan(visible=VisibleSet((None, (frozenset({0}), None), (frozenset(), frozenset({1, 3}))), 5)),
 ]
 BASE = Plan()
 tokens = st.integers(0, 4)  # few, so that siblings and texts collide
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         hidden_layers=st.sampled_from([(), (1,), (L,)]),
     )
     def advance(self, tree: TokenTree, layer: int, head: bool, hidden_layers) -> None:
-        scores = self.session.advance(tree, layer, hidden_layers, head=head)
+        scores = self.session.run_to_layer(tree, layer, hidden_layers, head=head)
         self.deepen(layer)
         if head:
             self.expect(scores, tree, self.done, self.text[-1], Plan(last=layer), hidden_layers)
@@ -208,7 +208,7 @@ class Machine(RuleBasedStateMachine):
     def fill(self, how) -> None:
         if how == "copy" and any(self.session.committed[at].plan != BASE for at in self.waiting):
             return  # a view came after the exit: its state there is no longer the newest
-        self.session.fill(how, list(self.waiting))
+        self.session.fill_cache(how, list(self.waiting))
         if how == "copy":
             for at, ran in sorted(self.waiting.items()):
                 self.done[at] = self.oracle.run(self.text[at], self.done[:at], copy_from=ran)

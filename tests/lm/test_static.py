@@ -12,7 +12,7 @@ from tinyspec.laws import session_laws
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.model import Model
-from tinyspec.lm.static import SIZES, Static
+from tinyspec.lm.static import SIZES, CudaGraphRunner
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -22,7 +22,7 @@ L = LLAMA.n_layers
 def steady(m: Model) -> Model:
     """The same model taking steps of fixed shape wherever it can; on a CPU nothing is captured."""
     still = m.to(device=m.device)
-    still._static = Static(still._path)  # type: ignore[arg-type]
+    still._static = CudaGraphRunner(still._path)  # type: ignore[arg-type]
     return still
 
 
@@ -67,7 +67,7 @@ def test_trees_of_every_size_fit_the_next_larger_step() -> None:
         for session in (plain, fixed):
             session.extend(PROMPT)
         close(plain.score(tree).logits, fixed.score(tree).logits)
-    assert {size for _, size in still._static._steps} == set(SIZES)  # type: ignore[union-attr]
+    assert {size for _, size in still._static._passes} == set(SIZES)  # type: ignore[union-attr]
 
 
 def test_what_does_not_fit_goes_the_way_it_always_went() -> None:
@@ -75,7 +75,7 @@ def test_what_does_not_fit_goes_the_way_it_always_went() -> None:
     still, plain = steady(m).session(), m.session()
     for session in (still, plain):
         session.extend(PROMPT)
-        session.advance(TREE, 1)
+        session.run_to_layer(TREE, 1)
     close(still.score(TREE).logits, plain.score(TREE).logits)
     for plan in (Plan(skip=frozenset({2})), Plan(last=2)):
         close(still.view(plan).score(TREE).logits, plain.view(plan).score(TREE).logits)
@@ -101,8 +101,8 @@ def test_a_finished_session_leaves_its_store_and_its_steps_to_the_next() -> None
         close(session.score(TokenTree()).logits, model().logits([seed, *PROMPT])[-1:])
         del session
         gc.collect()
-    assert len(static._known) == 1
-    assert len(static._steps) == 2  # the prompt's, and the last token's
+    assert len(static._own_addresses) == 1
+    assert len(static._passes) == 2  # the prompt's, and the last token's
 
 
 def test_a_text_that_outgrows_its_store_moves_with_all_it_has() -> None:

@@ -12,9 +12,9 @@ from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.lm import ops
 from tinyspec.lm.config import Config
-from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, Visible
+from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, VisibleSet
 from tinyspec.lm.model import Model
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.tree import ROOT, TokenTree
 
 L, V = LLAMA.n_layers, LLAMA.vocab_size
@@ -97,11 +97,11 @@ def test_every_precision_runs(
     assert (m.dtype, m.device.type) == (dtype, device)
     session = m.session()
     session.extend(IDS, hidden_layers=(0, L))
-    session.view(Plan(last=2, visible=Visible.everywhere((0, 1), 5, L, config.n_kv_heads))).score(
-        TREE
-    )
+    session.view(
+        Plan(last=2, visible=VisibleSet.for_all_layers((0, 1), 5, L, config.n_kv_heads))
+    ).score(TREE)
     scores = session.score(TREE, hidden_layers=(1,))
-    assert scores.hidden.dtype == m.stream
+    assert scores.hidden.dtype == m.state_dtype
     assert scores.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     close(
         scores.logits[0].double(),
@@ -125,7 +125,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
         Plan(),
         Plan(last=1),
         Plan(skip=frozenset({1, 4})),
-        Plan(visible=Visible.everywhere((0,), 2, L, kv)),
+        Plan(visible=VisibleSet.for_all_layers((0,), 2, L, kv)),
     ]
     caught: list[ForwardBatch] = []
 
@@ -139,10 +139,10 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
         session = m.session([])
         session.extend([(seed + i) % V for i in range(n)])
         if half:
-            session.advance(TokenTree.chain([1, 2]), half)
+            session.run_to_layer(TokenTree.chain([1, 2]), half)
         if half == 2:
             session.commit([0], 3)
-        session.gate = catch
+        session.forward = catch
         with pytest.raises(StopIteration):
             session.view(plan).score(TREE, hidden_layers=(1,))
         return session
@@ -166,7 +166,7 @@ def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
     session = m.session(forward_log)
     session.extend([1, 2, 3, 4])
     session.score(TREE)
-    session.advance(TokenTree.chain([7, 8, 9]), 2)
+    session.run_to_layer(TokenTree.chain([7, 8, 9]), 2)
     session.view(Plan(skip=frozenset({0, 3, 5}))).score(TokenTree())
     assert forward_log == [
         ForwardRecord("model", 3, 3 * L, 0, prefill=True),
@@ -242,7 +242,7 @@ def test_attention_is_a_weighted_mean_of_what_is_seen(
 def test_llama3_scaling_keeps_fast_waves_and_stretches_slow_ones() -> None:
     scaled = CONFIGS["llama3"]
     wide = replace(scaled, head_dim=32)
-    old, new = frequencies(replace(wide, rope_scaling=None)), frequencies(wide)
+    old, new = rotary_frequencies(replace(wide, rope_scaling=None)), rotary_frequencies(wide)
     wavelength = 2 * torch.pi / old
     fast, slow = wavelength < 32 / 4, wavelength > 32
     assert fast.any()
@@ -255,12 +255,12 @@ def test_llama3_scaling_keeps_fast_waves_and_stretches_slow_ones() -> None:
 
 
 def test_linear_scaling_divides_positions() -> None:
-    close(frequencies(CONFIGS["linear"]) * 4, frequencies(LLAMA), 1e-8)
+    close(rotary_frequencies(CONFIGS["linear"]) * 4, rotary_frequencies(LLAMA), 1e-8)
 
 
 def test_an_unknown_scaling_is_named() -> None:
     with pytest.raises(Exception, match="'yarn' is not known here; known: default, linear, llama3"):
-        frequencies(replace(LLAMA, rope_scaling={"rope_type": "yarn"}))
+        rotary_frequencies(replace(LLAMA, rope_scaling={"rope_type": "yarn"}))
 
 
 def test_a_model_describes_itself_and_moves() -> None:

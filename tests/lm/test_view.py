@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.forward import ForwardRecord, Plan, Visible
+from tinyspec.lm.forward import ForwardRecord, Plan, VisibleSet
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 
@@ -24,8 +24,8 @@ L, V = DEEP.n_layers, DEEP.vocab_size
 EMPTY = TokenTree()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 N = len(PROMPT)
-WINDOW = Visible.everywhere((0, 1, 6, 7), N, L, 2)  # two sinks and a window, as StreamingLLM
-RAGGED = Visible((None, (frozenset({0}), None), (frozenset({2, 5}), frozenset()), None), N - 2)
+WINDOW = VisibleSet.for_all_layers((0, 1, 6, 7), N, L, 2)  # two sinks and a window, as StreamingLLM
+RAGGED = VisibleSet((None, (frozenset({0}), None), (frozenset({2, 5}), frozenset()), None), N - 2)
 PLANS = {
     "exit": Plan(last=2),
     "first layer": Plan(last=1),
@@ -236,7 +236,7 @@ def test_a_view_refuses_what_a_session_refuses() -> None:
         view.extend([V])
     with pytest.raises(ValueError, match="cannot rewind"):
         view.rewind(N + 1)
-    with pytest.raises(ValueError, match="tap"):
+    with pytest.raises(ValueError, match="hidden layer"):
         view.score(EMPTY, hidden_layers=(2,))
     view.score(tree([1, 2], [ROOT, ROOT]))
     with pytest.raises(ValueError, match="not a path"):

@@ -453,7 +453,12 @@ def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any
     for seed, init in ((0, "pad"), (1, "random"), (2, "last")):
         host, source = teacher(seed), SOURCES[seed]
         d = decoded(
-            host.given(source), [host.config.bos], n=12, eos=(host.config.eos,), init=init, **knobs
+            host.condition_on(source),
+            [host.config.bos],
+            n=12,
+            eos=(host.config.eos,),
+            init=init,
+            **knobs,
         )
         told = list(trace_sweeps(d, Seeded(seed)))
         assert d.new == dense(host, source, 12)
@@ -464,7 +469,7 @@ def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_e
     None
 ):
     for model, pad in (
-        (teacher().given(SOURCES[0]), 0),
+        (teacher().condition_on(SOURCES[0]), 0),
         (TableModel(vocabulary=6, eos=(4,)), 4),
         (TableModel(), 0),
     ):
@@ -475,7 +480,7 @@ def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_swe
     None
 ):
     host = teacher(1, vocabulary=4)
-    model = host.given([3, 2, 3])
+    model = host.condition_on([3, 2, 3])
     for start in product(range(4), repeat=3):
         d = decoded(model, [host.config.bos], n=3, form="pj")
         drafter: Any = d.drafter
@@ -492,8 +497,10 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
     None
 ):
     forward_log: list[Any] = []
-    host = teacher(2).counting(forward_log)
-    d = decoded(host.given(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj")
+    host = teacher(2).with_log(forward_log)
+    d = decoded(
+        host.condition_on(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj"
+    )
     told = list(trace_sweeps(d, Seeded(0)))
     assert [call.rows for call in forward_log if call.model == host.name] == [
         1 + len(sweep.block) for sweep in told
@@ -504,7 +511,7 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
 
 def test_sampled_translations_follow_the_teachers_distribution() -> None:
     host = teacher(3, vocabulary=4)
-    given = host.given([3, 3])
+    given = host.condition_on([3, 3])
 
     def joint(drafted: bool) -> Any:
         def make() -> Decoder:

@@ -257,7 +257,7 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
     model, judge = random_student(0), random_teacher(0)
     got = nat.reverse_kl(model, judge, SOURCE, COUNTS, model.encode(SOURCE), judge.encode(SOURCE))
     for row, (x, f) in enumerate(((SOURCE[0], COUNTS[0]), (SOURCE[1, :2], COUNTS[1, :2]))):
-        memory, heard, total, said = (
+        memory, cross_kv, total, said = (
             model.encode(x[None]),
             judge.encode(x[None]),
             0.0,
@@ -268,7 +268,7 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
         laws = model.logits(nat.decode_parallel(model, read, slots, memory))[0].softmax(dim=-1)
         for law in laws:
             causal = torch.ones(len(said), len(said), dtype=torch.bool).tril()
-            states = judge.decode(judge.embed(torch.tensor([said])), heard, causal)
+            states = judge.decode(judge.embed(torch.tensor([said])), cross_kv, causal)
             p = judge.logits(states)[0, -1].softmax(dim=-1)
             total += float((law * (law.log() - p.log())).sum())
             said.append(4 + int(law[4:].argmax()))
@@ -285,13 +285,13 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
             for name, w in model.weights.items()
             if "decoder" not in name and name != "embed"
         ]
-        memory, heard = model.encode(source), judge.encode(source)
+        memory, cross_kv = model.encode(source), judge.encode(source)
         logits = model.fertility_logits(memory)
         law = logits.softmax(dim=-1)
         costs, exact = {}, torch.zeros((), dtype=torch.float64)
         for f in product(range(3), repeat=2):
             kept = nat.clip_fertilities(model, source, torch.tensor([f]), law.detach())
-            costs[f] = nat.reverse_kl(model, judge, source, kept, memory, heard).detach()
+            costs[f] = nat.reverse_kl(model, judge, source, kept, memory, cross_kv).detach()
             exact = exact + law[0, 0, f[0]] * law[0, 1, f[1]] * costs[f][0]
         mean = tuple(nat.average_fertilities(law.detach())[0].tolist())
         want = torch.autograd.grad(exact, weights, retain_graph=True, materialize_grads=True)
@@ -319,14 +319,14 @@ def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> N
     assert all(weight.grad is None for weight in judge.parameters())
     assert float(model.weights["fertility.weight"].grad.abs().max()) > 0  # type: ignore[union-attr]
     with torch.no_grad():
-        memory, heard = model.encode(SOURCE), judge.encode(SOURCE)
+        memory, cross_kv = model.encode(SOURCE), judge.encode(SOURCE)
         logits = model.fertility_logits(memory)
         law = logits.softmax(dim=-1)
         generator = torch.Generator().manual_seed(3)
         drawn = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view(2, 3)
         cost, baseline, given = (
             nat.reverse_kl(
-                model, judge, SOURCE, nat.clip_fertilities(model, SOURCE, f, law), memory, heard
+                model, judge, SOURCE, nat.clip_fertilities(model, SOURCE, f, law), memory, cross_kv
             )
             for f in (drawn, nat.average_fertilities(law), COUNTS)
         )

@@ -74,7 +74,7 @@ def test_together_is_one_by_one(make: object) -> None:
 def test_a_batch_takes_the_passes_of_one_source() -> None:
     one, _ = mask_predict()
     forward_log: list[ForwardRecord] = []
-    counted = one.counting(forward_log)
+    counted = one.with_log(forward_log)
     refine_many(
         counted,
         pad_sequences(SOURCES),
@@ -90,7 +90,7 @@ def test_a_teacher_judges_candidates_of_many_sources_as_of_one() -> None:
     memory = teacher.encode(pad_sequences(SOURCES[:2]))
     for i, canvas in enumerate(canvases):
         torch.testing.assert_close(
-            token_logprobs(teacher, memory.rows([i, i]), canvas),
+            token_logprobs(teacher, memory.select_rows([i, i]), canvas),
             score_candidates(teacher, SOURCES[i], canvas),
         )
         torch.testing.assert_close(

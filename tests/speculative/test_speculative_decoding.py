@@ -21,7 +21,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
-from tinyspec.lm.gate import BatchBarrier
+from tinyspec.lm.batching import BatchBarrier
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance_rate,
     arithmetic_growth,
@@ -297,8 +297,11 @@ def test_draft_chain_equals_scoring_a_growing_tree(
     """Under a penalty a law depends on every guess before it."""
     small = model(dtype=torch.float32)
     trees, context = [], list(PROMPT)
-    for gate in (None, BatchBarrier(1)):  # behind a gate rows are asked for one tree at a time
-        session = small.session(gate=gate)
+    for barrier in (
+        None,
+        BatchBarrier(1),
+    ):  # behind a barrier rows are asked for one tree at a time
+        session = small.session(barrier=barrier)
         session.extend(context)
         trees.append(ModelDrafter(session, 4).propose(context, 9, sampling, Seeded(3)))
     one, other = trees

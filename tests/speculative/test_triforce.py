@@ -62,11 +62,11 @@ def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[t
         x = x + m.weights["positions"][: len(ids)]
     asked, kept = [], []
     for block in blocks.layers:
-        q, k, v = blocks._qkv(block, x[None], blocks.cos[: len(ids)], blocks.sin[: len(ids)])
+        q, k, v = blocks.project_qkv(block, x[None], *blocks.rotary_at(slice(len(ids))))
         asked.append(q[0])
         kept.append(k[0])
         x = x + linear(attend_causal(q, k, v), block.out, block.out_bias)[0]
-        x = x + blocks._mlp(block, x)
+        x = x + blocks.apply_mlp(block, x)
     return asked, kept
 
 

@@ -233,7 +233,7 @@ def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("alpha 0.") and "agreement" in result.stdout
     draft = tinyspec.load(out)
-    assert len(draft.config.says) == 60 and draft.config.n_layers == 1
+    assert len(draft.config.head_ids) == 60 and draft.config.n_layers == 1
     assert draft.config.extra[borrowed.FROM] == "../big"
     assert not (out / "tokenizer.json").exists() and draft.tokenizer.vocab_size
     made = tinyspec.generate(

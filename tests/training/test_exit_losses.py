@@ -101,11 +101,11 @@ def test_the_gradual_curriculum_goes_down_from_the_top_and_ends_with_all_on() ->
 def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
     model = Model.random(CONFIG, scale=0.3)
     ids = torch.randint(11, (2, 7), generator=torch.Generator().manual_seed(0))
-    blocks = model.dense()
+    blocks = model.torch_blocks()
     assert torch.equal(exit_logits(blocks, ids, 5), model.training_logits(ids)), (
         "the last exit is the model"
     )
-    states = list(blocks.stream(ids))
+    states = list(blocks.layer_states(ids))
     for layers in range(1, 6):
         short = Model(
             Config(**{**vars(CONFIG), "n_layers": layers}),
@@ -118,7 +118,9 @@ def test_every_exit_reads_the_one_norm_and_the_one_head() -> None:
         assert torch.equal(exit_logits(blocks, ids, layers), short.training_logits(ids)), (
             "an exit is the model cut off above it"
         )
-        assert torch.equal(blocks.head(states[layers - 1]), exit_logits(blocks, ids, layers))
+        assert torch.equal(
+            blocks.compute_logits(states[layers - 1]), exit_logits(blocks, ids, layers)
+        )
 
 
 def test_a_dropped_layer_is_the_identity_for_its_sample_alone() -> None:
@@ -126,8 +128,8 @@ def test_a_dropped_layer_is_the_identity_for_its_sample_alone() -> None:
     ids = torch.randint(11, (64, 4), generator=torch.Generator().manual_seed(0))
     torch.manual_seed(0)
     plain, dropped = (
-        list(model.dense().stream(ids)),
-        list(model.dense().stream(ids, dropped=[0, 0, 0.5, 0, 0])),
+        list(model.torch_blocks().layer_states(ids)),
+        list(model.torch_blocks().layer_states(ids, dropped=[0, 0, 0.5, 0, 0])),
     )
     assert torch.equal(plain[1], dropped[1])
     kept = (dropped[2] == plain[2]).flatten(1).all(1)
@@ -142,16 +144,16 @@ def test_the_loss_is_the_weighted_mean_of_the_exits_cross_entropies() -> None:
     course = ExitLossSchedule(ExitLosses("linear"), 5, 10)
     each = [
         torch.nn.functional.cross_entropy(
-            exit_logits(model.dense(), ids[:, :-1], e).flatten(0, 1), ids[:, 1:].flatten()
+            exit_logits(model.torch_blocks(), ids[:, :-1], e).flatten(0, 1), ids[:, 1:].flatten()
         )
         for e in range(1, 6)
     ]
     wanted = sum(e * loss for e, loss in enumerate(each, 1)) / 15
-    assert float(course.loss(model.dense(), ids[:, :-1], ids[:, 1:])) == pytest.approx(
+    assert float(course.loss(model.torch_blocks(), ids[:, :-1], ids[:, 1:])) == pytest.approx(
         float(wanted)
     )
     assert float(
-        ExitLossSchedule(ExitLosses(), 5, 10).loss(model.dense(), ids[:, :-1], ids[:, 1:])
+        ExitLossSchedule(ExitLosses(), 5, 10).loss(model.torch_blocks(), ids[:, :-1], ids[:, 1:])
     ) == pytest.approx(float(each[-1]))
 
 
@@ -174,7 +176,7 @@ def test_a_recipe_trains_its_exits_and_the_card_says_what_each_is_worth(zoo: Pat
         card = (zoo / name / "README.md").read_text()
         assert "| after layer | 1 | 2 |" in card
         assert ("All" if not section else "rotational curriculum, R = 2") in card or not section
-        assert checkpoint.read(zoo / name).config.extra.get("exits") == (
+        assert checkpoint.read_checkpoint(zoo / name).config.extra.get("exits") == (
             "linear" if section else None
         )
     assert (zoo / "teller/tokenizer.json").read_bytes() == (
@@ -195,7 +197,7 @@ def test_a_trained_model_is_trained_on_with_exits(zoo: Path) -> None:
         zoo / "helper/tokenizer.json"
     ).read_bytes()
     assert "goes on from the weights of `teller`" in (zoo / "helper/README.md").read_text()
-    old, new = (checkpoint.read(zoo / name).weights for name in ("teller", "helper"))
+    old, new = (checkpoint.read_checkpoint(zoo / name).weights for name in ("teller", "helper"))
     assert all(torch.equal(old[name], new[name]) for name in old), (
         "a rate of 0 leaves them where they were"
     )

@@ -150,7 +150,7 @@ def test_a_recipe_with_own_texts_is_followed_and_an_interruption_costs_nothing(
     assert run(zoo, "helper")
     log = (zoo / "helper/log.jsonl").read_text()
     assert "alpha_own" in log
-    whole = checkpoint.read(zoo / "helper").weights
+    whole = checkpoint.read_checkpoint(zoo / "helper").weights
     (zoo / "helper/model.safetensors").unlink()
     among = OwnTexts.mix_batches
 
@@ -168,7 +168,7 @@ def test_a_recipe_with_own_texts_is_followed_and_an_interruption_costs_nothing(
         patch.setattr(OwnTexts, "mix_batches", stopping)
         assert not run(zoo, "helper")
     assert run(zoo, "helper")
-    for name, weight in checkpoint.read(zoo / "helper").weights.items():
+    for name, weight in checkpoint.read_checkpoint(zoo / "helper").weights.items():
         assert torch.equal(weight, whole[name])
 
 

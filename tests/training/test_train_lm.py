@@ -84,7 +84,7 @@ def test_a_pair_is_trained_and_finds_each_other(zoo: Path) -> None:
     assert run(zoo, "teller")
     assert run(zoo, "helper")
     for name, extra in (("teller", {"draft": "helper"}), ("helper", {"draft_of": "teller"})):
-        parts = checkpoint.read(zoo / name)
+        parts = checkpoint.read_checkpoint(zoo / name)
         assert parts.weights["embed"].dtype == torch.bfloat16
         assert extra.items() <= parts.config.extra.items()
         assert (parts.config.bos, parts.config.eos) == (None, (0,))
@@ -109,7 +109,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
     zoo: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(zoo, "teller")
-    whole = checkpoint.read(zoo / "teller").weights
+    whole = checkpoint.read_checkpoint(zoo / "teller").weights
     (zoo / "teller/model.safetensors").unlink()
 
     def with_a_ctrl_c(*shape: Any) -> Any:
@@ -130,7 +130,7 @@ def test_an_interrupted_training_leaves_no_model_and_goes_on_to_the_same_one(
         assert not run(zoo, "teller")
     assert not (zoo / "teller/model.safetensors").exists()
     assert run(zoo, "teller")
-    for name, weight in checkpoint.read(zoo / "teller").weights.items():
+    for name, weight in checkpoint.read_checkpoint(zoo / "teller").weights.items():
         assert torch.equal(weight, whole[name])
 
 

@@ -43,7 +43,7 @@ try:
     from tinyspec._core import compute as compute
 except ImportError:
     compute = None  # type: ignore[assignment]
-"""The compiled transformer. None: torch computes, because TINYSPEC_PURE is set or nothing was compiled."""
+"""The compiled transformer. None: torch computes; TINYSPEC_PURE is set, or nothing was compiled."""
 
 if not TYPE_CHECKING and not COMPILED:
     from tinyspec._core.fallback import (

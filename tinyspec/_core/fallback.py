@@ -10,27 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tinyspec._core import reference, reference_suffixes, reference_tree
-from tinyspec._core.reference_forest import Forest
-from tinyspec._core.reference_trie import NgramIndex
+from tinyspec._core.reference_forest import Forest as Forest
+from tinyspec._core.reference_trie import NgramIndex as NgramIndex
 from tinyspec.errors import TinyspecError
-
-__all__ = [
-    "Forest",
-    "NgramIndex",
-    "ancestors",
-    "apply_sampling",
-    "depths",
-    "exclude_token",
-    "exponential_race",
-    "residual",
-    "retrieve",
-    "sample_from_logits",
-    "sample_inverse_cdf",
-    "sample_without_replacement",
-    "suffix_order",
-    "unique_paths",
-    "verify_tree",
-]
 
 Row = NDArray[np.float64]
 Floats = NDArray[np.float32] | NDArray[np.float64]
@@ -111,7 +93,8 @@ def verify_tree(
         nonlocal used
         if used >= len(uniforms):
             raise TinyspecError(
-                "the given uniforms are used up: give one for each tested node and one for the last draw"
+                "the given uniforms are used up: "
+                "give one for each tested node and one for the last draw"
             )
         used += 1
         return float(uniforms[used - 1])

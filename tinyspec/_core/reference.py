@@ -1,4 +1,4 @@
-"""The pure twin of the compiled kernels: plain Python over any number type.
+"""The twin of the compiled kernels: plain Python over any number type.
 
 These lines are the definition. Over Fractions they are exact and serve the proofs; over floats they
 fix the order of every sum, so sampling.pyx must reproduce them bit for bit.
@@ -78,7 +78,8 @@ def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
     mass = reduce(add, sums, 0)
     if not 0 < mass < math.inf:
         raise TinyspecError(
-            f"cannot draw from a row whose sum is {mass}: a distribution must be finite and have some mass"
+            f"cannot draw from a row whose sum is {mass}: "
+            "a distribution must be finite and have some mass"
         )
     target = u * mass
     before: Number = 0
@@ -230,7 +231,8 @@ def unnormalized_residual(
         return [0 * x if i == token else x for i, x in enumerate(row)]
     if len(row) != len(q):
         raise TinyspecError(
-            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: "
+            "pad it with zeros"
         )
     return [x - y if x > y else 0 * x for x, y in zip(row, q, strict=True)]
 
@@ -279,7 +281,8 @@ def acceptance_ratio(row: Sequence[Number], q: Sequence[Number] | None, token: i
         return row[token]
     if len(row) != len(q):
         raise TinyspecError(
-            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {len(row)}: "
+            "pad it with zeros"
         )
     if not q[token] > 0:
         raise TinyspecError(

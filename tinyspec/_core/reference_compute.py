@@ -1,10 +1,12 @@
-"""The pure twin of the compiled transformer: what src/*.c computes, in numpy, one row at a time.
+"""The twin of the compiled transformer: what src/*.c computes, in numpy, one row at a time.
 
-The kernels are fast because many rows share a weight while it is in a register. They are exact because sharing changes
-nothing: every sum runs in an order that depends on the row's own path and the model's shape alone, so a row has the same
-bits alone, in a tree, in a batch, and in a prompt split anywhere. Here rows never even meet. In float64 these lines are the
-oracle: a kernel may differ by rounding alone, n eps for a sum of n terms. In float32, with `fused` for a step, `product`
-has the bits of the kernels that multiply and add in one instruction.
+The kernels are fast because many rows share a weight while it is in a register. Sharing changes no
+bit: every sum runs in an order that depends on the row's own path and the shape of the model alone.
+So a row has the same bits alone, in a tree, in a batch, and in a prompt that is split anywhere.
+
+In float64 these lines are the oracle: a kernel may differ by rounding alone, n eps for a sum of n
+terms. In float32, with `fused` for a step, `product` has the bits of the kernels that multiply and
+add in one instruction.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,15 +22,15 @@ Biased = tuple[Array, Array | None]  # weight [out, in] or gain [d], and bias
 
 
 def separate(a: Array, b: Array, c: Array) -> Array:
-    """a b + c, rounded twice."""
+    """Return a b + c, rounded twice."""
     return a * b + c
 
 
 def fused(a: Array, b: Array, c: Array) -> Array:
-    """a b + c in float32, rounded once, as a fused multiply-add rounds it.
+    """Return a b + c in float32, rounded once, as a fused multiply-add rounds it.
 
-    Products of float32 are exact in float64, and what a sum there loses is known (Knuth). A sum whose last bit is set
-    wherever something was lost rounds to float32 as the exact one would.
+    Products of float32 are exact in float64, and the error of a sum there is known (Knuth). If the
+    last bit is set where the sum was not exact, it rounds to float32 as the exact sum does.
     """
     ab = np.multiply(a, b, dtype=np.float64)
     s = np.asarray(ab + c)
@@ -41,7 +43,7 @@ def fused(a: Array, b: Array, c: Array) -> Array:
 
 
 def product(weight: Array, row: Array, bias: Array | None = None, step: Step = separate) -> Array:
-    """y [out] = weight [out, in] row [in] + bias: one accumulator an output, over the inputs in their order."""
+    """Return weight [out, in] row [in] + bias: each output sums the inputs in their order."""
     total = np.zeros(len(weight), row.dtype)
     for i in range(len(row)):
         total = step(weight[:, i], row[i], total)
@@ -49,21 +51,21 @@ def product(weight: Array, row: Array, bias: Array | None = None, step: Step = s
 
 
 def bfloat16(x: Array) -> Array:
-    """The nearest bfloat16, ties to even, in the type of x: 8 significant bits."""
+    """Return x rounded to bfloat16 (8 significant bits), ties to even, in the type of x."""
     fraction, exponent = np.frexp(x)
     return np.asarray(np.ldexp(np.rint(np.ldexp(fraction, 8)), exponent - 8), x.dtype)
 
 
 def turn(head: Array, cos: Array, sin: Array) -> Array:
-    """A query or key turned to its position; the sign of the turn is folded into sin."""
+    """Return a query or key rotated to its position; sin has the sign in it."""
     return np.asarray(head * cos + np.roll(head, len(head) // 2) * sin)
 
 
 def attend(q: Array, sees: Array, scale: float, lead: int = 0, pairs: bool = False) -> Array:
-    """One query [width] over the keys and values that it sees, [2, n, width], in the order of its path.
+    """Return the attention of one query [width] over keys and values [2, n, width] of its path.
 
-    With `pairs`, those behind the first `lead` are bfloat16 and multiplied as such: the query for them and their weights are
-    rounded, the sum of the weights is not.
+    With `pairs`, those after the first `lead` are bfloat16 and multiplied as such: the query for
+    them and their weights are rounded; the sum of the weights is not.
     """
     keys, values = sees
     near = bfloat16(q) if pairs else q
@@ -74,13 +76,13 @@ def attend(q: Array, sees: Array, scale: float, lead: int = 0, pairs: bool = Fal
 
 
 def activate(h: Array, silu: bool) -> Array:
-    """silu(h), or GPT-2's gelu in its tanh form."""
+    """Return silu(h), or GPT-2's gelu in its tanh form."""
     power = h if silu else np.sqrt(8 / np.pi) * (h + 0.044715 * h**3)
     return np.asarray(h / (1 + np.exp(-power)))
 
 
 class Row(NamedTuple):
-    """What a row is to a pass: where its keys and values go, and what it sees."""
+    """A row of a pass: where its keys and values go, and what it attends to."""
 
     cache: Array  # [layers, 2, shared, capacity, width]
     slot: int
@@ -96,7 +98,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Engine:
-    """All layers of a model, as `compute.Engine`, on plain matrices and float64 rows."""
+    """All layers of a model, like `compute.Engine`, on plain matrices and float64 rows."""
 
     layers: Sequence[Sequence[Biased]]  # for each: norm1, qkv, out, norm2, up, down
     final: Biased
@@ -113,19 +115,19 @@ class Engine:
     cos: Array | None = None  # [positions, width]; None: positions are not turned
     sin: Array | None = None
     head_norms: Sequence[tuple[Array, Array]] | None = None  # gains [width] of queries and of keys
-    rounds: bool = False  # rows, queries, weights of values: rounded to bfloat16, as a processor does that multiplies these
+    rounds: bool = False  # round rows, queries and weights of values to bfloat16, as avx512bf16
 
     def multiply(self, matrix: Biased, row: Array) -> Array:
         return product(matrix[0], bfloat16(row) if self.rounds else row, matrix[1])
 
     def norm(self, x: Array, norm: Biased) -> Array:
-        """LayerNorm, or RMSNorm, which leaves the mean where it is."""
+        """Return the LayerNorm or RMSNorm of x."""
         x = x if self.rms else x - x.mean()
         y: Array = x / np.sqrt((x * x).mean() + self.eps) * norm[0]
         return y if norm[1] is None else y + norm[1]
 
     def run(self, x: Array, first: int, last: int, row: Row) -> Array:
-        """Sublayers first..last-1 over a row in state x [d]: its new state. Its keys and values go to its slot."""
+        """Run sublayers first..last-1 over a row in state x [d]; write its keys and values."""
         for sublayer in range(first, last):
             norm1, qkv, out, norm2, up, down = self.layers[sublayer // 2]
             if sublayer % 2 == 0:
@@ -138,7 +140,7 @@ class Engine:
         return x
 
     def mix(self, qkv: Array, layer: int, row: Row) -> Array:
-        """Attention of a row, all heads [heads * width]; its keys and values are put where its slot is."""
+        """Return the attention of a row, all heads [heads * width]; write its keys and values."""
         parts = qkv.reshape(-1, self.width)
         turned, plain = parts[: -self.shared], parts[-self.shared :]
         if self.head_norms is not None:
@@ -162,5 +164,5 @@ class Engine:
         return np.concatenate(mixed)
 
     def head(self, row: Array) -> Array:
-        """Logits [vocabulary] of a row [d]: the final norm, and the product with the vocabulary."""
+        """Return the logits [V] of a row [d]: final norm, then the product with the vocabulary."""
         return self.multiply(self.vocabulary, self.norm(row, self.final))

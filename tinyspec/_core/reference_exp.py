@@ -1,4 +1,4 @@
-"""The pure twin of src/exp.h: the exponential function that laws are made with."""
+"""The twin of src/exp.h: the exponential function of the softmax."""
 
 import math
 from collections.abc import Sequence
@@ -9,15 +9,16 @@ ROUND = 1.5 * 2.0**52  # a number added to it loses its fraction
 
 
 def exponential(exponents: Sequence[float]) -> list[float]:
-    """exp of numbers <= 0, by operations whose rounding IEEE 754 fixes: libm's differs by machine. O(n).
+    """Return exp of numbers <= 0, within two units of the last place. O(n).
 
-    x = k ln 2 + r, ln 2 in two parts (Cody, Waite 1980); exp(r) by Taylor's series, whose remainder is below 2^-57 for
-    |r| <= ln 2 / 2. Within two units of the last place. The kernel does these steps in this order (src/exp.h).
+    It uses only operations whose rounding IEEE 754 fixes; libm's exp differs between machines.
+    x = k ln 2 + r with ln 2 in two parts (Cody, Waite 1980), and exp(r) by Taylor's series, whose
+    remainder is below 2^-57 for |r| <= ln 2 / 2. The kernel does these steps in this order.
 
     >>> exponential([0.0, -1.0, float("-inf")])
     [1.0, 0.36787944117144233, 0.0]
     """
-    x = np.maximum(np.array(exponents, np.float64), -746.0)  # whose exp is 0
+    x = np.maximum(np.array(exponents, np.float64), -746.0)  # exp of this is 0
     k = (x * 1.4426950408889634 + ROUND) - ROUND
     r = (x - k * 6.93147180369123816490e-01) - k * 1.90821492927058770002e-10
     series = np.full_like(x, 1 / math.factorial(13))

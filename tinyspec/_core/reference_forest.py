@@ -1,7 +1,8 @@
-"""The pure twin of forest.pyx: counted tries of token windows, one tree an owner, in dictionaries.
+"""The twin of forest.pyx: counted tries of token windows, one tree per owner, in dictionaries.
 
-A tree counts every window of up to `depth` tokens of its texts, and keeps for each the tokens that continue it: the most
-frequent first, of equals the one that came to its count last. All that the kernel knows in fewer nodes stands here in full.
+A tree counts every window of up to `depth` tokens of its texts, and keeps for each the tokens that
+continue it: the most frequent first; of equals, the one that reached its count last. The kernel
+knows the same in fewer nodes.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -11,15 +12,15 @@ from heapq import heappop, heappush
 from tinyspec.errors import TinyspecError
 
 Draft = tuple[list[int], list[int], list[float], list[int]]
-"""Of each guess its token, parent (-1: the newest token of the text) and share, and how long the suffix it was found behind is.
+"""Columns of a draft: tokens, parents (-1: the newest token of the text), shares, match lengths.
 
-A share is the product of the frequencies on the way: how often, of all times that something followed, this did.
-"""
+A share is the product of the relative frequencies along the path. The match length is that of the
+suffix that the token was found after."""
 
 
 @dataclass
 class Window:
-    """How often it occurred, and what continued it."""
+    """How often a window occurred, and the tokens that continued it."""
 
     count: int = 0
     after: list[int] = field(default_factory=list)
@@ -30,7 +31,7 @@ Tree = dict[tuple[int, ...], Window]
 
 @dataclass
 class Text:
-    """A text that grows. since: tokens whose counts a halving has blurred; no window crosses it."""
+    """A growing text. since: no window crosses this position, where the counts were halved."""
 
     tree: Hashable
     tokens: list[int] = field(default_factory=list)
@@ -38,13 +39,14 @@ class Text:
 
 
 class Forest:
-    """Count windows, find the longest suffix that is known, and grow a draft behind it.
+    """Count windows, find the longest known suffix of a text, and draft what continued it.
 
     >>> forest = Forest(depth=4, bound=100)
     >>> text = forest.open("outputs")
     >>> _ = forest.append(text, [1, 2, 3, 1, 2, 5, 1, 2, 5])
-    >>> forest.gather([("outputs", 3)], [9, 1, 2], 3, 1, 2)
-    ([5, 3, 1], [-1, -1, 0], [0.6666666666666666, 0.3333333333333333, 0.6666666666666666], [2, 2, 2])
+    >>> tokens, parents, shares, _ = forest.gather([("outputs", 3)], [9, 1, 2], 3, 1, 2)
+    >>> tokens, parents, [round(share, 2) for share in shares]
+    ([5, 3, 1], [-1, -1, 0], [0.67, 0.33, 0.67])
     """
 
     def __init__(self, depth: int, bound: int) -> None:
@@ -66,23 +68,23 @@ class Forest:
         return self._texts[text]
 
     def open(self, tree: Hashable) -> int:
-        """Begin a text in a tree; returns its number."""
+        """Begin a text in a tree; return its number."""
         self._trees.setdefault(tree, {(): Window()})
         text = next(n for n in range(len(self._texts) + 1) if n not in self._texts)
         self._texts[text] = Text(tree)
         return text
 
     def close(self, text: int) -> None:
-        """The text is over; what it counted stays."""
+        """End a text. What it counted stays."""
         self._known(text)
         del self._texts[text]
 
     def length(self, text: int) -> int:
-        """Tokens of a text."""
+        """Return the number of tokens of a text."""
         return len(self._known(text).tokens)
 
     def append(self, text: int, tokens: Iterable[int]) -> int:
-        """Grow a text; returns the nodes of its tree. O(depth) a token."""
+        """Append to a text; return the number of nodes of its tree. O(depth) for each token."""
         t = self._known(text)
         tree = self._trees[t.tree]
         for token in tokens:
@@ -94,7 +96,7 @@ class Forest:
         return self.size(t.tree)
 
     def _recount(self, tree: Tree, before: tuple[int, ...], token: int, by: int) -> None:
-        """Count a window once more or once less, and put it in front of the siblings that count as much."""
+        """Count a window once more or less; put it before the siblings of equal count."""
         window = tree.setdefault((*before, token), Window())
         window.count += by
         siblings = tree[before].after
@@ -109,7 +111,7 @@ class Forest:
         siblings.insert(next(as_much, len(siblings)), token)
 
     def rewind(self, text: int, length: int) -> None:
-        """Take a text back to its first `length` tokens. What a halving has blurred stays counted."""
+        """Forget a text after its first `length` tokens. What was halved since stays counted."""
         t = self._known(text)
         if not 0 <= length <= len(t.tokens):
             raise TinyspecError(f"cannot rewind a text of {len(t.tokens)} tokens to {length}")
@@ -123,12 +125,12 @@ class Forest:
         t.since = min(t.since, length)
 
     def drop(self, tree: Hashable) -> None:
-        """Forget a tree, its texts included."""
+        """Forget a tree and its texts."""
         self._trees.pop(tree, None)
         self._texts = {text: t for text, t in self._texts.items() if t.tree != tree}
 
     def halve(self, tree: Hashable) -> None:
-        """Halve every count of a tree, rounding down; what falls to 0 goes. Texts begin anew there."""
+        """Halve every count of a tree, rounding down, and drop what falls to 0."""
         known = self._trees.get(tree)
         if known is None:
             return
@@ -140,12 +142,10 @@ class Forest:
             path: window for path, window in known.items() if window.count or not path
         }
         for t in (t for t in self._texts.values() if t.tree == tree):
-            t.since = len(
-                t.tokens
-            )  # a window that crossed it would count more than what it continues
+            t.since = len(t.tokens)  # a window across it would count more than its prefix
 
     def prune(self, tree: Hashable) -> int:
-        """Halve until the tree has at most `bound` nodes; returns how often."""
+        """Halve until the tree has at most `bound` nodes; return how often."""
         times = 0
         while self.size(tree) > self.bound:
             self.halve(tree)
@@ -153,19 +153,19 @@ class Forest:
         return times
 
     def size(self, tree: Hashable) -> int:
-        """Nodes of a tree: here one for each window, in the kernel fewer."""
+        """Return the nodes of a tree: here one for each window, in the kernel fewer."""
         return max(len(self._trees.get(tree, ())) - 1, 0)
 
     @property
     def bytes(self) -> int:
-        """Memory of all trees and texts: about that of their numbers."""
+        """The memory of all trees and texts, about that of their numbers."""
         windows = sum(8 * (2 + len(path)) for tree in self._trees.values() for path in tree)
         return windows + sum(8 * len(t.tokens) for t in self._texts.values())
 
     # --- drafts
 
     def _longest(self, tree: Tree, suffix: Sequence[int], most: int) -> int:
-        """The longest suffix that is continued."""
+        """Return the length of the longest suffix that is continued."""
         for n in range(min(most, self.depth - 1, len(suffix)), 0, -1):
             window = tree.get(tuple(suffix[len(suffix) - n :]))
             if window is not None and window.after:
@@ -230,11 +230,15 @@ class Forest:
         enough: int,
         deepest: int,
     ) -> Draft:
-        """A draft from several trees by frequency, in stages: the longest suffix first, shorter ones until it has enough.
+        """Return a draft from several trees, by frequency.
 
-        plan     (tree, nodes that the draft may have after it), in turn at every stage
-        suffix   the newest tokens of the text;  longest: how many of them to look for at most
-        enough   nodes after which no shorter suffix is tried;  deepest: guesses in a branch
+        The longest suffix comes first, then shorter ones, until the draft has enough nodes.
+
+        plan     (tree, nodes that the draft may have after it), in turn for each suffix
+        suffix   the newest tokens of the text
+        longest  the longest suffix to look for
+        enough   nodes after which no shorter suffix is tried
+        deepest  most tokens in a branch
         """
         known = [(self._trees[tree], budget) for tree, budget in plan if tree in self._trees]
         matches = [self._longest(tree, suffix, longest) for tree, _ in known]
@@ -258,10 +262,13 @@ class Forest:
         deepest: int,
         floor: float,
     ) -> Draft:
-        """The draft with the greatest sum of shares, of any tree and any suffix of n tokens; of equals the first.
+        """Return the draft with the greatest sum of shares; the first of equals.
 
-        factor   guesses a token of the suffix: at most factor * n, and at most `most`
-        deepest  guesses in a branch;  floor: no guess has a smaller share
+        It comes from one tree and one suffix of n tokens.
+
+        factor   at most factor * n draft tokens, and at most `most`
+        deepest  most tokens in a branch
+        floor    the least share of a token
         """
         highest = 0.0
         found: Draft = ([], [], [], [])
@@ -269,7 +276,7 @@ class Forest:
             for n in range(self._longest(tree, suffix, self.depth), 0, -1):
                 budget = int(min(float(most), factor * n))
                 if budget <= highest:
-                    break  # it could not win if all its guesses were certain
+                    break  # it could not win even if all its tokens were certain
                 draft: Draft = ([], [], [], [])
                 self._expand(
                     draft, tree, tuple(suffix[len(suffix) - n :]), budget, deepest, True, floor

@@ -1,4 +1,4 @@
-"""The pure twin of suffixes.pyx: a suffix array, and what followed the longest match, in lists and a dictionary.
+"""The twin of suffixes.pyx: a suffix array, and what followed the longest match.
 
 A text is a row of ids; a negative one stands between documents, and nothing is read across it.
 """
@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from tinyspec.errors import TinyspecError
 
 DEPTH = 32
-"""How many tokens from a place on decide its rank: a match and its continuation are never longer together."""
+"""Tokens that decide the order of places: a match with its continuation is not longer."""
 
 Found = tuple[int, list[int], list[int], list[int]]
 
 
 def suffix_order(tokens: Sequence[int], tell: Callable[[int], None] | None = None) -> list[int]:
-    """Places 0 .. n - 1 of a text sorted by the DEPTH tokens from there on; equal ones in order.
+    """Return the places 0 .. n - 1 of a text, sorted by the DEPTH tokens from there on.
 
     tell  called with the number of tokens that the order is right for, as that grows
 
@@ -39,13 +39,16 @@ def retrieve(
     matches: int,
     most: int,
 ) -> Found:
-    """What followed the longest end of `suffix`, from `longest` down to `shortest` tokens, that occurs and goes on.
+    """Return what followed the longest end of `suffix` that occurs in the text and goes on.
 
-    Of all places where it does (of more than `matches`, so many, evenly spaced in their order) the next `length` tokens
-    are read, as far as DEPTH and the document go. Each of their beginnings weighs as many as begin with it, and the
-    `most` heaviest are the tree: heaviest first, of equals the shallower, then the lower ids. A beginning weighs no more
-    than its own beginnings, so with a node its parent is kept. Returns the length of the match (0: none), tokens, parents
-    (ROOT is -1) and weights. Raises TinyspecError where the order names a place outside of the text.
+    Ends of `longest` down to `shortest` tokens are looked for. At every place where the match
+    occurs (at most `matches` of them, evenly spaced in their order) the next `length` tokens are
+    read, as far as DEPTH and the document go. The weight of a path is how many continuations begin
+    with it. The `most` heaviest paths are the tree; of equals the shallower, then the lower ids. A
+    path never weighs more than its own beginning, so with a node its parent is in the tree.
+
+    Returns the length of the match (0: none), tokens, parents (ROOT is -1) and weights. Raises
+    TinyspecError if the order names a place outside of the text.
 
     >>> text = [5, 6, 1, 5, 6, 2, 5, 6, 1]
     >>> retrieve(text, suffix_order(text), [9, 5, 6], 1, 16, 2, 5000, 3)
@@ -75,9 +78,8 @@ def retrieve(
 
     for n in range(min(longest, len(suffix)), shortest - 1, -1):
         pattern = suffix[len(suffix) - n :]
-        low = bisect_left(
-            order, [*pattern, 0], key=lambda place: read(place, n + 1)
-        )  # behind those that end there
+        # After those that end there: they have nothing to draft.
+        low = bisect_left(order, [*pattern, 0], key=lambda place: read(place, n + 1))
         high = bisect_right(order, pattern, key=lambda place: read(place, n))
         if low < high:
             break

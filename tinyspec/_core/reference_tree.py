@@ -1,12 +1,12 @@
-"""The pure twin of tree.pyx, in lists."""
+"""The twin of tree.pyx in plain Python."""
 
 from collections.abc import Sequence
 
 from tinyspec.errors import TinyspecError
 
 
-def check(parents: Sequence[int]) -> None:
-    """A tree lists every parent before its children."""
+def check_parents(parents: Sequence[int]) -> None:
+    """Raise TinyspecError unless every parent stands before its children."""
     for node, parent in enumerate(parents):
         if not -1 <= parent < node:
             raise TinyspecError(
@@ -15,12 +15,12 @@ def check(parents: Sequence[int]) -> None:
 
 
 def ancestors(parents: Sequence[int]) -> list[list[int]]:
-    """0/1 [n, n]: row i marks node i and its ancestors, the columns it attends to. O(n^2).
+    """Return 0/1 [n, n]: row i marks node i and its ancestors, which it attends to. O(n^2).
 
     >>> ancestors([-1, 0, 0])
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
-    check(parents)
+    check_parents(parents)
     mask: list[list[int]] = []
     for node, parent in enumerate(parents):
         row = list(mask[parent]) if parent >= 0 else [0] * len(parents)
@@ -30,12 +30,12 @@ def ancestors(parents: Sequence[int]) -> list[list[int]]:
 
 
 def depths(parents: Sequence[int]) -> list[int]:
-    """[n]: the depth of every node; a child of the root has depth 1. O(n).
+    """Return the depth of every node, [n]; a child of the root has depth 1. O(n).
 
     >>> depths([-1, 0, 0, 2])
     [1, 2, 2, 3]
     """
-    check(parents)
+    check_parents(parents)
     depth: list[int] = []
     for parent in parents:
         depth.append(1 if parent < 0 else depth[parent] + 1)
@@ -43,14 +43,14 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 
 def unique_paths(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """[n]: for every node the first node that spells the same path, itself if none does earlier. O(n).
+    """Return for every node the first node with the same path of tokens, perhaps itself: [n]. O(n).
 
     >>> unique_paths([5, 5, 7, 7], [-1, -1, 0, 1])
     [0, 0, 2, 2]
     """
     if len(tokens) != len(parents):
         raise TinyspecError(f"a tree of {len(tokens)} tokens has {len(parents)} parents")
-    check(parents)
+    check_parents(parents)
     seen: dict[tuple[int, int], int] = {}
     first: list[int] = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):

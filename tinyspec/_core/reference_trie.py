@@ -1,7 +1,7 @@
-"""The pure twin of trie.pyx: an n-gram index over several growing texts, in dictionaries.
+"""The twin of trie.pyx: an n-gram index over several growing texts, in dictionaries.
 
-For every n-gram of up to max_n tokens the index knows the places where it was continued, in the order in which they
-were appended. A place is (text, position of the continuing token).
+For every n-gram of up to max_n tokens the index has the places where it was continued, in the order
+in which they were appended. A place is (text, position of the continuing token).
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,11 +28,11 @@ class NgramIndex:
         self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
     def length(self, text: int) -> int:
-        """Tokens of a text; 0 for one never seen."""
+        """Return the number of tokens of a text; 0 for an unknown one."""
         return len(self._texts.get(text, ()))
 
     def append(self, text: int, tokens: Iterable[int]) -> None:
-        """Grow a text. O(max_n) a token."""
+        """Append tokens to a text. O(max_n) for each."""
         line = self._texts.setdefault(text, [])
         for token in tokens:
             end = len(line)
@@ -41,7 +41,7 @@ class NgramIndex:
             line.append(token)
 
     def rewind(self, text: int, length: int) -> None:
-        """Take a text back to its first `length` tokens."""
+        """Forget a text after its first `length` tokens."""
         line = self._texts.get(text, [])
         if not 0 <= length <= len(line):
             raise TinyspecError(f"cannot rewind text {text} of {len(line)} tokens to {length}")
@@ -59,10 +59,11 @@ class NgramIndex:
         min_n: int = 1,
         which: str = "last",
     ) -> list[int]:
-        """Up to k tokens that followed the longest n-gram, min_n <= n <= max_n, that `suffix` ends with; [] if none.
+        """Return up to k tokens that followed the longest known n-gram at the end of `suffix`.
 
-        Of its continued occurrences: the first or last appended, or the last of those whose next token is the most
-        frequent one (of equally frequent tokens the lowest id). A continuation never crosses the end of its text.
+        n is from min_n to max_n; [] if no n-gram is known. Of its occurrences, `which` names the
+        first or the last appended, or the last of those with the most frequent next token (of
+        equals, the lowest id). A continuation never crosses the end of its text.
         """
         if which not in WHICH:
             raise TinyspecError(f"which is one of {', '.join(WHICH)}, got '{which}'")

@@ -203,7 +203,7 @@ def count_drafter_bytes(drafter: Any) -> int | None:
 def disable_eos(model: Model) -> Model:
     """Return the same model without end-of-text tokens: every answer has the length asked for."""
     # Packing empties the old weights, so it happens once, before the model is copied.
-    twin = copy.copy(model.pack())
+    twin = copy.copy(model.pack_weights())
     twin.config = replace(model.config, eos=())
     return twin
 

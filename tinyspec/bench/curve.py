@@ -22,7 +22,7 @@ from tinyspec import _core
 from tinyspec.bench.arms import Clock, collect_garbage, make_synchronizer
 from tinyspec.bench.harness import find_quartiles, name_dtype
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import pack
+from tinyspec.lm.engine import pack_matrix
 from tinyspec.lm.model import Model
 from tinyspec.tree import TokenTree
 
@@ -171,7 +171,7 @@ def _compiled_product(weight: torch.Tensor, x: torch.Tensor) -> Callable[[], obj
     """Return a function that computes x times the weight's transpose by our kernel."""
     assert _core.compute is not None
     out, inputs = weight.shape
-    packed = pack(weight)
+    packed = pack_matrix(weight)
     bits = packed.view(torch.uint16) if packed.dtype == torch.bfloat16 else packed
     matrix = _core.compute.Packed(bits.numpy(), out, inputs)
     rows, result = x.float().contiguous(), torch.empty(len(x), out)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.families import FAMILIES, layout
+from tinyspec.lm.families import FAMILIES, weight_sources
 from tinyspec.lm.model import Model
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.ops import rotary_frequencies
 
 KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
 
@@ -35,7 +35,7 @@ def write_gguf(path: Path, model: Model, kind: str) -> None:
     _write_metadata(writer, c)
     if c.rope_scaling and c.rope_scaling.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", _frequency_divisors(c))
-    for ours, source in layout(c, gguf=True).items():
+    for ours, source in weight_sources(c, gguf=True).items():
         parts = torch.split(model.weights[ours].detach().cpu().float(), list(source.rows))
         for name, part in zip(source.names, parts, strict=True):
             numbers = _permute_if_llama(part, c, name).contiguous().numpy()
@@ -83,7 +83,8 @@ def _frequency_divisors(c: Config) -> Any:
     """Return what llama.cpp divides each frequency by: [head_dim / 2]."""
     from dataclasses import replace
 
-    return (frequencies(replace(c, rope_scaling=None)) / frequencies(c)).float().numpy()
+    unscaled = rotary_frequencies(replace(c, rope_scaling=None))
+    return (unscaled / rotary_frequencies(c)).float().numpy()
 
 
 def _permute_if_llama(rows: Tensor, c: Config, name: str) -> Tensor:
@@ -98,7 +99,7 @@ def _permute_if_llama(rows: Tensor, c: Config, name: str) -> Tensor:
 
 
 def permute_heads(rows: Tensor, heads: int) -> Tensor:
-    """Put rows i and i + hd/2 of each head side by side. `gguf_file.unpermute` undoes it.
+    """Put rows i and i + hd/2 of each head side by side. `gguf_file.unpermute_rows` undoes it.
 
     >>> permute_heads(torch.tensor([0, 1, 2, 3]), heads=1).tolist()
     [0, 2, 1, 3]

@@ -15,7 +15,7 @@ from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.generation import Generation
-    from tinyspec.lm.gate import BatchBarrier
+    from tinyspec.lm.batching import BatchBarrier
     from tinyspec.lm.model import Model
 
 ROWS = 16
@@ -127,7 +127,7 @@ def generate_lines(
     A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
     every prompt of the first batch is wrong with the settings, and raised once.
     """
-    from tinyspec.lm.gate import run_together
+    from tinyspec.lm.batching import run_together
 
     for first in range(0, len(lines), ROWS):
         part = lines[first : first + ROWS]
@@ -143,12 +143,12 @@ def generate_lines(
 
 
 def _generate_line(
-    target: "Model", prompt: str, options: dict[str, Any], gate: "BatchBarrier"
+    target: "Model", prompt: str, options: dict[str, Any], barrier: "BatchBarrier"
 ) -> "Generation | TinyspecError":
     from tinyspec.generation import start_generation
 
     try:
-        running = start_generation(target, prompt, gate=gate, **options)
+        running = start_generation(target, prompt, barrier=barrier, **options)
         for _ in running:
             pass
         return running.result()

@@ -203,7 +203,7 @@ def write_recipe(
             "(`tinyspec models list`)"
         )
     named = target if os.sep not in target else os.path.relpath(path, out)
-    width = checkpoint.read_config(path).d_model
+    width = checkpoint.read_checkpoint_config(path).d_model
     name = out.resolve().name
     text = draft_recipe(named, name, layers or 2, draft_vocab or 0, texts or 1500, width)
     file = out / ".tinyspec" / "recipe.toml"

@@ -77,7 +77,7 @@ class TargetProbs:
         return self._block
 
     def greedy_token(self, node: int) -> int | None:
-        """Return the greedy token after a node, from its logits; None on a device or if sampling."""
+        """Return the greedy token after a node; None on a device, or above temperature 0."""
         return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Probs:

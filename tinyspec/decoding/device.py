@@ -1,4 +1,4 @@
-"""The kernels as torch operations: no distribution is copied from the device to the host.
+"""Sampling and verification as torch operations: no distribution is copied to the host.
 
 They decide as the compiled kernels do, unless a uniform or a knob lies within V * eps of a
 boundary: a device sums in its own order. Everything is computed in float64.
@@ -60,15 +60,13 @@ def apply_sampling_to_rows(
     tops = scores.amax(dim=1)  # propagates NaN
     if temperature == 0:
         at = torch.arange(scores.shape[1], device=scores.device)
-        first = torch.where(scores == tops[:, None], at, scores.shape[1] - 1).amin(
-            dim=1
-        )  # of equal values the first
+        highest = scores == tops[:, None]
+        first = torch.where(highest, at, scores.shape[1] - 1).amin(dim=1)  # the lowest id of equals
         return torch.zeros_like(scores).scatter_(1, first[:, None], 1.0), tops
     rows = ((scores - tops[:, None]) / temperature).exp()
     if (top_k is not None and top_k < rows.shape[1]) or (top_p is not None and top_p < 1):
-        ordered, ids_by_weight = rows.sort(
-            dim=1, descending=True, stable=True
-        )  # stable: ties by lowest id
+        # The sort is stable: ties go to the lowest id.
+        ordered, ids_by_weight = rows.sort(dim=1, descending=True, stable=True)
         if top_k is not None:
             ordered[:, top_k:] = 0
         if top_p is not None and top_p < 1:
@@ -103,7 +101,6 @@ def first_true(mask: Tensor) -> Tensor:
 
 
 # --- verifying a tree with one synchronisation
-# ------------------------------------------------------------------------
 
 
 def fetch_to_host(*columns: Tensor) -> list[list[float]]:
@@ -117,13 +114,13 @@ def fetch_to_host(*columns: Tensor) -> list[list[float]]:
 def verify_on_device(
     tokens: Sequence[int],
     parents: Sequence[int],
-    laws: Sequence[Tensor | None],
+    draft_probs: Sequence[Tensor | None],
     probe: Sequence[bool],
     rows: Tensor,
     tops: Tensor | None,
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
-    """Return what `reference.verify_tree` decides, with one synchronisation, and the uniforms it used.
+    """Decide as `reference.verify_tree`, with one synchronisation; also return the uniforms used.
 
     All that a verification could ask is computed at once. The distribution that a node meets
     depends only on the decisions that lead there: its place among its siblings says which of them
@@ -149,10 +146,10 @@ def verify_on_device(
         q = torch.zeros_like(here).scatter_(
             1, token_ids[:, None], here.gather(1, token_ids[:, None])
         )
-        drawn = [i for i, node in enumerate(nodes) if laws[node] is not None]
+        drawn = [i for i, node in enumerate(nodes) if draft_probs[node] is not None]
         if drawn:
             at = torch.tensor(drawn, device=rows.device)
-            q[at] = torch.stack([_check_draft_probs(laws[nodes[i]], rows) for i in drawn])
+            q[at] = torch.stack([_check_draft_probs(draft_probs[nodes[i]], rows) for i in drawn])
             own[which[at]] = q[at].gather(1, token_ids[at][:, None])[:, 0]
         ratios[which] = here.gather(1, token_ids[:, None])[:, 0] / own[which]
         rest = (here - q).clamp(min=0)
@@ -164,18 +161,19 @@ def verify_on_device(
     over = (left > 0) & (
         mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None]
     )
-    said = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
-    passing, declared, drawn_there, highest = fetch_to_host(
-        ratios, own, said, rows.new_zeros(len(rows)) if tops is None else tops
+    sampled = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
+    passing, declared, sampled_there, highest = fetch_to_host(
+        ratios, own, sampled, rows.new_zeros(len(rows)) if tops is None else tops
     )
-    return _verify_numbers(tokens, place, ends, passing, declared, drawn_there, highest, uniforms)
+    return _verify_numbers(tokens, place, ends, passing, declared, sampled_there, highest, uniforms)
 
 
 def _check_draft_probs(q: Tensor | None, rows: Tensor) -> Tensor:
     assert q is not None
     if len(q) != rows.shape[1]:
         raise TinyspecError(
-            f"the draft's distribution has {len(q)} tokens, the target's {rows.shape[1]}: pad it with zeros"
+            f"the draft's distribution has {len(q)} tokens, the target's {rows.shape[1]}: "
+            "pad it with zeros"
         )
     return q.to(rows)
 
@@ -191,23 +189,18 @@ def _plan_tests(
     A node is tested at a rank after an accepted node. Children of equal siblings are tested after
     the first of them: only that one can be accepted, as rejecting it leaves the token no mass.
     """
-    first: dict[
-        tuple[int, int], int
-    ] = {}  # (behind whom, token) -> the sibling that stands for all its equals
-    stands, place, ranks, begun = {-1: -1}, Place(), dict[int, int](), {-1: 0}
+    first: dict[tuple[int, int], int] = {}  # (parent, token) -> the first of equal siblings
+    stands_for, place, ranks, begun = {-1: -1}, Place(), dict[int, int](), {-1: 0}
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-        if not probe[node] and parent in stands:  # nothing below a probe is ever tested
-            behind = stands[parent]
-            rank = ranks[behind] = ranks.get(behind, -1) + 1
-            place[node] = rank, behind
-            stands[node] = first.setdefault((behind, token), node)
-    for node, (rank, behind) in place.items():
-        begun.setdefault(stands[node], begun[behind] + rank + 1)
-    return (
-        place,
-        list(begun),
-        {behind: used + ranks.get(behind, -1) + 1 for behind, used in begun.items()},
-    )
+        if not probe[node] and parent in stands_for:  # nothing below a probe is ever tested
+            above = stands_for[parent]
+            rank = ranks[above] = ranks.get(above, -1) + 1
+            place[node] = rank, above
+            stands_for[node] = first.setdefault((above, token), node)
+    for node, (rank, above) in place.items():
+        begun.setdefault(stands_for[node], begun[above] + rank + 1)
+    used = {node: n + ranks.get(node, -1) + 1 for node, n in begun.items()}
+    return place, list(begun), used
 
 
 def _verify_numbers(
@@ -216,41 +209,44 @@ def _verify_numbers(
     ends: Sequence[int],
     ratios: Sequence[float],
     own: Sequence[float],
-    said: Sequence[float],
+    sampled: Sequence[float],
     tops: Sequence[float],
     uniforms: Sequence[float],
 ) -> tuple[tuple[int, ...], int, tuple[int, ...], int]:
     """Decide as `reference.verify_tree` does, over numbers that are on the host."""
     below: dict[int, list[int]] = {}
-    for node, (_, behind) in place.items():
-        below.setdefault(behind, []).append(node)
-    path, refused, here, used = list[int](), list[int](), -1, 0
+    for node, (_, above) in place.items():
+        below.setdefault(above, []).append(node)
+    accepted, rejected, here, used = list[int](), list[int](), -1, 0
     LogitCheck(tops[0]).check()
     untested = list(below.get(-1, ()))
     while untested:
         node = untested.pop(0)
         if not own[node] > 0:
-            law = f"probability {own[node]} under its declared distribution (declare None)"
-            raise TinyspecError(f"drafted token {tokens[node]} has {law}")
+            raise TinyspecError(
+                f"drafted token {tokens[node]} has probability {own[node]} "
+                "under its declared distribution (declare None)"
+            )
         used += 1
         if used < len(uniforms) and uniforms[used - 1] < ratios[node]:
             LogitCheck(tops[node + 1]).check()
-            path.append(node)
+            accepted.append(node)
             here, untested = node, list(below.get(node, ()))
         else:
-            refused.append(node)
+            rejected.append(node)
     if used >= len(uniforms):
         raise TinyspecError(
-            "the given uniforms are used up: give one for each tested node and one for the last draw"
+            "the given uniforms are used up: "
+            "give one for each tested node and one for the last draw"
         )
-    token = int(said[ends.index(here)])
+    token = int(sampled[ends.index(here)])
     if token < 0:
         raise TinyspecError("cannot draw from a row without finite mass")
-    return tuple(path), token, tuple(refused), used + 1
+    return tuple(accepted), token, tuple(rejected), used + 1
 
 
 class DeviceKernels(Kernels):
-    """Torch operations over tensors of a device, [V] float64, where they decide as the host does."""
+    """Torch operations over tensors of a device, [V] float64. They decide as the host does."""
 
     def probs(self, logits: Tensor, history: Sequence[int], settings: "SamplingParams") -> Tensor:
         rows, tops = apply_sampling_to_rows(logits[None], [history], *settings.as_floats())
@@ -286,7 +282,8 @@ class DeviceKernels(Kernels):
     def residual(self, p: Tensor, q: Tensor) -> Tensor:
         if len(p) != len(q):
             raise TinyspecError(
-                f"the draft's distribution has {len(q)} tokens, the target's {len(p)}: pad it with zeros"
+                f"the draft's distribution has {len(q)} tokens, the target's {len(p)}: "
+                "pad it with zeros"
             )
         left = (p - q.to(p)).clamp(min=0)
         mass = left.sum()

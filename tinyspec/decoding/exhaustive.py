@@ -14,7 +14,8 @@ def claim_stream(asked: set[tuple[str, int]], role: str, round: int) -> None:
     """Note that a stream was asked for. Raise TinyspecError if it was asked for before."""
     if (role, round) in asked:
         raise TinyspecError(
-            f"the stream {role!r} of round {round} was asked for twice, and shared noise biases a law"
+            f"the stream {role!r} of round {round} was asked for twice, "
+            "and shared noise biases the output"
         )
     asked.add((role, round))
 
@@ -24,9 +25,7 @@ class _Script:
 
     def __init__(self, choices: Sequence[int]) -> None:
         self.choices = choices
-        self.taken: list[
-            tuple[int, int]
-        ] = []  # (choice, number of branches) of every decision so far
+        self.taken: list[tuple[int, int]] = []  # (choice, number of branches) of each decision
         self.probability: Any = 1
 
     def branch(self, options: Sequence[tuple[T, Any]]) -> T:
@@ -44,11 +43,11 @@ class _Script:
 
 
 class Exhaustive:
-    """Every outcome of a function of chance, with its exact probability.
+    """A `RandomSource` that enumerates every outcome of a function, with its exact probability.
 
     >>> from fractions import Fraction
     >>> half = Fraction(1, 2)
-    >>> sorted(Exhaustive.walk(lambda chance: chance.accept(half) and chance.accept(half)))
+    >>> sorted(Exhaustive.walk(lambda rng: rng.accept(half) and rng.accept(half)))
     [(False, Fraction(1, 4)), (False, Fraction(1, 2)), (True, Fraction(1, 4))]
     """
 
@@ -77,10 +76,10 @@ class Exhaustive:
     @staticmethod
     def law(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
         """Return the probability of each outcome; outcomes must be hashable."""
-        law: dict[T, Any] = {}
+        total: dict[T, Any] = {}
         for outcome, probability in Exhaustive.walk(function):
-            law[outcome] = law.get(outcome, 0) + probability
-        return law
+            total[outcome] = total.get(outcome, 0) + probability
+        return total
 
     @property
     def probability(self) -> Any:
@@ -121,4 +120,4 @@ class Exhaustive:
         return None
 
     def push_back(self, count: int) -> None:
-        raise TinyspecError("an exhaustive chance gives no uniforms")
+        raise TinyspecError("an exhaustive source gives no uniforms")

@@ -50,7 +50,8 @@ class Kernels:
         power = round(1 / settings.temperature)
         if not math.isclose(power * settings.temperature, 1, rel_tol=1e-9):
             raise TinyspecError(
-                f"rational weights are exact at temperature 0 and 1/n only, got {settings.temperature}"
+                "rational weights are exact at temperature 0 and 1/n only, "
+                f"got {settings.temperature}"
             )
         top_p = None if settings.top_p is None else as_fraction(settings.top_p)
         min_p = Fraction(0) if settings.min_p is None else as_fraction(settings.min_p)
@@ -92,7 +93,7 @@ class Kernels:
         return reference.exclude_token(p, token)
 
     def top_k_rows(self, logits: Any, rows: Sequence[int], k: int) -> list[list[int]]:
-        """Return the ids of the k highest numbers of some rows, highest first, lowest id of equals."""
+        """Return the ids of the k highest numbers of some rows, highest first."""
         return [
             sorted(range(len(logits[i])), key=lambda token: (-logits[i][token], token))[:k]
             for i in rows

@@ -15,13 +15,14 @@ class IncrementalProbs(TargetProbs):
     """Distributions along a chain whose logits arrive one by one; only the newest is read."""
 
     def __init__(self, sampling: SamplingParams, context: Sequence[int]):
-        super().__init__(Scores((), (), ()), sampling, context, TokenTree())  # type: ignore[arg-type]  # nothing on a device
+        no_scores: Any = Scores((), (), ())  # type: ignore[arg-type]
+        super().__init__(no_scores, sampling, context, TokenTree())
         self._logits: list[Any] = []
         self.past = list(context)
 
-    def extend(self, row: Any, tokens: Sequence[int]) -> None:
-        """Append the logits after one more token; the first ones follow the text."""
-        self._logits.append(row)
+    def extend(self, logits: Any, tokens: Sequence[int]) -> None:
+        """Append the logits after one more token. The first ones follow the text."""
+        self._logits.append(logits)
         self.past += tokens
 
     def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
@@ -45,18 +46,18 @@ class ModelDrafter(BaseDrafter):
         positions: int | None = None,
     ):
         self.model, self.gamma, self.ends, self.positions = model, gamma, ends, positions
-        self.length = 0  # of the draft's own text
-        self.left_behind = False  # the text went on beyond its context
+        self.length = 0  # tokens of the draft's own text
+        self.left_behind = False  # the text no longer fits into its context
 
-    def _follow(self, tokens: Sequence[int]) -> bool:
-        """Return whether these tokens still fit into the draft's context, and count them if so."""
+    def _count(self, tokens: Sequence[int]) -> bool:
+        """Count these tokens, and return whether they still fit into the draft's context."""
         fits = self.positions is None or self.length + len(tokens) <= self.positions
         self.left_behind = self.left_behind or not fits
         self.length += 0 if self.left_behind else len(tokens)
         return not self.left_behind
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        if self._follow(tokens):
+        if self._count(tokens):
             self.model.extend(tokens)
 
     def propose(
@@ -66,53 +67,52 @@ class ModelDrafter(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        tokens, drawn = list[int](), list[Probs | None]()
-        most = min(
-            self.gamma if self.positions is None else min(self.gamma, self.positions - self.length),
-            max_draft_depth,
-        )
+        tokens, draft_probs = list[int](), list[Probs | None]()
+        most = min(self.gamma, max_draft_depth)
+        if self.positions is not None:
+            most = min(most, self.positions - self.length)
 
-        def choose(laws: TargetProbs) -> int | None:
-            """Draw a token after the last one. Return it if another should follow, else None."""
+        def choose(probs: TargetProbs) -> int | None:
+            """Sample a token after the last one. Return it if another may follow, else None."""
             tip = len(tokens) - 1
-            if not self.should_draft(laws, tip):
+            if not self.should_draft(probs, tip):
                 return None
-            law, token = None, laws.greedy_token(tip)
+            q, token = None, probs.greedy_token(tip)
             if token is None:
-                law = laws[tip]
-                token = rng.draw(law)
+                q = probs[tip]
+                token = rng.draw(q)
             tokens.append(token)
-            drawn.append(law)
-            return None if self.should_stop(laws, tip, token) or len(tokens) == most else token
+            draft_probs.append(q)
+            return None if self.should_stop(probs, tip, token) or len(tokens) == most else token
 
         along = IncrementalProbs(sampling, context)
 
-        def behind(row: Any) -> int | None:
-            along.extend(row, tokens[-1:])
+        def choose_next(logits: Any) -> int | None:
+            along.extend(logits, tokens[-1:])
             return choose(along)
 
         if self.left_behind or most <= 0:
             return TokenTree()
-        if not (isinstance(self.model, Session) and self.model.draft_chain(most, behind)):
+        if not (isinstance(self.model, Session) and self.model.draft_chain(most, choose_next)):
             tree = TokenTree()
             while choose(TargetProbs(self.model.score(tree), sampling, context, tree)) is not None:
-                tree = TokenTree.chain(tokens, drawn)
-        return TokenTree.chain(tokens, drawn)
+                tree = TokenTree.chain(tokens, draft_probs)
+        return TokenTree.chain(tokens, draft_probs)
 
-    def should_draft(self, laws: TargetProbs, tip: int) -> bool:
-        """Return whether to draw a token after the node `tip`. Asked before it is drawn."""
+    def should_draft(self, probs: TargetProbs, tip: int) -> bool:
+        """Return whether to sample a token after the node `tip`. Asked before it is sampled."""
         return True
 
-    def should_stop(self, laws: TargetProbs, tip: int, token: int) -> bool:
-        """Return whether the token just drawn after `tip` is the draft's last.
+    def should_stop(self, probs: TargetProbs, tip: int, token: int) -> bool:
+        """Return whether the token just sampled after `tip` is the draft's last.
 
-        The token stays in the draft either way: if its presence depended on its value, it would not
-        follow its declared distribution.
+        The token stays in the draft in either case: if its presence depended on its value, it would
+        not follow its declared distribution.
         """
         return token in self.ends  # nothing comes after the end of a text
 
     def observe(self, round: Round) -> None:
-        if self._follow(round.tokens):
+        if self._count(round.tokens):
             self.model.append(round.tokens)
 
     def rewind(self, length: int) -> None:
@@ -141,7 +141,7 @@ class SharedSessionDrafter(ModelDrafter):
         return None
 
 
-def highest_probability(laws: TargetProbs, tip: int) -> Any:
-    """Return the draft's highest probability before sampling settings: how sure the model is."""
-    row = laws.probs_under(tip, UNCHANGED)
-    return kernels_of(row).as_vector(row).max()
+def highest_probability(probs: TargetProbs, tip: int) -> Any:
+    """Return the draft's highest probability before sampling settings: its confidence."""
+    q = probs.probs_under(tip, UNCHANGED)
+    return kernels_of(q).as_vector(q).max()

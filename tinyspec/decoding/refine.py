@@ -1,12 +1,11 @@
-"""The second loop: a canvas is rewritten.
+"""The second loop: rewrite a canvas.
 
-`decode` extends a text; here the whole target is on the canvas from the beginning, and every pass
-of the decoder rewrites some or all of it. A `Refiner` makes the first canvas (how long? what stands
-on it?), rewrites it, says when it is done, and chooses among its candidates (lengths, fertilities,
-samples), which stand on the canvas together and are one batch.
+`decode` extends a text. Here the whole target stands on the canvas from the beginning, and every
+decoder pass rewrites some or all of it. A `Refiner` makes the first canvas (its length and its
+tokens), rewrites it, decides when it is finished, and chooses among its candidates (lengths,
+fertilities, samples), which are one batch.
 
-The source is encoded once. Every pass is entered in the forward log by the model itself, and is one
-`Pass` event here.
+The source is encoded once. Each pass is one `Pass` here, and one record in the forward log.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,10 +24,10 @@ from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 class Canvas(NamedTuple):
     """C candidates of up to T slots each, padded at the end.
 
-    tokens [C, T]; mask [C, T], True: a slot, False: padding; scores [C, T] log-probabilities, as
-    the technique keeps them
-    extra  what a technique remembers beside them (which slots it re-masked, the decoder's input);
-           nobody else reads it
+    tokens  [C, T]
+    mask    [C, T], True at slots, False at padding
+    scores  [C, T] log-probabilities, as the technique keeps them
+    extra   what a technique keeps beside them (the slots it masked, the decoder's input)
     """
 
     tokens: Tensor
@@ -116,9 +115,9 @@ class Pass(NamedTuple):
 
 
 class Refinement:
-    """One request under way: iterate it for its passes, then read `tokens`.
+    """One request: iterate it for its passes, then read `tokens`.
 
-    forward_log  where passes are entered; None: where the model enters them
+    forward_log  the list that gets a record of each pass; None: the model's own
     """
 
     def __init__(
@@ -131,19 +130,10 @@ class Refinement:
     ):
         if not source:
             raise TinyspecError("the source is empty: give at least one token")
-        self.forward_log: list[ForwardRecord] = (
-            forward_log
-            if forward_log is not None
-            else model.forward_log
-            if model.forward_log is not None
-            else []
-        )
-        self.model, self.source, self.refiner, self.rng = (
-            model.counting(self.forward_log),
-            list(source),
-            refiner,
-            rng,
-        )
+        logs = [log for log in (forward_log, model.forward_log) if log is not None]
+        self.forward_log: list[ForwardRecord] = logs[0] if logs else []
+        self.model = model.with_log(self.forward_log)
+        self.source, self.refiner, self.rng = list(source), refiner, rng
         self.canvas: Canvas | None = None
         self.chosen: int | None = None
 
@@ -193,7 +183,7 @@ def refine(
     return Refinement(model, source, refiner, rng, forward_log)
 
 
-# ---------------------------------------------------------------------- candidates judged by a teacher
+# --- candidates that a teacher scores
 
 
 def score_candidates(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> Tensor:
@@ -214,7 +204,7 @@ def token_logprobs(teacher: Seq2Seq, memory: EncoderOutput, canvas: Canvas) -> T
     """
     config, device = teacher.config, teacher.device
     tokens, mask = canvas.tokens.to(device), canvas.mask.to(device)
-    teacher.fits(tokens.shape[1] + 1, "translation")
+    teacher.check_length(tokens.shape[1] + 1, "translation")
     count, room = tokens.shape
     ends = mask.sum(dim=1)  # [C] where each candidate's end belongs
     read = torch.cat(
@@ -245,9 +235,11 @@ def check_teacher(model: Seq2Seq, teacher: Seq2Seq) -> None:
     )
     if model.config.vocab_size != teacher.config.vocab_size or not same:
         raise TinyspecError(
-            f"the teacher {teacher.name} has another vocabulary than {model.name}: use the teacher it was trained with"
+            f"the teacher {teacher.name} has another vocabulary than {model.name}: "
+            "use the teacher it was trained with"
         )
     if teacher.config.positional:
         raise TinyspecError(
-            f"{teacher.name} does not write from left to right, so it judges nothing: use its teacher"
+            f"{teacher.name} does not write from left to right, so it judges nothing: "
+            "use its teacher"
         )

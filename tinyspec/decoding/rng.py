@@ -216,7 +216,7 @@ class Replay(_Stream):
         self._shared[0] -= count
 
     def exponential_race(self, row: Probs, position: int) -> int:
-        """The first race at a position consumes one uniform a token; later ones share that noise."""
+        """Race with one uniform for each token; later races at the position share that noise."""
         if position not in self._races:
             self._races[position] = [
                 -float(np.log1p(-float(self._next()))) for _ in range(len(row))

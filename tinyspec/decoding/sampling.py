@@ -28,7 +28,7 @@ def is_on_device(row: torch.Tensor) -> bool:
 
 
 def kernels_of(row: Any) -> Kernels:
-    """Return who computes for such a row, or such rows: this is decided here and nowhere else.
+    """Return the kernels for a row or rows of this type. Nothing else decides this.
 
     >>> kernels_of([Fraction(1)]) is EXACT, kernels_of(np.ones(1)) is HOST
     (True, True)
@@ -110,14 +110,14 @@ class SamplingParams:
         return kernels_of(logits).greedy_token(logits, history, self)
 
     def as_floats(self) -> tuple[float, int | None, float | None, float | None, float]:
-        """Return the settings as the kernels take them: temperature, top_k, top_p, min_p, penalty."""
+        """Return temperature, top_k, top_p, min_p and penalty, as the kernels take them."""
         top_p = None if self.top_p is None else float(self.top_p)
         min_p = None if self.min_p is None else float(self.min_p)
         return float(self.temperature), self.top_k, top_p, min_p, float(self.repetition_penalty)
 
 
 UNCHANGED = SamplingParams()
-"""The settings that leave the model's own distribution as it is. (`tinyspec.generate` is greedy.)"""
+"""The settings that leave the model's own distribution as it is."""
 
 
 def sample_inverse_cdf(row: Probs, u: float) -> int:
@@ -126,7 +126,7 @@ def sample_inverse_cdf(row: Probs, u: float) -> int:
 
 
 def sample_without_replacement(row: Probs, uniforms: Any) -> list[int]:
-    """Return one token for each uniform, without replacement (Plackett-Luce); fewer if none is left."""
+    """Return one token for each uniform, without replacement; fewer if none is left."""
     return kernels_of(row).sample_without_replacement(row, uniforms)
 
 

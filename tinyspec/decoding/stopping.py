@@ -1,6 +1,4 @@
-"""Decide where a text ends: one rule for every method, applied inside the round, wherever blocks
-and stops fall.
-"""
+"""Decide where a text ends: one rule for every method, applied inside the round."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,8 +41,9 @@ class StoppingCriteria:
     def cut(
         self, new: Sequence[int], fresh: Sequence[int], limit: int | None = None
     ) -> tuple[int, Reason | None]:
-        """Return how many of the `fresh` tokens to keep after the `new` ones, and why the text ends
-        there if it does.
+        """Return how many `fresh` tokens to keep after the `new` ones, and the reason to end.
+
+        The reason is None if the text goes on.
 
         limit  the most new tokens that the context still allows in all
 
@@ -61,15 +60,18 @@ class StoppingCriteria:
             seen.append(token)
             if token in self.eos:
                 return kept + 1, "eos"
-            if any(tuple(seen[-len(s) :]) == s for s in self.sequences) or self._spelled(seen):
+            if any(
+                tuple(seen[-len(s) :]) == s for s in self.sequences
+            ) or self._completes_stop_string(seen):
                 return kept + 1, "stop"
         if room is not None and len(fresh) >= room[0]:
             return room[0], room[1]
         return len(fresh), None
 
     def tokens_left(self, made: int, limit: int | None) -> tuple[int, Reason] | None:
-        """Return how many tokens may follow `made` new ones and what the reason will be; None: no
-        limit.
+        """Return how many tokens may follow `made` new ones, and the reason to end then.
+
+        None if there is no limit.
         """
         ends: list[tuple[int, Reason]] = []
         if self.max_new_tokens is not None:
@@ -78,7 +80,7 @@ class StoppingCriteria:
             ends.append((limit - made, "context"))
         return min(ends, key=lambda end: end[0]) if ends else None
 
-    def _spelled(self, seen: Sequence[int]) -> bool:
+    def _completes_stop_string(self, seen: Sequence[int]) -> bool:
         """Return whether the last token completed a stop string.
 
         A token may be less than a character, never less than a byte.
@@ -94,8 +96,9 @@ class StoppingCriteria:
         return text[: min(ends)] if ends else text
 
     def withheld(self, text: str) -> int:
-        """Return how many characters at the end could still become a stop string: streaming must
-        not show them yet.
+        """Return how many characters at the end could still become a stop string.
+
+        Streaming must not show them yet.
 
         >>> StoppingCriteria(strings=("END",), decode=str).withheld("the EN")
         2

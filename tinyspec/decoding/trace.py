@@ -65,7 +65,8 @@ class Statistics:
             f", {self.accepted} of {self.drafted} drafted tokens accepted" if self.drafted else ""
         )
         return (
-            f"{self.emitted} tokens in {self.target_calls} target calls ({self.tokens_per_call:.2f} a call{drafts}){layers}, "
+            f"{self.emitted} tokens in {self.target_calls} target calls "
+            f"({self.tokens_per_call:.2f} a call{drafts}){layers}, "
             f"{self.seconds:.2f} s{pace}; ended by {finish_reason}"
         )
 
@@ -100,21 +101,23 @@ def token_origins(round: Round) -> tuple[Origin, ...]:
     if round.verdict.next is not None:
         if all(round.tree.probe):
             kinds.append("plain")
-        else:  # whatever was alive behind the path was refused; nothing alive means the draft passed whole
+        else:  # no rejection at the next depth: the whole path down to a leaf was accepted
             depths = round.tree.depths()
-            refused = any(depths[node] == len(kinds) + 1 for node in round.verdict.rejected)
-            kinds.append("recovered" if refused else "bonus")
+            rejected = any(depths[node] == len(kinds) + 1 for node in round.verdict.rejected)
+            kinds.append("recovered" if rejected else "bonus")
     return tuple(kinds)
 
 
 @dataclass
 class TraceRound:
-    """One round as plain data: the tree, the path that was kept, what was refused, what came of it.
+    """One round as plain data. The names of its fields are those of the JSON of a replay.
 
-    ran    layers that were run for the row of each emitted token
-    p, q   of a detailed trace: each guess under the target's own law, and under the law it was
-           drawn from (None: a point mass)
-    said   of a detailed trace: each emitted token under the target's own law
+    path     accepted nodes;  refused: rejected nodes
+    emitted  tokens committed;  origins: where each of them came from
+    layers   layers run for each row of the scores;  ran: for the row of each emitted token
+    p, q     in a detailed trace: the probability of each draft token under the target, and under
+             the distribution it was drawn from (None: a point mass)
+    said     in a detailed trace: the probability of each emitted token under the target
     """
 
     tokens: list[int]
@@ -135,8 +138,9 @@ class TraceRound:
 
 @dataclass
 class Trace:
-    """A request, replayable: the prompt and every round. `detailed` keeps probabilities too, which
-    takes time.
+    """A request as plain data, to replay it: the prompt and every round.
+
+    detailed  keep probabilities too, which takes time
     """
 
     prompt: list[int] = field(default_factory=list)
@@ -165,17 +169,14 @@ class Trace:
 
     def _detail(self, round: Round, entry: TraceRound) -> None:
         """Add probabilities of the target's own distribution, before sampling settings."""
-        laws = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
-        size = laws.shape[-1]
-        for token, parent, law in zip(
-            round.tree.tokens, round.tree.parents, round.tree.draft_probs, strict=True
-        ):
-            entry.p.append(
-                float(laws[parent + 1, token]) if token < size else 0.0
-            )  # a probe may be no token
-            entry.q.append(None if law is None else float(law[token]))
+        probs = round.scores.logits.detach().double().cpu().softmax(dim=-1)  # [n + 1, V]
+        tree = round.tree
+        for token, parent, q in zip(tree.tokens, tree.parents, tree.draft_probs, strict=True):
+            is_token = token < probs.shape[-1]  # a probe may be none
+            entry.p.append(float(probs[parent + 1, token]) if is_token else 0.0)
+            entry.q.append(None if q is None else float(q[token]))
         entry.said = [
-            float(laws[row, token]) for row, token in zip(_rows(round), round.tokens, strict=True)
+            float(probs[row, token]) for row, token in zip(_rows(round), round.tokens, strict=True)
         ]
 
     @property

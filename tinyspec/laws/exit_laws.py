@@ -359,7 +359,7 @@ def one_head(make: MakeSchedule) -> Iterator[int]:
         expected = sum(e * loss for e, loss in zip(weights, losses, strict=True))
         schedule = make(exits, 3, 10)
         schedule.begin_step(step, step / 10)
-        got = float(schedule.loss(model.dense(), inputs, outputs))
+        got = float(schedule.loss(model.torch_blocks(), inputs, outputs))
         if abs(got - expected) > 1e-6:
             accuse(ONE_HEAD, expected, got, section=exits, step=step, losses_of_the_exits=losses)
         yield 0

@@ -26,7 +26,7 @@ from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
-from tinyspec.lm.seq2seq import Given
+from tinyspec.lm.seq2seq import ConditionedDecoder
 from tinyspec.lm.session import Session, View
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
@@ -142,7 +142,7 @@ class Parts:
     jacobi: Callable[..., JacobiDrafter] = JacobiDrafter
     solve: Callable[..., Any] = solve_blocks
     course: Callable[..., ExitLossSchedule] = ExitLossSchedule
-    given: Callable[..., Model] = Given
+    given: Callable[..., Model] = ConditionedDecoder
     judge: Callable[..., Any] = score_candidates
     refine: Callable[..., Refinement] = refine
     decoder: type[Decoder] = Decoder

@@ -335,7 +335,7 @@ def listens_to_source(parts: Parts) -> Iterator[int]:
         for length in range(1, len(LISTEN_TEXT) + 1):
             session.extend(LISTEN_TEXT[length - 1 : length])
             if length % 2:
-                session.advance(LISTEN_TREE, 1)
+                session.run_to_layer(LISTEN_TREE, 1)
             rows = session.score(LISTEN_TREE).logits
             for row, path in zip(rows, LISTEN_PATHS, strict=True):
                 yield expect_row((*LISTEN_TEXT[:length], *path), row, "a tree below the text")
@@ -398,7 +398,7 @@ def refines_in_order(parts: Parts) -> Iterator[int]:
     """
     for (seed, source), passes in product(enumerate(REFINE_SOURCES), (0, 1, 3)):
         model, forward_log, root = random_reader(seed), list[ForwardRecord](), Seeded(seed)
-        refiner = ScriptedRefiner(model.counting(forward_log), passes)
+        refiner = ScriptedRefiner(model.with_log(forward_log), passes)
         running = parts.refine(model, source, refiner, Seeded(seed), forward_log)
         events = [
             (step.iteration, int(step.before.tokens[0, 0]), len(step.calls)) for step in running

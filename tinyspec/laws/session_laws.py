@@ -24,9 +24,9 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import Array, run_dense
 from tinyspec.laws.parts import Parts
+from tinyspec.lm.batching import run_together
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Plan, Scores
-from tinyspec.lm.gate import run_together
 from tinyspec.lm.model import Model
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Transformer
@@ -474,9 +474,9 @@ def an_exit_is_the_truncated_model(parts: Parts) -> Iterator[int]:
         if rows_differ(row, expected):
             accuse(EXIT_TRUNCATED, expected, row, **case, token=2)
         early = _begin_session(parts, model, prompt)
-        early.advance(TokenTree.chain([2]), layers)
+        early.run_to_layer(TokenTree.chain([2]), layers)
         early.commit((0,), 3)
-        early.fill("recompute")
+        early.fill_cache("recompute")
         case["then"] = "filled by recomputing"
         _judge_session(EXIT_TRUNCATED, early, [*prompt, 2, 3], case)
         yield 0
@@ -536,8 +536,8 @@ def batch_row_is_the_row_alone(parts: Parts) -> Iterator[int]:
     prompts = [(1,), (2, 3), (4, 5, 6, 1, 2)]
 
     def job(model: ThroughParts, row: int) -> Any:
-        def run(gate: Any) -> list[Any]:
-            session, logits = Session(model, gate=gate.through(model)), list[Any]()
+        def run(barrier: Any) -> list[Any]:
+            session, logits = Session(model, forward=barrier.forward_of(model)), list[Any]()
             session.extend(prompts[row])
             for token in (3, 4):
                 logits.append(session.score(TokenTree.chain([token] * (row % 2))).logits[0])

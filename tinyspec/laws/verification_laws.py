@@ -397,7 +397,7 @@ def greedy_verdict(verifier: TreeVerifier, cases: int = 300) -> Evidence:
         )
         target = _GreedyTarget(tree, seen)
         spelled = {node: tree.tokens_on(tree.path(node)) for node in range(n) if not probe[node]}
-        accepted, rejected, text = list[int](), list[int](), ()
+        accepted, rejected, text = list[int](), list[int](), tuple[int, ...]()
         while True:
             wanted = (*text, target.token_after(text))
             tested = [node for node in spelled if spelled[node][:-1] == text]

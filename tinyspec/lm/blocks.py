@@ -1,12 +1,18 @@
-"""The blocks of the transformer in torch: what the compiled path computes, on any device and in any
-type, with gradients.
+"""The layers of the transformer in torch: on any device, in any type, and with gradients.
 
-Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the
-families is a setting each: LayerNorm or RMSNorm, learned positions or rotations, one key per query
-head or per group, a plain or a gated MLP, biases.
+Each layer has two pre-norm residual sublayers:
+
+    x = x + attention(norm(x))
+    x = x + mlp(norm(x))
+
+`Blocks.add_attention` and `Blocks.add_mlp` are these two lines. Training, inference, CUDA graphs
+and the encoder-decoder all call them, and differ only in what attention reads. The families differ
+in settings: LayerNorm or RMSNorm, learned or rotary positions, one key head for each query head or
+for a group of them, a plain or a gated MLP, biases.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,11 +21,14 @@ from torch.nn import functional as F
 
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.lm.ops import attend, attend_causal, linear, rotate, rotations, scatter_logits
+from tinyspec.lm.ops import attend, attend_causal, linear, rotary_tables, rotate, scatter_logits
+
+AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Attention of queries over keys and values, and over what was cached before: [..., q_dim]."""
 
 
 class Block(NamedTuple):
-    """The weights of one layer; a bias or the gain of a norm that the family lacks is None."""
+    """The weights of one layer. What the family lacks is None."""
 
     norm1: Tensor
     norm1_bias: Tensor | None
@@ -29,7 +38,7 @@ class Block(NamedTuple):
     out_bias: Tensor | None
     norm2: Tensor
     norm2_bias: Tensor | None
-    up: Tensor  # [2 f, d]: gate, then up; [f, d] where there is no gate
+    up: Tensor  # [2 f, d]: gate, then up; [f, d] without a gate
     up_bias: Tensor | None
     down: Tensor  # [d, f]
     down_bias: Tensor | None
@@ -43,11 +52,13 @@ class Blocks:
     def __init__(self, config: Config, weights: dict[str, Tensor]):
         self.config, self.weights = config, weights
         self.device = weights["embed"].device
-        self.says = torch.tensor(config.says, device=self.device) if config.says else None
-        self.cos, self.sin = rotations(config, weights["embed"].dtype, self.device)
-        self.bind()
+        self.head_ids = (
+            torch.tensor(config.head_ids, device=self.device) if config.head_ids else None
+        )
+        self.rotary = rotary_tables(config, weights["embed"].dtype, self.device)
+        self.bind_weights()
 
-    def bind(self) -> None:
+    def bind_weights(self) -> None:
         """Look up the tensors of every layer in `weights`."""
         self.embed = self.weights["embed"]  # [V, d]
         parts = [
@@ -61,36 +72,47 @@ class Blocks:
         ]
         self.vocabulary = self.embed if self.config.tied else self.weights["head"]  # [V, d]
 
-    def release(self) -> None:
-        """Let go of every tensor but those in `weights`, whose owner may free them one by one."""
+    def release_weights(self) -> None:
+        """Drop every tensor but those in `weights`, whose owner may free them one by one."""
         self.layers = []
         self.embed = self.vocabulary = torch.empty(0)
 
-    def _norm(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+    # ------------------------------------------------------------------ the parts of a layer
+
+    def rotary_at(self, positions: slice | Tensor | list[int]) -> tuple[Tensor, Tensor]:
+        """Return cos and sin of these positions; empty tables if positions are learned."""
+        if self.config.positions != "rope":
+            return self.rotary
+        cos, sin = self.rotary
+        return cos[positions], sin[positions]
+
+    def normalize(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the RMSNorm or LayerNorm of x [..., d]."""
         if self.config.norm == "rms":
             return F.rms_norm(x, (x.shape[-1],), gain, self.config.norm_eps)
         return F.layer_norm(x, (x.shape[-1],), gain, bias, self.config.norm_eps)
 
-    def _qkv(
+    def project_qkv(
         self, block: Block, x: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [..., H, hd], keys and values [..., KV, hd], rotated to their positions."""
+        """Return q [..., H, hd], k and v [..., KV, hd]; q and k are rotated to their positions."""
         c = self.config
-        fused = linear(self._norm(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
+        fused = linear(self.normalize(x, block.norm1, block.norm1_bias), block.qkv, block.qkv_bias)
         heads = fused.view(*x.shape[:-1], c.n_heads + 2 * c.n_kv_heads, c.head_dim)
-        turned, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
+        rotated, v = heads[..., : -c.n_kv_heads, :], heads[..., -c.n_kv_heads :, :]
         if block.q_norm is not None:
-            q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
+            q, k = rotated[..., : c.n_heads, :], rotated[..., c.n_heads :, :]
             q = F.rms_norm(q, (c.head_dim,), block.q_norm, c.norm_eps)
             k = F.rms_norm(k, (c.head_dim,), block.k_norm, c.norm_eps)
-            turned = torch.cat((q, k), dim=-2)
+            rotated = torch.cat((q, k), dim=-2)
         if c.positions == "rope":
-            turned = rotate(turned, cos, sin)
-        q, k = turned[..., : c.n_heads, :], turned[..., c.n_heads :, :]
+            rotated = rotate(rotated, cos, sin)
+        q, k = rotated[..., : c.n_heads, :], rotated[..., c.n_heads :, :]
         return q, k, v
 
-    def _mlp(self, block: Block, x: Tensor) -> Tensor:
-        h = linear(self._norm(x, block.norm2, block.norm2_bias), block.up, block.up_bias)
+    def apply_mlp(self, block: Block, x: Tensor) -> Tensor:
+        """Return mlp(norm(x)) of x [..., d]."""
+        h = linear(self.normalize(x, block.norm2, block.norm2_bias), block.up, block.up_bias)
         activation = F.silu if self.config.activation == "silu" else _gelu_new
         if self.config.gated:
             gate, up = h.chunk(2, dim=-1)
@@ -99,91 +121,111 @@ class Blocks:
             h = activation(h)
         return linear(h, block.down, block.down_bias)
 
-    def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what
-        joins the stream.
+    def add_attention(
+        self,
+        block: Block,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        attend_fn: AttendFn,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Run the first half of a layer: x + attention(norm(x)).
+
+        rotary     cos and sin of the positions of x
+        attend_fn  q, k and v of x -> the mixed values [..., q_dim]
         """
-        return scatter_logits(self.head_logits(ids, dropout), self.says, self.config.vocab_size)
+        mixed = attend_fn(*self.project_qkv(block, x, *rotary))
+        return x + drop_out(linear(mixed, block.out, block.out_bias), dropout)
+
+    def add_mlp(self, block: Block, x: Tensor, dropout: float = 0.0) -> Tensor:
+        """Run the second half of a layer: x + mlp(norm(x))."""
+        return x + drop_out(self.apply_mlp(block, x), dropout)
+
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """Return the final norm of x [..., d], which the head reads."""
+        return self.normalize(x, self.weights["norm.weight"], self.weights.get("norm.bias"))
+
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the logits [..., V] of states x [..., d] before the final norm.
+
+        They are float32, or float64 in a float64 model.
+        """
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        logits = linear(self.apply_final_norm(x), self.vocabulary).to(wide)
+        return scatter_logits(logits, self.head_ids, self.config.vocab_size)
+
+    # ------------------------------------------------------------------ dense text, with gradients
+
+    def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+        """Run a dense causal pass with gradients: ids [B, T] -> logits [B, T, V].
+
+        Dropout is applied to what is added to the residual stream.
+        """
+        return scatter_logits(self.head_logits(ids, dropout), self.head_ids, self.config.vocab_size)
 
     def head_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """The same for the ids that the head has rows for: [B, T, len(says) or V]."""
-        return linear(self.states(ids, dropout), self.vocabulary)
+        """Return `training_logits` of the ids in `head_ids` alone: [B, T, len(head_ids) or V]."""
+        return linear(self.final_states(ids, dropout), self.vocabulary)
 
-    def states(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """What the head reads in that pass: [B, T, d]."""
-        x, cos, sin = self._embedded(ids, dropout)
+    def final_states(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
+        """Return the states that the head reads in a dense pass: [B, T, d]."""
+        x, rotary = self._embed(ids, dropout)
         for block in self.layers:
-            x = self._through(block, x, cos, sin, dropout)
-        return self.final(x)
+            x = self._run_layer(block, x, rotary, dropout)
+        return self.apply_final_norm(x)
 
-    def stream(
+    def layer_states(
         self, ids: Tensor, dropout: float = 0.0, dropped: Sequence[float] = ()
     ) -> Iterator[Tensor]:
-        """The state after each layer in that pass, as `head` takes it: [B, T, d], L times.
+        """Yield the state [B, T, d] after each layer of a dense pass, which `compute_logits` takes.
 
-        dropped  chance that a layer is left out for a sample (layer dropout); the sample then
-                 passes it unchanged
+        dropped  for each layer, the chance that a sample skips it (layer dropout)
         """
-        x, cos, sin = self._embedded(ids, dropout)
+        x, rotary = self._embed(ids, dropout)
         for block, chance in zip(self.layers, dropped or [0.0] * len(self.layers), strict=True):
-            kept = (
-                (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten()
-                if chance
-                else None
-            )
+            kept = None
+            if chance:
+                kept = (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten()
             if kept is None or len(kept) == len(x):
-                x = self._through(block, x, cos, sin, dropout)
+                x = self._run_layer(block, x, rotary, dropout)
             elif len(kept):  # the others are not computed at all
-                x = x.index_copy(
-                    0, kept, self._through(block, x[kept], cos, sin, dropout).to(x.dtype)
-                )
+                ran = self._run_layer(block, x[kept], rotary, dropout)
+                x = x.index_copy(0, kept, ran.to(x.dtype))
             yield x
 
-    def _embedded(self, ids: Tensor, dropout: float) -> tuple[Tensor, Tensor, Tensor]:
-        """What enters the first layer of a dense pass, [B, T, d], and the rotations of its
-        positions.
-        """
+    def _embed(self, ids: Tensor, dropout: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the input of the first layer, [B, T, d], and cos and sin of its positions."""
         x = F.embedding(ids, self.embed)
         if self.config.positions == "learned":
             x = x + self.weights["positions"][: ids.shape[1]]
-        x = F.dropout(x, dropout) if dropout else x
-        return x, self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
+        return drop_out(x, dropout), self.rotary_at(slice(ids.shape[1]))
 
-    def _through(self, block: Block, x: Tensor, cos: Tensor, sin: Tensor, dropout: float) -> Tensor:
-        """One layer of a dense pass."""
-        h = linear(attend_causal(*self._qkv(block, x, cos, sin)), block.out, block.out_bias)
-        x = x + (F.dropout(h, dropout) if dropout else h)
-        h = self._mlp(block, x)
-        return x + (F.dropout(h, dropout) if dropout else h)
+    def _run_layer(
+        self, block: Block, x: Tensor, rotary: tuple[Tensor, Tensor], dropout: float
+    ) -> Tensor:
+        """Return the state after one layer of a dense causal pass."""
+        x = self.add_attention(block, x, rotary, attend_causal, dropout)
+        return self.add_mlp(block, x, dropout)
 
     # ------------------------------------------------------------------ inference
 
-    def enter(self, feed: ForwardBatch) -> Tensor:
-        """The state each row starts from, [n, d]: its embedding, or what it had when it was
-        left.
-        """
-        ids = (
-            feed.tokens
-            if feed.given is None
-            else [0 if g else t for t, g in zip(feed.tokens, feed.given, strict=True)]
-        )
-        x = F.embedding(torch.tensor(ids, device=self.device), self.embed)
-        if feed.given is not None and feed.entering is not None:
-            x[torch.tensor(feed.given, device=self.device)] = feed.entering.to(x.dtype)
+    def initial_states(self, feed: ForwardBatch) -> Tensor:
+        """Return the state [n, d] that each position starts from: its embedding, or its own."""
+        ids = torch.tensor(feed.tokens_to_embed, device=self.device)
+        x = F.embedding(ids, self.embed)
+        if feed.has_state is not None and feed.entry_states is not None:
+            x[torch.tensor(feed.has_state, device=self.device)] = feed.entry_states.to(x.dtype)
         if self.config.positions == "learned":
+            at = torch.tensor(feed.positions, device=self.device)
             fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
-            x = (
-                x
-                + fresh
-                * self.weights["positions"][torch.tensor(feed.positions, device=self.device)]
-            )
+            x = x + fresh * self.weights["positions"][at]
         return x
 
-    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A whole pass in one go: not here."""
+    def run_full_pass(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return None: torch has no shortcut for a full pass."""
         return None
 
-    def span(
+    def run_sublayers(
         self,
         feeds: Sequence[ForwardBatch],
         active: list[Sequence[int]],
@@ -191,83 +233,64 @@ class Blocks:
         first: int,
         last: int,
     ) -> Tensor:
-        """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
-        places = [
+        """Run sublayers first..last-1 over the active rows x [n, d] of all feeds."""
+        slots = [
             feed.slot_mapping(rows) if rows else slice(0)
             for feed, rows in zip(feeds, active, strict=True)
         ]
-        turn = self.cos, self.sin
-        if self.config.positions == "rope":
-            where = [
-                feed.positions[row]
-                for feed, rows in zip(feeds, active, strict=True)
-                for row in rows
-            ]
-            turn = self.cos[where], self.sin[where]
-        copied = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
+        rotary = self.rotary_at(
+            [feed.positions[row] for feed, rows in zip(feeds, active, strict=True) for row in rows]
+        )
+        copying = [feed.copying for feed, rows in zip(feeds, active, strict=True) for _ in rows]
         for sublayer in range(first, last):
-            block = self.layers[sublayer // 2]
+            layer = sublayer // 2
+            block = self.layers[layer]
             if sublayer % 2:
-                x = x + self._mlp(block, x)
+                x = self.add_mlp(block, x)
                 continue
-            mixed = linear(
-                self._mix(block, sublayer // 2, feeds, active, places, x, turn),
-                block.out,
-                block.out_bias,
-            )
-            if any(copied):  # these rows only leave keys and values behind
-                mixed = mixed.masked_fill(torch.tensor(copied, device=self.device)[:, None], 0)
-            x = x + mixed
+            attend_fn = partial(self._attend_cached, layer, feeds, active, slots)
+            new = self.add_attention(block, x, rotary, attend_fn)
+            if any(copying):  # these rows only write keys and values
+                new = torch.where(torch.tensor(copying, device=self.device)[:, None], x, new)
+            x = new
         return x
 
-    def _mix(
+    def _attend_cached(
         self,
-        block: Block,
         layer: int,
         feeds: Sequence[ForwardBatch],
         active: list[Sequence[int]],
-        places: list[slice | Tensor],
-        h: Tensor,
-        turn: tuple[Tensor, Tensor],
+        slots: list[slice | Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
     ) -> Tensor:
-        """Attention of the active rows, each feed over its own slots: [rows, q_dim]."""
-        q, k, v = self._qkv(block, h, *turn)
+        """Write keys and values, then attend, each feed over its own cache: [rows, q_dim]."""
         outs: list[Tensor] = []
-        at = 0
-        for feed, rows, where in zip(feeds, active, places, strict=True):
+        start = 0
+        for feed, rows, where in zip(feeds, active, slots, strict=True):
             if not rows:
                 continue
-            mine = slice(at, at + len(rows))
-            at += len(rows)
-            feed.cache.write(layer, where, k[mine], v[mine])
+            own = slice(start, start + len(rows))
+            start += len(rows)
+            feed.cache.write(layer, where, k[own], v[own])
             if feed.copying:
-                outs.append(q[mine].flatten(1))
+                outs.append(q[own].flatten(1))
                 continue
-            keys, values = (
-                feed.cache.keys[layer][:, : feed.high],
-                feed.cache.values[layer][:, : feed.high],
-            )
-            mask = feed.cached_attention_mask(
-                layer, rows, self.config.n_heads // self.config.n_kv_heads
-            )
-            if feed.prefix is not None:  # only probes look at it; it stands before everything
+            keys = feed.cache.keys[layer][:, : feed.n_slots]
+            values = feed.cache.values[layer][:, : feed.n_slots]
+            groups = self.config.n_heads // self.config.n_kv_heads
+            mask = feed.cached_attention_mask(layer, rows, groups)
+            if feed.prefix is not None:  # only probes attend to it; it stands before everything
                 keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
                 values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)
-            outs.append(attend(q[mine], keys, values, mask))
+            outs.append(attend(q[own], keys, values, mask))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def final(self, x: Tensor) -> Tensor:
-        """The final norm of rows x [n, d], as the head reads it."""
-        return self._norm(x, self.weights["norm.weight"], self.weights.get("norm.bias"))
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits [n, V] of rows x [n, d] before the final norm: float32, float64 for a float64
-        model.
-        """
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        return scatter_logits(
-            linear(self.final(x), self.vocabulary).to(wide), self.says, self.config.vocab_size
-        )
+def drop_out(x: Tensor, p: float) -> Tensor:
+    """Apply dropout with probability p; 0 leaves x as it is and draws nothing."""
+    return F.dropout(x, p) if p else x
 
 
 def _gelu_new(x: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""A checkpoint: a Hugging Face folder, a hub id, or a .gguf file, to a Config, weights and a
-tokenizer; and back.
+"""Read a checkpoint from a Hugging Face folder, a hub id or a .gguf file; write a folder.
 
-Which BOS and EOS: generation_config.json first, then config.json, then the tokenizer. Whether
-generation puts BOS before a text (`add_bos`): tokenizer_config.json's `add_bos_token`; where it is
-silent, whether tokenizer.json's own post-processor puts BOS before an empty text.
+BOS and EOS come from generation_config.json, else from config.json, else from the tokenizer.
+Generation puts BOS before a text (`add_bos`) if tokenizer_config.json's `add_bos_token` is true; if
+it is absent, if tokenizer.json's own post-processor puts BOS before an empty text.
 """
 
 import json
@@ -30,13 +29,13 @@ from tinyspec.lm.tokenizer import Tokenizer
 
 
 @contextmanager
-def whole(target: Path) -> Iterator[Path]:
-    """A folder to write into; what is in it at the end of the block becomes, or joins, `target`."""
+def write_atomically(target: Path) -> Iterator[Path]:
+    """Yield a folder to write into. At the end of the block its files are moved to `target`."""
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield work
-        _open_to_others(work)
+        _make_readable(work)
         if target.is_dir():
             for file in sorted(work.iterdir()):
                 file.replace(target / file.name)
@@ -48,17 +47,18 @@ def whole(target: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _open_to_others(folder: Path) -> None:
-    """Temporary folders, and the files that safetensors writes, are private; a checkpoint is an
-    ordinary folder.
+def _make_readable(folder: Path) -> None:
+    """Give a folder and its files the ordinary rights.
+
+    Temporary folders, and the files that safetensors writes, are private.
     """
-    folder.chmod(0o777 & ~umask())
+    folder.chmod(0o777 & ~current_umask())
     for file in folder.iterdir():
-        file.chmod(0o666 & ~umask())
+        file.chmod(0o666 & ~current_umask())
 
 
-def umask() -> int:
-    """What this process takes from the rights of new files."""
+def current_umask() -> int:
+    """Return the rights that this process withholds from new files."""
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -68,17 +68,17 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
 _EXTRAS = "extras.safetensors"
 _CONVERT = (
-    "a pickle can run code when opened, so tinyspec does not open it; convert it once with transformers: "
-    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder, safe_serialization=True)"
+    "a pickle can run code when opened, so tinyspec does not open it; "
+    "convert it once with transformers: AutoModelForCausalLM.from_pretrained(folder)"
+    ".save_pretrained(new_folder, safe_serialization=True)"
 )
 
 
-class Parts(NamedTuple):
-    """What a model is made of. Weights have `Config.shapes()`'s names, the stored dtype, and lie on
-    the CPU.
+class Checkpoint(NamedTuple):
+    """The parts of a model. Weights have the names of `Config.shapes()` and are on the CPU.
 
-    extras  what was trained on the frozen model and stands beside its weights (an exit classifier):
-            name -> float32 tensor
+    tokenizer  None: the folder has none
+    extras     float32 tensors that were trained on the frozen model (an exit classifier), by name
     """
 
     config: Config
@@ -88,31 +88,34 @@ class Parts(NamedTuple):
     extras: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
 
 
-def read(
+def read_checkpoint(
     name_or_path: str | Path,
     progress: bool = True,
     dtype: torch.dtype | None = None,
     find: Callable[[str], Path | None] | None = None,
-) -> Parts:
-    """Read a checkpoint folder, a .gguf file, or (with one "/", and no such path here) a hub id,
-    which is fetched.
+) -> Checkpoint:
+    """Read a checkpoint folder, a .gguf file, or a hub id `org/name`, which is fetched.
 
-    find says where the checkpoint lies whose embeddings a draft borrows (borrowed.py; None: only
-    below its own folder). dtype converts a folder's tensors as each is read, so that both
-    precisions are never held whole (None: as stored). A folder without tokenizer.json gives
-    `tokenizer=None`. Raises TinyspecError, one line that names the file, the field and what to do,
-    for whatever is missing, damaged, contradictory, or not computed here.
+    dtype  converts each tensor of a folder as it is read, so that both precisions are never held
+           whole; None: as stored
+    find   returns the folder of a model whose embeddings a draft shares (borrowed.py); None: look
+           below the draft's own folder only
+
+    Raises TinyspecError, one line that names the file, the field and what to do, for whatever is
+    missing, damaged, contradictory, or not computed here.
     """
     path = Path(name_or_path).expanduser()
     if not path.exists() and isinstance(name_or_path, str) and name_or_path.count("/") == 1:
         from tinyspec.lm import hub
 
-        return read_folder(hub.snapshot(name_or_path, progress), name_or_path, dtype, find)
+        return read_checkpoint_folder(
+            hub.fetch_snapshot(name_or_path, progress), name_or_path, dtype, find
+        )
     if path.suffix == ".gguf":
         from tinyspec.lm import gguf_file
 
-        config, weights, tokenizer = gguf_file.read(path)
-        return Parts(config, weights, tokenizer, name=path.stem)
+        config, weights, tokenizer = gguf_file.read_gguf(path)
+        return Checkpoint(config, weights, tokenizer, name=path.stem)
     if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
         raise TinyspecError(f"{path}: {_CONVERT}")
     if path.is_file():
@@ -123,41 +126,40 @@ def read(
         raise TinyspecError(
             f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
         )
-    return read_folder(path, path.resolve().name, dtype, find)
+    return read_checkpoint_folder(path, path.resolve().name, dtype, find)
 
 
-def read_folder(
+def read_checkpoint_folder(
     folder: Path,
     name: str,
     dtype: torch.dtype | None = None,
     find: Callable[[str], Path | None] | None = None,
-) -> Parts:
-    """Read config.json, the safetensors (one file, or shards with their index) and the tokenizer of
-    a folder.
-    """
-    config = read_config(folder)
+) -> Checkpoint:
+    """Read config.json, the safetensors and the tokenizer of a folder."""
+    config = read_checkpoint_config(folder)
     tokenizer, source = None, folder
-    if borrowed.borrows(config):
-        lender = source = borrowed.find_target_folder(config, folder, find)
+    if borrowed.shares_embeddings(config):
+        target = source = borrowed.find_target_folder(config, folder, find)
     if any(
         (source / file).is_file() for file in ("tokenizer.json", "tokenizer.model", "vocab.json")
     ):
         tokenizer = Tokenizer.from_folder(source)
     config = _with_tokens(config, folder, tokenizer)
-    tensors, file = _tensors(folder)
-    if borrowed.borrows(config):
-        lent = read_config(lender), _tensors(lender)[0], lender
-        config, tensors = borrowed.load_shared_weights(config, tensors, str(file), *lent)
+    tensors, file = open_tensors(folder)
+    if borrowed.shares_embeddings(config):
+        shared = read_checkpoint_config(target), open_tensors(target)[0], target
+        config, tensors = borrowed.load_shared_weights(config, tensors, str(file), *shared)
     weights = families.from_checkpoint(config, tensors, str(file), dtype=dtype)
-    return Parts(config, weights, tokenizer, name, read_extras(folder))
+    return Checkpoint(config, weights, tokenizer, name, read_extras(folder))
 
 
-def read_config(folder: Path) -> Config:
-    """What config.json alone says: no weights are read."""
-    return from_hf(_json(folder / "config.json"), str(folder / "config.json"))
+def read_checkpoint_config(folder: Path) -> Config:
+    """Return the Config of a folder. No weights are read."""
+    return from_hf(read_json(folder / "config.json"), str(folder / "config.json"))
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises TinyspecError if there is none."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -170,9 +172,10 @@ def _json(file: Path) -> dict[str, Any]:
 
 
 def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> Config:
+    """Return the config with BOS, EOS and `add_bos`, as the module\'s docstring says."""
     bos, eos = config.bos, config.eos
     if (file := folder / "generation_config.json").is_file():
-        values = _json(file)
+        values = read_json(file)
         starts = token_ids(values.get("bos_token_id"), str(file), "bos_token_id")
         bos = starts[0] if starts else bos
         eos = token_ids(values.get("eos_token_id"), str(file), "eos_token_id") or eos
@@ -183,35 +186,37 @@ def _with_tokens(config: Config, folder: Path, tokenizer: Tokenizer | None) -> C
         ]
         bos = tokenizer.bos if bos is None and tokenizer.bos in known else bos
         eos = (tokenizer.eos,) if not eos and tokenizer.eos in known else eos
-        said = tokenizer.config.get("add_bos_token")
-        add_bos = said if isinstance(said, bool) else tokenizer.backend.encode("").ids[:1] == [bos]
+        asked = tokenizer.config.get("add_bos_token")
+        add_bos = (
+            asked if isinstance(asked, bool) else tokenizer.backend.encode("").ids[:1] == [bos]
+        )
     return replace(
         config, bos=bos, eos=eos, add_bos=add_bos and bos is not None and bos < config.vocab_size
     )
 
 
-def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
-    """Every tensor of the folder by name, as a call that reads it; and the file to name in
-    errors.
-    """
+def open_tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
+    """Return a function for each tensor that reads it, by name; and the file to name in errors."""
     single, index = folder / "model.safetensors", folder / _INDEX
     if single.is_file():
-        return {name: partial(_get, name, single) for name in _names(single)}, single
+        return {name: partial(_read_tensor, name, single) for name in _tensor_names(single)}, single
     if index.is_file():
-        where = _index(index)
+        where = _read_index(index)
         held: dict[str, str] = {}
         for shard in sorted(set(where.values())):
             if not (folder / shard).is_file():
                 raise TinyspecError(
                     f"{folder / shard}: missing, but {_INDEX} names it; fetch it again"
                 )
-            held |= dict.fromkeys(_names(folder / shard), shard)
+            held |= dict.fromkeys(_tensor_names(folder / shard), shard)
         for name, shard in where.items():
             if held.get(name) != shard:
                 raise TinyspecError(
                     f"{folder / shard}: tensor {name!r} is missing, but {_INDEX} places it there"
                 )
-        return {name: partial(_get, name, folder / shard) for name, shard in held.items()}, index
+        return {
+            name: partial(_read_tensor, name, folder / shard) for name, shard in held.items()
+        }, index
     pickles = [file.name for pattern in _PICKLES for file in sorted(folder.glob(pattern))]
     raise TinyspecError(
         f"{folder / pickles[0]}: {_CONVERT}"
@@ -220,11 +225,12 @@ def _tensors(folder: Path) -> tuple[dict[str, Callable[[], Tensor]], Path]:
     )
 
 
-def _index(file: Path) -> dict[str, str]:
-    """The shard of each tensor. A shard must lie beside its index: its name comes from a
-    stranger.
+def _read_index(file: Path) -> dict[str, str]:
+    """Return the shard of each tensor.
+
+    A shard must lie beside its index: its name comes from a stranger.
     """
-    where = _json(file).get("weight_map")
+    where = read_json(file).get("weight_map")
     if not isinstance(where, dict) or not where:
         raise TinyspecError(f"{file}: weight_map is missing, expected the shard of each tensor")
     for name, shard in where.items():
@@ -234,20 +240,22 @@ def _index(file: Path) -> dict[str, str]:
             or not shard.endswith(".safetensors")
         ):
             raise TinyspecError(
-                f"{file}: weight_map places {name!r} in {shard!r}, expected a .safetensors file beside it"
+                f"{file}: weight_map places {name!r} in {shard!r}, "
+                "expected a .safetensors file beside it"
             )
     unlisted = sorted(
         {path.name for path in file.parent.glob("model-*-of-*.safetensors")} - set(where.values())
     )
     if unlisted:
         raise TinyspecError(
-            f"{file}: weight_map does not name {', '.join(unlisted)}; fetch the index or the shard again"
+            f"{file}: weight_map does not name {', '.join(unlisted)}; "
+            "fetch the index or the shard again"
         )
     return where
 
 
-def _names(file: Path) -> list[str]:
-    """The tensors of a file."""
+def _tensor_names(file: Path) -> list[str]:
+    """Return the names of a file's tensors."""
     try:
         with safetensors.safe_open(str(file), framework="pt") as handle:
             return list(handle.keys())
@@ -258,9 +266,12 @@ def _names(file: Path) -> list[str]:
         ) from error
 
 
-def _get(name: str, file: Path) -> Tensor:
-    """One tensor. The file is opened anew: a tensor is a view into the mapped file, and an open
-    handle would keep all that was read of it in memory after the tensors were converted."""
+def _read_tensor(name: str, file: Path) -> Tensor:
+    """Return one tensor.
+
+    The file is opened again for each: a tensor is a view into the mapped file, and an open handle
+    would keep all that was read in memory, even after the tensors were converted.
+    """
     try:
         with safetensors.safe_open(str(file), framework="pt") as handle:
             tensor: Tensor = handle.get_tensor(name)
@@ -270,15 +281,15 @@ def _get(name: str, file: Path) -> Tensor:
 
 
 def read_extras(folder: Path) -> dict[str, Tensor]:
-    """What stands beside the weights of a folder: nothing where nothing was trained."""
+    """Return the extra tensors of a folder; none if nothing was trained."""
     file = folder / _EXTRAS
-    return {name: _get(name, file) for name in _names(file)} if file.is_file() else {}
+    return (
+        {name: _read_tensor(name, file) for name in _tensor_names(file)} if file.is_file() else {}
+    )
 
 
 def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
-    """Put these beside the weights of a checkpoint; others that stand there stay. The file is
-    replaced whole.
-    """
+    """Add these extra tensors to a checkpoint's. The file is replaced as a whole."""
     folder = Path(folder)
     kept = {
         **read_extras(folder),
@@ -287,37 +298,36 @@ def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
     part = folder / f".{_EXTRAS}.part"
     try:
         safetensors.torch.save_file(kept, part, metadata={"format": "pt"})
-        part.chmod(0o666 & ~umask())
+        part.chmod(0o666 & ~current_umask())
         part.replace(folder / _EXTRAS)
     except (OSError, safetensors.SafetensorError) as error:
         raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
 
 
-def write(
+def write_checkpoint(
     folder: str | Path,
     config: Config,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer | None = None,
 ) -> None:
-    """Write a folder that `read` and transformers load; the stored bytes of each weight are those
-    given.
+    """Write a folder that `read_checkpoint` and transformers load. Weights keep their bytes.
 
-    Atomic: a new folder appears whole or not at all; in an existing one, each file is replaced
+    A new folder appears complete or not at all. In an existing one, each file is replaced as a
     whole.
     """
     target = Path(folder)
-    config = borrowed.marked(config, weights)
-    theirs = borrowed.own(config, families.to_checkpoint(config, weights))
+    config = borrowed.add_checksum(config, weights)
+    theirs = borrowed.drop_shared_weights(config, families.to_checkpoint(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}
-    with whole(target) as work:
+    with write_atomically(target) as work:
         safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", values), ("generation_config.json", generation)):
             (work / name).write_text(
                 json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
             )
-        if tokenizer is not None and not borrowed.borrows(config):
+        if tokenizer is not None and not borrowed.shares_embeddings(config):
             Tokenizer(
                 tokenizer.backend,
                 {**tokenizer.config, "add_bos_token": config.add_bos},

@@ -1,5 +1,6 @@
-"""What config.json says of a checkpoint's shape: decoder-only, or encoder-decoder."""
+"""The shape of a model, as config.json gives it: decoder-only, or encoder-decoder."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -31,18 +32,14 @@ class Config:
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False  # each head of queries and keys has an RMSNorm before it is rotated
+    qk_norm: bool = False  # an RMSNorm on each head of queries and keys, before rotation
     tied: bool = True  # the head is the embedding
     bos: int | None = None
     eos: tuple[int, ...] = ()
     add_bos: bool = False  # generate() puts bos before a text prompt; encode() never does
     family: Literal["gpt2", "llama", "mistral", "qwen2", "qwen3"] = "llama"
-    says: tuple[
-        int, ...
-    ] = ()  # ids that the head has rows for, in their order; none: all, the others have logit -inf
-    extra: dict[str, Any] = field(
-        default_factory=dict
-    )  # config.json's "tinyspec" section: draft, licence, recipe
+    head_ids: tuple[int, ...] = ()  # the ids of the head's rows; others have logit -inf; (): all
+    extra: dict[str, Any] = field(default_factory=dict)  # config.json's "tinyspec": draft, licence
 
     @property
     def kv_dim(self) -> int:
@@ -53,11 +50,10 @@ class Config:
         return self.n_heads * self.head_dim
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight the transformer has, by its name here, with its shape. Linear weights are
-        [out, in].
+        """Return the shape of every weight by its name here. Linear weights are [out, in].
 
-        Queries, keys and values are one matrix, and so are gate and up: one product instead of
-        three or two.
+        Queries, keys and values are one matrix, and so are gate and up: that makes one product of
+        three, or of two.
         """
         d, f = self.d_model, self.d_ff
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
@@ -84,37 +80,28 @@ class Config:
         if self.norm == "layer":
             shapes["norm.bias"] = (d,)
         if not self.tied:
-            shapes["head"] = (len(self.says) or self.vocab_size, d)
+            shapes["head"] = (len(self.head_ids) or self.vocab_size, d)
         return shapes
 
     def parameters(self) -> int:
-        """Number of weights.
+        """Return the number of weights.
 
         >>> Config(vocab_size=8, d_model=4, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=2, d_ff=6,
         ...        max_positions=16).parameters()
         164
         """
-        total = 0
-        for shape in self.shapes().values():
-            size = 1
-            for n in shape:
-                size *= n
-            total += size
-        return total
+        return sum(math.prod(shape) for shape in self.shapes().values())
 
 
 @dataclass(frozen=True)
 class Seq2SeqConfig:
-    """The shape of an encoder-decoder: the blocks of `blocks.py` with LayerNorm, a plain MLP and no
-    biases in products.
+    """The shape of an encoder-decoder: LayerNorm, a plain MLP, no biases in products.
 
-    positional   every decoder layer also attends by position alone (NAT's extra block)
-    lengths      classes of target lengths that the LENGTH token tells, 0 being none of them; 0:
-                 there is no such token
-    fertilities  classes of how many target tokens a source token gives, from 0 on; 0: there is no
-                 such head
-    extra        config.json's "tinyspec" section: the method it was trained for, its teacher,
-                 licence, recipe
+    positional   every decoder layer also attends by position alone (NAT's extra sublayer)
+    lengths      how many target lengths the LENGTH token predicts; 0: there is no such token
+    fertilities  how many fertilities (target tokens of a source token) are predicted, from 0 on;
+                 0: there is no such head
+    extra        config.json's "tinyspec" section: method, teacher, licence, recipe
     """
 
     vocab_size: int
@@ -133,8 +120,8 @@ class Seq2SeqConfig:
     fertilities: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def stack(self, layers: int) -> Config:
-        """One of its two stacks as the decoder-only transformer with the same blocks."""
+    def stack_config(self, layers: int) -> Config:
+        """Return the config of one of its two stacks, as a decoder-only transformer."""
         return Config(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -145,7 +132,7 @@ class Seq2SeqConfig:
             d_ff=self.d_ff,
             max_positions=self.max_positions,
             norm="layer",
-            positions="learned",  # a table that is added: here the sinusoids
+            positions="learned",  # a table that is added: here the sinusoidal_positions
             activation="gelu_new",
             gated=False,
             bos=self.bos,
@@ -154,13 +141,14 @@ class Seq2SeqConfig:
         )
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every weight by its name, with its shape. Linear weights are [out, in]; the embeddings
-        are the head.
+        """Return the shape of every weight by its name. Linear weights are [out, in].
+
+        The head is the embedding.
         """
         d = self.d_model
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
         for part, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
-            own = self.stack(layers).shapes()
+            own = self.stack_config(layers).shapes()
             shapes |= {
                 f"{part}.{name}": own[name] for name in own if name not in ("embed", "positions")
             }
@@ -175,22 +163,15 @@ class Seq2SeqConfig:
         if self.lengths:
             shapes["lengths"] = (self.lengths, d)
         if self.fertilities:
-            shapes["fertility.weight"], shapes["fertility.bias"] = (
-                (self.fertilities, d),
-                (self.fertilities,),
-            )
+            shapes["fertility.weight"] = (self.fertilities, d)
+            shapes["fertility.bias"] = (self.fertilities,)
         return shapes
 
     def parameters(self) -> int:
-        """Number of weights.
+        """Return the number of weights.
 
-        >>> Seq2SeqConfig(8, d_model=4, n_heads=2, d_ff=6, encoder_layers=1, decoder_layers=1).parameters()
+        >>> sizes = dict(d_model=4, n_heads=2, d_ff=6, encoder_layers=1, decoder_layers=1)
+        >>> Seq2SeqConfig(8, **sizes).parameters()
         376
         """
-        total = 0
-        for shape in self.shapes().values():
-            size = 1
-            for n in shape:
-                size *= n
-            total += size
-        return total
+        return sum(math.prod(shape) for shape in self.shapes().values())

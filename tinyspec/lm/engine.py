@@ -1,10 +1,9 @@
-"""The compiled path of the transformer: the same blocks, layers at a time, on packed weights, bit
-for bit row-invariant.
+"""The compiled path: the layers of `blocks.py` over packed weights, on a CPU.
 
-On a CPU, in float32 and bfloat16, this is what computes; `transformer.py` says in torch what it
-computes, and remains the path for other devices and types, for gradients, and where nothing was
-compiled. All arithmetic is float32, also between layers: bfloat16 is how weights, keys and values
-are stored. The packed weights are the only copy; who asks for a weight by name gets it unpacked.
+In float32 and bfloat16 this is what computes. Torch computes on other devices, in other types, with
+gradients, and where nothing was compiled. All arithmetic is float32, also between layers; weights,
+keys and values may be stored as bfloat16. No bit of a row depends on what is computed beside it.
+The packed weights are the only copy: a weight that is read by name is unpacked.
 """
 
 import math
@@ -19,22 +18,23 @@ from torch import Tensor
 
 from tinyspec import _core
 from tinyspec.lm.config import Config
-from tinyspec.lm.forward import Cache, ForwardBatch, Seen
+from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
 from tinyspec.lm.host import trim_heap
-from tinyspec.lm.ops import rotations
+from tinyspec.lm.ops import rotary_tables
 
 NextTokenFn = Callable[[NDArray[np.float32]], int | None]
-"""The token that comes behind a row of logits [V]; None: no more."""
+"""Logits [V] -> the next token; None: stop."""
 
 _NOTHING = torch.empty(0, 0, 0)
-BLOCK = 16  # outputs that stand together in a packed matrix
+BLOCK = 16  # outputs that are interleaved in a packed matrix
 LINE = 64  # bytes of a cache line
 SPARE = 1 << 24  # bytes that may be held twice while weights are packed
 
 
-def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
-    """Whether the compiled path can run these weights: on a CPU, float32 or bfloat16, not being
-    trained.
+def can_pack(config: Config, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether the compiled path can run these weights.
+
+    They must be on a CPU, float32 or bfloat16, and not being trained.
     """
     first = weights["embed"]
     if (
@@ -50,11 +50,12 @@ def packable(config: Config, weights: Mapping[str, Tensor]) -> bool:
     return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and pairs)
 
 
-def pack(weight: Tensor, room: Tensor | None = None) -> Tensor:
-    """[out, in] as the kernels read it: float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2],
-    padded.
+def pack_matrix(weight: Tensor, room: Tensor | None = None) -> Tensor:
+    """Return a matrix [out, in] in the order that the kernels read, padded.
 
-    It stands where there is room for it: zeros, as many as it has numbers.
+    float32 [blocks, in, 16], bfloat16 [blocks, in / 2, 16, 2]
+
+    room  zeros to write it into, one for each number; None: new memory
     """
     out, inputs = weight.shape
     blocks = -(-out // BLOCK)
@@ -70,17 +71,17 @@ def pack(weight: Tensor, room: Tensor | None = None) -> Tensor:
     return packed
 
 
-def unpack(packed: Tensor, out: int) -> Tensor:
-    """What `pack` was given: [out, in]."""
+def unpack_matrix(packed: Tensor, out: int) -> Tensor:
+    """Return the matrix [out, in] that `pack_matrix` packed."""
     blocks, steps, _, together = packed.shape
     return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
 
 
 def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
-    """Zeros, so many of each, in one piece of memory and each at the beginning of a cache line.
+    """Return tensors of zeros of these sizes, in one piece of memory, aligned to cache lines.
 
-    For so much at once numpy asks for large pages, of which a pass over all weights has to look
-    fewer up.
+    For one large piece numpy asks for large pages: a pass over all weights then has fewer pages to
+    look up.
     """
     line = LINE // dtype.itemsize
     starts = [0, *accumulate(-(-size // line) * line for size in sizes)]
@@ -91,17 +92,15 @@ def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 
 
 class UnpackedWeights(Mapping[str, Tensor]):
-    """Weights by name, the packed ones unpacked when they are asked for."""
+    """Weights by name. A packed one is unpacked when it is read."""
 
     def __init__(self, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor], config: Config):
         self._packed, self._plain, self._shapes = packed, plain, config.shapes()
 
     def __getitem__(self, name: str) -> Tensor:
-        return (
-            unpack(self._packed[name], self._shapes[name][0])
-            if name in self._packed
-            else self._plain[name]
-        )
+        if name in self._packed:
+            return unpack_matrix(self._packed[name], self._shapes[name][0])
+        return self._plain[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -111,10 +110,10 @@ class UnpackedWeights(Mapping[str, Tensor]):
 
 
 class Engine:
-    """Packed weights and the compiled layers that run over them.
+    """Packed weights, and the compiled layers that run over them.
 
-    Empties `weights` while packing, so that each weight is in memory once. If packing fails, every
-    weight is put back before the error is raised.
+    `weights` is emptied while it is packed, so that each weight is in memory once. If packing
+    fails, every weight is put back before the error is raised.
     """
 
     def __init__(self, config: Config, weights: dict[str, Tensor]):
@@ -131,7 +130,7 @@ class Engine:
                 if name in rest or name in plain:
                     weights[name] = rest[name] if name in rest else plain[name]
                 else:
-                    weights[name] = unpack(packed.pop(name), shape[0])
+                    weights[name] = unpack_matrix(packed.pop(name), shape[0])
             raise
         self.weights = UnpackedWeights(packed, plain, config)
 
@@ -150,7 +149,7 @@ class Engine:
             if name not in room:
                 plain[name] = weights.pop(name).detach()
                 continue
-            packed[name] = pack(weights[name].detach(), room[name])
+            packed[name] = pack_matrix(weights[name].detach(), room[name])
             moved += weights.pop(name).nbytes
             if moved > SPARE:
                 trim_heap()
@@ -162,29 +161,31 @@ class Engine:
         config = self.config
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
-        self.matrices = ours = {name: self._matrix(name, packed, plain) for name in packed}
+        self.matrices = ours = {name: self._wrap_matrix(name, packed, plain) for name in packed}
         self._lookup = ours["embed"]
-        self._says = np.array(config.says) if config.says else None
+        self._head_ids = np.array(config.head_ids) if config.head_ids else None
         layers = [
             tuple(
                 part
                 for norm, *names in (("norm1", "qkv", "out"), ("norm2", "up", "down"))
                 for part in (
-                    *_gain(plain, f"{i}.{norm}"),
+                    *_norm_arrays(plain, f"{i}.{norm}"),
                     *(ours[f"{i}.{name}.weight"] for name in names),
                 )
             )
             for i in range(config.n_layers)
         ]
-        turned = config.positions == "rope"
-        cos, sin = rotations(config, torch.float32, torch.device("cpu"))
+        rotary = config.positions == "rope"
+        cos, sin = rotary_tables(config, torch.float32, torch.device("cpu"))
         own: dict[str, Any] = {}
         if config.qk_norm:
-            pairs = [[_gain(plain, f"{i}.{p}_norm")[0] for p in "qk"] for i in range(len(layers))]
+            pairs = [
+                [_norm_arrays(plain, f"{i}.{p}_norm")[0] for p in "qk"] for i in range(len(layers))
+            ]
             own["head_norms"] = pairs
         self._compiled: Any = _core.compute.Engine(
             layers,
-            _gain(plain, "norm"),
+            _norm_arrays(plain, "norm"),
             ours["embed" if config.tied else "head"],
             heads=config.n_heads,
             shared=config.n_kv_heads,
@@ -196,12 +197,14 @@ class Engine:
             half=self.embed.dtype == torch.bfloat16,
             eps=config.norm_eps,
             scale=1 / math.sqrt(config.head_dim),
-            cos=cos[:, 0].numpy() if turned else None,
-            sin=sin[:, 0].numpy() if turned else None,
+            cos=cos[:, 0].numpy() if rotary else None,
+            sin=sin[:, 0].numpy() if rotary else None,
             **own,
         )
 
-    def _matrix(self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]) -> Any:
+    def _wrap_matrix(
+        self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]
+    ) -> Any:
         assert _core.compute is not None
         out, inputs = self.config.shapes()[name]
         bias = plain.get(name.removesuffix("weight") + "bias")
@@ -214,83 +217,74 @@ class Engine:
             bits.numpy(), out, inputs, None if bias is None else bias.float().numpy()
         )
 
-    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A whole pass in as few steps as may be: states behind the last layer [n, d], hidden
-        [layers asked for, n, d], logits [heads, V].
+    def run_full_pass(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Run a full pass in one call of the kernels.
 
-        None where a state between layers is wanted, or positions are added.
+        Returns the states after the last layer [n, d], the hidden layers asked for [k, n, d], and
+        the logits [heads, V]. None if a state between layers is wanted, or positions are added.
         """
         n, n_layers = len(feed.tokens), self.config.n_layers
         if self._positions is not None or any(tap != n_layers for tap in feed.hidden_layers):
             return None
         x = np.empty((n, self.config.d_model), np.float32)
         self._lookup.rows(feed.tokens, x)
-        self.layers(x, feed.cache, feed.slots, feed.positions, feed.visible_slots(0, range(n)))
+        self.run_layers(x, feed.cache, feed.slots, feed.positions, feed.visible_slots(0, range(n)))
         states = torch.from_numpy(x)
-        hidden = (
-            torch.stack([self.final(states)] * len(feed.hidden_layers))
-            if feed.hidden_layers
-            else _NOTHING
-        )
-        return (
-            states,
-            hidden,
-            torch.from_numpy(self.logits(x if len(feed.heads) == n else x[feed.heads])),
-        )
+        hidden = _NOTHING
+        if feed.hidden_layers:
+            hidden = torch.stack([self.apply_final_norm(states)] * len(feed.hidden_layers))
+        logits = self.logits_as_array(x if len(feed.heads) == n else x[feed.heads])
+        return states, hidden, torch.from_numpy(logits)
 
-    def chain(
+    def run_chain(
         self, cache: Cache, token: int, slot: int, most: int, choose: NextTokenFn
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """Rows one behind the other, up to `most`, from `token` in `slot` on, where slots are
-        positions; each chooses the next.
+        """Run one position after another, from `token` in `slot` on, where slots are positions.
 
-        The tokens that were run, each with its logits [V] and the state [d] behind the last layer.
+        `choose` returns the token of the next position. At most `most` positions are run. Returns
+        the tokens that were run, each with its logits [V] and its state [d] after the last layer.
         """
-        x, ran = (
-            np.empty((most, 1, self.config.d_model), np.float32),
-            list[tuple[int, Tensor, Tensor]](),
-        )
+        x = np.empty((most, 1, self.config.d_model), np.float32)
+        ran = list[tuple[int, Tensor, Tensor]]()
         for row, at in zip(x, range(slot, slot + most), strict=True):
             self._lookup.rows([token], row)
             if self._positions is not None:
                 row += self._positions[at].float().numpy()
-            self.layers(row, cache, [at], [at], (1, [(at + 1, ())]))
-            said = self.logits(row)[0]
-            ran.append((token, torch.from_numpy(said), torch.from_numpy(row[0])))
-            if (chosen := choose(said)) is None:
+            self.run_layers(row, cache, [at], [at], (1, [(at + 1, ())]))
+            logits = self.logits_as_array(row)[0]
+            ran.append((token, torch.from_numpy(logits), torch.from_numpy(row[0])))
+            if (chosen := choose(logits)) is None:
                 break
             token = chosen
         return ran
 
-    def layers(
+    def run_layers(
         self,
         x: Any,
         cache: Cache,
         slots: list[int],
         positions: list[int],
-        paths: tuple[int, list[Seen]],
+        seen: tuple[int, list[SeenSlots]],
     ) -> None:
-        """Run all layers over rows x [n, d] of one text, in place. `paths`: what
-        `ForwardBatch.visible_slots` returns.
+        """Run all layers over rows x [n, d] of one text, in place.
+
+        seen  what `ForwardBatch.visible_slots` returns
         """
-        session = cache.address, cache.capacity, slots, positions, paths, None
+        session = cache.address, cache.capacity, slots, positions, seen, None
         self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 
-    def enter(self, feed: ForwardBatch) -> Tensor:
-        """The state each row starts from: [n, d]."""
-        ids, given = feed.tokens, feed.given
-        if given is not None:
-            ids = [0 if g else token for token, g in zip(feed.tokens, given, strict=True)]
-        x = torch.empty(len(ids), self.config.d_model)
-        self._lookup.rows(ids, x.numpy())
-        if feed.entering is not None:
-            x[torch.tensor(given)] = feed.entering.float()
+    def initial_states(self, feed: ForwardBatch) -> Tensor:
+        """Return the state [n, d] that each row starts from."""
+        x = torch.empty(len(feed.tokens), self.config.d_model)
+        self._lookup.rows(feed.tokens_to_embed, x.numpy())
+        if feed.entry_states is not None:
+            x[torch.tensor(feed.has_state)] = feed.entry_states.float()
         if self._positions is not None:
             fresh = torch.tensor([start == 0 for start in feed.starts])[:, None]
             x = x + fresh * self._positions[torch.tensor(feed.positions)].float()
         return x
 
-    def span(
+    def run_sublayers(
         self,
         feeds: Sequence[ForwardBatch],
         active: Sequence[Sequence[int]],
@@ -298,10 +292,10 @@ class Engine:
         first: int,
         last: int,
     ) -> Tensor:
-        """Sublayers first..last-1 over the active rows x [n, d] of all feeds: their new states."""
-        x = x.clone()  # who took a snapshot holds the old states
+        """Run sublayers first..last-1 over the active rows x [n, d] of all feeds."""
+        x = x.clone()  # the old states may have been saved
         if len(feeds) == 1:
-            self._run(x, [(feeds[0], active[0])], first, last, feeds[0].copying)
+            self._run_compiled(x, [(feeds[0], active[0])], first, last, feeds[0].copying)
             return x
         at = 0
         groups: dict[bool, list[tuple[ForwardBatch, Sequence[int]]]] = {False: [], True: []}
@@ -313,14 +307,14 @@ class Engine:
             at += len(chosen)
         for copying, group in groups.items():
             if len(spans[copying]) == at:
-                self._run(x, group, first, last, copying)
-            elif group:  # some rows run and others only leave keys and values: apart
+                self._run_compiled(x, group, first, last, copying)
+            elif group:  # some rows run, others only write keys and values: apart
                 own = x[spans[copying]]
-                self._run(own, group, first, last, copying)
+                self._run_compiled(own, group, first, last, copying)
                 x[spans[copying]] = own
         return x
 
-    def _run(
+    def _run_compiled(
         self,
         x: Tensor,
         group: list[tuple[ForwardBatch, Sequence[int]]],
@@ -329,15 +323,16 @@ class Engine:
         copying: bool,
     ) -> None:
         numbers = x.numpy()
-        layered = any(
-            feed.plan.visible is not None for feed, _ in group
-        )  # what is seen may change with the layer
+        # A visible set may change with the layer: then each layer is a call of its own.
+        layered = any(feed.plan.visible is not None for feed, _ in group)
         marks = [first, *range(first // 2 * 2 + 2, last, 2), last] if layered else [first, last]
         for begin, end in pairwise(marks):
-            sessions = [self._session(feed, chosen, begin // 2) for feed, chosen in group]
+            sessions = [self._describe_session(feed, chosen, begin // 2) for feed, chosen in group]
             self._compiled.run(numbers, begin, end, sessions, torch.get_num_threads(), copying)
 
-    def _session(self, feed: ForwardBatch, chosen: Sequence[int], layer: int) -> tuple[Any, ...]:
+    def _describe_session(
+        self, feed: ForwardBatch, chosen: Sequence[int], layer: int
+    ) -> tuple[Any, ...]:
         lead = None
         if feed.prefix is not None and feed.probes is not None:
             keys, values = (part.float().contiguous().numpy() for part in feed.prefix)
@@ -345,37 +340,31 @@ class Engine:
         slots, positions = feed.slots, feed.positions
         if len(chosen) != len(slots):
             slots, positions = [slots[row] for row in chosen], [positions[row] for row in chosen]
-        cache = feed.cache
-        return (
-            cache.address,
-            cache.capacity,
-            slots,
-            positions,
-            feed.visible_slots(layer, chosen),
-            lead,
-        )
+        seen = feed.visible_slots(layer, chosen)
+        return feed.cache.address, feed.cache.capacity, slots, positions, seen, lead
 
-    def final(self, x: Tensor) -> Tensor:
-        """The final norm of rows x [n, d], as the head reads it."""
+    def apply_final_norm(self, x: Tensor) -> Tensor:
+        """Return the final norm of x [n, d], which the head reads."""
         normed = torch.empty_like(x)
         self._compiled.head(x.numpy(), normed.numpy(), None, torch.get_num_threads())
         return normed
 
-    def head(self, x: Tensor) -> Tensor:
-        """Logits [n, V], float32, of rows x [n, d] before the final norm."""
-        return torch.from_numpy(self.logits(x.contiguous().numpy()))
+    def compute_logits(self, x: Tensor) -> Tensor:
+        """Return the logits [n, V], float32, of states x [n, d] before the final norm."""
+        return torch.from_numpy(self.logits_as_array(x.contiguous().numpy()))
 
-    def logits(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
-        """`head`, of rows that numpy holds."""
-        logits = np.empty((len(x), len(self.config.says) or self.config.vocab_size), np.float32)
+    def logits_as_array(self, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return `compute_logits` of an array, as an array."""
+        logits = np.empty((len(x), len(self.config.head_ids) or self.config.vocab_size), np.float32)
         self._compiled.head(x, np.empty_like(x), logits, torch.get_num_threads())
-        if self._says is not None:
-            said, logits = logits, np.full((len(x), self.config.vocab_size), -np.inf, np.float32)
-            logits[:, self._says] = said
+        if self._head_ids is not None:
+            whole = np.full((len(x), self.config.vocab_size), -np.inf, np.float32)
+            whole[:, self._head_ids] = logits
+            return whole
         return logits
 
 
-def _gain(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:
-    """Gain and bias of a norm as float32 arrays; no bias: None."""
+def _norm_arrays(plain: Mapping[str, Tensor], norm: str) -> tuple[Any, Any]:
+    """Return gain and bias of a norm as float32 arrays; no bias: None."""
     bias = plain.get(f"{norm}.bias")
     return plain[f"{norm}.weight"].float().numpy(), None if bias is None else bias.float().numpy()

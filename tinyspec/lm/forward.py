@@ -1,9 +1,9 @@
-"""What one forward pass takes and returns: its rows, the plan they run under, and the cache.
+"""The input and output of a forward pass: rows, the plan they run under, and the cache.
 
-A plan says how much of the model runs. A cache holds keys and values by slot. A `ForwardBatch` is
-the rows that one session wants run in one pass. Batches are ragged: each has its own number of rows
-and its own cache, and rows may enter at different sublayers (those that were run part of the way
-before).
+A `Plan` says how much of the model runs. A `Cache` holds keys and values by slot. A `ForwardBatch`
+has the rows that one session runs in one pass: a row is one token at one position. Batches are
+ragged: each has its own number of rows and its own cache. Rows may start at different sublayers,
+because some were partly computed before.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,70 +16,64 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tinyspec.lm.config import Config
-from tinyspec.lm.host import copied, view_as_ints, zeros
-from tinyspec.lm.ops import stacked
+from tinyspec.lm.host import copy_tensor, make_zeros, view_as_ints
+from tinyspec.lm.ops import additive_mask
 
 Heads = tuple[frozenset[int] | None, ...]
 
 
 @dataclass(frozen=True)
-class Visible:
-    """Which old positions attention may read: eviction is a set that is not looked at, never a
-    physical drop.
+class VisibleSet:
+    """The old positions that attention may read. Evicted positions stay in the cache, unread.
 
-    layers  one entry a layer: None (sees everything) or, per key/value head, a set of positions
-            (None: everything)
-    since   positions >= since are always visible (what came after the set was chosen)
+    layers  for each layer None (all positions are visible), or for each key/value head a set of
+            positions (None: all)
+    since   positions >= since are always visible: they came after the set was chosen
     """
 
     layers: tuple[Heads | None, ...]
     since: int
 
     @classmethod
-    def everywhere(
+    def for_all_layers(
         cls, positions: Sequence[int], since: int, n_layers: int, n_kv_heads: int
-    ) -> "Visible":
-        """The same positions in every layer and head (a StreamingLLM window with its sinks,
-        say).
-        """
+    ) -> "VisibleSet":
+        """Return the same positions for every layer and head, as StreamingLLM's window needs."""
         return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A way through the layers. Sublayer 2l is the attention of layer l, 2l + 1 its feed-forward
-    part.
+    """The part of the model that runs. Sublayer 2l is the attention of layer l, 2l + 1 its MLP.
 
-    last     number of layers run (None: all)
-    skip     sublayers that are the identity
-    visible  what attention sees (None: everything)
+    last     number of layers that run; None: all
+    skip     sublayers that are left out
+    visible  what attention may read; None: everything
     """
 
     last: int | None = None
     skip: frozenset[int] = frozenset()
-    visible: Visible | None = None
+    visible: VisibleSet | None = None
 
     def __eq__(self, other: object) -> bool:
-        """Most comparisons are of a plan with itself."""
+        """Compare; fast if the plans are one object, which is the usual case."""
         if self is other:
             return True
-        same = isinstance(other, Plan) and (self.last, self.skip, self.visible) == (
-            other.last,
-            other.skip,
-            other.visible,
-        )
-        return same
+        if not isinstance(other, Plan):
+            return False
+        mine, theirs = (self.last, self.skip), (other.last, other.skip)
+        return mine == theirs and self.visible == other.visible
 
     def __hash__(self) -> int:
         return hash((self.last, self.skip, self.visible))
 
     @property
-    def whole(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether nothing is left out."""
         return self.last is None and not self.skip and self.visible is None
 
-    def sublayers(self, n_layers: int) -> int:
-        """Where this plan stops, in sublayers."""
+    def stop_sublayer(self, n_layers: int) -> int:
+        """Return the sublayer where this plan stops."""
         return 2 * (n_layers if self.last is None else self.last)
 
     def attention_layers(self, first: int, last: int) -> slice | list[int]:
@@ -88,18 +82,20 @@ class Plan:
             return slice(first, last)
         return [layer for layer in range(first, last) if 2 * layer not in self.skip]
 
-    def differs(self, other: "Plan", n_layers: int) -> int:
-        """The first sublayer where the two part; 2 * n_layers if they never do.
+    def first_difference(self, other: "Plan", n_layers: int) -> int:
+        """Return the first sublayer where two plans differ; 2 * n_layers if they never do.
 
-        This is the one reuse rule: what was computed under one plan up to here holds under the
-        other.
+        What was computed under one plan up to there holds under the other. This is the only rule
+        of reuse.
 
-        >>> Plan(last=3).differs(Plan(), 12), Plan(skip=frozenset({4, 9})).differs(Plan(), 12)
-        (6, 4)
+        >>> Plan(last=3).first_difference(Plan(), 12)
+        6
+        >>> Plan(skip=frozenset({4, 9})).first_difference(Plan(), 12)
+        4
         """
         if self is other:
             return 2 * n_layers
-        ends = {self.sublayers(n_layers), other.sublayers(n_layers)}
+        ends = {self.stop_sublayer(n_layers), other.stop_sublayer(n_layers)}
         firsts = [
             2 * n_layers,
             *(min(ends) for _ in range(len(ends) - 1)),
@@ -107,18 +103,22 @@ class Plan:
         ]
         if self.visible != other.visible:
             firsts.extend(
-                2 * layer for layer in range(n_layers) if self._sees(layer) != other._sees(layer)
+                2 * layer
+                for layer in range(n_layers)
+                if self._visible_in(layer) != other._visible_in(layer)
             )
         return min(firsts)
 
-    def _sees(self, layer: int) -> tuple[Heads, int] | None:
+    def _visible_in(self, layer: int) -> tuple[Heads, int] | None:
         heads = self.visible.layers[layer] if self.visible else None
         return None if self.visible is None or heads is None else (heads, self.visible.since)
 
 
 class Cache:
-    """K/V of one session: store [L, 2, KV, capacity, hd], grown by doubling; present [capacity,
-    L].
+    """The keys and values of one session.
+
+    store    [L, 2, KV, capacity, hd], grown by doubling
+    present  [capacity, L]: whether a slot has keys and values in a layer
     """
 
     def __init__(
@@ -126,12 +126,14 @@ class Cache:
     ):
         self.config = config
         self.present: NDArray[np.bool_] = np.zeros((capacity, config.n_layers), dtype=np.bool_)
-        self._hold(
-            zeros((config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device)
+        self._use_store(
+            make_zeros(
+                (config.n_layers, 2, config.n_kv_heads, capacity, config.head_dim), dtype, device
+            )
         )
 
-    def _hold(self, store: Tensor) -> None:
-        self.store, self.address, self.words = store, store.data_ptr(), view_as_ints(store)
+    def _use_store(self, store: Tensor) -> None:
+        self.store, self.address, self.ints = store, store.data_ptr(), view_as_ints(store)
         self.keys = [layer[0] for layer in store]  # views, each [KV, capacity, hd]
         self.values = [layer[1] for layer in store]
 
@@ -140,51 +142,47 @@ class Cache:
         return len(self.present)
 
     def reserve(self, slots: int) -> None:
-        """Make room for slots 0..slots-1, at least doubling, so that growth is linear in all."""
+        """Make room for slots 0..slots-1. The capacity at least doubles: copies stay linear."""
         if slots <= self.capacity:
             return
         room = max(slots, 2 * self.capacity)
         shape = (*self.store.shape[:3], room, self.store.shape[4])
-        self.settle(zeros(shape, self.store.dtype, self.store.device), room)
+        self.move_to_store(make_zeros(shape, self.store.dtype, self.store.device), room)
 
-    def settle(self, store: Tensor, room: int) -> None:
-        """Move into a store with `room` slots, or more: what lies behind them is not the
-        cache's.
-        """
+    def move_to_store(self, store: Tensor, room: int) -> None:
+        """Move into a store of at least `room` slots, of which the first `room` are used."""
         here = view_as_ints(store)
-        if here is not None and self.words is not None:
-            here[:, :, :, : self.capacity] = self.words[:, :, :, : self.capacity]
+        if here is not None and self.ints is not None:
+            here[:, :, :, : self.capacity] = self.ints[:, :, :, : self.capacity]
         else:
             with torch.inference_mode():
                 store[:, :, :, : self.capacity] = self.store[:, :, :, : self.capacity]
         present = np.zeros((room, self.config.n_layers), dtype=np.bool_)
         present[: self.capacity] = self.present
         self.present = present
-        self._hold(store)
+        self._use_store(store)
 
     def write(self, layer: int, where: slice | Tensor, k: Tensor, v: Tensor) -> None:
-        """k and v [n, KV, hd] into n slots of a layer."""
+        """Write k and v [n, KV, hd] into n slots of a layer."""
         self.keys[layer][:, where] = k.transpose(0, 1)
         self.values[layer][:, where] = v.transpose(0, 1)
 
     def mark_present(self, slots: int | slice, layers: slice | list[int] = slice(None)) -> None:
-        """Record that these slots have keys and values in these layers (all, unless some are named)."""
+        """Record that these slots have keys and values in these layers; by default in all."""
         self.present[slots, layers] = True
 
     def mark_missing(self, slot: int, first: int = 0) -> None:
         """Record that a slot has no keys and values from layer `first` up."""
         self.present[slot, first:] = False
 
-    def move(self, old: Sequence[int], first: int) -> None:
-        """Slots `old`, in this order, become slots first, first + 1, ...: the path gather after a
-        commit.
-        """
+    def move_slots(self, old: Sequence[int], first: int) -> None:
+        """Move slots `old`, in this order, to slots first, first + 1, ... (after a commit)."""
         stay = next((i for i, slot in enumerate(old) if slot != first + i), len(old))
         old, first = list(old[stay:]), first + stay
         if not old:
             return
-        if self.words is not None:
-            self.words[:, :, :, first : first + len(old)] = self.words[:, :, :, old]
+        if self.ints is not None:
+            self.ints[:, :, :, first : first + len(old)] = self.ints[:, :, :, old]
         else:
             with torch.inference_mode():
                 moved = self.store[:, :, :, torch.tensor(old, device=self.store.device)]
@@ -192,27 +190,28 @@ class Cache:
         self.present[first : first + len(old)] = self.present[old]
 
     def clone(self) -> "Cache":
-        """An independent copy."""
+        """Return an independent copy."""
         twin = Cache.__new__(Cache)
         twin.config = self.config
         twin.present = self.present.copy()
-        twin._hold(copied(self.store))
+        twin._use_store(copy_tensor(self.store))
         return twin
 
 
-Seen = tuple[int, tuple[int, ...]]
-"""Slots a row sees: 0..prefix-1, where slot == position, and then others, in the order of their
-positions.
-"""
+SeenSlots = tuple[int, tuple[int, ...]]
+"""(prefix, others): a row attends to slots 0..prefix-1, where slot == position, then to others.
+
+All are in the order of their positions."""
 
 
 class Scores(NamedTuple):
-    """What a target says of a tree of n nodes: entry 0 is the root (the newest committed token),
-    entry i + 1 node i.
+    """A target's scores of a tree of n nodes.
 
-    logits [n + 1, V]          float32 (float64 for a float64 model)
-    hidden [k, n + 1, d]       the states of the k layers asked for
-    layers [n + 1]             how many layers each row ran
+    Entry 0 is the root, the newest committed token; entry i + 1 is node i.
+
+    logits  [n + 1, V]     float32, or float64 in a float64 model
+    hidden  [k, n + 1, d]  the states after the k layers that the drafter asked for
+    layers  [n + 1]        how many layers were run
     """
 
     logits: Tensor
@@ -221,12 +220,12 @@ class Scores(NamedTuple):
 
 
 class ForwardRecord(NamedTuple):
-    """One entry of the forward log, from which every cost figure, counter and simulated clock
-    comes.
+    """One forward pass in the forward log. All cost figures and simulated clocks come from it.
 
-    row_layers counts (row, layer) evaluations, a skipped sublayer being half a layer less;
-    head_rows are products with the vocabulary matrix; fills are (row, layer) keys and values
-    written without running the layer.
+    rows        positions that were run
+    row_layers  (row, layer) evaluations; a skipped sublayer is half a layer less
+    head_rows   rows whose logits were computed
+    fills       (row, layer) pairs whose keys and values were written without running the layer
     """
 
     model: str
@@ -242,20 +241,19 @@ class ForwardBatch:
     """The rows of one session for one pass.
 
     tokens, positions, slots  [n]
-    starts    [n] sublayer each row enters at (0: from its embedding)
-    stop      sublayer where all rows stop
-    seen      [n] what each row sees, itself included, in the order of its path: slots 0..prefix-1,
-              then these
-    entering  [m, d] states of the rows with starts > 0, in order; also of probe rows with an
-              embedding of their own
-    given     [n] whether a row takes its state from `entering`
-    heads     rows whose logits are wanted
-    hidden_layers  layers whose output is wanted (0: embeddings; n_layers: after the final norm, as
-                   the head reads it)
-    snapshot  sublayers whose input is kept (to continue from there, under this plan or another)
-    probes    bool [n]: rows that also see `prefix`
-    prefix    K and V [L, KV, P, hd] that only probes see
-    copying   fill keys and values from `entering` without running the layers
+    starts           [n] sublayer that each row starts at; 0: from its embedding
+    stop             sublayer where all rows stop
+    n_slots          slots 0..n_slots-1 of the cache are in use
+    seen             [n] the slots that each row attends to, its own included
+    entry_states     [m, d] the states that m of the rows start from
+    has_state        [n] whether a row takes its state from `entry_states`; None: no row does
+    heads            rows whose logits are wanted
+    hidden_layers    layers whose output is wanted (0: embeddings; n_layers: after the final norm)
+    saved_sublayers  sublayers whose input is saved, to continue from there
+    probes           bool [n]: rows that also attend to `prefix`
+    prefix           K and V [L, KV, P, hd] that only probes attend to
+    copying          only write keys and values, made from `entry_states`; run no layer
+    saved_states     written by the pass: sublayer -> its input [n, d]
     """
 
     cache: Cache
@@ -265,52 +263,57 @@ class ForwardBatch:
     slots: list[int]
     starts: list[int]
     stop: int
-    high: int
-    seen: list[Seen]
-    entering: Tensor | None = None
-    given: list[bool] | None = None
+    n_slots: int
+    seen: list[SeenSlots]
+    entry_states: Tensor | None = None
+    has_state: list[bool] | None = None
     heads: list[int] = field(default_factory=list)
     hidden_layers: tuple[int, ...] = ()
-    snapshot: tuple[int, ...] = ()
+    saved_sublayers: tuple[int, ...] = ()
     probes: Tensor | None = None
     prefix: tuple[Tensor, Tensor] | None = None
     copying: bool = False
     prefill: bool = False
     forward_log: list[ForwardRecord] | None = None
-    kept: dict[int, Tensor] = field(
-        default_factory=dict
-    )  # written by forward: sublayer -> states [n, d]
-    _lists: dict[Heads, list[list[Seen]]] = field(default_factory=dict)
-    _stacked: Tensor | None = None
+    saved_states: dict[int, Tensor] = field(default_factory=dict)
+    _seen_by_heads: dict[Heads, list[list[SeenSlots]]] = field(default_factory=dict)
+    _mask: Tensor | None = None
+
+    @property
+    def tokens_to_embed(self) -> list[int]:
+        """The tokens [n], with 0 where a row brings its own state."""
+        if self.has_state is None:
+            return self.tokens
+        return [0 if own else t for t, own in zip(self.tokens, self.has_state, strict=True)]
 
     def is_full_pass(self, n_layers: int) -> bool:
-        """Whether all rows go from their embeddings through every layer, each seeing its path: the
-        usual pass.
-        """
+        """Return whether every row runs from its embedding through every layer: the usual case."""
         end = 2 * n_layers
         if (
             self.stop != end
             or self.plan.skip
             or self.plan.visible is not None
-            or self.given is not None
+            or self.has_state is not None
             or self.copying
         ):
             return False
         return (
-            self.prefix is None and not any(self.starts) and all(at == end for at in self.snapshot)
+            self.prefix is None
+            and not any(self.starts)
+            and all(at == end for at in self.saved_sublayers)
         )
 
     def sublayer_boundaries(self) -> set[int]:
-        """The sublayers where the rows that are computed may change, or a state is wanted."""
-        turns = {self.stop, *self.starts, *self.plan.skip, *(s + 1 for s in self.plan.skip)}
-        return turns.union(
-            self.snapshot,
+        """Return the sublayers where the active rows may change, or where a state is wanted."""
+        boundaries = {self.stop, *self.starts, *self.plan.skip, *(s + 1 for s in self.plan.skip)}
+        return boundaries.union(
+            self.saved_sublayers,
             (2 * tap for tap in self.hidden_layers),
             range(self.stop) if self.copying else (),
         )
 
     def active_rows(self, sublayer: int) -> Sequence[int]:
-        """The rows that are computed in this sublayer."""
+        """Return the rows that are computed in this sublayer."""
         if sublayer >= self.stop or sublayer in self.plan.skip or (self.copying and sublayer % 2):
             return ()
         if sublayer >= max(self.starts):
@@ -318,9 +321,7 @@ class ForwardBatch:
         return [row for row, start in enumerate(self.starts) if start <= sublayer]
 
     def slot_mapping(self, rows: Sequence[int]) -> slice | Tensor:
-        """The slots of these rows, to index the cache with; neighbours are a slice, which is
-        cheaper.
-        """
+        """Return an index of these rows' slots in the cache; a slice, if they are neighbours."""
         slots = self.slots if len(rows) == len(self.slots) else [self.slots[row] for row in rows]
         first, n = slots[0], len(slots)
         if n == 1 or slots == list(range(first, first + n)):
@@ -328,44 +329,47 @@ class ForwardBatch:
         return torch.tensor(slots, device=self.cache.store.device)
 
     def cached_attention_mask(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
-        """The mask `ops.attend` takes for these rows in this layer; where no layer differs it is
-        made once.
-        """
+        """Return the mask that `ops.attend` takes; made once a pass if all layers share it."""
         if (
             self.plan.visible is not None
             or self.prefix is not None
             or len(rows) != len(self.tokens)
         ):
             return self.attention_mask(layer, rows)
-        if self._stacked is None and (mask := self.attention_mask(layer, rows)) is not None:
-            self._stacked = stacked(mask, groups, self.cache.store.dtype)
-        return self._stacked
+        if self._mask is None and (mask := self.attention_mask(layer, rows)) is not None:
+            self._mask = additive_mask(mask, groups, self.cache.store.dtype)
+        return self._mask
 
-    def visible_slots(self, layer: int, rows: Sequence[int]) -> tuple[int, list[Seen]]:
-        """What these rows see in this layer, in the order of their paths: (1, one entry a row), or
-        (KV, one a row and head).
+    def visible_slots(self, layer: int, rows: Sequence[int]) -> tuple[int, list[SeenSlots]]:
+        """Return what these rows attend to in this layer.
+
+        Either (1, one entry for each row), or (KV, one entry for each row and key/value head).
         """
         visible = self.plan.visible
         heads = visible.layers[layer] if visible else None
         if visible is None or heads is None:
             return 1, self.seen if len(rows) == len(self.seen) else [self.seen[row] for row in rows]
-        if heads not in self._lists:
-            self._lists[heads] = [
-                [_visible(seen, slot, chosen, visible.since) for chosen in heads]
+        if heads not in self._seen_by_heads:
+            self._seen_by_heads[heads] = [
+                [_restrict(seen, slot, chosen, visible.since) for chosen in heads]
                 for seen, slot in zip(self.seen, self.slots, strict=True)
             ]
-        return len(heads), [entry for row in rows for entry in self._lists[heads][row]]
+        return len(heads), [entry for row in rows for entry in self._seen_by_heads[heads][row]]
 
     def attention_mask(self, layer: int, rows: Sequence[int]) -> Tensor | None:
-        """`paths` as a mask: bool [n, P + high], [KV, n, P + high] by head, or None where all rows
-        see slots 0..high-1.
+        """Return `visible_slots` as a mask, True where a row may attend.
+
+        bool [n, P + n_slots], or [KV, n, P + n_slots] if heads differ; None if every row attends to
+        all n_slots slots.
         """
         heads, entries = self.visible_slots(layer, rows)
         lead = 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
-        if heads == 1 and not lead and all(seen == (self.high, ()) for seen in entries):
+        if heads == 1 and not lead and all(seen == (self.n_slots, ()) for seen in entries):
             return None
-        mask = np.zeros((len(rows), heads, lead + self.high), dtype=bool)
-        for row, (prefix, extra) in zip(mask.reshape(-1, lead + self.high), entries, strict=True):
+        mask = np.zeros((len(rows), heads, lead + self.n_slots), dtype=bool)
+        for row, (prefix, extra) in zip(
+            mask.reshape(-1, lead + self.n_slots), entries, strict=True
+        ):
             row[lead : lead + prefix] = True
             row[[lead + slot for slot in extra]] = True
         if lead and self.probes is not None:
@@ -375,18 +379,19 @@ class ForwardBatch:
 
 
 ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
-"""What a session calls to compute: `Transformer.forward`, or a gate in front of it."""
+"""A forward pass: `Transformer.forward`, or a `BatchBarrier` in front of it."""
 
 
-def _visible(seen: Seen, slot: int, chosen: frozenset[int] | None, since: int) -> Seen:
-    """What a visible set leaves of what a row sees. A row always sees itself. Committed tokens
-    stand where slot == position.
+def _restrict(seen: SeenSlots, slot: int, chosen: frozenset[int] | None, since: int) -> SeenSlots:
+    """Return what a visible set leaves of `seen`. A row always attends to itself.
+
+    Committed tokens stand where slot == position.
     """
     if chosen is None:
         return seen
     prefix, extra = seen
     recent = range(min(max(since, 0), prefix), prefix)
     old = [position for position in sorted(chosen) if position < recent.start]
-    guesses = [s for at, s in enumerate(extra, prefix) if at >= since or at in chosen or s == slot]
+    drafted = [s for at, s in enumerate(extra, prefix) if at >= since or at in chosen or s == slot]
     own = [slot] if slot < prefix and slot not in recent and slot not in chosen else []
-    return 0, (*old, *own, *recent, *guesses)
+    return 0, (*old, *own, *recent, *drafted)

@@ -1,8 +1,8 @@
-"""Read a .gguf file, llama.cpp's format: metadata to a Config, blocks of quantised weights to
-float32, and a tokenizer.
+"""Read a .gguf file, llama.cpp's format: a Config, float32 weights, and a tokenizer.
 
-The `gguf` package reads and dequantises. What is ours: the names, the permutation of LLaMA's
-queries and keys, and the llama3 frequencies, of which the file keeps only the result.
+The `gguf` package reads and dequantises. This file translates the names, undoes the permutation of
+LLaMA's queries and keys, and infers the llama3 scaling, of which a .gguf file keeps only the
+resulting frequencies.
 """
 
 from collections.abc import Callable
@@ -20,39 +20,39 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import families
 from tinyspec.lm.config import Config
-from tinyspec.lm.families import Fields, from_hf
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.families import ConfigReader, from_hf
+from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.tokenizer import Tokenizer
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
-def read(
+def read_gguf(
     path: Path, advance: Callable[[int, int], None] | None = None
 ) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
-    """Config, float32 weights by our names, and the tokenizer (None where the file has none).
+    """Return the Config, float32 weights by our names, and the tokenizer (None: the file has none).
 
-    advance is told after each tensor how many bytes of the file's tensors are read, and of how
-    many.
-    Raises TinyspecError naming the file for a damaged file, an unknown architecture, or a setting
-    not computed here.
+    advance  called after each tensor with the bytes read so far, and the bytes of all tensors
+
+    Raises TinyspecError naming the file if it is damaged, its architecture is unknown, or a setting
+    is not computed here.
     """
     try:
-        reader = _open(path)
+        reader = _open_reader(path)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {t.name: t for t in reader.tensors}
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such file") from None
-    except Exception as error:  # the reader trusts its input: a damaged file fails anywhere (slices, dtypes, lookups)
+    except Exception as error:  # the reader trusts its input: a damaged file fails anywhere
         raise TinyspecError(f"{path}: truncated or damaged ({error}); fetch it again") from error
-    config = read_config(metadata, tensors, str(path))
+    config = read_gguf_config(metadata, tensors, str(path))
     read_here = {name: tensor for name, tensor in tensors.items() if name != _ROPE_FACTORS}
     whole, done = sum(int(tensor.n_bytes) for tensor in read_here.values()), 0
 
     def dequantised(tensor: Any) -> Tensor:
         nonlocal done
-        found, done = _dequantised(tensor, path), done + int(tensor.n_bytes)
+        found, done = _dequantize(tensor, path), done + int(tensor.n_bytes)
         if advance is not None:
             advance(done, whole)
         return found
@@ -64,10 +64,10 @@ def read(
         _unpermute_all(config, theirs)
     weights = families.from_checkpoint(config, theirs, str(path), gguf=True)
     try:
-        tokenizer = rebuild(metadata, str(path))
+        tokenizer = build_tokenizer(metadata, str(path))
     except TinyspecError:
         raise
-    except Exception as error:  # tokens that are not text, ids out of range: the library and Python raise as they like
+    except Exception as error:  # tokens that are not text, ids out of range, and so on
         raise TinyspecError(f"{path}: its tokenizer metadata is damaged ({error})") from error
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         raise TinyspecError(
@@ -76,15 +76,15 @@ def read(
     return config, weights, tokenizer
 
 
-def _open(path: Path) -> Any:
+def _open_reader(path: Path) -> Any:
     from gguf import GGUFReader
 
     class Reader(GGUFReader):
-        """The package's reader, made fast and wary.
+        """The package's reader, but faster and with a check of lengths.
 
-        It slices a memory map once a string; plain views cost a third. And it takes what lies
-        beyond the end of a file as empty, so that a damaged count of 2**60 entries would be counted
-        up to.
+        It slices a memory map for each string; plain views cost a third. And it reads nothing after
+        the end of a file without an error, so it would count up to a damaged number of 2**60
+        entries.
         """
 
         def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
@@ -99,21 +99,21 @@ def _open(path: Path) -> Any:
     return Reader(path)
 
 
-def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> Config:
-    """The metadata in Hugging Face's words, and from there by the one reader of those.
+def read_gguf_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> Config:
+    """Return the Config: translate the metadata to Hugging Face's keys, then use `from_hf`.
 
-    The vocabulary is the embedding's height, the head is tied where there is no output.weight, and
-    biases are where their tensors are.
+    The vocabulary is the height of the embedding. The head is tied if there is no output.weight. A
+    bias exists if its tensor does.
     """
     family = metadata.get("general.architecture")
     if family not in _KNOWN:
         raise TinyspecError(
             f"{source}: unknown general.architecture {family!r}; known: {', '.join(_KNOWN)}"
         )
-    f = Fields(source, metadata)
+    f = ConfigReader(source, metadata)
     if "token_embd.weight" not in tensors:
         raise TinyspecError(f"{source}: missing token_embd.weight; the file holds no whole model")
-    d, heads = f.whole(f"{family}.embedding_length"), f.whole(f"{family}.attention.head_count")
+    d, heads = f.integer(f"{family}.embedding_length"), f.integer(f"{family}.attention.head_count")
     values: dict[str, Any] = {
         "model_type": family,
         "vocab_size": int(
@@ -123,10 +123,10 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    layers, ff = f.whole(f"{family}.block_count"), f.whole(f"{family}.feed_forward_length")
-    context = f.whole(f"{family}.context_length")
+    layers, ff = f.integer(f"{family}.block_count"), f.integer(f"{family}.feed_forward_length")
+    context = f.integer(f"{family}.context_length")
     if family == "gpt2":
-        eps = f.number("gpt2.attention.layer_norm_epsilon", 1e-5)
+        eps = f.positive_number("gpt2.attention.layer_norm_epsilon", 1e-5)
         values |= {
             "n_embd": d,
             "n_head": heads,
@@ -134,60 +134,61 @@ def read_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) 
             "n_inner": ff,
             "n_positions": context,
         }
-        return _with_bos(from_hf(values | {"layer_norm_epsilon": _round(eps)}, source), metadata)
-    f.only(f"{family}.expert_count", 0, None)
-    head_dim = f.whole(f"{family}.attention.key_length", d // heads)
-    f.only(f"{family}.attention.value_length", head_dim, None)
-    f.only(f"{family}.rope.dimension_count", head_dim, None)
+        return _with_bos(
+            from_hf(values | {"layer_norm_epsilon": _shortest_float(eps)}, source), metadata
+        )
+    f.require(f"{family}.expert_count", 0, None)
+    head_dim = f.integer(f"{family}.attention.key_length", d // heads)
+    f.require(f"{family}.attention.value_length", head_dim, None)
+    f.require(f"{family}.rope.dimension_count", head_dim, None)
     values |= {
         "hidden_size": d,
         "num_attention_heads": heads,
-        "num_key_value_heads": f.whole(f"{family}.attention.head_count_kv", heads),
+        "num_key_value_heads": f.integer(f"{family}.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "num_hidden_layers": layers,
         "intermediate_size": ff,
         "max_position_embeddings": context,
-        "rms_norm_eps": _round(f.number(f"{family}.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _round(f.number(f"{family}.rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest_float(
+            f.positive_number(f"{family}.attention.layer_norm_rms_epsilon")
+        ),
+        "rope_theta": _shortest_float(f.positive_number(f"{family}.rope.freq_base", 10000.0)),
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
     }
-    f.only(kind := f"{family}.rope.scaling.type", "none", "linear")
+    f.require(kind := f"{family}.rope.scaling.type", "none", "linear")
     if metadata.get(kind) == "linear":
         values["rope_scaling"] = {
             "rope_type": "linear",
-            "factor": f.number(f"{family}.rope.scaling.factor"),
+            "factor": f.positive_number(f"{family}.rope.scaling.factor"),
         }
     if _ROPE_FACTORS in tensors:
-        factors = _dequantised(tensors[_ROPE_FACTORS], Path(source))
-        values["rope_scaling"] = _llama3(from_hf(values, source), factors, source)
+        factors = _dequantize(tensors[_ROPE_FACTORS], Path(source))
+        values["rope_scaling"] = _infer_llama3_scaling(from_hf(values, source), factors, source)
     return _with_bos(from_hf(values, source), metadata)
 
 
 def _with_bos(config: Config, metadata: dict[str, Any]) -> Config:
-    # llama.cpp puts BOS before a text where the file is silent and the vocabulary is
-    # SentencePiece's.
-    silent = metadata.get("tokenizer.ggml.model") == "llama"
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", silent))
+    # If the file does not say, llama.cpp puts BOS before a text of SentencePiece's vocabularies.
+    by_default = metadata.get("tokenizer.ggml.model") == "llama"
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", by_default))
     return replace(config, add_bos=add_bos and config.bos is not None)
 
 
-def _round(value: float) -> float:
-    """Metadata floats are 32 bits wide: 1e-5 comes back as 9.999999747378752e-06. Take the shortest
-    that rounds to it.
+def _shortest_float(value: float) -> float:
+    """Return the shortest number that rounds to a 32-bit float, as metadata floats are.
 
-    >>> _round(9.999999747378752e-06)
+    >>> _shortest_float(9.999999747378752e-06)
     1e-05
     """
     return float(str(np.float32(value)))
 
 
-def _llama3(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
-    """Guess the scaling from the factor that divides each frequency [head_dim / 2], and keep it
-    only if it fits.
+def _infer_llama3_scaling(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
+    """Return the scaling that gives these factors [head_dim / 2], which divide the frequencies.
 
-    Every published llama3 scaling blends between 1 and 4 turns of an old context of 8192; the
-    slowest wave is divided by `factor` itself.
+    Every published llama3 scaling blends between 1 and 4 turns of an old context of 8192, and
+    divides the slowest wave by `factor` itself. Raises TinyspecError if that does not fit.
     """
     scaling = {
         "rope_type": "llama3",
@@ -196,17 +197,18 @@ def _llama3(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    guess = frequencies(replace(config, rope_scaling=scaling))
+    guess = rotary_frequencies(replace(config, rope_scaling=scaling))
     if factors.shape != guess.shape or not torch.allclose(
-        frequencies(config) / factors, guess, rtol=1e-5
+        rotary_frequencies(config) / factors, guess, rtol=1e-5
     ):
         raise TinyspecError(
-            f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; take the safetensors folder"
+            f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; "
+            "take the safetensors folder"
         )
     return scaling
 
 
-def _dequantised(tensor: Any, path: Path) -> Tensor:
+def _dequantize(tensor: Any, path: Path) -> Tensor:
     from gguf.quants import dequantize
 
     try:
@@ -226,24 +228,23 @@ def _unpermute_all(config: Config, theirs: dict[str, Callable[[], Tensor]]) -> N
     for name, get in theirs.items():
         for part, heads in (("attn_q.", config.n_heads), ("attn_k.", config.n_kv_heads)):
             if part in name:
-                theirs[name] = partial(_unpermuted, get, heads, config.head_dim)
+                theirs[name] = partial(_read_unpermuted, get, heads, config.head_dim)
 
 
-def _unpermuted(get: Callable[[], Tensor], heads: int, head_dim: int) -> Tensor:
+def _read_unpermuted(get: Callable[[], Tensor], heads: int, head_dim: int) -> Tensor:
     rows = get()
-    return (
-        unpermute(rows, heads) if len(rows) == heads * head_dim else rows
-    )  # its shape is refused by name later
+    if len(rows) != heads * head_dim:
+        return rows  # a later check rejects its shape by name
+    return unpermute_rows(rows, heads)
 
 
-def unpermute(rows: Tensor, heads: int) -> Tensor:
-    """Undo llama.cpp's order of the rows of queries or keys, [heads * hd, in] or a bias [heads *
-    hd].
+def unpermute_rows(rows: Tensor, heads: int) -> Tensor:
+    """Undo llama.cpp's order of the rows of queries or keys: [heads * hd, in], or [heads * hd].
 
-    It turns neighbouring pairs of dimensions (0, 1), (2, 3), ...; Hugging Face turns (0, hd/2), (1,
-    hd/2 + 1), ...
+    It rotates neighbouring dimensions (0, 1), (2, 3), ...; Hugging Face rotates (0, hd/2),
+    (1, hd/2 + 1), ...
 
-    >>> unpermute(torch.tensor([0, 2, 1, 3]), heads=1).tolist()
+    >>> unpermute_rows(torch.tensor([0, 2, 1, 3]), heads=1).tolist()
     [0, 1, 2, 3]
     """
     return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
@@ -255,12 +256,13 @@ _TAIL = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _REGEX = {"llama-bpe": _CASELESS + r"\p{N}{1,3}" + _TAIL, "qwen2": _CASELESS + r"\p{N}" + _TAIL}
 _GPT2 = ("gpt-2", "gpt2")
 _DIGITS = ("smollm", "starcoder", "refact", "command-r")  # digits one by one, then GPT-2's rule
-_SILENT = ("default", None)
+_UNNAMED = ("default", None)
 
 
-def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
-    """The tokenizer, or None where the file has none. Raises TinyspecError for a kind or a rule not
-    known here.
+def build_tokenizer(metadata: dict[str, Any], source: str) -> Tokenizer | None:
+    """Return the tokenizer, or None if the file has none.
+
+    Raises TinyspecError for a kind or a rule that is not known here.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind in (None, "no_vocab"):
@@ -276,9 +278,9 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
             f"{source}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
         )
     if kind == "gpt2":
-        backend = _byte_level(metadata, tokens, types, source)
+        backend = _build_byte_level(metadata, tokens, types, source)
     elif kind == "llama":
-        backend = _sentencepiece(metadata, tokens, source)
+        backend = _build_sentencepiece(metadata, tokens, source)
     else:
         raise TinyspecError(f"{source}: tokenizer.ggml.model is {kind!r}; known: gpt2, llama")
     named = list(zip(tokens, types, strict=True))
@@ -298,7 +300,7 @@ def rebuild(metadata: dict[str, Any], source: str) -> Tokenizer | None:
     return Tokenizer(backend, config, template if isinstance(template, str) else None)
 
 
-def _byte_level(
+def _build_byte_level(
     metadata: dict[str, Any], tokens: list[str], types: list[int], source: str
 ) -> Backend:
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges") or []]
@@ -310,33 +312,35 @@ def _byte_level(
             f"{source}: tokenizer.ggml.merges do not fit the tokens ({error})"
         ) from error
     ordinary = [token for token, kind in zip(tokens, types, strict=True) if kind == 1]
-    backend.pre_tokenizer = _splitting(metadata.get("tokenizer.ggml.pre"), ordinary, source)
+    backend.pre_tokenizer = _make_pre_tokenizer(
+        metadata.get("tokenizer.ggml.pre"), ordinary, source
+    )
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _splitting(name: str | None, ordinary: list[str], source: str) -> pre_tokenizers.PreTokenizer:
+def _make_pre_tokenizer(
+    name: str | None, ordinary: list[str], source: str
+) -> pre_tokenizers.PreTokenizer:
     if name in _REGEX:
         split = pre_tokenizers.Split(Regex(_REGEX[name]), "isolated")
         return pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
         )
-    if name not in _GPT2 + _DIGITS + _SILENT:
+    if name not in _GPT2 + _DIGITS + _UNNAMED:
         known = ", ".join([*_GPT2[:1], *_DIGITS, *_REGEX, "default"])
         raise TinyspecError(
             f"{source}: tokenizer.ggml.pre is {name!r}; known: {known}; take the safetensors folder"
         )
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     alone = not any(len(token) > 1 and any(c in "0123456789" for c in token) for token in ordinary)
-    if name in _DIGITS or (name in _SILENT and alone):
+    if name in _DIGITS or (name in _UNNAMED and alone):
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
     return gpt2
 
 
-def _sentencepiece(metadata: dict[str, Any], tokens: list[str], source: str) -> Backend:
-    """SentencePiece's BPE joins the pair whose union has the best score: so its merges, in the
-    order of scores.
-    """
+def _build_sentencepiece(metadata: dict[str, Any], tokens: list[str], source: str) -> Backend:
+    """Return SentencePiece's BPE: it merges the pair whose union has the best score first."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise TinyspecError(

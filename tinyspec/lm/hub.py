@@ -1,6 +1,4 @@
-"""Fetch a checkpoint by its hub id, through `huggingface_hub`: its cache, its offline mode, its
-resumed downloads.
-"""
+"""Fetch a checkpoint by its hub id, with `huggingface_hub`'s cache and resumed downloads."""
 
 from importlib import import_module
 from pathlib import Path
@@ -12,14 +10,13 @@ _WANTED = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 _UNWANTED = ["*/*", "consolidated*"]  # other formats beside the model: onnx/, original/, ...
 
 
-def snapshot(repo: str, progress: bool = True) -> Path:
-    """The local folder of a hub id `org/name`; only what is not in the cache is downloaded, with a
-    progress bar.
+def fetch_snapshot(repo: str, progress: bool = True) -> Path:
+    """Return the local folder of a hub id `org/name`; download what is not in the cache.
 
-    Files arrive under a temporary name and are moved when whole, so that an interrupted download
-    can be run again. HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they mean to
-    huggingface_hub. Raises TinyspecError for an id that is not there or not allowed, for no
-    network, and offline for what is not in the cache.
+    Files arrive under a temporary name and are moved when they are complete, so an interrupted
+    download can be run again. HF_HUB_OFFLINE=1, HF_ENDPOINT, HF_HOME and HF_TOKEN mean what they
+    mean to huggingface_hub. Raises TinyspecError if the id does not exist or is not allowed, if
+    there is no network, and offline if a file is not in the cache.
     """
     from huggingface_hub import constants, errors, snapshot_download
 
@@ -39,7 +36,8 @@ def snapshot(repo: str, progress: bool = True) -> Path:
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise TinyspecError(
-            f"{repo}: no such model on the hub, and no such path here; for a private one run `hf auth login`"
+            f"{repo}: no such model on the hub, and no such path here; "
+            "for a private one run `hf auth login`"
         ) from error
     except errors.LocalEntryNotFoundError as error:
         why = (
@@ -50,9 +48,7 @@ def snapshot(repo: str, progress: bool = True) -> Path:
         raise TinyspecError(
             f"{repo}: {why}, and it is not in the cache {constants.HF_HUB_CACHE}"
         ) from error
-    except (
-        Exception
-    ) as error:  # a status, a timeout, a full disk: each with the class of the transport in use
+    except Exception as error:  # a status, a timeout, a full disk: the transport has own classes
         line = " ".join(str(error).split()) or type(error).__name__
         raise TinyspecError(
             f"{repo}: the download stopped ({line}); run it again, it goes on where it was"

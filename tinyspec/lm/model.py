@@ -1,4 +1,4 @@
-"""A model: a transformer with its tokenizer, its files and its sessions."""
+"""A transformer with its tokenizer, its files and its sessions."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,10 +9,10 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
+from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.gate import BatchBarrier
 from tinyspec.lm.session import Session
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Transformer
@@ -37,8 +37,9 @@ class Model(Transformer):
     def random(
         cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
     ) -> "Model":
-        """Fresh weights as GPT-2 draws them: N(0, scale), what enters the residual stream scaled by
-        1/sqrt(2 L).
+        """Return a model with fresh weights, drawn as for GPT-2 from N(0, scale).
+
+        Matrices whose output is added to the residual stream are scaled by 1/sqrt(2 L).
         """
         generator = torch.Generator().manual_seed(seed)
         weights: dict[str, Tensor] = {}
@@ -59,14 +60,15 @@ class Model(Transformer):
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise TinyspecError(
-                f"{self.name} has no tokenizer.json: pass token ids, or put the file into its folder"
+                f"{self.name} has no tokenizer.json: "
+                "pass token ids, or put the file into its folder"
             )
         return self._tokenizer
 
     def to(
         self, device: str | torch.device | None = None, dtype: torch.dtype | None = None
     ) -> "Model":
-        """The same model elsewhere or in another precision."""
+        """Return the same model on another device or in another type."""
         moved = {
             name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()
         }
@@ -75,7 +77,7 @@ class Model(Transformer):
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that `load` and transformers read."""
         weights = {name: w.detach().cpu() for name, w in self.weights.items()}
-        checkpoint.write(Path(folder), self.config, weights, self._tokenizer)
+        checkpoint.write_checkpoint(Path(folder), self.config, weights, self._tokenizer)
         if self.extras:
             checkpoint.write_extras(folder, self.extras)
 
@@ -84,18 +86,19 @@ class Model(Transformer):
         return self._tokenizer is not None
 
     def session(
-        self, forward_log: list[ForwardRecord] | None = None, gate: BatchBarrier | None = None
+        self, forward_log: list[ForwardRecord] | None = None, barrier: BatchBarrier | None = None
     ) -> Session:
-        """A new text to extend; `gate` stands in front of `forward` (a batch waits there for
-        company).
-        """
-        return Session(self, forward_log=forward_log, gate=gate.through(self) if gate else None)
+        """Return a session, for a new text. A `barrier` batches its forward passes with others."""
+        return Session(
+            self, forward_log=forward_log, forward=barrier.forward_of(self) if barrier else None
+        )
 
     def logits(self, ids: Sequence[int]) -> Tensor:
-        """Next-token logits after every prefix of `ids`: [len, V], float32 (float64 for a float64
-        model).
+        """Return the next-token logits after every prefix of `ids`: [len, V].
+
+        They are float32, or float64 in a float64 model.
         """
-        if isinstance(self.pack()._path, Engine) and len(ids):
+        if isinstance(self.pack_weights()._path, Engine) and len(ids):
             session = self.session()
             session.extend(ids[:1])
             return session.score(TokenTree.chain(ids[1:])).logits

@@ -1,7 +1,6 @@
-"""The operations that cost anything: products with a weight matrix, attention, rotary positions.
+"""The operations that cost time: products with a weight matrix, attention, rotary positions.
 
-Everything that the transformer computes in torch goes through `linear`, `attend` and `rotate`, so a
-faster kernel has one place to stand.
+All that the transformer computes in torch goes through `linear`, `attend` and `rotate`.
 """
 
 import math
@@ -13,16 +12,15 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 
-TRANSPOSE_MAX_ROWS = 6  # rows up to which torch's float32 product is faster turned round
+TRANSPOSE_MAX_ROWS = 6  # rows up to which the transposed float32 product is faster
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., i] times weight [o, i] transposed, plus bias [o]: [..., o].
+    """Return x [..., i] times weight [o, i] transposed, plus bias [o]: [..., o].
 
-    torch's float32 product of a few rows runs on one thread of a CPU at a fraction of the memory's
-    speed. The same product turned round (weight @ x) is a matrix product that uses all threads; a
-    single row is doubled, for with one column it would be a vector again. In bfloat16, and on one
-    thread, the plain form is the faster one.
+    torch's float32 product of a few rows uses one thread of a CPU. The transposed product,
+    weight @ x, uses all of them; a single row is doubled, because one column would be a vector
+    again. In bfloat16, and on one thread, the plain product is faster.
     """
     n = x.shape[0]
     if (
@@ -38,24 +36,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def scatter_logits(logits: Tensor, says: Tensor | None, vocabulary: int) -> Tensor:
-    """Logits [..., len(says)] of some ids as logits [..., V] of all: -inf for those that the head
-    has no row for.
-    """
-    if says is None:
+def scatter_logits(logits: Tensor, head_ids: Tensor | None, vocabulary: int) -> Tensor:
+    """Return logits [..., len(head_ids)] as logits [..., V]: -inf for all other ids."""
+    if head_ids is None:
         return logits
     whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
-    whole[..., says] = logits
+    whole[..., head_ids] = logits
     return whole
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of n rows over m keys, each key/value head shared by H / KV query heads.
+    """Return the attention of n rows over m keys: [n, H * hd].
 
-    q [n, H, hd], k and v [KV, m, hd], mask bool [n, m] or [KV, n, m], True where a row may look
-    (None: everywhere), or what `stacked` made of it.
-    Returns [n, H * hd]. The query heads of a group are stacked as rows, so keys are never copied
-    once per head.
+    q [n, H, hd], k and v [KV, m, hd]: H / KV query heads share a key/value head.
+    mask: bool [n, m] or [KV, n, m], True where a row may attend; or what `additive_mask` made of
+    it; None: everywhere. The query heads of a group are stacked as rows, so that keys are not
+    copied for each head.
     """
     n, heads, width = q.shape
     shared = k.shape[0]
@@ -64,24 +60,24 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         q.view(n, shared, groups, width).permute(1, 2, 0, 3).reshape(1, shared, groups * n, width)
     )
     if mask is not None and mask.dtype == torch.bool:
-        mask = stacked(mask, groups, q.dtype)
+        mask = additive_mask(mask, groups, q.dtype)
     out = F.scaled_dot_product_attention(rows, k[None], v[None], attn_mask=mask)
     return out.view(shared, groups, n, width).permute(2, 0, 1, 3).reshape(n, heads * width)
 
 
-def stacked(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
-    """A bool mask once for every query head of a group, as what is added to scores: 0 or -inf, [..,
-    groups * n, m].
+def additive_mask(mask: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as what is added to the scores, 0 or -inf: [.., groups * n, m].
 
-    It is the same in every layer, so it is made once a pass.
+    It is repeated for each query head of a group. All layers share it.
     """
     tall = mask.repeat(groups, 1) if mask.ndim == 2 else mask.repeat(1, groups, 1)
     return torch.zeros(tall.shape, dtype=dtype, device=mask.device).masked_fill_(~tall, -torch.inf)
 
 
 def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Dense causal attention for training: q [B, T, H, hd], k and v [B, T, KV, hd] -> [B, T, H *
-    hd].
+    """Return dense causal attention for training: [B, T, H * hd].
+
+    q [B, T, H, hd], k and v [B, T, KV, hd].
     """
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
@@ -90,10 +86,10 @@ def attend_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q [B, T, H, hd] over k and v [B or 1, S, H, hd]; mask bool [B or 1, T or 1, S], True where a
-    row may look. -> [B, T, d].
+    """Return dense attention under any mask: [B, T, d].
 
-    A row that may look nowhere gets zeros.
+    q [B, T, H, hd], k and v [B or 1, S, H, hd]. mask: bool [B or 1, T or 1, S], True where a row
+    may attend. A row that may attend nowhere gets zeros.
     """
     batch = len(q)
     q, k, v = (
@@ -108,10 +104,8 @@ def attend_dense(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor
     return out.transpose(1, 2).flatten(2).masked_fill(nowhere, 0)
 
 
-def frequencies(config: Config) -> Tensor:
-    """Angle per position of each pair of dimensions, [hd / 2], with linear or llama3 scaling
-    applied.
-    """
+def rotary_frequencies(config: Config) -> Tensor:
+    """Return the angle per position of each pair of dimensions, [hd / 2], after its scaling."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
     freq = 1.0 / (config.rope_theta**exponents)
     scaling = config.rope_scaling or {}
@@ -119,17 +113,19 @@ def frequencies(config: Config) -> Tensor:
     if kind == "linear":
         return freq / float(scaling["factor"])
     if kind == "llama3":
-        return _llama3(freq, scaling)
+        return _scale_llama3(freq, scaling)
     if kind != "default":
         raise TinyspecError(
-            f"config.json: rope_scaling type '{kind}' is not known here; known: default, linear, llama3"
+            f"config.json: rope_scaling type '{kind}' is not known here; "
+            "known: default, linear, llama3"
         )
     return freq
 
 
-def _llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
-    """Slow waves (longer than the old context) are stretched by `factor`, fast ones kept, those
-    between blended.
+def _scale_llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
+    """Stretch slow waves (longer than the old context) by `factor`, and keep fast ones.
+
+    Those between are blended.
     """
     old = scaling["original_max_position_embeddings"]
     low, high, factor = scaling["low_freq_factor"], scaling["high_freq_factor"], scaling["factor"]
@@ -141,25 +137,25 @@ def _llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
     return torch.where(between, mixed, stretched)
 
 
-def rotations(config: Config, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin for every position, each [max_positions, 1, hd], the sign of the rotation folded
-    into sin.
+def rotary_tables(
+    config: Config, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of every position, each [max_positions, 1, hd]; sin has the sign in it.
 
     The axis of size 1 broadcasts over heads. A model with learned positions gets empty tables.
     """
     n = config.max_positions if config.positions == "rope" else 0
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(
-        torch.arange(n, dtype=precise), frequencies(config).to(precise)
+        torch.arange(n, dtype=precise), rotary_frequencies(config).to(precise)
     )  # [n, hd / 2]
     cos, sin = angles.cos(), angles.sin()
     signed = torch.cat((-sin, sin), dim=-1)
-    return torch.cat((cos, cos), dim=-1)[:, None].to(device, dtype), signed[:, None].to(
-        device, dtype
-    )
+    tables = torch.cat((cos, cos), dim=-1), signed
+    return tables[0][:, None].to(device, dtype), tables[1][:, None].to(device, dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn x [..., heads, hd] by its positions' tables [..., 1, hd]: x cos + swap(x) sin."""
+    """Rotate x [..., heads, hd] by cos and sin [..., 1, hd]: x cos + swap(x) sin."""
     half = x.shape[-1] // 2
     return torch.addcmul(x * cos, torch.cat((x[..., half:], x[..., :half]), dim=-1), sin)

@@ -1,8 +1,8 @@
-"""A checkpoint of an encoder-decoder, to a config, weights and a tokenizer; and back.
+"""Read and write a checkpoint of an encoder-decoder.
 
-A folder with config.json (its `model_type` is ours: no library has this architecture),
-model.safetensors with the names of `Seq2SeqConfig.shapes()`, and tokenizer.json. What is missing,
-damaged or contradictory is refused as in checkpoint.py.
+A checkpoint is a folder with config.json (its `model_type` is ours: no library has this
+architecture), model.safetensors with the names of `Seq2SeqConfig.shapes()`, and tokenizer.json.
+Errors are those of checkpoint.py.
 """
 
 import json
@@ -16,49 +16,48 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.checkpoint import whole
+from tinyspec.lm.checkpoint import write_atomically
 from tinyspec.lm.config import Seq2SeqConfig
-from tinyspec.lm.families import SEQ2SEQ, Fields, _check, _some
+from tinyspec.lm.families import SEQ2SEQ, ConfigReader, check_tensor, list_names
 from tinyspec.lm.tokenizer import Tokenizer
 
-_MOST = {
-    "encoder_layers": 1000,
-    "decoder_layers": 1000,
-}  # a damaged number must not be counted up to
+_MOST = {"encoder_layers": 1000, "decoder_layers": 1000}  # a number may be damaged
 _MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities")
 
 
-def read(
+def read_seq2seq(
     folder: str | Path, dtype: torch.dtype | None = None
 ) -> tuple[Seq2SeqConfig, dict[str, Tensor], Tokenizer | None, str]:
-    """Config, weights (on the CPU; `dtype` None: as stored), tokenizer (None where there is no
-    file), name.
+    """Return config, weights on the CPU, tokenizer (None: there is no file) and name.
+
+    dtype  the type of the weights; None: as stored
 
     Raises TinyspecError, one line that names the file, the field and what to do.
     """
     path = Path(folder)
     if not path.is_dir():
         raise TinyspecError(f"{path}: no such checkpoint; expected a folder with config.json")
-    config = read_config(path)
+    config = read_seq2seq_config(path)
     tokenizer = Tokenizer.from_folder(path) if (path / "tokenizer.json").is_file() else None
     if tokenizer is not None and tokenizer.backend.get_vocab_size() > config.vocab_size:
         raise TinyspecError(
-            f"{path / 'tokenizer.json'}: {tokenizer.backend.get_vocab_size()} tokens, config.json has a vocab_size of "
-            f"{config.vocab_size}; one is wrong"
+            f"{path / 'tokenizer.json'}: {tokenizer.backend.get_vocab_size()} tokens, "
+            f"config.json has a vocab_size of {config.vocab_size}; one is wrong"
         )
-    return config, _weights(config, path, dtype), tokenizer, path.resolve().name
+    return config, _read_weights(config, path, dtype), tokenizer, path.resolve().name
 
 
-def read_config(folder: Path) -> Seq2SeqConfig:
-    """What config.json alone says: no weights are read."""
+def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
+    """Return the config of a folder. No weights are read."""
     file = folder / "config.json"
-    values = checkpoint._json(file)
+    values = checkpoint.read_json(file)
     if values.get("model_type") != SEQ2SEQ:
         raise TinyspecError(
-            f"{file}: no encoder-decoder of tinyspec's (model_type {values.get('model_type')!r}, expected {SEQ2SEQ!r}): "
-            "it cannot translate; to extend a text with it, use tinyspec.load and generate"
+            f"{file}: no encoder-decoder of tinyspec's (model_type {values.get('model_type')!r}, "
+            f"expected {SEQ2SEQ!r}): it cannot translate; to extend a text with it, use "
+            "tinyspec.load and generate"
         )
-    f = Fields(str(file), values)
+    f = ConfigReader(str(file), values)
     sizes: dict[str, Any] = {}
     for field in fields(Seq2SeqConfig):
         if field.name in ("positional", "extra"):
@@ -66,54 +65,56 @@ def read_config(folder: Path) -> Seq2SeqConfig:
         if field.name in _MAY_BE_ZERO and values.get(field.name) == 0:
             sizes[field.name] = 0
         elif field.name in values or field.name not in _MAY_BE_ZERO:
-            sizes[field.name] = f.whole(field.name, most=_MOST.get(field.name, 2**24))
+            sizes[field.name] = f.integer(field.name, most=_MOST.get(field.name, 2**24))
     extra = values.get("tinyspec", {})
     if not isinstance(extra, dict):
-        raise f.refuse("tinyspec", "a JSON object")
-    config = Seq2SeqConfig(**sizes, positional=f.flag("positional", False), extra=extra)
+        raise f.error("tinyspec", "a JSON object")
+    config = Seq2SeqConfig(**sizes, positional=f.boolean("positional", False), extra=extra)
     if config.d_model % 2 or config.d_model % config.n_heads:
-        raise f.refuse("n_heads", f"a divisor of d_model {config.d_model}, which is even")
+        raise f.error("n_heads", f"a divisor of d_model {config.d_model}, which is even")
     for name in ("pad", "bos", "eos", "mask"):
         if getattr(config, name) >= config.vocab_size:
-            raise f.refuse(name, f"a token id below vocab_size {config.vocab_size}")
+            raise f.error(name, f"a token id below vocab_size {config.vocab_size}")
     return config
 
 
-def _weights(config: Seq2SeqConfig, folder: Path, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    tensors, file = checkpoint._tensors(folder)
+def _read_weights(
+    config: Seq2SeqConfig, folder: Path, dtype: torch.dtype | None
+) -> dict[str, Tensor]:
+    tensors, file = checkpoint.open_tensors(folder)
     shapes = config.shapes()
     if missing := [name for name in shapes if name not in tensors]:
-        raise TinyspecError(f"{file}: missing {_some(missing)}, which config.json asks for")
+        raise TinyspecError(f"{file}: missing {list_names(missing)}, which config.json asks for")
     if left := [name for name in tensors if name not in shapes]:
         raise TinyspecError(
-            f"{file}: {_some(left)} not in the architecture that config.json describes"
+            f"{file}: {list_names(left)} not in the architecture that config.json describes"
         )
     weights = {}
     for name, shape in shapes.items():
         tensor = tensors[name]()
-        _check(tensor, shape, f"{file}: {name}")
+        check_tensor(tensor, shape, f"{file}: {name}")
         weights[name] = tensor if dtype is None else tensor.to(dtype)
     return weights
 
 
-def write(
+def write_seq2seq(
     folder: str | Path,
     config: Seq2SeqConfig,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer | None,
 ) -> None:
-    """Write a folder that `read` reads. Atomic: a new folder appears whole or not at all."""
+    """Write a folder that `read_seq2seq` reads. A new one appears complete or not at all."""
     values = asdict(config)
     extra = values.pop("extra")
     for name, shape in config.shapes().items():
         if name not in weights:
             raise TinyspecError(f"weight {name} is missing; Seq2SeqConfig.shapes() lists them all")
-        _check(weights[name], shape, f"weight {name}")
+        check_tensor(weights[name], shape, f"weight {name}")
     dtype = str(weights["embed"].dtype)[len("torch.") :]
-    said = {"model_type": SEQ2SEQ, **values, "torch_dtype": dtype, "tinyspec": extra}
-    with whole(Path(folder)) as work:
+    content = {"model_type": SEQ2SEQ, **values, "torch_dtype": dtype, "tinyspec": extra}
+    with write_atomically(Path(folder)) as work:
         safetensors.torch.save_file(weights, work / "model.safetensors", metadata={"format": "pt"})
-        text = json.dumps(said, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
         (work / "config.json").write_text(text, encoding="utf-8")
         if tokenizer is not None:
             tokenizer.save(work)

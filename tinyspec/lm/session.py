@@ -1,15 +1,15 @@
-"""A session: one text, the draft tokens that hang from it, and how far each has been computed.
+"""A session: one text, and the draft tokens under its newest token.
 
-Draft tokens are nodes, keyed by their path: scoring a tree twice, or growing it depth by depth,
-runs only what has not been run. A node remembers under which plan it was computed, how many
-sublayers it has done, and the states from which it can continue. Draft trees, half-computed tokens,
-LayerSkip's continuation and postponed K/V fills are therefore one mechanism.
+Every token is a `Node`. A node knows the plan it was computed under, how many sublayers were
+computed, and the states from which it can continue. So scoring a tree twice, or growing it depth by
+depth, runs only what is missing. Draft trees, half-computed tokens, LayerSkip's continuation and
+postponed K/V fills are all this one mechanism.
 
-Committed tokens stand in cache slots 0..n-1 (slot == position). Uncommitted nodes stand after them,
-a parent before its children. Committing a path moves it, and the nodes below it, to where they
-belong. The newest committed token is not run: it is fed with the first tree.
+Committed tokens stand in cache slots 0..n-1, where slot == position. Uncommitted nodes stand after
+them, a parent before its children. `commit` moves a path, and the nodes below it, to the slots of
+their positions. The newest committed token is run with the first tree, not before.
 
-A view is the same session under another plan, with a text of its own beyond the session's.
+A `View` is the same session under another plan, with draft tokens of its own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,8 +23,16 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.engine import NextTokenFn
-from tinyspec.lm.forward import Cache, ForwardBatch, ForwardFn, ForwardRecord, Plan, Scores, Seen
-from tinyspec.lm.host import stack, to_numpy
+from tinyspec.lm.forward import (
+    Cache,
+    ForwardBatch,
+    ForwardFn,
+    ForwardRecord,
+    Plan,
+    Scores,
+    SeenSlots,
+)
+from tinyspec.lm.host import stack_rows, to_numpy
 from tinyspec.lm.transformer import Transformer
 from tinyspec.tree import ROOT, TokenTree
 
@@ -35,27 +43,27 @@ FULL = Plan()
 class Node:
     """A committed token or an uncommitted draft token.
 
-    slot            cache slot of its keys and values (-1: none yet)
+    slot            cache slot of its keys and values; -1: none yet
     plan            the plan it was computed under
-    sublayers_done  sublayers computed under that plan
-    states          sublayer -> state [d] that enters it, to continue from
-    row             logits [V], computed from the state after `row_at` sublayers
-    shown           layer -> state [d] that a drafter asked to see
-    filled          keys and values above `sublayers_done` were made without running the layers
-    exact           none of the tokens it attended to was filled
+    sublayers_done  how many sublayers were computed under that plan
+    states          sublayer -> its input state [d], to continue from there
+    logits          [V], computed from the state after `logits_at` sublayers
+    hidden          layer -> its output [d], for a drafter that asked for it
+    filled          its keys and values above `sublayers_done` were made without running the layers
+    exact           no token that it attended to was filled
     """
 
     __slots__ = (
         "children",
         "exact",
         "filled",
+        "hidden",
+        "logits",
+        "logits_at",
         "parent",
         "plan",
         "position",
         "probe",
-        "row",
-        "row_at",
-        "shown",
         "slot",
         "states",
         "sublayers_done",
@@ -69,56 +77,56 @@ class Node:
         self.children: dict[int, Node] = {}
         if parent is not None and not probe:
             parent.children[token] = self
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset to a token that was never computed."""
-        self.plan, self.sublayers_done, self.row_at = FULL, 0, 0
+        self.plan, self.sublayers_done, self.logits_at = FULL, 0, 0
         self.states: dict[int, Tensor] = {}
-        self.row: Tensor | None = None
-        self.shown: dict[int, Tensor] = {}
+        self.logits: Tensor | None = None
+        self.hidden: dict[int, Tensor] = {}
         self.filled, self.exact = False, True
 
     @property
     def is_begun(self) -> bool:
-        """Whether anything of it was computed, so that it would continue from there."""
+        """Whether something of it was computed, so that it continues from there."""
         return bool(self.sublayers_done or self.states or self.filled)
 
     def sublayers_valid(self, plan: Plan, n_layers: int) -> int:
-        """Return how many of the sublayers it has done hold under this plan."""
+        """Return how many of its computed sublayers are valid under this plan."""
         if plan == self.plan:
             return self.sublayers_done
-        return min(self.sublayers_done, self.plan.differs(plan, n_layers))
+        return min(self.sublayers_done, self.plan.first_difference(plan, n_layers))
 
     def needs_compute(
         self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int], head: bool
     ) -> bool:
-        """Return whether it must be run to have these hidden layers at `stop` under `plan`.
+        """Return whether it must be run, up to `stop` under `plan`.
 
-        With `head`, its logits are wanted too.
+        hidden_layers  layers whose outputs are wanted;  head: its logits are wanted
         """
         if (
             self.plan != plan
             or self.sublayers_done < stop
-            or (head and (self.row is None or self.row_at != stop))
+            or (head and (self.logits is None or self.logits_at != stop))
         ):
             return True
         return any(
-            layer not in self.shown or (layer == n_layers and self.row_at != stop)
+            layer not in self.hidden or (layer == n_layers and self.logits_at != stop)
             for layer in hidden_layers
         )
 
     def resume_point(
         self, plan: Plan, stop: int, n_layers: int, hidden_layers: Iterable[int] = ()
     ) -> tuple[int, Tensor | None]:
-        """Return the last sublayer it can enter at on the way to `stop`, and its state there.
+        """Return the latest sublayer that it can continue from, and its state there.
 
-        The state is None at sublayer 0, where it enters from its embedding. A hidden layer that was
-        not asked for before lies on the way, so the token enters below it.
+        At sublayer 0 the state is None: it starts from its embedding. It must start below each
+        hidden layer that was not asked for before.
         """
         agreed = min(self.sublayers_valid(plan, n_layers), stop)
         for layer in hidden_layers:
-            if layer < n_layers and (layer not in self.shown or 2 * layer > agreed):
+            if layer < n_layers and (layer not in self.hidden or 2 * layer > agreed):
                 agreed = min(agreed, 2 * layer)
         at = max((at for at in self.states if at <= agreed), default=0)
         return at, self.states.get(at)
@@ -129,64 +137,64 @@ class Node:
         stop: int,
         n_layers: int,
         states: dict[int, Tensor],
-        row: Tensor | None = None,
+        logits: Tensor | None = None,
         start: int = 0,
         hidden: Mapping[int, Tensor] | None = None,
     ) -> None:
         """Record that it was run from sublayer `start` to `stop` under `plan`.
 
-        states  the states that entered sublayers after `start`
-        row     its logits, if they were wanted
-        hidden  the states of the layers that a drafter asked to see; None: it asked for none
+        states  sublayer -> its input, for sublayers after `start`
+        logits  if they were wanted
+        hidden  layer -> its output, for the layers that a drafter asked for; None: for none
         """
         above = self.parent
         sees_exact = above is None or (above.exact and not above.filled)
-        if not self.sublayers_done and stop and hidden is None and not self.shown:
+        if not self.sublayers_done and stop and hidden is None and not self.hidden:
             self.exact = sees_exact
             self.plan, self.sublayers_done, self.filled = plan, stop, False
-            self.row, self.row_at, self.states = row, stop, states
+            self.logits, self.logits_at, self.states = logits, stop, states
             return  # the usual case: it was never run before, so it started at 0
         self.exact = sees_exact and (start == 0 or self.exact)
-        if self.plan != plan:  # what was shown below the parting of the plans still holds
-            self.shown = {layer: s for layer, s in self.shown.items() if 2 * layer <= start}
+        if self.plan != plan:  # outputs below the first difference of the plans are still valid
+            self.hidden = {layer: s for layer, s in self.hidden.items() if 2 * layer <= start}
         if self.plan != plan or self.filled or stop > self.sublayers_done:
-            self.plan, self.sublayers_done, self.row, self.filled = plan, stop, None, False
+            self.plan, self.sublayers_done, self.logits, self.filled = plan, stop, None, False
             self.states = {at: state for at, state in self.states.items() if 0 < at <= start}
         self.states |= states
-        if self.row_at != stop:  # what the head read, and its logits, were those of another exit
-            self.row = None
-            self.shown.pop(n_layers, None)
-        self.shown |= hidden or {}
-        self.row, self.row_at = self.row if row is None else row, stop
+        if self.logits_at != stop:  # these were the outputs of another exit
+            self.logits = None
+            self.hidden.pop(n_layers, None)
+        self.hidden |= hidden or {}
+        self.logits, self.logits_at = self.logits if logits is None else logits, stop
 
     def invalidate_beyond(self, plan: Plan, n_layers: int) -> bool:
-        """Keep only what also holds under this plan, and return whether anything had to go."""
+        """Drop what is not valid under this plan, and return whether anything was dropped."""
         agreed = self.sublayers_valid(plan, n_layers)
         if agreed == self.sublayers_done:
             return False
-        self.plan, self.sublayers_done, self.row, self.row_at = plan, agreed, None, 0
+        self.plan, self.sublayers_done, self.logits, self.logits_at = plan, agreed, None, 0
         self.states = {at: state for at, state in self.states.items() if at <= agreed}
-        self.shown = {tap: state for tap, state in self.shown.items() if 2 * tap <= agreed}
+        self.hidden = {layer: h for layer, h in self.hidden.items() if 2 * layer <= agreed}
         return True
 
     def drop_outputs(self) -> None:
-        """Free its logits and hidden states: nobody asks for those of a token that is not newest."""
-        self.row, self.shown = None, {}
+        """Free its logits and hidden states, which are read of the newest token only."""
+        self.logits, self.hidden = None, {}
 
-    def release(self) -> None:
-        """Drop it and its descendants, and free their tensors.
+    def detach(self) -> None:
+        """Detach it and its descendants from each other, and free their tensors.
 
-        Parents and children refer to each other, so nothing would be freed before a garbage
-        collection.
+        Parents and children refer to each other, so otherwise only a garbage collection would free
+        them.
         """
         for node in (self, *self.descendants()):
-            node.forget()
+            node.reset()
             node.parent, node.slot, node.children = None, -1, {}
 
     def descendants(self) -> "list[Node]":
         """Return all nodes below it, parents before children."""
         below = list(self.children.values())
-        for node in below:  # the list grows while the loop walks it
+        for node in below:  # the list grows while the loop runs over it
             below.extend(node.children.values())
         return below
 
@@ -196,14 +204,14 @@ class Node:
         for name in self.__slots__:
             if name not in ("parent", "children"):
                 setattr(twin, name, getattr(self, name))
-        twin.parent, twin.states, twin.shown = parent, dict(self.states), dict(self.shown)
+        twin.parent, twin.states, twin.hidden = parent, dict(self.states), dict(self.hidden)
         return twin
 
 
 class Session:
     """One request on one model under one plan (the whole model unless another is given).
 
-    gate  what is called to compute: `Transformer.forward`, or a batch in front of it; None: forward
+    forward  the function that computes; None: `Transformer.forward`. A batch passes its own.
     """
 
     def __init__(
@@ -212,22 +220,20 @@ class Session:
         *,
         plan: Plan | None = None,
         forward_log: list[ForwardRecord] | None = None,
-        gate: ForwardFn | None = None,
+        forward: ForwardFn | None = None,
     ):
         self.model, self.plan = model, plan or FULL
         self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
-        self.is_alone = gate is None
-        self.gate: ForwardFn = gate or model.forward
+        self.is_alone = forward is None
+        self.forward: ForwardFn = forward or model.forward
         self.cache = Cache(model.config, model.dtype, model.device)
         self.committed: list[Node] = []
-        self.scored: list[Node] = []  # nodes of the last tree, by its indices
+        self.scored: list[Node] = []  # the nodes of the last tree, in its order
         self.probes: Tensor | None = None  # embeddings [m, d] of the ids V..V+m-1
-        self.prefix: tuple[Tensor, Tensor] | None = (
-            None  # K, V [L, KV, P, hd] that probes alone see
-        )
-        self._extras: list[Node] = []  # probes of the last tree
-        # Committed tokens before this one are computed for good. The newest never is: views run it
-        # again.
+        # K and V [L, KV, P, hd] that only probes attend to.
+        self.prefix: tuple[Tensor, Tensor] | None = None
+        self._probe_nodes: list[Node] = []  # probes of the last tree
+        # Committed tokens before this one are complete. The newest never is: views run it again.
         self._ready = 0
 
     # ------------------------------------------------------------------ the text
@@ -242,9 +248,9 @@ class Session:
 
     @property
     def cache_exact(self) -> bool:
-        """Whether the cache is what a plain pass over the text would leave.
+        """Whether the cache equals that of a plain pass over the text.
 
-        True for a session that ran every layer of every token.
+        True if every layer of every token was run.
         """
         self._advance_ready()
         return all(node.exact and not node.filled for node in self.committed[: self._ready])
@@ -252,7 +258,7 @@ class Session:
     def append(self, tokens: Iterable[int]) -> None:
         """Commit forced tokens without running anything.
 
-        Nodes that already hold these tokens are kept with what was computed for them.
+        If the draft has nodes with these tokens, they keep what was computed for them.
         """
         tokens = list(tokens)
         self._check_tokens(tokens)
@@ -266,32 +272,32 @@ class Session:
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
         """Commit forced tokens and run all but the last; return no logits.
 
-        The hidden states are those of every position from the one that was newest before (the
-        first, in an empty session) up to the last but one, whether they had to be run or not.
+        The hidden states are those of every position from the previously newest one (in an empty
+        session: the first) up to the last but one.
         """
         n_layers = self.model.config.n_layers
         hidden_layers = self._check_hidden_layers(hidden_layers, self._end)
         first = max(len(self) - 1, 0)
         self.append(tokens)
-        shown = self.committed[first:-1]
+        nodes = self.committed[first:-1]
         late = [
             node
-            for node in shown
+            for node in nodes
             if node.needs_compute(self.plan, self._end, n_layers, hidden_layers, head=False)
         ]
         before = [node for node in self._unfinished_tokens(self._end) if node.position < first]
         todo = [*before, *late]
         for at in range(0, len(todo), PREFILL_CHUNK):
             chunk = todo[at : at + PREFILL_CHUNK]
-            self.run(chunk, self._end, hidden_layers=hidden_layers, prefill=True)
-        states = self._hidden_states(shown, hidden_layers)
+            self.run_nodes(chunk, self._end, hidden_layers=hidden_layers, prefill=True)
+        states = self._hidden_states(nodes, hidden_layers)
         self._advance_ready()
-        return Scores(self._no_logits(), states, [self._end // 2] * len(shown))
+        return Scores(self._no_logits(), states, [self._end // 2] * len(nodes))
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
-        """Keep a path of the last scored tree, then `next`, which is not run.
+        """Commit a path of the last scored tree, then `next`, which is not run.
 
-        Nodes below the last committed token stay; all other nodes are dropped.
+        Nodes below the last committed token stay. All other nodes are dropped.
         """
         tip = self._newest()
         nodes = [self.scored[i] for i in path]
@@ -309,19 +315,19 @@ class Session:
         self._commit_nodes(nodes)
 
     def rewind(self, length: int) -> None:
-        """Take back committed text to `length` tokens. The new newest token will be run again."""
+        """Forget the text after its first `length` tokens. The last of them will be run again."""
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         if length == len(self):
             return
         for node in list(self.committed[-1].children.values()):
-            node.release()
+            node.detach()
         del self.committed[length:]
-        self.scored, self._extras = [], []
+        self.scored, self._probe_nodes = [], []
         self._ready = min(self._ready, max(length - 1, 0))
         if self.committed:
             tip = self.committed[-1]
-            tip.forget()
+            tip.reset()
             tip.children = {}
             self.cache.mark_missing(tip.slot)
 
@@ -335,7 +341,7 @@ class Session:
             self.model,
             plan=self.plan,
             forward_log=self.forward_log,
-            gate=None if self.is_alone else self.gate,
+            forward=None if self.is_alone else self.forward,
         )
         twin.cache = self.cache.clone()
         last: Node | None = None
@@ -349,9 +355,9 @@ class Session:
     # ------------------------------------------------------------------ computing
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
-        """Return the target's scores of the root and every node, running what is missing.
+        """Return the scores of the root and of every node; run what is missing.
 
-        There is at most one forward pass of the tree's nodes.
+        At most one forward pass runs nodes of the tree.
         """
         rows = None if hidden_layers else self._match_chain(tree)
         if rows is None:
@@ -360,19 +366,19 @@ class Session:
         stop = 2 * self.model.config.n_layers
         late = self.committed[self._ready : -1]
         todo = [*late, *(node for node in rows if not node.sublayers_done)]
-        logits = self.run(todo, stop, chain_heads=len(late)).logits if todo else None
+        logits = self.run_nodes(todo, stop, chain_heads=len(late)).logits if todo else None
         if logits is None or len(logits) < len(rows):
-            logits = stack([node.row for node in rows if node.row is not None])
+            logits = stack_rows([node.logits for node in rows if node.logits is not None])
         self._advance_ready()
         self.scored = rows[1:]
         return Scores(logits, self._hidden_states(rows, ()), [stop // 2] * len(rows))
 
     def draft_chain(self, most: int, choose: NextTokenFn) -> bool:
-        """Draft tokens one after another from the newest token on, as a draft model does.
+        """Run draft tokens one after another, as a draft model does.
 
-        choose(logits [V]) returns the token after each of at most `most` positions; None: no more.
-        The session keeps what was run as if it had scored each draft as a tree. Returns False if
-        the fast path does not apply: then nothing was chosen.
+        `choose` gets the logits [V] after each of at most `most` positions, and returns the next
+        token; None: stop. The nodes are kept as if each draft had been scored as a tree. Returns
+        False if the fast path does not apply: then `choose` was not called.
         """
         tip, c = self._newest(), self.model.config
         self._advance_ready()
@@ -382,24 +388,24 @@ class Session:
         if is_begun and tip.needs_compute(self.plan, stop, c.n_layers, (), True):
             return False
         first = len(self) - (not is_begun)  # the slot of the first token that is run
-        is_plain = self.is_alone and self.plan.whole and tip.slot == tip.position
+        is_plain = self.is_alone and self.plan.is_whole and tip.slot == tip.position
         if (
             not is_plain
-            or self._extras
+            or self._probe_nodes
             or tip.children
             or self.model.engine is None
             or first + most > c.max_positions
             or not self.cache.present[:first].all()
         ):
             return False
-        above, row = tip.parent, tip.row
+        above, row = tip.parent, tip.logits
         token: int | None = tip.token
         if row is not None:
             above, most, token = tip, most - 1, choose(to_numpy(row))
         if token is None or most == 0:
             return True
         self.cache.reserve(first + most)
-        ran = self.model.chain(self.cache, token, first, most, choose, self.forward_log)
+        ran = self.model.run_chain(self.cache, token, first, most, choose, self.forward_log)
         self.cache.mark_present(slice(first, first + len(ran)))
         self.scored = []
         for token, row, state in ran:
@@ -411,12 +417,12 @@ class Session:
             above = node
         return True
 
-    def advance(
+    def run_to_layer(
         self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
-        """Run a tree up to the end of `layer` layers and leave it there; a later `score` continues.
+        """Run a tree through its first `layer` layers; a later `score` continues from there.
 
-        With `head`, return the logits that an exit at this layer would give.
+        With `head`, return the logits of an exit at this layer.
         """
         if not 0 <= layer <= self.model.config.n_layers:
             raise TinyspecError(
@@ -427,15 +433,14 @@ class Session:
         )
         return scores
 
-    def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
-        """Give committed tokens that exited early the keys and values that they lack.
+    def fill_cache(
+        self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
+    ) -> None:
+        """Complete the keys and values of committed tokens that exited early.
 
-        All tokens but the newest, unless `slots` names some.
-
-        copy       the state at their exit is copied up: keys and values of the layers above are
-                   made from it (CALM)
-        recompute  the layers are run after all; this is also what the next `score` does to whatever
-                   is left (postpone)
+        slots  which tokens; None: all but the newest
+        how    copy       make keys and values of the layers above from the state at the exit (CALM)
+               recompute  run these layers now; the next `score` does the same for what is left
         """
         n_layers = self.model.config.n_layers
         chosen = range(len(self) - 1) if slots is None else sorted(slots)
@@ -452,7 +457,7 @@ class Session:
                     "the exit states of these tokens are gone: only 'recompute' can fill them"
                 )
         if todo:
-            self.run(todo, self._end, copying=how == "copy")
+            self.run_nodes(todo, self._end, copying=how == "copy")
             self._advance_ready()
 
     def set_probe_embeddings(
@@ -472,15 +477,12 @@ class Session:
             )
         self.probes, self.prefix = rows, prefix
 
-    def replan(self, plan: Plan) -> None:
-        """Run what comes from now on under another plan, such as a window that moves on.
-
-        What was run stays as it is.
-        """
+    def set_plan(self, plan: Plan) -> None:
+        """Use another plan from now on, as a sliding window does. What was run stays as it is."""
         self.plan = plan
 
     def view(self, plan: Plan) -> "View":
-        """Return the same weights, text and nodes under another plan."""
+        """Return a view: the same weights, text and nodes under another plan."""
         return View(self, plan)
 
     def score_tree(
@@ -492,13 +494,12 @@ class Session:
         head: bool = True,
         trunk: Sequence[Node] = (),
     ) -> tuple[Scores, list[Node]]:
-        """Attach a tree to the newest token (or a view's trunk) and run what is missing of it.
+        """Attach a tree to the newest token (or to a view's trunk), and run what is missing of it.
 
-        This is `score` for any tree, plan and exit. Returns the scores, and the node of every tree
-        entry.
+        This is `score` for any tree, plan and exit. Returns the scores, and the nodes of the tree.
         """
         n_layers = self.model.config.n_layers
-        end = plan.sublayers(n_layers)
+        end = plan.stop_sublayer(n_layers)
         stop = end if stop is None else min(stop, end)
         hidden_layers = self._check_hidden_layers(hidden_layers, stop)
         above = [self._newest(), *trunk]
@@ -512,11 +513,11 @@ class Session:
         above = [n for n in above if n.needs_compute(plan, stop, n_layers, (), head=False)]
         late = self._unfinished_tokens(min(stop, self._end))
         while late and (plan != self.plan or len(late) > PREFILL_CHUNK):
-            self.run(late[:PREFILL_CHUNK], min(stop, self._end))
+            self.run_nodes(late[:PREFILL_CHUNK], min(stop, self._end))
             late = late[PREFILL_CHUNK:]
         fresh = None
         if todo or above or late:
-            fresh = self.run(
+            fresh = self.run_nodes(
                 [*late, *above, *todo],
                 stop,
                 heads=todo if head else (),
@@ -528,12 +529,12 @@ class Session:
         elif fresh is not None and todo == rows:
             logits = fresh.logits
         else:
-            logits = stack([node.row for node in rows if node.row is not None])
+            logits = stack_rows([node.logits for node in rows if node.logits is not None])
         states = self._hidden_states(rows, hidden_layers)
         self._advance_ready()
         return Scores(logits, states, [stop // 2] * len(rows)), nodes
 
-    def run(
+    def run_nodes(
         self,
         nodes: Sequence[Node],
         stop: int,
@@ -547,23 +548,23 @@ class Session:
     ) -> Scores:
         """Run one forward pass over nodes, parents before children, up to sublayer `stop`.
 
-        Each node continues from where it was left, and is told what was computed.
+        Each node continues from where it stopped, and records what was computed.
 
         heads        nodes whose logits are wanted
-        copying      make keys and values from the states where the nodes stand, run no layer
-        chain_heads  the fast case: the nodes follow one another, each in the slot of its position
-                     and after all that it attends to, none of them begun, through the whole model;
-                     logits are wanted from the node of this index on
+        copying      make keys and values from the nodes' states, run no layer
+        chain_heads  for the usual case: a chain of new nodes after all that they attend to, through
+                     the whole model, each in the slot of its position; the logits of the nodes from
+                     this index on are wanted
         """
         plan, n_layers = plan or self.plan, self.model.config.n_layers
         slots = [node.slot for node in nodes]
-        seen: list[Seen]
-        snapshot: tuple[int, ...]
+        seen: list[SeenSlots]
+        saved_sublayers: tuple[int, ...]
         entering: list[Tensor] = []
-        given = probing = None
+        has_state = probing = None
         if chain_heads is not None:
-            positions, starts, snapshot = slots, [0] * len(slots), (stop,)
-            high, seen = slots[-1] + 1, [(slot + 1, ()) for slot in slots]
+            positions, starts, saved_sublayers = slots, [0] * len(slots), (stop,)
+            n_slots, seen = slots[-1] + 1, [(slot + 1, ()) for slot in slots]
             head_rows = list(range(chain_heads, len(slots)))
         else:
             positions = [node.position for node in nodes]
@@ -574,17 +575,17 @@ class Session:
                 for node, (_, state) in zip(nodes, resumed, strict=True)
             ]
             entering = [state for state in states if state is not None]
-            given = [state is not None for state in states] if entering else None
-            high, seen = visibility(nodes)
+            has_state = [state is not None for state in states] if entering else None
+            n_slots, seen = find_seen_slots(nodes)
             wanted = set(heads)
             head_rows = [i for i, node in enumerate(nodes) if node in wanted]
-            # States are kept where the plan stops, and where the session's own plan would part.
-            parting = min(stop, plan.differs(self.plan, n_layers))
-            snapshot = () if prefill else tuple({stop, parting})
+            # Save the states where this plan stops, and where it differs from the session's own.
+            differs_at = min(stop, plan.first_difference(self.plan, n_layers))
+            saved_sublayers = () if prefill else tuple({stop, differs_at})
             if self.prefix is not None and any(node.probe for node in nodes):
                 probing = torch.tensor([node.probe for node in nodes], device=self.model.device)
         if not copying:
-            self._check_keys(slots, starts, stop, plan, seen, high)
+            self._check_keys(slots, starts, stop, plan, seen, n_slots)
         feed = ForwardBatch(
             cache=self.cache,
             plan=plan,
@@ -593,25 +594,25 @@ class Session:
             slots=slots,
             starts=starts,
             stop=stop,
-            high=high,
+            n_slots=n_slots,
             seen=seen,
-            entering=torch.stack(entering) if entering else None,
-            given=given,
+            entry_states=torch.stack(entering) if entering else None,
+            has_state=has_state,
             heads=head_rows,
             hidden_layers=hidden_layers,
-            snapshot=snapshot,
+            saved_sublayers=saved_sublayers,
             probes=probing,
             prefix=None if probing is None else self.prefix,
             copying=copying,
             prefill=prefill,
             forward_log=self.forward_log,
         )
-        scores = self.gate([feed])[0]
+        scores = self.forward([feed])[0]
         rows: list[Tensor | None]
         if chain_heads is not None:
-            self.cache.mark_present(slice(slots[0], high))
+            self.cache.mark_present(slice(slots[0], n_slots))
             rows = [*[None] * chain_heads, *scores.logits]
-            for node, row, state in zip(nodes, rows, feed.kept[stop], strict=True):
+            for node, row, state in zip(nodes, rows, feed.saved_states[stop], strict=True):
                 node.mark_computed(plan, stop, n_layers, {stop: state}, row)
             return scores
         logits = dict(zip(head_rows, scores.logits, strict=True))
@@ -623,14 +624,20 @@ class Session:
             if copying:
                 node.filled = True
                 continue
-            left = {at: kept[i] for at, kept in feed.kept.items() if at > start}
+            saved = {at: kept[i] for at, kept in feed.saved_states.items() if at > start}
             hidden = {
                 layer: scores.hidden[k, i]
                 for k, layer in enumerate(hidden_layers)
                 if 2 * layer >= start or layer == n_layers
             }
             node.mark_computed(
-                plan, stop, n_layers, left, logits.get(i), start, hidden if hidden_layers else None
+                plan,
+                stop,
+                n_layers,
+                saved,
+                logits.get(i),
+                start,
+                hidden if hidden_layers else None,
             )
         return scores
 
@@ -639,7 +646,7 @@ class Session:
     @property
     def _end(self) -> int:
         """The sublayer where the session's own plan stops."""
-        return self.plan.sublayers(self.model.config.n_layers)
+        return self.plan.stop_sublayer(self.model.config.n_layers)
 
     def _newest(self) -> Node:
         if not self.committed:
@@ -658,8 +665,8 @@ class Session:
         length = len(self) + more + len(tokens)
         if length > c.max_positions:
             raise TinyspecError(
-                f"{length} tokens do not fit into the context of {c.max_positions} tokens of {self.model.name}: "
-                "shorten the prompt"
+                f"{length} tokens do not fit into the context of {c.max_positions} tokens of "
+                f"{self.model.name}: shorten the prompt"
             )
 
     def _check_hidden_layers(self, hidden_layers: Sequence[int], stop: int) -> tuple[int, ...]:
@@ -669,7 +676,9 @@ class Session:
         """
         for layer in hidden_layers:
             if not (0 <= 2 * layer <= stop or layer == self.model.config.n_layers):
-                raise ValueError(f"tap {layer} is not among the {stop // 2} layers that are run")
+                raise ValueError(
+                    f"hidden layer {layer} is not among the {stop // 2} layers that are run"
+                )
         return tuple(hidden_layers)
 
     def _check_keys(
@@ -678,10 +687,10 @@ class Session:
         starts: Sequence[int],
         stop: int,
         plan: Plan,
-        seen: Sequence[Seen],
-        high: int,
+        seen: Sequence[SeenSlots],
+        n_slots: int,
     ) -> None:
-        """Raise RuntimeError if attention would read a slot that has no keys in some layer."""
+        """Raise RuntimeError if attention would read a slot without keys in some layer."""
         own = set(slots)
         low = min(own)
         if self.cache.present[:low].all() and all(
@@ -690,7 +699,7 @@ class Session:
             prefixes = [prefix for prefix, _ in seen if prefix > low]
             if not prefixes or own.issuperset(range(low, max(prefixes))):
                 return  # the usual case, at little cost
-        read: NDArray[np.bool_] = np.zeros(high, dtype=np.bool_)
+        read: NDArray[np.bool_] = np.zeros(n_slots, dtype=np.bool_)
         read[: max(prefix for prefix, _ in seen)] = True
         read[[slot for _, more in seen for slot in more]] = True
         read[slots] = False  # these nodes bring their own keys
@@ -704,7 +713,8 @@ class Session:
         if len(missing):
             slot, column = int(old[missing[0][0]]), int(missing[0][1])
             raise RuntimeError(
-                f"slot {slot} has no keys in layer {layers[column]}: fill() it or run it first"
+                f"slot {slot} has no keys in layer {layers[column]}: "
+                "call fill_cache() or run it first"
             )
 
     def _no_logits(self) -> Tensor:
@@ -715,9 +725,9 @@ class Session:
         """Return the states of these nodes: [layers asked for, n, d]."""
         if not (nodes and hidden_layers):
             shape = len(hidden_layers), len(nodes), self.model.config.d_model
-            return torch.empty(shape, dtype=self.model.stream, device=self.model.device)
+            return torch.empty(shape, dtype=self.model.state_dtype, device=self.model.device)
         return torch.stack(
-            [torch.stack([node.shown[layer] for node in nodes]) for layer in hidden_layers]
+            [torch.stack([node.hidden[layer] for node in nodes]) for layer in hidden_layers]
         )
 
     def _probe_embedding(self, node: Node) -> Tensor | None:
@@ -728,9 +738,9 @@ class Session:
         return self.probes[node.token - vocabulary].to(self.model.device)
 
     def _unfinished_tokens(self, stop: int) -> list[Node]:
-        """Return committed tokens before the newest that are not at `stop` yet.
+        """Return the committed tokens before the newest that were not run up to `stop`.
 
-        They were appended, or exited early and were not filled.
+        They were appended, or they exited early and were not filled.
         """
         n_layers = self.model.config.n_layers
         return [
@@ -740,7 +750,7 @@ class Session:
         ]
 
     def _advance_ready(self) -> None:
-        """Move `_ready` past the tokens that are computed, and free what nobody asks for again."""
+        """Move `_ready` past the tokens that are complete, and free what is not read again."""
         n_layers = self.model.config.n_layers
         while self._ready < len(self) - 1:
             node = self.committed[self._ready]
@@ -754,17 +764,16 @@ class Session:
             self._ready += 1
 
     def _match_chain(self, tree: TokenTree) -> list[Node] | None:
-        """Return the newest token and the nodes of a single-branch draft, in their slots.
+        """Return the newest token and the nodes of a single-branch draft, or None.
 
-        None if the fast path does not apply. It covers plain decoding steps, a draft model's own
-        steps and chains, on the whole model: every node stands in the slot equal to its position,
-        none is partly computed, and what is missing stands at the end. For these, `score_tree`
-        would find out the same at a cost that a model of a tenth of a millisecond notices.
-        Branches, probes and skipped layers are left to it.
+        None means that the fast path of `score` does not apply. It covers plain decoding, a draft
+        model's own steps, and chains on the whole model: every node stands in the slot of its
+        position, none is partly computed, and what is missing is at the end. `score_tree` would
+        find the same, but at a cost that shows if a forward pass takes a tenth of a millisecond.
         """
         self._advance_ready()
         tokens, n, committed, c = tree.tokens, len(tree.tokens), self.committed, self.model.config
-        if self._extras or not committed or not self.plan.whole or (n and any(tree.probe)):
+        if self._probe_nodes or not committed or not self.plan.is_whole or (n and any(tree.probe)):
             return None
         if tuple(tree.parents) != tuple(range(ROOT, n - 1)):
             return None
@@ -786,24 +795,27 @@ class Session:
             return None
         if any(node.sublayers_done or node.states or node.filled for node in (*late, *rows[done:])):
             return None  # they continue from where they were left
-        fresh, high = tokens[len(rows) - 1 :], len(committed) + n
+        fresh, n_slots = tokens[len(rows) - 1 :], len(committed) + n
         if fresh and (
             not is_single
             or rows[-1].children
-            or high > c.max_positions
+            or n_slots > c.max_positions
             or not 0 <= min(fresh) <= max(fresh) < c.vocab_size
         ):
             return None  # other nodes hold the slots, or `score_tree` has an error to report
         if len(late) + n >= PREFILL_CHUNK:
             return None
-        self.cache.reserve(high)
+        self.cache.reserve(n_slots)
         for token in fresh:
             rows.append(Node(token, rows[-1]))
             rows[-1].slot = rows[-1].position
         return rows
 
     def _attach(self, above: Sequence[Node], tree: TokenTree) -> list[Node]:
-        """Find or make the node of every tree entry below `above`; probes are always made anew."""
+        """Return the node of every tree entry below `above`; make those that are missing.
+
+        Probes are always made anew.
+        """
         vocabulary, limit = self.model.config.vocab_size, self.model.config.max_positions
         probe_ids = 0 if self.probes is None else len(self.probes)
         self._drop_probes()
@@ -813,7 +825,7 @@ class Session:
         for token, up, probe in zip(tree.tokens, tree.parents, tree.probe, strict=True):
             parent = above[-1] if up == ROOT else attached[up]
             if parent.probe and not probe:
-                raise ValueError("a probe cannot be the parent of a guess")
+                raise ValueError("a probe cannot be the parent of a draft token")
             if not 0 <= token < vocabulary + (probe_ids if probe else 0):
                 raise TinyspecError(f"token id {token} is outside the vocabulary of {vocabulary}")
             node = None if probe else parent.children.get(token)
@@ -821,7 +833,7 @@ class Session:
                 if parent.position + 1 >= limit:
                     raise TinyspecError(f"the draft reaches beyond the context of {limit}")
                 node = Node(token, parent, probe=probe)
-                self._extras += [node] if probe else []
+                self._probe_nodes += [node] if probe else []
             attached.append(node)
         for node in (*above, *attached):
             if node.slot < 0:
@@ -831,7 +843,7 @@ class Session:
         return attached
 
     def _commit_nodes(self, nodes: list[Node]) -> None:
-        """Commit these nodes: they and the nodes below the last one move into contiguous slots.
+        """Commit these nodes: move them, and the nodes below the last, into contiguous slots.
 
         All other uncommitted nodes are dropped.
         """
@@ -843,42 +855,41 @@ class Session:
         for node, child in pairwise((*self.committed[-1:], *nodes)):
             for other in node.children.values():
                 if other is not child:
-                    other.release()
+                    other.detach()
             node.children = {}
         self.committed.extend(nodes)
         below = nodes[-1].descendants()
         self._assign_slots([*nodes, *below], first)
         for node in self.committed[max(first - 1, 0) : -1]:
             node.drop_outputs()
-        # What a view computed above these tokens attended to them as the view ran them: that goes.
+        # A view may have computed these nodes under its own plan: drop what is not valid here.
         for node in (nodes[-1], *below):
             if node.invalidate_beyond(self.plan, self.model.config.n_layers):
                 self.cache.mark_missing(node.slot, (node.sublayers_done + 1) // 2)
 
     def _assign_slots(self, nodes: list[Node], first: int) -> None:
-        """Give nodes the slots first, first + 1, ..., moving their keys and values."""
+        """Give nodes the slots first, first + 1, ..., and move their keys and values there."""
         self.cache.reserve(first + len(nodes))
         old = [node.slot if node.slot >= 0 else first + i for i, node in enumerate(nodes)]
-        self.cache.move(old, first)
+        self.cache.move_slots(old, first)
         for i, node in enumerate(nodes):
             if node.slot < 0:
                 self.cache.mark_missing(first + i)
             node.slot = first + i
 
     def _drop_probes(self) -> None:
-        for probe in self._extras:
-            probe.release()
-        self._extras = []
+        for probe in self._probe_nodes:
+            probe.detach()
+        self._probe_nodes = []
 
 
-def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:
-    """Return the slots in use, and what each node attends to: a prefix, and other slots.
+def find_seen_slots(nodes: Sequence[Node]) -> tuple[int, list[SeenSlots]]:
+    """Return how many slots are in use, and the slots that each node attends to.
 
     A node attends to every committed slot up to its own, to its ancestors and to itself; never to a
-    sibling. Ancestors stand in lower slots, so a node whose slot equals its position has nothing
-    but ancestors in the slots below its own.
+    sibling. If its slot equals its position, the slots below hold only ancestors.
     """
-    seen: list[Seen] = []
+    seen: list[SeenSlots] = []
     for node in nodes:
         path: list[int] = []
         at: Node | None = node
@@ -892,10 +903,10 @@ def visibility(nodes: Sequence[Node]) -> tuple[int, list[Seen]]:
 class View:
     """The text and nodes of a session under another plan.
 
-    Its text is the session's committed text plus its trunk, a chain of the session's uncommitted
+    Its text is the session's committed text plus its *trunk*, a chain of the session's uncommitted
     nodes. So a decoder can run on a view (LayerSkip's draft, TriForce's middle level) while the
-    session holds the trunk as nodes that it may verify. What both plans compute alike is computed
-    once.
+    session keeps the trunk as draft tokens that it may verify. What both plans compute alike is
+    computed once.
     """
 
     cache_exact = False  # its nodes are computed under the plan
@@ -903,43 +914,47 @@ class View:
     def __init__(self, session: Session, plan: Plan):
         self.session, self.plan = session, plan
         self._trunk: list[Node] = []
-        self._nodes: list[Node] = []  # of the last tree, by its indices
-        self._at: int | None = None  # rewound into the session's text: where; None: at its end
+        self._nodes: list[Node] = []  # the nodes of the last tree, in its order
+        self._position: int | None = (
+            None  # rewound into the session's text: where; None: at its end
+        )
 
     @property
     def text(self) -> list[int]:
-        self._follow()
-        return [*self.session.text, *(node.token for node in self._trunk)][: self._at]
+        self._sync_trunk()
+        return [*self.session.text, *(node.token for node in self._trunk)][: self._position]
 
     def __len__(self) -> int:
-        self._follow()
-        return len(self.session) + len(self._trunk) if self._at is None else self._at
+        self._sync_trunk()
+        return len(self.session) + len(self._trunk) if self._position is None else self._position
 
-    def _follow(self) -> None:
+    def _sync_trunk(self) -> None:
         """Drop the part of the trunk that the session has committed.
 
-        Drop all of it if the session has committed something else.
+        Drop all of it if the session has committed other tokens.
         """
         committed = self.session.committed
         kept = [node for node in self._trunk if node.position >= len(committed)]
-        # Asking the node for its parent would not do: a token that was committed and taken back
-        # still names the parent that has dropped it.
-        hangs = bool(kept and committed) and committed[-1].children.get(kept[0].token) is kept[0]
-        self._trunk = kept if hangs else []
-        if self._at is not None and self._at >= len(self.session):
-            self._at = None
+        # The node's own parent proves nothing: after a commit and a rewind a token still refers to
+        # the parent that has dropped it.
+        is_attached = (
+            bool(kept and committed) and committed[-1].children.get(kept[0].token) is kept[0]
+        )
+        self._trunk = kept if is_attached else []
+        if self._position is not None and self._position >= len(self.session):
+            self._position = None
 
     def append(self, tokens: Iterable[int]) -> None:
-        """Extend the trunk by these tokens; inside the session's own text they must agree with it."""
-        self._follow()
+        """Extend the trunk by these tokens. Inside the session's own text they must equal it."""
+        self._sync_trunk()
         self._nodes = []
         limit = self.session.model.config.max_positions
         for token in tokens:
-            if self._at is not None:
-                if self.session.committed[self._at].token != token:
+            if self._position is not None:
+                if self.session.committed[self._position].token != token:
                     raise ValueError("a view cannot leave its session's committed text")
-                self._at += 1
-                self._at = None if self._at == len(self.session) else self._at
+                self._position += 1
+                self._position = None if self._position == len(self.session) else self._position
                 continue
             if not 0 <= token < self.session.model.config.vocab_size:
                 raise TinyspecError(f"token id {token} is outside the vocabulary")
@@ -953,16 +968,14 @@ class View:
             self._trunk.append(tip.children.get(token) or type(tip)(token, tip))
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Commit forced tokens to the trunk. They run with the next tree; no hidden states are
-        shown.
-        """
+        """Commit forced tokens to the trunk. They run with the next tree, without hidden states."""
         self.append(tokens)
         return self.session.extend((), hidden_layers)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Return the scores of the newest token and the tree under the view's plan."""
-        self._follow()
-        if self._at is not None:
+        self._sync_trunk()
+        if self._position is not None:
             raise ValueError("the view stands inside its session's text: extend it first")
         scores, self._nodes = self.session.score_tree(
             tree, hidden_layers, self.plan, trunk=self._trunk
@@ -971,24 +984,24 @@ class View:
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
         """Extend the trunk by a path of the last tree, then `next`."""
-        self._follow()
+        self._sync_trunk()
         nodes = [self._nodes[i] for i in path]
         for tip, node in pairwise(
             (self._trunk[-1] if self._trunk else self.session.committed[-1], *nodes)
         ):
             if node.probe or node.parent is not tip:
-                raise ValueError(f"{list(path)} is not a path of guesses down the view's last tree")
+                raise ValueError(f"{list(path)} is not a path down the view's last tree")
         self._trunk += nodes
         self.append(() if next is None else (next,))
 
     def rewind(self, length: int) -> None:
-        """Take back the trunk; inside the session's text only the reading position moves."""
+        """Shorten the trunk. Inside the session's text, only the end of the view's text moves."""
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         self._nodes = []
         self._trunk = self._trunk[: max(length - len(self.session), 0)]
-        self._at = length if length < len(self.session) else None
+        self._position = length if length < len(self.session) else None
 
     def end(self) -> None:
         """Return to the session's own text."""
-        self._trunk, self._nodes, self._at = [], [], None
+        self._trunk, self._nodes, self._position = [], [], None

@@ -1,20 +1,21 @@
-"""Steps of fixed shape: on a CUDA device a step of a small model is hundreds of launches, and
-waiting for them is most of it.
+"""Forward passes of fixed shape, for CUDA graphs.
 
-A CUDA graph is launched once and replays them all, if every shape and every address stays what it
-was. So here nothing depends on the text: the rows of a pass are padded to one of a few sizes; a
-cache has its full room from the beginning, and who may look where is a mask over all of it; padding
-rows write into a slot that nobody reads; and stores of keys and values are never freed but handed
-from a finished session to the next, so the graphs captured on them serve again.
+On a CUDA device a pass of a small model is hundreds of kernel launches, and waiting for them is
+most of its time. A CUDA graph launches them all at once, if no shape and no address changes. So:
 
-The arithmetic is `blocks.py`'s own. What does not fit the mould goes there: a long prompt, several
-sessions in one pass, rows that enter late, skipped layers, visible sets, prefixes. Without a device
-nothing is captured and the same steps run as they are written, which is how they are tested on a
-CPU.
+- the rows of a pass are padded to one of a few sizes; padding writes into a slot that nobody reads
+- a cache has its full size from the beginning, and a mask over all of it says what is visible
+- a store of keys and values is never freed: a finished session hands it to the next one, and the
+  graphs that were captured on it serve again
+
+The layers are those of `blocks.py`. What has no fixed shape runs there: long prompts, several
+sessions in one pass, rows that start in a later layer, skipped layers, visible sets, prefixes.
+Without a CUDA device nothing is captured and the same passes run directly; so a CPU can test them.
 """
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,56 +25,52 @@ from torch.nn import functional as F
 
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.forward import Cache, ForwardBatch
-from tinyspec.lm.ops import attend, linear, stacked
+from tinyspec.lm.ops import additive_mask, attend
 
-SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a step
-ROOM = 256  # slots of the smallest store; they double
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a pass
+MIN_SLOTS = 256  # slots of the smallest store; larger ones double it
 _NOTHING = torch.empty(0, 0, 0)
 
 
-class Step:
+class FixedShapePass:
     """One pass of `size` rows over one store: its inputs, its outputs, and how to run it.
 
-    given    int64 [3, size]: tokens, positions, slots;  looks  bool [size, slots]
-    states   [L + 1, size, d] before every layer and behind the last;  normed [size, d], logits
-             [size, V]
+    inputs   int64 [3, size]: tokens, positions, slots
+    visible  bool [size, slots]: the slots that each row attends to
+    states   [L + 1, size, d]: before every layer, and after the last
+    normed   [size, d], after the final norm
+    logits   [size, V]
     """
 
     def __init__(self, blocks: Blocks, store: Tensor, size: int):
         self.blocks, self.store, self.size = blocks, store, size
         device, slots = store.device, store.shape[3]
-        self.given = torch.zeros(3, size, dtype=torch.long, device=device)
-        self.looks = torch.ones(size, slots, dtype=torch.bool, device=device)
+        self.inputs = torch.zeros(3, size, dtype=torch.long, device=device)
+        self.visible = torch.ones(size, slots, dtype=torch.bool, device=device)
         self.states = self.normed = self.logits = torch.empty(0)
         self.run: Callable[[], None] = self.compute
 
     def compute(self) -> None:
-        """The pass as it is written."""
+        """Run the pass as it is written."""
         blocks, c = self.blocks, self.blocks.config
-        tokens, positions, slots = self.given
+        tokens, positions, slots = self.inputs
         x = F.embedding(tokens, blocks.embed)
         if c.positions == "learned":
             x = x + blocks.weights["positions"][positions]
-        turn = (
-            (blocks.cos[positions], blocks.sin[positions])
-            if c.positions == "rope"
-            else (blocks.cos, blocks.sin)
-        )
-        mask = stacked(self.looks, c.n_heads // c.n_kv_heads, x.dtype)
+        rotary = blocks.rotary_at(positions)
+        mask = additive_mask(self.visible, c.n_heads // c.n_kv_heads, x.dtype)
         states = [x]
-        for layer, block in enumerate(blocks.layers):
-            q, k, v = blocks._qkv(block, x, *turn)
-            keys, values = self.store[layer]
-            keys.index_copy_(1, slots, k.transpose(0, 1))
-            values.index_copy_(1, slots, v.transpose(0, 1))
-            x = x + linear(attend(q, keys, values, mask), block.out, block.out_bias)
-            x = x + blocks._mlp(block, x)
+        for block, (keys, values) in zip(blocks.layers, self.store, strict=True):
+            attend_fn = partial(_attend_in_store, keys, values, slots, mask)
+            x = blocks.add_mlp(block, blocks.add_attention(block, x, rotary, attend_fn))
             states.append(x)
-        self.states, self.normed, self.logits = torch.stack(states), blocks.final(x), blocks.head(x)
+        self.states, self.logits = torch.stack(states), blocks.compute_logits(x)
+        self.normed = blocks.apply_final_norm(x)
 
     def capture(self, pool: Any) -> None:
-        """Record the pass; from now on `run` replays it. It is run before, on a stream of its own,
-        as torch asks.
+        """Capture the pass as a CUDA graph, which `run` replays from then on.
+
+        torch wants it to be run before, on a stream of its own.
         """
         side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
@@ -87,68 +84,81 @@ class Step:
         self.run = graph.replay
 
 
-class Static:
-    """The steps of one model, made as they are needed."""
+def _attend_in_store(
+    keys: Tensor, values: Tensor, slots: Tensor, mask: Tensor, q: Tensor, k: Tensor, v: Tensor
+) -> Tensor:
+    """Write keys and values of the pass into their slots, then attend over all slots."""
+    keys.index_copy_(1, slots, k.transpose(0, 1))
+    values.index_copy_(1, slots, v.transpose(0, 1))
+    return attend(q, keys, values, mask)
+
+
+class CudaGraphRunner:
+    """The passes of one model, built when they are needed."""
 
     def __init__(self, blocks: Blocks):
         self.blocks = blocks
         self.captures = blocks.device.type == "cuda"
-        self._steps: dict[tuple[int, int], Step] = {}
-        self._known: set[int] = set()  # addresses of the stores that are ours
-        self._free: dict[int, list[Tensor]] = {}  # by slots
-        self._memory = torch.cuda.graph_pool_handle() if self.captures else None
+        self._passes: dict[tuple[int, int], FixedShapePass] = {}
+        self._own_addresses: set[int] = set()  # addresses of the stores that are ours
+        self._free_stores: dict[int, list[Tensor]] = {}  # by slots
+        self._pool = torch.cuda.graph_pool_handle() if self.captures else None
 
-    def run(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
-        """A whole pass: states behind the last layer [n, d], hidden [layers asked for, n, d],
-        logits [heads, V]; None: too many rows.
+    def run_full_pass(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Run a full pass, or return None if it has too many rows.
+
+        Returns the states after the last layer [n, d], the hidden layers asked for [k, n, d], and
+        the logits [heads, V].
         """
         cache, n, n_layers = feed.cache, len(feed.tokens), self.blocks.config.n_layers
         if n > SIZES[-1]:
             return None
-        self._house(cache)
+        self._move_to_own_store(cache)
         size = next(size for size in SIZES if size >= n)
         key = cache.store.data_ptr(), size
-        if key not in self._steps:
-            self._steps[key] = Step(self.blocks, cache.store, size)
-        step = self._steps[key]
-        spare = cache.store.shape[3] - 1  # the slot of the padding
+        if key not in self._passes:
+            self._passes[key] = FixedShapePass(self.blocks, cache.store, size)
+        fixed = self._passes[key]
+        spare = cache.store.shape[3] - 1  # the slot that padding writes to
         pad = size - n
         columns = [feed.tokens + [0] * pad, feed.positions + [0] * pad, feed.slots + [spare] * pad]
-        looks = np.zeros((size, spare + 1), dtype=bool)
-        looks[n:, spare] = True
-        for row, (prefix, extra) in zip(looks, feed.seen, strict=False):
+        visible = np.zeros((size, spare + 1), dtype=bool)
+        visible[n:, spare] = True
+        for row, (prefix, extra) in zip(visible, feed.seen, strict=False):
             row[:prefix] = True
             row[list(extra)] = True
-        step.given.copy_(torch.tensor(columns), non_blocking=True)
-        step.looks.copy_(torch.from_numpy(looks), non_blocking=True)
-        if self.captures and step.run == step.compute:
-            kept = cache.store[
-                :, :, :, feed.slots
-            ].clone()  # the trial runs write the same, but may round otherwise
-            step.capture(self._memory)
+        fixed.inputs.copy_(torch.tensor(columns), non_blocking=True)
+        fixed.visible.copy_(torch.from_numpy(visible), non_blocking=True)
+        if self.captures and fixed.run == fixed.compute:
+            # The trial runs write the same keys and values, but may round them otherwise.
+            kept = cache.store[:, :, :, feed.slots].clone()
+            fixed.capture(self._pool)
             cache.store[:, :, :, feed.slots] = kept
-        step.run()  # the next run overwrites what it leaves, so what is handed out is copied
-        shown = [step.normed if tap == n_layers else step.states[tap] for tap in feed.hidden_layers]
+        fixed.run()  # the next run overwrites its outputs, so they are copied
+        shown = [
+            fixed.normed if tap == n_layers else fixed.states[tap] for tap in feed.hidden_layers
+        ]
         hidden = torch.stack(shown)[:, :n] if shown else _NOTHING
-        logits = step.logits[:n].clone() if len(feed.heads) == n else step.logits[feed.heads]
-        return step.states[n_layers, :n].clone(), hidden, logits
+        logits = fixed.logits[:n].clone() if len(feed.heads) == n else fixed.logits[feed.heads]
+        return fixed.states[n_layers, :n].clone(), hidden, logits
 
-    def _house(self, cache: Cache) -> None:
-        """Move a cache into a store of ours, if it does not live in one: of its own capacity,
-        rounded up, and a spare slot.
+    def _move_to_own_store(self, cache: Cache) -> None:
+        """Move a cache into a store of ours, unless it is in one.
+
+        The store has the cache's capacity, rounded up, and one spare slot for padding.
         """
-        if cache.store.data_ptr() in self._known:
+        if cache.store.data_ptr() in self._own_addresses:
             return
-        slots = ROOM
+        slots = MIN_SLOTS
         while slots < cache.capacity:
             slots *= 2
-        free = self._free.setdefault(slots, [])
+        free = self._free_stores.setdefault(slots, [])
         shape = (*cache.store.shape[:3], slots + 1, cache.store.shape[4])
         store = (
             free.pop().zero_()
             if free
             else torch.zeros(shape, dtype=cache.store.dtype, device=cache.store.device)
         )
-        self._known.add(store.data_ptr())
-        cache.settle(store, slots)
+        self._own_addresses.add(store.data_ptr())
+        cache.move_to_store(store, slots)
         weakref.finalize(cache, free.append, store)

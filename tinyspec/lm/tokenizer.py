@@ -1,5 +1,6 @@
-"""Text to token ids and back, around Hugging Face's `tokenizers`; ids alone never lose a character
-of a text.
+"""Convert text to token ids and back, with Hugging Face's `tokenizers`.
+
+No character of a text is lost on the way.
 """
 
 import codecs
@@ -25,8 +26,9 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Detokeniser(Protocol):
-    """A growing text. `flush` ends it (a half character becomes U+FFFD, as in a whole decode) and
-    starts a new one.
+    """Decode ids as they arrive: `push` returns the new text, `flush` the rest.
+
+    After `flush` a new text begins. A half character becomes U+FFFD, as in `decode`.
     """
 
     def push(self, ids: Iterable[int]) -> str: ...
@@ -35,8 +37,7 @@ class Detokeniser(Protocol):
 
 
 class ByteStream:
-    """For byte-level BPE: every token is a few bytes, and a text is their concatenation read as
-    UTF-8.
+    """The stream of byte-level BPE: each token is a few bytes, and a text is UTF-8.
 
     >>> stream = ByteStream({0: b"caf", 1: b"\\xc3", 2: b"\\xa9"}.__getitem__)
     >>> [stream.push([0, 1]), stream.push([2]), stream.flush()]
@@ -57,22 +58,19 @@ class ByteStream:
 
 
 class WindowStream:
-    """For every other decoder: decode a short window twice, with and without what is new, and show
-    the difference.
+    """The stream of every other decoder: decode a window with and without the new ids.
 
-    A decoder treats the first token of a text apart, so the window always begins with tokens
-    already shown, and their text is cut off again. Nothing is shown while the end may still change:
-    after a byte token (a run of them that is not UTF-8 turns to U+FFFD as a whole) and after a half
-    character. A push costs a few tokens, not the whole text.
+    The difference is the new text. A decoder treats the first token of a text differently, so the
+    window always begins with tokens whose text was returned before. Nothing is returned while the
+    end may still change: after a byte token (a run of them that is not UTF-8 becomes U+FFFD as a
+    whole), and after a half character. A push costs a few tokens, not the whole text.
     """
 
     def __init__(
         self, decode: Callable[[Sequence[int]], str], token: Callable[[int], str | None]
     ) -> None:
         self._decode, self._token = decode, token
-        self._shown: list[
-            int
-        ] = []  # tokens whose text is out; they decode to something, unless nothing is out yet
+        self._shown: list[int] = []  # tokens whose text was returned; they decode to something
         self._held: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
@@ -80,17 +78,16 @@ class WindowStream:
         if not self._held or _BYTE_TOKEN.fullmatch(self._token(self._held[-1]) or ""):
             return ""
         text = self._decode(self._shown + self._held)
-        return "" if text.endswith("\ufffd") else self._show(text)
+        return "" if text.endswith("\ufffd") else self._emit(text)
 
     def flush(self) -> str:
-        text = self._show(self._decode(self._shown + self._held))
+        text = self._emit(self._decode(self._shown + self._held))
         self._shown = []
         return text
 
-    def _show(self, text: str) -> str:
+    def _emit(self, text: str) -> str:
         new = text[len(self._decode(self._shown)) :]
-        # Tokens that decode to nothing on their own ("▁" at the start of a text) cannot stand in
-        # for what came before.
+        # Tokens that decode to nothing alone ("▁" at the start of a text) cannot begin the window.
         self._shown = self._held if self._decode(self._held) else self._shown + self._held
         self._held = []
         return new
@@ -109,7 +106,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _raise(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -126,16 +123,17 @@ def _tojson(
     )
 
 
-def render(
+def render_chat(
     template: str,
     messages: Sequence[Message],
     add_generation_prompt: bool,
     tokens: Mapping[str, str],
 ) -> str:
-    """Messages as the checkpoint's one text. `tokens` are the template's variables (`bos_token`,
-    `eos_token`, ...).
+    """Return messages as one text, by the checkpoint's template.
 
-    Raises TinyspecError for a message without text, and for whatever the template itself refuses.
+    tokens  variables of the template: `bos_token`, `eos_token`, ...
+
+    Raises TinyspecError for a message without text, and for what the template itself rejects.
     """
     plain = []
     for i, message in enumerate(messages):
@@ -150,7 +148,7 @@ def render(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise
+    environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     variables = {**tokens, "messages": plain, "add_generation_prompt": add_generation_prompt}
     try:
@@ -162,8 +160,9 @@ def render(
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of every byte: itself if it prints, else the next free character
-    from U+0100 on.
+    """Return the byte of each character in GPT-2's byte alphabet.
+
+    A byte that prints stands for itself; the others have characters from U+0100 on.
 
     >>> _byte_alphabet()["Ġ"], _byte_alphabet()["A"]
     (32, 65)
@@ -183,9 +182,7 @@ _BYTE_OF = _byte_alphabet()
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with its tokenizer_config.json and chat template. `encode` adds no
-    special token.
-    """
+    """A `tokenizers.Tokenizer` with its tokenizer_config.json and its chat template."""
 
     def __init__(
         self,
@@ -193,7 +190,8 @@ class Tokenizer:
         config: dict[str, Any] | None = None,
         chat_template: str | None = None,
     ) -> None:
-        backend.no_truncation()  # a tokenizer.json may carry the truncation and padding of its training run
+        # A tokenizer.json may have the truncation and padding of its training run.
+        backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.config = {
@@ -203,15 +201,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Self:
-        """Read tokenizer.json, tokenizer_config.json and the chat template of a checkpoint
-        folder.
-        """
+        """Read tokenizer.json, tokenizer_config.json and the chat template of a folder."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise TinyspecError(
-                f"{file}: missing; if the folder has another tokenizer (tokenizer.model, vocab.json), convert it with "
-                "transformers: AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+                f"{file}: missing; if the folder has another tokenizer (tokenizer.model, "
+                "vocab.json), convert it with transformers: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -242,7 +239,7 @@ class Tokenizer:
         return cls(backend, config, template if isinstance(template, str) else None)
 
     def save(self, path: str | Path) -> None:
-        """Write the same three files into a folder; the chat template as chat_template.jinja."""
+        """Write these three files into a folder; the chat template as chat_template.jinja."""
         folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
         self.backend.save(str(folder / "tokenizer.json"))
@@ -254,29 +251,26 @@ class Tokenizer:
             (folder / "chat_template.jinja").write_text(self.chat_template, "utf-8")
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Token ids of a text, without BOS or EOS.
+        """Return the token ids of a text, without BOS or EOS.
 
-        A special token spelled out in a text is text, unless `special`: nobody ends a turn by
-        writing `<|im_end|>`.
+        A special token that is spelled out in a text is ordinary text, unless `special`: nobody
+        ends a turn by writing `<|im_end|>`.
         """
-        self.backend.encode_special_tokens = (
-            not special
-        )  # the library's name: encode them as ordinary text
+        # The library means by this: encode special tokens as ordinary text.
+        self.backend.encode_special_tokens = not special
         try:
             return list(self.backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeError) as error:
             raise TinyspecError(
                 f"this text cannot be encoded ({error}); pass a str without lone surrogates"
             ) from error
-        except (
-            Exception
-        ) as error:  # bare Exception: a text with characters the vocabulary lacks, and no unk token
+        except Exception as error:  # the vocabulary lacks a character and has no unk token
             raise TinyspecError(
                 f"this text cannot be encoded with this vocabulary: {error}"
             ) from error
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """`encode` of many texts, on all cores."""
+        """Return `encode` of each text, on all cores."""
         self.backend.encode_special_tokens = True
         try:
             return [
@@ -287,8 +281,9 @@ class Tokenizer:
             return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int], skip_special: bool = True) -> str:
-        """The text of these ids. Ids beyond the vocabulary (a padded embedding has some) have no
-        text.
+        """Return the text of these ids.
+
+        Ids beyond the vocabulary, which a padded embedding has, have no text.
         """
         try:
             return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
@@ -298,8 +293,9 @@ class Tokenizer:
             ) from error
 
     def stream(self, skip_special: bool = True) -> Detokeniser:
-        """An incremental `decode`: the pieces, joined, equal the decoding of all ids; never half a
-        character.
+        """Return an incremental `decode`: its pieces, joined, are the text of all ids.
+
+        No piece has half a character.
         """
         skipped = self.special_ids if skip_special else frozenset[int]()
 
@@ -307,11 +303,11 @@ class Tokenizer:
             return None if id in skipped else self.backend.id_to_token(id)
 
         if isinstance(self.backend.decoder, tokenizers.decoders.ByteLevel):
-            return ByteStream(lambda id: self._bytes(token(id)))
+            return ByteStream(lambda id: self._token_bytes(token(id)))
         return WindowStream(lambda ids: self.decode(ids, skip_special=False), token)
 
     @staticmethod
-    def _bytes(token: str | None) -> bytes:
+    def _token_bytes(token: str | None) -> bytes:
         if token is None:
             return b""
         try:
@@ -320,12 +316,12 @@ class Tokenizer:
             return token.encode()
 
     def token_text(self, id: int) -> str:
-        """One token for display: with its leading space; half a character shows as U+FFFD."""
+        """Return a token for display, with its leading space; half a character is U+FFFD."""
         token = self.backend.id_to_token(id)
         if token is None:
             return f"<{id}>"
         if self._spells_bytes:
-            return self._bytes(token).decode("utf-8", "replace")
+            return self._token_bytes(token).decode("utf-8", "replace")
         return token.replace("▁", " ")
 
     @cached_property
@@ -337,14 +333,14 @@ class Tokenizer:
         return any(part["type"] == "ByteLevel" for part in kind.get("decoders", [kind]))
 
     def chat(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> list[int]:
-        """Ids of a conversation, by the checkpoint's template; special tokens in the result are
-        parsed.
-        """
+        """Return the ids of a conversation, by the template; its special tokens are parsed."""
         if self.chat_template is None:
             raise TinyspecError(
                 "this model has no chat template; give it a plain text prompt, or use a chat model"
             )
-        text = render(self.chat_template, messages, add_generation_prompt, self._named_tokens())
+        text = render_chat(
+            self.chat_template, messages, add_generation_prompt, self._named_tokens()
+        )
         return self.encode(text, special=True)
 
     @property
@@ -353,25 +349,23 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of ids: the largest id of any token, plus one."""
+        """Return the number of ids: the largest id of any token, plus one."""
         return max(self.backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
     def fingerprint(self) -> str:
-        """A hash of every id and its token: what was made with another vocabulary can be told by
-        it.
-        """
+        """Return a hash of every id and its token, which tells one vocabulary from another."""
         vocabulary = self.backend.get_vocab(with_added_tokens=True)
         entries = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
         return blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
 
     def same_vocabulary(self, other: "Tokenizer") -> bool:
-        """Whether every id is the same token in both, so that one model can draft for the other."""
+        """Return whether every id is the same token in both, as a draft and its target need."""
         return self is other or self.fingerprint == other.fingerprint
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Ids of control tokens, which `decode` leaves out unless asked."""
+        """Return the ids of control tokens, which `decode` leaves out unless asked."""
         return frozenset(
             id for id, token in self.backend.get_added_tokens_decoder().items() if token.special
         )
@@ -379,12 +373,12 @@ class Tokenizer:
     @property
     def bos(self) -> int | None:
         """The id of tokenizer_config.json's `bos_token`, if it names one."""
-        return self._id("bos_token")
+        return self._id_of("bos_token")
 
     @property
     def eos(self) -> int | None:
         """The id of tokenizer_config.json's `eos_token`, if it names one."""
-        return self._id("eos_token")
+        return self._id_of("eos_token")
 
     def _named_tokens(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... as text; an entry is a text or a serialised AddedToken."""
@@ -395,6 +389,6 @@ class Tokenizer:
         }
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
-    def _id(self, name: str) -> int | None:
+    def _id_of(self, name: str) -> int | None:
         text = self._named_tokens().get(name)
         return None if text is None else self.backend.token_to_id(text)

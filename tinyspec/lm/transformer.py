@@ -1,12 +1,9 @@
-"""One decoder-only transformer, of which GPT-2, LLaMA and their like are configurations.
+"""One decoder-only transformer. GPT-2, LLaMA, Mistral and Qwen are configurations of it.
 
-Pre-norm residual blocks: x += attention(norm(x)); x += mlp(norm(x)). What differs between the
-families is a setting each: LayerNorm or RMSNorm, learned positions or rotations, one key per query
-head or per group, a plain or a gated MLP, biases.
-
-`Transformer.forward(feeds)` is the only place that computes at inference. It is ragged: every session
-passes its own rows, and a batch is nothing but several feeds. `Transformer.training_logits(ids)` is the
-same blocks over dense text with gradients.
+`Transformer.forward` is the only place that computes at inference. Every session passes a
+`ForwardBatch`: its tokens, their positions, and the cache slots that they attend to. A batch of
+requests is a list of them. The layers themselves are `blocks.py` in torch (any device, gradients)
+and `engine.py` compiled (CPU, float32 and bfloat16); both give the same results up to rounding.
 """
 
 import threading
@@ -18,17 +15,17 @@ from torch import Tensor
 
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import Engine, NextTokenFn, packable
+from tinyspec.lm.engine import Engine, NextTokenFn, can_pack
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
-from tinyspec.lm.static import Static
+from tinyspec.lm.static import CudaGraphRunner
 
 _NOTHING = torch.empty(0, 0, 0)
 
 
 class Transformer:
-    """Weights that compute. `weights` is flat, with the names of `Config.shapes()`.
+    """A model's weights and its forward pass. `weights` has the names of `Config.shapes()`.
 
-    extras  what was trained on the frozen model and is stored beside its weights
+    extras  tensors that were trained on the frozen model, and are stored beside its weights
     """
 
     def __init__(
@@ -42,28 +39,28 @@ class Transformer:
         self.extras = dict(extras or {})
         self._path: Blocks | Engine = Blocks(config, dict(weights))
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
-        self._static: Static | None = None  # steps of fixed shape, on a CUDA device
+        self._static: CudaGraphRunner | None = None  # steps of fixed shape, on a CUDA device
         self._packing = threading.Lock()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """Return the weights by name; the compiled path unpacks each one when it is asked for."""
+        """The weights by name; the compiled path unpacks each one when it is read."""
         with self._packing:
             return self._path.weights
 
     @property
-    def stream(self) -> torch.dtype:
-        """The type of the states between layers: what a tap shows."""
+    def state_dtype(self) -> torch.dtype:
+        """The type of the states between layers, and so of hidden states."""
         return self.dtype if self.engine is None else torch.float32
 
     @property
     def engine(self) -> Engine | None:
-        """The compiled path, where these weights have one."""
-        path = self.pack()._path
+        """The compiled path, or None if these weights have none."""
+        path = self.pack_weights()._path
         return path if isinstance(path, Engine) else None
 
-    def pack(self) -> Self:
-        """Pack the weights for the compiled path, where these weights have one.
+    def pack_weights(self) -> Self:
+        """Pack the weights for the compiled path, if these weights have one.
 
         The first forward pass does this, or `load` before it. Threads of a batch may come here
         together: the first one packs and the others wait. If packing fails, the error is raised
@@ -73,59 +70,56 @@ class Transformer:
             return self
         with self._packing:
             path = self._path
-            if isinstance(path, Blocks) and packable(self.config, path.weights):
-                path.release()  # the engine empties `weights` as it packs: two copies may not fit
+            if isinstance(path, Blocks) and can_pack(self.config, path.weights):
+                # The engine empties `weights` as it packs: two copies may not fit into memory.
+                path.release_weights()
                 try:
                     self._path = Engine(self.config, path.weights)
                 except BaseException:  # the engine has put every weight back
-                    path.bind()
+                    path.bind_weights()
                     raise
             elif isinstance(path, Blocks) and path.device.type == "cuda" and self._static is None:
-                self._static = Static(path)
+                self._static = CudaGraphRunner(path)
         return self
 
     def __repr__(self) -> str:
         c = self.config
-        return (
-            f"{type(self).__name__}({self.name!r}, {c.family}, {c.n_layers} layers of {c.d_model}, vocabulary {c.vocab_size}, "
-            f"{c.parameters() / 1e6:.1f}M weights, {str(self.dtype).removeprefix('torch.')} on {self.device})"
-        )
+        kind = f"{type(self).__name__}({self.name!r}, {c.family}"
+        size = f"{c.n_layers} layers of {c.d_model}, vocabulary {c.vocab_size}"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{kind}, {size}, {c.parameters() / 1e6:.1f}M weights, {dtype} on {self.device})"
 
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
     def training_logits(self, ids: Tensor, dropout: float = 0.0) -> Tensor:
-        """Dense causal pass with gradients: ids [B, T] -> logits [B, T, V]. Dropout falls on what
-        joins the stream.
-        """
-        return self.dense().training_logits(ids, dropout)
+        """Run a dense causal pass with gradients: ids [B, T] -> logits [B, T, V].
 
-    def dense(self) -> Blocks:
-        """The blocks in torch, whichever path inference takes: dense text with gradients, any
-        exit.
+        Dropout is applied to what is added to the residual stream.
         """
-        return (
-            self._path
-            if isinstance(self._path, Blocks)
-            else Blocks(self.config, dict(self.weights))
-        )
+        return self.torch_blocks().training_logits(ids, dropout)
+
+    def torch_blocks(self) -> Blocks:
+        """Return the layers in torch, whichever path inference takes."""
+        if isinstance(self._path, Blocks):
+            return self._path
+        return Blocks(self.config, dict(self.weights))
 
     # ------------------------------------------------------------------ inference
 
     def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-        """Run every feed's rows through the layers its plan names. The only place that computes;
-        writes the forward log.
+        """Run the rows of every feed through the layers of its plan, and write the forward log.
 
-        Rows of all feeds stand in one matrix, so each weight is read once for all of them; only
-        attention is per feed. A row that enters late (`starts` > 0) waits with its state unchanged
-        until its sublayer comes.
+        The rows of all feeds form one matrix, so each weight is read once for all of them; only
+        attention is done feed by feed. A row that was partly computed before (`starts` > 0) keeps
+        its state until its sublayer comes.
         """
-        if isinstance(self.pack()._path, Engine):
+        if isinstance(self.pack_weights()._path, Engine):
             return self._forward(feeds)
         with torch.inference_mode():
             return self._forward(feeds)
 
-    def chain(
+    def run_chain(
         self,
         cache: Cache,
         token: int,
@@ -134,11 +128,9 @@ class Transformer:
         choose: NextTokenFn,
         forward_log: list[ForwardRecord],
     ) -> list[tuple[int, Tensor, Tensor]]:
-        """`forward` of one row after the other, each of which chooses the next, as a draft model
-        does: see `Engine.chain`.
-        """
+        """Run one position after another, as a draft model does: see `Engine.run_chain`."""
         assert self.engine is not None
-        ran = self.engine.chain(cache, token, slot, most, choose)
+        ran = self.engine.run_chain(cache, token, slot, most, choose)
         forward_log += [ForwardRecord(self.name, 1, float(self.config.n_layers), 1)] * len(ran)
         return ran
 
@@ -146,30 +138,29 @@ class Transformer:
         path = self._path
         if len(feeds) == 1 and feeds[0].is_full_pass(self.config.n_layers):
             quick = self._static if self._static is not None else path
-            if (done := quick.run(feeds[0])) is not None:
-                return [self._whole(feeds[0], *done)]
+            if (done := quick.run_full_pass(feeds[0])) is not None:
+                return [self._score_full_pass(feeds[0], *done)]
         n_layers, sizes = self.config.n_layers, [len(feed.tokens) for feed in feeds]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        entered = [path.enter(feed) for feed in feeds]
+        entered = [path.initial_states(feed) for feed in feeds]
         x = torch.cat(entered) if len(feeds) > 1 else entered[0]  # [n, d]
-        hidden_layers: list[dict[int, Tensor]] = [{} for _ in feeds]
-        works = [0] * len(feeds)  # (row, sublayer) evaluations
-        marks = sorted(
+        hidden: list[dict[int, Tensor]] = [{} for _ in feeds]  # layer -> states, of each feed
+        work = [0] * len(feeds)  # (row, sublayer) evaluations of each feed
+        # Between two boundaries, the same rows are computed in every sublayer.
+        boundaries = sorted(
             {0, 2 * n_layers}.union(*(feed.sublayer_boundaries() for feed in feeds))
-        )  # between these, the rows stay the same
-        for first, last in zip(marks, [*marks[1:], marks[-1]], strict=True):
-            for feed, seen, start, size in zip(feeds, hidden_layers, offsets, sizes, strict=True):
-                if first in feed.snapshot:
-                    feed.kept[first] = x[start : start + size]
+        )
+        for first, last in zip(boundaries, [*boundaries[1:], boundaries[-1]], strict=True):
+            for feed, states, start, size in zip(feeds, hidden, offsets, sizes, strict=True):
+                if first in feed.saved_sublayers:
+                    feed.saved_states[first] = x[start : start + size]
                 if first % 2 == 0 and first // 2 in feed.hidden_layers:
-                    seen[first // 2] = x[start : start + size]
+                    states[first // 2] = x[start : start + size]
             active = [feed.active_rows(first) for feed in feeds]
             counts = [len(rows) for rows in active]
             if not any(counts) or first == last:
                 continue
-            works = [
-                work + count * (last - first) for work, count in zip(works, counts, strict=True)
-            ]
+            work = [done + n * (last - first) for done, n in zip(work, counts, strict=True)]
             chosen = None
             if counts != sizes:
                 flat = [
@@ -177,16 +168,16 @@ class Transformer:
                 ]
                 chosen = torch.tensor(flat, device=self.device)
             h = x if chosen is None else x[chosen]
-            h = path.span(feeds, active, h, first, last)
+            h = path.run_sublayers(feeds, active, h, first, last)
             x = h if chosen is None else x.index_copy(0, chosen, h)
-        return self._leave(feeds, x, hidden_layers, works)
+        return self._finish_pass(feeds, x, hidden, work)
 
-    def _whole(self, feed: ForwardBatch, x: Tensor, hidden: Tensor, logits: Tensor) -> Scores:
-        """A pass of one session's rows from their embeddings through all layers: what `_forward`
-        says of it.
-        """
-        for at in feed.snapshot:
-            feed.kept[at] = x
+    def _score_full_pass(
+        self, feed: ForwardBatch, x: Tensor, hidden: Tensor, logits: Tensor
+    ) -> Scores:
+        """Return the scores of a full pass of one session, and write the forward log."""
+        for at in feed.saved_sublayers:
+            feed.saved_states[at] = x
         n = len(feed.tokens)
         if feed.forward_log is not None:
             ran = float(n * self.config.n_layers)
@@ -195,43 +186,35 @@ class Transformer:
             )
         return Scores(logits, hidden, [feed.stop // 2] * n)
 
-    def _leave(
+    def _finish_pass(
         self,
         feeds: Sequence[ForwardBatch],
         x: Tensor,
-        hidden_layers: list[dict[int, Tensor]],
-        works: list[int],
+        hidden: list[dict[int, Tensor]],
+        work: list[int],
     ) -> list[Scores]:
-        """Head, hidden layers and entries of the forward log: one product with the vocabulary
-        matrix for all feeds.
-        """
-        offset, wanted = 0, list[int]()
-        for feed, seen in zip(feeds, hidden_layers, strict=True):
-            if self.config.n_layers in feed.hidden_layers:
-                seen[self.config.n_layers] = self._path.final(x[offset : offset + len(feed.tokens)])
+        """Compute the logits of all feeds in one product, and write the forward log."""
+        top, offset, wanted = self.config.n_layers, 0, list[int]()
+        for feed, states in zip(feeds, hidden, strict=True):
+            if top in feed.hidden_layers:
+                own = x[offset : offset + len(feed.tokens)]
+                states[top] = self._path.apply_final_norm(own)
             wanted += [offset + row for row in feed.heads]
             offset += len(feed.tokens)
-        rows = (
-            x
-            if len(wanted) == offset
-            else x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
-        )
-        logits = self._path.head(rows)
+        if len(wanted) < offset:
+            x = x[torch.tensor(wanted, dtype=torch.long, device=self.device)]
+        logits = self._path.compute_logits(x)
         scores, at = list[Scores](), 0
-        for feed, seen, work in zip(feeds, hidden_layers, works, strict=True):
-            hidden = (
-                torch.stack([seen[t] for t in feed.hidden_layers])
-                if feed.hidden_layers
-                else _NOTHING
-            )
+        for feed, states, done in zip(feeds, hidden, work, strict=True):
+            layers = [states[layer] for layer in feed.hidden_layers]
+            shown = torch.stack(layers) if layers else _NOTHING
+            n, n_heads = len(feed.tokens), len(feed.heads)
             if feed.forward_log is not None:
-                fills, ran = (work, 0.0) if feed.copying else (0, work / 2)
+                fills, ran = (done, 0.0) if feed.copying else (0, done / 2)
                 feed.forward_log.append(
-                    ForwardRecord(
-                        self.name, len(feed.tokens), ran, len(feed.heads), fills, feed.prefill
-                    )
+                    ForwardRecord(self.name, n, ran, n_heads, fills, feed.prefill)
                 )
-            own = logits if len(feeds) == 1 else logits[at : at + len(feed.heads)]
-            scores.append(Scores(own, hidden, [feed.stop // 2] * len(feed.tokens)))
-            at += len(feed.heads)
+            own = logits if len(feeds) == 1 else logits[at : at + n_heads]
+            scores.append(Scores(own, shown, [feed.stop // 2] * n))
+            at += n_heads
         return scores

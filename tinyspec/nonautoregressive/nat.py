@@ -187,7 +187,7 @@ def reverse_kl(
     source: Tensor,
     fertilities: Tensor,
     memory: EncoderOutput,
-    heard: EncoderOutput,
+    teacher_memory: EncoderOutput,
 ) -> Tensor:
     """Return the word-level reverse KL to the teacher, L_RKL(f): [B].
 
@@ -195,7 +195,7 @@ def reverse_kl(
 
     where y is what the student writes given f.
 
-    memory, heard  the student's and the teacher's encoding of the sources
+    memory, teacher_memory  the student's and the teacher's encoding of the sources
     """
     read, slots = copy_source(source, fertilities)
     logits = model.logits(decode_parallel(model, read, slots, memory))
@@ -212,9 +212,8 @@ def reverse_kl(
         causal = torch.ones(
             read.shape[1], read.shape[1], dtype=torch.bool, device=read.device
         ).tril()
-        expected = teacher.logits(teacher.decode(teacher.embed(before), heard, causal)).log_softmax(
-            dim=-1
-        )
+        states = teacher.decode(teacher.embed(before), teacher_memory, causal)
+        expected = teacher.logits(states).log_softmax(dim=-1)
     each = logprobs.exp() * (logprobs - expected)
     return each.sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
 
@@ -253,7 +252,7 @@ def finetune_loss(
     source = given.source
     memory = model.encode(source, dropout)
     with torch.no_grad():
-        heard = teacher.encode(source)
+        teacher_memory = teacher.encode(source)
     logits = model.fertility_logits(memory)
     probs = logits.detach().softmax(dim=-1)  # [B, S, L]
     sampled = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view_as(source)
@@ -261,9 +260,9 @@ def finetune_loss(
         both = [
             clip_fertilities(model, source, f, probs) for f in (sampled, average_fertilities(probs))
         ]
-        costs = [reverse_kl(model, teacher, source, f, memory, heard) for f in both]
+        costs = [reverse_kl(model, teacher, source, f, memory, teacher_memory) for f in both]
     latent = reinforce_surrogate(logits, memory.mask, sampled, costs[0] - costs[1])
-    rest = reverse_kl(model, teacher, source, given.fertilities, memory, heard).sum()
+    rest = reverse_kl(model, teacher, source, given.fertilities, memory, teacher_memory).sum()
     supervised = _supervised(model, given, memory, dropout, smoothing)
     return (
         share * (latent + rest) / (given.target != model.config.pad).sum()

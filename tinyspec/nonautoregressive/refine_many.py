@@ -56,7 +56,7 @@ def refine_many(
         for i, (row, there, rng) in enumerate(zip(sources, mask, chances, strict=True))
     ]
     canvas, owners = stack_canvases(firsts)
-    theirs, iteration = memory.rows(owners), 0
+    theirs, iteration = memory.select_rows(owners), 0
     while not refiner.finished(canvas, iteration):
         canvas = refiner.rewrite(canvas, theirs, iteration, _Silent())
         iteration += 1
@@ -80,11 +80,11 @@ def translate_sources(
 def select_source(memory: EncoderOutput, source: int) -> EncoderOutput:
     """Return the encoding of one source, without the padding that the others need."""
     length = int(memory.mask[source].sum())
-    one = memory.rows([source])
-    heard = (
-        None if one.heard is None else tuple((k[:, :length], v[:, :length]) for k, v in one.heard)
-    )
-    return EncoderOutput(one.states[:, :length], one.mask[:, :length], one.summary, heard)
+    one = memory.select_rows([source])
+    cross_kv = one.cross_kv
+    if cross_kv is not None:
+        cross_kv = tuple((k[:, :length], v[:, :length]) for k, v in cross_kv)
+    return EncoderOutput(one.states[:, :length], one.mask[:, :length], one.summary, cross_kv)
 
 
 def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:

@@ -21,7 +21,7 @@ from tinyspec.decoding.trace import Statistics, Trace, distinct_share
 from tinyspec.generation import GenerationRun
 from tinyspec.lm.model import Model
 
-WARM_UP = 4  # rounds that run before any clock does: the first calls of a process pay for caches and thread pools
+WARM_UP = 4  # rounds that are not timed: the first passes of a process fill caches
 
 
 @dataclass

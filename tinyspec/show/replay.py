@@ -47,7 +47,8 @@ def record_rounds(model: Model | Seq2Seq, method: str, generation: Generation) -
         "kind": "text",
         "model": model.name,
         "method": method,
-        "summary": f"{stats.emitted} tokens in {passes}{drafts}{layers}; ended by {generation.finish_reason}",
+        "summary": f"{stats.emitted} tokens in {passes}{drafts}{layers}; "
+        f"ended by {generation.finish_reason}",
         "n_layers": depth,
         "prompt": escape_controls(prompt),
         "rounds": _rounds(model.tokenizer, model.config.vocab_size, trace),
@@ -114,7 +115,10 @@ def describe_picture(record: Record) -> str:
     """Return one sentence that says what to see in a record: what a row, a column or a bar is."""
     if record["kind"] == "canvas":
         if len(record["passes"]) < 2:
-            return "All tokens are written in a single pass: the stronger a cell's colour, the surer the model."
+            return (
+                "All tokens are written in a single pass: "
+                "the stronger a cell's colour, the surer the model."
+            )
         changed = len(
             {i for later in record["passes"][1:] for i, new in enumerate(later["fresh"]) if new}
         )
@@ -130,7 +134,8 @@ def describe_picture(record: Record) -> str:
         return "Each column is a round: without draft tokens, a forward pass of the model writes one token."
     if record["method"] == "jacobi":
         return (
-            "Each row is a forward pass that answers all positions of a block at once: its answers are the next "
+            "Each row is a forward pass that answers all positions of a block at once: its "
+            "answers are the next "
             "row's draft tokens, and those that were already right are accepted."
         )
     source = "" if any(round["draft_calls"] for round in rounds) else " found without a draft model"
@@ -178,7 +183,8 @@ def read_record(path: str | Path) -> Record:
         or not _has_steps(found[steps], steps)
     ):
         raise TinyspecError(
-            f"{path} is no trace of a generation: save one with tinyspec generate --replay FILE.json"
+            f"{path} is no trace of a generation: save one with tinyspec generate --replay "
+            "FILE.json"
         )
     return found  # type: ignore[no-any-return]
 

@@ -113,7 +113,7 @@ class LazyDrafter(ModelDrafter):
         self.unread: list[int] = []
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        if self._follow(tokens):
+        if self._count(tokens):
             self.unread += tokens
 
     def catch_up(self) -> None:
@@ -135,7 +135,7 @@ class LazyDrafter(ModelDrafter):
         return super().propose(context, max_draft_depth, sampling, rng)
 
     def observe(self, round: Round) -> None:
-        if self._follow(round.tokens):
+        if self._count(round.tokens):
             self.unread += round.tokens
 
     def rewind(self, length: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import UNCHANGED
-from tinyspec.lm.gate import BatchBarrier, run_together
+from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 
 Context: TypeAlias = tuple[int, ...]
@@ -115,8 +115,12 @@ def sample_unconditionally(model: Any, tokens: int, seed: int = 0) -> list[list[
         min((tokens + number) // streams, config.max_positions - 1) for number in range(streams)
     ]
 
-    def sample(number: int, gate: BatchBarrier) -> list[int]:
-        session, rng, text = model.session(None, gate), Seeded(seed).split("text", number), [start]
+    def sample(number: int, barrier: BatchBarrier) -> list[int]:
+        session, rng, text = (
+            model.session(None, barrier),
+            Seeded(seed).split("text", number),
+            [start],
+        )
         session.extend(text)
         while len(text) <= lengths[number]:
             text.append(rng.draw(UNCHANGED.probs(session.score(TokenTree()).logits[0], text)))

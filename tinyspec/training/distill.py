@@ -139,7 +139,7 @@ def distill(
     lent = set[str]()  # weights that stay the target's
     if asking.draft_vocab:
         lent = {"embed", "head"}
-        config = replace(config, says=most_frequent_tokens(texts, asking.draft_vocab, config))
+        config = replace(config, head_ids=most_frequent_tokens(texts, asking.draft_vocab, config))
     weights = initial_draft_weights(config, target, plan.settings.seed, plan.inherit)
     blocks = Blocks(config, {name: w.to(where) for name, w in weights.items()})
     trained = {name: w for name, w in blocks.weights.items() if name not in lent}
@@ -236,7 +236,7 @@ def initial_draft_weights(
 ) -> dict[str, Tensor]:
     """Return float32 weights: random, or the target's where name and shape are equal."""
     weights = dict(Model.random(config, seed).weights)
-    rows = borrowed.rows(target.weights, config.says) if config.says else {}
+    rows = borrowed.shared_weights(target.weights, config.head_ids) if config.head_ids else {}
     if inherit:
         inherit_weights(weights, target.weights, weights.keys() - rows.keys())
     return {**weights, **{name: w.detach().float().cpu() for name, w in rows.items()}}

@@ -167,10 +167,10 @@ class ExitLossSchedule:
         No logits are computed for an exit whose weight is 0.
         """
         total = torch.zeros((), device=inputs.device)
-        states = blocks.stream(inputs, dropout, self.dropout_rates)
+        states = blocks.layer_states(inputs, dropout, self.dropout_rates)
         for weight, x in zip(self.loss_weights, states, strict=True):
             if weight:
-                loss = F.cross_entropy(blocks.head(x).flatten(0, 1), targets.flatten())
+                loss = F.cross_entropy(blocks.compute_logits(x).flatten(0, 1), targets.flatten())
                 total = total + weight * loss
         return total
 
@@ -180,4 +180,4 @@ def exit_logits(blocks: Blocks, ids: Tensor, layers: int) -> Tensor:
 
     The layers above it are not run.
     """
-    return blocks.head(next(itertools.islice(blocks.stream(ids), layers - 1, None)))
+    return blocks.compute_logits(next(itertools.islice(blocks.layer_states(ids), layers - 1, None)))

@@ -43,9 +43,9 @@ def make_collate_fn(
     is_known    [B, T] 1 at positions where the target's probabilities are known, else 0
     """
     head_row = torch.arange(config.vocab_size)  # of each token; -1: it has none
-    if config.says:
+    if config.head_ids:
         head_row = torch.full((config.vocab_size,), -1)
-        head_row[torch.tensor(config.says)] = torch.arange(len(config.says))
+        head_row[torch.tensor(config.head_ids)] = torch.arange(len(config.head_ids))
 
     def collate(numbers: Sequence[int], context: int, device: torch.device) -> Batch:
         chosen = [texts[i] for i in numbers]
@@ -78,7 +78,8 @@ def cross_entropy_and_alpha(
     Each is a mean over the positions where the target's probabilities are known.
     """
     known = is_known.bool()
-    logits = torch.nn.functional.linear(blocks.states(inputs)[known], blocks.vocabulary).float()
+    states = blocks.final_states(inputs)[known]
+    logits = torch.nn.functional.linear(states, blocks.vocabulary).float()
     log_q = logits.log_softmax(-1).gather(-1, head_rows[known])
     p = top_probs[known]
     return -(p * log_q).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
@@ -99,6 +100,7 @@ def evaluate_draft(target: Model, draft: Model, texts: Sequence[TargetOutput]) -
         p, q = (model.logits(ids)[at].float().softmax(-1) for model in (target, draft))
         alpha += float(torch.minimum(p, q).sum())
         agree += float((p.argmax(-1) == q.argmax(-1)).sum())
-        sayable += float(p[:, list(draft.config.says)].sum()) if draft.config.says else len(at)
+        head_ids = list(draft.config.head_ids)
+        sayable += float(p[:, head_ids].sum()) if head_ids else len(at)
         count += len(at)
     return {"alpha": alpha / count, "agreement": agree / count, "sayable": sayable / count}

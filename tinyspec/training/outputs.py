@@ -27,8 +27,8 @@ from torch import Tensor
 
 from tinyspec import data, models
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import borrowed
-from tinyspec.lm.gate import BatchBarrier, run_together
+from tinyspec.lm.batching import BatchBarrier, run_together
+from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.model import Model
 from tinyspec.training import corpus
 from tinyspec.training.text_cache import cache_batches
@@ -227,7 +227,7 @@ def outputs_folder(model: Model, asking: OutputSettings, prompts: Path | None = 
     text = "" if prompts is None else prompts.read_text(encoding="utf-8")
     settings = _as_dict(asking)
     settings.pop("texts")  # further texts are added to the folder
-    weights = borrowed.check(model.weights["embed"])
+    weights = embedding_checksum(model.weights["embed"])
     key = json.dumps([weights, model.config.n_layers, settings, text], sort_keys=True)
     name = f"{model.name}-{zlib.crc32(key.encode()):08x}"
     return models.models_folder().parent / "outputs" / name
@@ -273,17 +273,17 @@ def sample_outputs(
     """Sample outputs to these prompts in one ragged batch; `first` is the number of the first."""
 
     def job(row: int) -> Any:
-        return lambda gate: _sample_output(model, prompts[row], asking, first + row, gate)
+        return lambda barrier: _sample_output(model, prompts[row], asking, first + row, barrier)
 
     return run_together([job(row) for row in range(len(prompts))])
 
 
 def _sample_output(
-    model: Model, prompt: TargetPrompt, asking: OutputSettings, number: int, gate: BatchBarrier
+    model: Model, prompt: TargetPrompt, asking: OutputSettings, number: int, barrier: BatchBarrier
 ) -> TargetOutput:
     """Sample one text, token by token."""
     generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
-    session = model.session(gate=gate)
+    session = model.session(barrier=barrier)
     ids, positions = list(prompt.ids), list[int]()
     top_ids, top_probs = list[Tensor](), list[Tensor]()
     session.extend(ids)

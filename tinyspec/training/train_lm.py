@@ -29,7 +29,7 @@ from torch.nn import functional as F
 
 from tinyspec import data
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint
+from tinyspec.lm.checkpoint import read_checkpoint
 from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.training import corpus
@@ -95,7 +95,7 @@ def train_lm(
     batches: Batches = corpus.make_crop_sampler(tokens, plan.batch, plan.context)
     own_texts = None
     if plan.own is not None:
-        writer = Model(*checkpoint.read(run.path.parent / plan.teacher)).to(where)
+        writer = Model(*read_checkpoint(run.path.parent / plan.teacher)).to(where)
         folder = run.state / "own"
         written = write_own_texts(writer, tokens, plan.own, folder, run.console)
         own_texts = OwnTexts(*written, plan.own)
@@ -118,7 +118,7 @@ def train_lm(
             return {"refused": 1 - mean, **alphas, "valid_bits_per_byte": bits}
         early = {
             f"exit_{n}": corpus.bits_per_byte(
-                partial(exit_logits, student.dense(), layers=n), excerpt, *size
+                partial(exit_logits, student.torch_blocks(), layers=n), excerpt, *size
             )
             for n in layers
         }
@@ -181,10 +181,10 @@ def _load_models(
     plan, beside = run.recipe, run.path.parent
     teacher = parent = None
     if plan.start:
-        parent = Model(*checkpoint.read(beside / plan.start)).to(dtype=torch.float32)
+        parent = Model(*read_checkpoint(beside / plan.start)).to(dtype=torch.float32)
         tokenizer, size = parent.tokenizer, parent.config.vocab_size
     elif plan.teacher:
-        teacher = Model(*checkpoint.read(beside / plan.teacher)).to(run.device, torch.float32)
+        teacher = Model(*read_checkpoint(beside / plan.teacher)).to(run.device, torch.float32)
         tokenizer, size = teacher.tokenizer, teacher.config.vocab_size
     elif plan.tokenizer:
         tokenizer = Tokenizer.from_folder(beside / plan.tokenizer)
@@ -241,7 +241,7 @@ def _make_loss(
 
     def exit_loss(inputs: Tensor, targets: Tensor) -> Tensor:
         assert schedule is not None
-        return schedule.loss(model.dense(), inputs, targets, dropout)
+        return schedule.loss(model.torch_blocks(), inputs, targets, dropout)
 
     loss: Loss = cross_entropy
     if teacher is not None:

@@ -142,7 +142,7 @@ def count_relative_work(config: Config, layers: float, fills: float, heads: floa
     """Return the multiplications of weights, over those of the full model for one token."""
     shapes = config.shapes()
     layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
-    head = (len(config.says) or config.vocab_size) * config.d_model
+    head = (len(config.head_ids) or config.vocab_size) * config.d_model
     kv = 2 * config.kv_dim * config.d_model
     return (layers * layer + fills * kv + heads * head) / (config.n_layers * layer + head)
 

@@ -113,7 +113,10 @@ def _compare_exits(
     for prompt, new in zip(prompts, written, strict=True):
         ids = torch.tensor([[*prompt, *new[:-1]]], device=wide.device)
         with torch.inference_mode():
-            every = [blocks.head(x[0, len(prompt) - 1 :]).softmax(-1) for x in blocks.stream(ids)]
+            every = [
+                blocks.compute_logits(x[0, len(prompt) - 1 :]).softmax(-1)
+                for x in blocks.layer_states(ids)
+            ]
         p = every[-1]
         for layer, q in enumerate(every):
             same[layer] += (q.argmax(-1) == p.argmax(-1)).tolist()

@@ -40,7 +40,7 @@ from tinyspec.bench.settings import PartsSettings
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
-from tinyspec.lm.forward import Seen
+from tinyspec.lm.forward import SeenSlots
 from tinyspec.lm.model import Model
 
 KS = (1, 2, 4, 5, 8, 12, 16, 32)
@@ -91,7 +91,7 @@ def make_timed_parts(model: Model, cached: int, most: int = max(KS)) -> list[cur
         PassPart(LAYERS, lambda k: layers.run(k, [(cached + row + 1, ()) for row in range(k)])),
         PassPart(BLIND, lambda k: layers.run(k, [(0, (cached + row,)) for row in range(k)])),
         PassPart(MATRICES, layers.multiply_matrices),
-        PassPart(HEAD, lambda k: engine.head(layers.rows[k])),
+        PassPart(HEAD, lambda k: engine.compute_logits(layers.rows[k])),
         DraftChain(model, cached),
     ]
 
@@ -128,10 +128,10 @@ class CompiledLayers:
         self.given = np.ones((most, widest), np.float32)
         self.made = np.empty((most, widest), np.float32)
 
-    def run(self, k: int, seen: list[Seen]) -> Any:
+    def run(self, k: int, seen: list[SeenSlots]) -> Any:
         """Run all layers over k positions that see these slots. Returns their states [k, d]."""
         slots, x = list(range(self.cached, self.cached + k)), self.rows[k].numpy().copy()
-        self.engine.layers(x, self.session.cache, slots, slots, (1, seen))
+        self.engine.run_layers(x, self.session.cache, slots, slots, (1, seen))
         return x
 
     def multiply_matrices(self, k: int) -> None:

@@ -115,7 +115,7 @@ def rank_by_layer(model: Model, prompt: Sequence[int], text: Sequence[int]) -> l
     found: list[list[int]] = [[] for _ in range(depth)]
     for token in text[:-1]:
         for layer in range(1, depth + 1):  # each run goes on where the one before has stopped
-            row = session.advance(NO_DRAFT, layer, head=True).logits[0]
+            row = session.run_to_layer(NO_DRAFT, layer, head=True).logits[0]
             above = int((row > row[token]).sum()) + int((row[:token] == row[token]).sum())
             found[layer - 1].append(above)
         session.score(NO_DRAFT)

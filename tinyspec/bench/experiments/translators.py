@@ -147,7 +147,7 @@ def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
     def one(text: str) -> Translated:
         forward_log: list[ForwardRecord] = []
         ids = distilled.write_translations(
-            model.counting(forward_log), [model.tokenizer.encode(text)], beam_settings
+            model.with_log(forward_log), [model.tokenizer.encode(text)], beam_settings
         )[0]
         passes = sum(call.model == model.name for call in forward_log)
         return Translated(model.tokenizer.decode(ids), ids, passes, len(forward_log) - passes, 0)
@@ -172,7 +172,7 @@ def _make_nat_arm(
         canvases = refine_many(model, sources, refiner, rngs)
         with torch.inference_mode():
             totals = token_logprobs(
-                teacher, teacher.encode(sources).rows(canvases.owners), canvases.canvas
+                teacher, teacher.encode(sources).select_rows(canvases.owners), canvases.canvas
             ).sum(dim=1)
         best = [
             max(

@@ -25,7 +25,7 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Plan
 from tinyspec.lm.model import Model
-from tinyspec.lm.ops import frequencies
+from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.transformer import Transformer
 from tinyspec.technique import Request
 from tinyspec.tree import TokenTree
@@ -162,7 +162,7 @@ def _rotate(model: Transformer, x: Array) -> Array:
     The pair (i, i + hd/2) is one complex number.
     """
     half = x.shape[2] // 2
-    angles = np.arange(len(x))[:, None, None] * frequencies(model.config).double().numpy()
+    angles = np.arange(len(x))[:, None, None] * rotary_frequencies(model.config).double().numpy()
     turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)
     return np.concatenate((turned.real, turned.imag), axis=2)
 

@@ -131,7 +131,9 @@ class TableNode:
 
     def invalidate_beyond(self, plan: Plan, n_layers: int) -> None:
         """Keep only what is also valid under this plan."""
-        agreed = self.sublayers_done if self.plan == plan else self.plan.differs(plan, n_layers)
+        agreed = self.sublayers_done
+        if self.plan != plan:
+            agreed = self.plan.first_difference(plan, n_layers)
         if agreed < self.sublayers_done:
             self.plan = plan
             self.drop_beyond(agreed)
@@ -323,7 +325,7 @@ class TableSession:
         scores, self.scored = self.score_tree(tree, hidden_layers, self.plan)
         return scores
 
-    def advance(
+    def run_to_layer(
         self, tree: TokenTree, layer: int, hidden_layers: Sequence[int] = (), head: bool = False
     ) -> Scores:
         """Run a tree up to the end of `layer` layers; with `head`, return rows of an exit there."""
@@ -336,7 +338,9 @@ class TableSession:
         )
         return scores
 
-    def fill(self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None) -> None:
+    def fill_cache(
+        self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
+    ) -> None:
         """Give committed tokens that left early the keys they lack.
 
         They are made from the state at the exit, or by running on.
@@ -368,7 +372,7 @@ class TableSession:
         self.n_probe_ids = 0 if rows is None else len(rows)
         self.prefix = None if prefix is None else 17
 
-    def replan(self, plan: Plan) -> None:
+    def set_plan(self, plan: Plan) -> None:
         """Run what comes from now on under another plan."""
         self.plan = plan
 
@@ -389,7 +393,7 @@ class TableSession:
         trunk: Sequence[TableNode] = (),
     ) -> tuple[Scores, list[TableNode]]:
         """Attach the tree below the newest token (or a view's trunk) and return its scores."""
-        end = plan.sublayers(self._layers)
+        end = plan.stop_sublayer(self._layers)
         stop = end if stop is None else min(stop, end)
         self._check_hidden_layers(hidden_layers, stop)
         above = [self._newest(), *trunk]
@@ -410,12 +414,14 @@ class TableSession:
 
     @property
     def _end(self) -> int:
-        return self.plan.sublayers(self._layers)
+        return self.plan.stop_sublayer(self._layers)
 
     def _check_hidden_layers(self, hidden_layers: Sequence[int], stop: int) -> None:
         for tap in hidden_layers:
             if not (0 <= 2 * tap <= stop or tap == self._layers):
-                raise ValueError(f"tap {tap} is not among the {stop // 2} layers that are run")
+                raise ValueError(
+                    f"hidden layer {tap} is not among the {stop // 2} layers that are run"
+                )
 
     def _hidden(
         self, nodes: Sequence[TableNode], hidden_layers: Sequence[int], stop: int
@@ -554,9 +560,9 @@ class TableModel:
         return f"TableModel({what}, V={self.vocabulary}, {self.config.n_layers} layers)"
 
     def session(
-        self, forward_log: list[ForwardRecord] | None = None, gate: Any = None
+        self, forward_log: list[ForwardRecord] | None = None, barrier: Any = None
     ) -> TableSession:
-        """Return a new text. There is nothing to batch, so a gate is not used."""
+        """Return a new text. There is nothing to batch, so a barrier is not used."""
         return TableSession(self, forward_log=forward_log)
 
     def head(self, state: Any) -> Any:
@@ -579,7 +585,7 @@ class TableModel:
         """Return the last state of every token of `context`, by one fresh pass, layer by layer."""
         network, n_layers = self.network, self.config.n_layers
         states = [network.embed(token) for token in context]
-        for sublayer in range(plan.sublayers(n_layers)):
+        for sublayer in range(plan.stop_sublayer(n_layers)):
             layer = sublayer // 2
             if sublayer in plan.skip:
                 continue

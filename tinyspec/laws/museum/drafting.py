@@ -32,32 +32,32 @@ _forest = partial(Mutant, law=FOREST_COUNT, parts=replace(PARTS, forest=Forest))
 CHAINS = [
     _chain(
         "argmax drafted, softmax declared",
-        "token = rng.draw(law)",
-        "token = list(law).index(max(law))",
+        "token = rng.draw(q)",
+        "token = list(q).index(max(q))",
         bug="B3, S4",
         law=TRUTHFUL,
     ),
     _chain(
         "drawn filtered, declared raw",
-        "drawn.append(law)",
-        "drawn.append(laws.probs_under(tip, SamplingParams()))",
+        "draft_probs.append(q)",
+        "draft_probs.append(probs.probs_under(tip, SamplingParams()))",
         bug="B4",
         law=TRUTHFUL,
     ),
     _chain(
         "declared in a narrower dtype",
-        "drawn.append(law)",
-        """coarse = [0 * x + (round(8 * x) or 1) for x in law]  # three bits
-drawn.append([x / sum(coarse) for x in coarse])""",
+        "draft_probs.append(q)",
+        """coarse = [0 * x + (round(8 * x) or 1) for x in q]  # three bits
+draft_probs.append([x / sum(coarse) for x in coarse])""",
         bug="B5",
         law=TRUTHFUL,
     ),
     _chain(
         "only likely guesses kept",
-        "return TokenTree.chain(tokens, drawn)",
-        """sure = [3 * q[x] > 1 for x, q in zip(tokens, drawn, strict=True)]
+        "return TokenTree.chain(tokens, draft_probs)",
+        """sure = [3 * q[x] > 1 for x, q in zip(tokens, draft_probs, strict=True)]
 n = [*sure, False].index(False)
-return TokenTree.chain(tokens[:n], drawn[:n])""",
+return TokenTree.chain(tokens[:n], draft_probs[:n])""",
         law=PRESENCE,
     ),
     _chain(
@@ -71,10 +71,10 @@ if self.left_behind or most <= 0:""",
         also=(
             Patch(
                 ModelDrafter.observe,
-                "if self._follow(round.tokens):",
+                "if self._count(round.tokens):",
                 """for node in round.verdict.rejected:
     self.again = TokenTree.chain([round.tree.tokens[node]], [round.tree.draft_probs[node]])
-if self._follow(round.tokens):""",
+if self._count(round.tokens):""",
             ),
         ),
     ),
@@ -260,8 +260,8 @@ MUTANTS = [*CHAINS, *TREES, *COPIES, *FORESTS]
 EQUIVALENT = [
     Equivalent(
         "the draft does without the user's warp",
-        "law = laws[tip]",
-        "law = laws.probs_under(tip, SamplingParams())",
+        "q = probs[tip]",
+        "q = probs.probs_under(tip, SamplingParams())",
         ModelDrafter.propose,
         bug="B6",
         proof="The walk is exact for every declared law that is positive where it proposes: the "

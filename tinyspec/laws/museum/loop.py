@@ -298,7 +298,7 @@ self.kept = getattr(self, "kept", 0) + (len(round.verdict.accepted) > 0)""",
     ),
     Mutant(
         "recovered called a bonus",
-        '"recovered" if refused else "bonus"',
+        '"recovered" if rejected else "bonus"',
         '"bonus"',
         trace.token_origins,
         bug="B41",

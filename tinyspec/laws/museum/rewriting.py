@@ -46,8 +46,8 @@ _guarded = partial(Mutant, law=FERTILE, function=nat.make_decodable)
 _fertile = partial(Mutant, law=FERTILE)
 _supervised = partial(Mutant, law=SUPERVISED, function=nat._supervised)
 _reinforce = partial(Mutant, law=EXPECTED_COST, function=nat.reinforce_surrogate)
-_enter = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.enter)
-_span = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.span)
+_enter = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.initial_states)
+_span = partial(Mutant, law=LISTENS_TO_SOURCE, function=CrossAttentionBlocks.run_sublayers)
 _refine = partial(Mutant, law=REFINE_LOOP, function=Refinement.__iter__)
 _judge = partial(Mutant, law=TEACHER_JUDGES, function=refine.token_logprobs)
 _count = partial(Mutant, law=EM, function=aligner._normalize_counts)
@@ -382,8 +382,8 @@ TRANSLATIONS = [
     ),
     _span(
         "a layer hears as the next one",
-        "self.heard[sublayer // 2]",
-        "self.heard[(sublayer // 2 + 1) % len(self.heard)]",
+        "self.cross_kv[layer]",
+        "self.cross_kv[(layer + 1) % len(self.cross_kv)]",
     ),
     _refine(
         "one rewriting too many",
@@ -496,8 +496,8 @@ self.dropout_rates = [sum(each) / len(each)] * len(each)""",
         also=(
             Patch(
                 ExitLossSchedule.loss,
-                "blocks.head(x)",
-                "(blocks.head(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T)",
+                "blocks.compute_logits(x)",
+                "(blocks.compute_logits(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T)",
             ),
         ),
     ),

@@ -30,14 +30,14 @@ from tinyspec.laws.session_laws import (
     ROW_IDENTITY,
     SIBLING_ORDER,
 )
+from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import Cache
-from tinyspec.lm.gate import BatchBarrier
-from tinyspec.lm.session import Session, View, visibility
+from tinyspec.lm.session import Session, View, find_seen_slots
 from tinyspec.lm.transformer import Transformer
 
 _commit = partial(Mutant, law=CACHE_FRESH, function=Session.commit)
 _rewind = partial(Mutant, law=REWIND_TRACELESS, function=Session.rewind)
-_run = partial(Mutant, law=NODE_LOGITS, function=Session.run)
+_run = partial(Mutant, law=NODE_LOGITS, function=Session.run_nodes)
 _pipeline = partial(Mutant, law=PIPELINE_CLOCK, function=PipelinedTarget.score)
 _exit = partial(Mutant, law=EXIT_RULE, function=ExitTarget.score)
 _rule = partial(Mutant, law=EXIT_RULE, function=ConfidenceRule.should_exit)
@@ -60,7 +60,7 @@ nodes += [node for node in self.scored if node.parent is [tip, *nodes][-1]][:1]"
         "rollback resets all",
         "del self.committed[length:]",
         """newest, self._ready = self.text[:length][-1:], 0
-self.committed, self.scored, self._extras = [], [], []
+self.committed, self.scored, self._probe_nodes = [], [], []
 self.append(newest)
 return""",
         bug="B17",
@@ -94,7 +94,7 @@ if length == len(self):""",
         "if not old:",
         """self.present[first : first + len(old)] = self.present[old]
 if True:""",
-        Cache.move,
+        Cache.move_slots,
         bug="B19",
         law=COMMITTED_SLOTS,
     ),
@@ -113,7 +113,7 @@ if True:""",
     node.sublayers_done = self._end
     self.cache.present[node.slot] = True
 if False:""",
-        Session.fill,
+        Session.fill_cache,
         bug="B40",
         law=EXIT_TRUNCATED,
     ),
@@ -133,7 +133,7 @@ self.session, self.plan = session, replace(plan, last=last)""",
 # ------------------------------------------------------------------ what a pass is told
 
 PLACES = "positions=positions,"
-RAN = "scores = self.gate([feed])[0]"
+RAN = "scores = self.forward([feed])[0]"
 SEVERAL = f"""{RAN}
 if len(scores.logits) > 1:  # rounded otherwise: the last bit is another
     scores = scores._replace(logits=scores.logits * (1 + 2**-23))"""
@@ -163,7 +163,7 @@ PASSES = [
         "parent unseen",
         "tuple(reversed(path))",
         "tuple(reversed(path[:1] + path[2:]))",
-        visibility,
+        find_seen_slots,
         bug="B24",
         law=NODE_LOGITS,
     ),
@@ -183,10 +183,10 @@ PASSES = [
     Mutant(
         "padding seen",
         "path = self._path",
-        """longest, path = max(feed.high for feed in feeds), self._path
+        """longest, path = max(feed.n_slots for feed in feeds), self._path
 for feed in feeds:
-    every = [(longest, ()) if n == feed.high else (n, more) for n, more in feed.seen]
-    feed.seen, feed.high = every, longest""",
+    every = [(longest, ()) if n == feed.n_slots else (n, more) for n, more in feed.seen]
+    feed.seen, feed.n_slots = every, longest""",
         Transformer._forward,
         bug="B21",
         law=BATCH_ROW,
@@ -195,7 +195,7 @@ for feed in feeds:
         "batch rows swapped",
         "for number in numbers:",
         """made = list(scores)
-high = [feed.high for number in numbers for feed in self._waiting[number][1]]
+high = [feed.n_slots for number in numbers for feed in self._waiting[number][1]]
 if len({len(one.logits) for one in made}) == 1:  # sorted by length, and not put back
     order = sorted(range(len(made)), key=high.__getitem__)
     made = [one._replace(logits=made[i].logits) for one, i in zip(made, order, strict=True)]
@@ -210,20 +210,18 @@ for number in numbers:""",
 # ------------------------------------------------------------------ a pipeline
 
 COMING = "upcoming, self.upcoming = self.upcoming, None"
-BRANCHES = (
-    "branches = self.guess_next(self.session.advance(NO_DRAFT, self.layer, head=True), *upcoming)"
-)
+BRANCHES = "branches = self.guess_next(self.session.run_to_layer(NO_DRAFT, self.layer, head=True), *upcoming)"
 PIPELINES = [
     _pipeline(
         "branches overtake the newest token",
-        "self.session.advance(branches, self.depth - self.layer)",
-        "self.session.advance(branches, self.layer)",
+        "self.session.run_to_layer(branches, self.depth - self.layer)",
+        "self.session.run_to_layer(branches, self.layer)",
     ),
     _pipeline(
         "a branch is begun when its token is known",
         BRANCHES,
         f"""scores = self.session.score(tree, hidden_layers)
-self.session.advance(self.guess_next(scores, *upcoming), self.depth - self.layer)
+self.session.run_to_layer(self.guess_next(scores, *upcoming), self.depth - self.layer)
 return scores
 {BRANCHES}""",
     ),
@@ -244,8 +242,8 @@ self.session.append(newest)
     _pipeline(
         "a token behind the last one is begun",
         COMING,
-        """self.heard = self.upcoming or self.__dict__.get("heard")
-upcoming, self.upcoming = self.heard, None""",
+        """self.cross_kv = self.upcoming or self.__dict__.get("cross_kv")
+upcoming, self.upcoming = self.cross_kv, None""",
         law=PIPELINE_WORK,
     ),
     _pipeline(
@@ -259,7 +257,7 @@ upcoming, self.upcoming = self.heard, None""",
 
 # ------------------------------------------------------------------ exits
 
-READ = "self.session.advance( tree, layer, hidden_layers=hidden_layers, head=True )"
+READ = "self.session.run_to_layer( tree, layer, hidden_layers=hidden_layers, head=True )"
 REACHED = "return bool(self.measure.of(at) >= self.threshold(at.step))"
 EXITS = [
     _exit(
@@ -373,7 +371,7 @@ EQUIVALENT = [
         "positions one late, on a model with rotations",
         PLACES,
         ONE_LATE,
-        Session.run,
+        Session.run_nodes,
         bug="B19",
         proof="Rotations by m and n enter a score as the rotation by m - n; adding one to every "
         "position changes no difference. On a model with learned positions it is a mutant, above.",
@@ -385,7 +383,7 @@ EQUIVALENT = [
         """tokens = top_k_rows(rows, [0], self.k)[0]
 for token in tokens:
     one = TokenTree((token,), (ROOT,), (None,), (False,))
-    self.session.advance(one, self.depth - self.layer)""",
+    self.session.run_to_layer(one, self.depth - self.layer)""",
         PipelinedTarget.guess_next,
         proof="Branches are siblings and do not see each other; whether they share a pass changes "
         "neither a row's layers nor the clock, on which each has a processor of its own.",

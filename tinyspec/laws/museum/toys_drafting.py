@@ -326,8 +326,8 @@ VIEW = "session.view(Plan(skip=skip))"
 SKIPS = [
     _skipping(
         "greedy drafts judged by the softmax",
-        "token = rng.draw(law)",
-        "token = list(law).index(max(law))",
+        "token = rng.draw(q)",
+        "token = list(q).index(max(q))",
         ModelDrafter.propose,
         law=JOINT,
     ),

@@ -131,7 +131,7 @@ LAYERSKIP = [
             OWN_CACHE,
             Patch(
                 ModelDrafter.observe,
-                "if self._follow(round.tokens):",
+                "if self._count(round.tokens):",
                 """self.model.append([*round.tree.tokens, *round.tokens[-1:]])
 if False:""",
             ),
@@ -139,8 +139,8 @@ if False:""",
     ),
     _layerskip(
         "an exit with a head of its own",
-        "law = laws[tip]",
-        "law = [*laws[tip][1:], laws[tip][0]]",
+        "q = probs[tip]",
+        "q = [*probs[tip][1:], probs[tip][0]]",
         ModelDrafter.propose,
         law=layerskip_traps.OWN,
     ),
@@ -158,7 +158,13 @@ if False:""",
 heads = lambda x: torch.randn(blocks.vocabulary.shape, generator=random, dtype=x.dtype)""",
         ExitLossSchedule.loss,
         law=ONE_HEAD,
-        also=(Patch(ExitLossSchedule.loss, "blocks.head(x)", "(blocks.final(x) @ heads(x).T)"),),
+        also=(
+            Patch(
+                ExitLossSchedule.loss,
+                "blocks.compute_logits(x)",
+                "(blocks.apply_final_norm(x) @ heads(x).T)",
+            ),
+        ),
     ),
     _layerskip(
         "the plain mean of all exits",
@@ -168,21 +174,21 @@ heads = lambda x: torch.randn(blocks.vocabulary.shape, generator=random, dtype=x
         law=EXIT_WEIGHTS,
     ),
 ]
-BEGUN = "self.session.advance(branches, self.depth - self.layer)"
+BEGUN = "self.session.run_to_layer(branches, self.depth - self.layer)"
 PPD = [
     _ppd(
         "exit early and hope",
         "scores: Scores = self.session.score(tree, hidden_layers)",
-        "scores: Scores = self.session.advance(NO_DRAFT, self.layer, head=True)",
+        "scores: Scores = self.session.run_to_layer(NO_DRAFT, self.layer, head=True)",
         law=JOINT,
         also=(Patch(PipelinedTarget.score, "if upcoming is not None and", "if False and"),),
     ),
     _ppd(
         "begun when the token is known",
         BRANCHES,
-        f"""self.session.advance(NO_DRAFT, self.layer, head=True)
+        f"""self.session.run_to_layer(NO_DRAFT, self.layer, head=True)
 scores = self.session.score(tree, hidden_layers)
-self.session.advance(self.guess_next(scores, *upcoming), self.depth - self.layer)
+self.session.run_to_layer(self.guess_next(scores, *upcoming), self.depth - self.layer)
 return scores
 {BRANCHES}""",
         law=PIPELINE_CLOCK,
@@ -190,13 +196,13 @@ return scores
     _ppd(
         "branches with caches of their own",
         BEGUN,
-        BEGUN.replace("session.advance", "session.fork().advance"),
+        BEGUN.replace("session.run_to_layer", "session.fork().run_to_layer"),
         law=PIPELINE_CLOCK,
     ),
     _ppd(
         "branches run through the whole model",
         BEGUN,
-        "self.session.advance(branches, self.depth)",
+        "self.session.run_to_layer(branches, self.depth)",
         law=PIPELINE_WORK,
     ),
 ]

@@ -44,7 +44,7 @@ from tinyspec.decoding.sampling import DEVICE, EXACT, kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
-from tinyspec.lm.host import stack, to_numpy
+from tinyspec.lm.host import stack_rows, to_numpy
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -174,7 +174,7 @@ def _stack_rows(rows: list[Any]) -> Any:
     """Return rows in the form of `Scores`: a list for fractions, else one tensor [n + 1, V]."""
     if kernels_of(rows[0]) is EXACT:
         return rows
-    return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack(rows)
+    return torch.from_numpy(np.stack(rows)) if isinstance(rows[0], np.ndarray) else stack_rows(rows)
 
 
 @technique(

@@ -44,9 +44,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.forward import Cache, Plan, Visible
+from tinyspec.lm.forward import Cache, Plan, VisibleSet
 from tinyspec.lm.model import Model
-from tinyspec.lm.ops import linear, rotate, rotations
+from tinyspec.lm.ops import linear, rotary_tables, rotate
 from tinyspec.lm.session import Session
 from tinyspec.speculative.drafting.speculative_decoding import verify_chain
 from tinyspec.speculative.nested import NestedDrafter
@@ -107,7 +107,7 @@ class StreamingDrafter(ModelDrafter):
     def propose(
         self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
     ) -> TokenTree:
-        self.session.replan(self.streaming_plan(len(self.session)))
+        self.session.set_plan(self.streaming_plan(len(self.session)))
         return super().propose(context, max_draft_depth, sampling, rng)
 
     def streaming_plan(self, length: int) -> Plan:
@@ -117,7 +117,8 @@ class StreamingDrafter(ModelDrafter):
         if since <= self.sink:
             return Plan()
         c = self.session.model.config
-        return Plan(visible=Visible.everywhere(range(self.sink), since, c.n_layers, c.n_kv_heads))
+        sinks = range(self.sink)
+        return Plan(visible=VisibleSet.for_all_layers(sinks, since, c.n_layers, c.n_kv_heads))
 
 
 class TriforceDrafter(NestedDrafter):
@@ -172,7 +173,7 @@ class TriforceDrafter(NestedDrafter):
             keys = mean_keys(session.cache, layer, self.chunk, chunks)  # [KV, chunks, hd]
             scores = (keys @ query[:, :, None])[:, :, 0]  # [KV, chunks]
             layers.append(tuple(map(self.chunk_positions, select_chunks(scores, keep))))
-        return Plan(visible=Visible(tuple(layers), since=chunks * self.chunk))
+        return Plan(visible=VisibleSet(tuple(layers), since=chunks * self.chunk))
 
     def chunk_positions(self, chunks: list[int]) -> frozenset[int]:
         """Return the positions of all tokens of these chunks."""
@@ -222,7 +223,7 @@ def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
             [F.rms_norm(q, (c.head_dim,), gain, c.norm_eps) for q, gain in normed]
         )
     if c.positions == "rope":
-        cos, sin = rotations(c, states.dtype, states.device)
+        cos, sin = rotary_tables(c, states.dtype, states.device)
         queries = rotate(queries, cos[position], sin[position])
     return queries
 

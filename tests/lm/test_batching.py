@@ -1,4 +1,4 @@
-"""Batching is a gate: every row of a batch equals the row alone, whoever comes first, and nothing ever hangs."""
+"""Batching is a barrier: every row of a batch equals the row alone, whoever comes first, and nothing ever hangs."""
 
 import random
 import threading
@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.lm.batching import BatchAborted, BatchBarrier, run_together
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.gate import BatchAborted, BatchBarrier, run_together
 from tinyspec.tree import TokenTree
 
 TARGET, DRAFT = model(LLAMA, 0), model(GPT2, 1)
 
 
 def greedy(
-    gate: BatchBarrier | None,
+    barrier: BatchBarrier | None,
     prompt: list[int],
     new: int,
     forward_log: list[ForwardRecord] | None = None,
     jitter: float = 0.0,
 ):
     """A small speculative loop: two models in turn, a rewind now and then. Returns text and target's logits."""
-    target, draft = TARGET.session(forward_log, gate), DRAFT.session(forward_log, gate)
+    target, draft = TARGET.session(forward_log, barrier), DRAFT.session(forward_log, barrier)
     target.extend(prompt)
     draft.extend(prompt)
     rows = []
@@ -52,7 +52,7 @@ def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
     alone = [greedy(None, p, 4 + 3 * i) for i, p in enumerate(PROMPTS)]
     together = run_together(
         [
-            lambda gate, p=p, i=i: greedy(gate, p, 4 + 3 * i, jitter=jitter)
+            lambda barrier, p=p, i=i: greedy(barrier, p, 4 + 3 * i, jitter=jitter)
             for i, p in enumerate(PROMPTS)
         ]
     )
@@ -63,8 +63,8 @@ def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
 
 def test_the_order_of_the_requests_does_not_matter() -> None:
     """Lengths, prompts and drafts differ; nothing leaks between rows."""
-    one = run_together([lambda gate, p=p: greedy(gate, p, 6) for p in PROMPTS])
-    other = run_together([lambda gate, p=p: greedy(gate, p, 6) for p in reversed(PROMPTS)])
+    one = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in PROMPTS])
+    other = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in reversed(PROMPTS)])
     for (text, rows), (text_other, rows_other) in zip(one, reversed(other), strict=True):
         assert text == text_other
         torch.testing.assert_close(rows, rows_other, rtol=0, atol=1e-12)
@@ -76,7 +76,7 @@ def test_the_ledger_stays_with_the_request() -> None:
     forward_logs: list[list[ForwardRecord]] = [[] for _ in PROMPTS]
     run_together(
         [
-            lambda gate, p=p, n=n: greedy(gate, p, 6, n)
+            lambda barrier, p=p, n=n: greedy(barrier, p, 6, n)
             for p, n in zip(PROMPTS, forward_logs, strict=True)
         ]
     )
@@ -93,25 +93,25 @@ def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TARGET, "forward", counted)
 
-    def job(gate: BatchBarrier, steps: int) -> None:
-        session = TARGET.session(gate=gate)
+    def job(barrier: BatchBarrier, steps: int) -> None:
+        session = TARGET.session(barrier=barrier)
         session.extend([1])
         for _ in range(steps):
             session.score(TokenTree())
             session.commit((), 2)
 
-    run_together([lambda gate, n=n: job(gate, n) for n in (5, 2, 3)])
+    run_together([lambda barrier, n=n: job(barrier, n) for n in (5, 2, 3)])
     assert widths == [3, 3, 2, 1, 1]  # and whoever has finished is not waited for
 
 
 def test_a_worker_that_fails_ends_all_and_says_why() -> None:
-    def bad(gate: BatchBarrier) -> None:
-        session = TARGET.session(gate=gate)
+    def bad(barrier: BatchBarrier) -> None:
+        session = TARGET.session(barrier=barrier)
         session.extend([1, 2, 3])
         raise RuntimeError("my own mistake")
 
-    def good(gate: BatchBarrier) -> None:
-        session = TARGET.session(gate=gate)
+    def good(barrier: BatchBarrier) -> None:
+        session = TARGET.session(barrier=barrier)
         session.extend([1, 2])
         for _ in range(50):
             session.score(TokenTree())
@@ -127,15 +127,15 @@ def test_a_forward_that_fails_ends_all_and_says_why(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(TARGET, "forward", broken)
     with pytest.raises(MemoryError, match="no room"):
-        run_together([lambda gate: greedy(gate, [1, 2], 3)] * 3)
+        run_together([lambda barrier: greedy(barrier, [1, 2], 3)] * 3)
 
 
 def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """The main thread is interrupted while it waits; workers get `Closed` at their next pass."""
     ended: list[bool] = []
 
-    def endless(gate: BatchBarrier) -> None:
-        session = TARGET.session(gate=gate)
+    def endless(barrier: BatchBarrier) -> None:
+        session = TARGET.session(barrier=barrier)
         session.extend([1])
         try:
             while True:
@@ -162,14 +162,16 @@ def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_jobs_and_one_job() -> None:
     assert run_together([]) == []
-    assert run_together([lambda gate: greedy(gate, [1, 2], 3)[0]]) == [greedy(None, [1, 2], 3)[0]]
+    assert run_together([lambda barrier: greedy(barrier, [1, 2], 3)[0]]) == [
+        greedy(None, [1, 2], 3)[0]
+    ]
 
 
 def test_threads_that_come_together_pack_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first forward packs the weights; a thread that comes meanwhile must not find a model without any."""
     from tinyspec.lm import transformer
 
-    plain, asked = transformer.packable, list[bool]()
+    plain, asked = transformer.can_pack, list[bool]()
 
     def slow(*args):  # type: ignore[no-untyped-def]
         asked.append(plain(*args))
@@ -177,6 +179,6 @@ def test_threads_that_come_together_pack_a_model_once(monkeypatch: pytest.Monkey
         return asked[-1]
 
     m = model().to(dtype=torch.float32)
-    monkeypatch.setattr(transformer, "packable", slow)
-    run_together([lambda gate: m.session(gate=gate).extend([1, 2, 3])] * 6)
+    monkeypatch.setattr(transformer, "can_pack", slow)
+    run_together([lambda barrier: m.session(barrier=barrier).extend([1, 2, 3])] * 6)
     assert len(asked) == 1 or not asked[0]  # without compiled kernels every pass asks again

@@ -1,12 +1,12 @@
 """Batch the forward passes of several requests, by a barrier in front of `Transformer.forward`.
 
-Every request runs its own decoding loop, as if alone, in a thread of its own. Its forward passes
-wait at the gate until every other live request waits there too, or has finished; then all waiting
-feeds run as one ragged forward per model, and each loop goes on with its own scores. So every
-technique batches without knowing it. Requests that use different models in a round (one drafts, one
-verifies) make one forward each.
+Each request runs its own decoding loop in a thread of its own, as if it were alone. Its forward
+passes wait at the barrier until every other live request waits there too, or has finished. Then
+all waiting feeds run as one ragged forward pass for each model, and each loop continues with its
+own scores. So every technique can be batched without knowing it. If one request drafts while
+another verifies, their two models make one forward pass each.
 
-Only the thread that completes a round computes; the others sleep. Rounds do not depend on which
+Only the thread that arrives last computes; the others sleep. The result does not depend on which
 thread is scheduled first: feeds run in the order of the jobs.
 """
 
@@ -27,7 +27,7 @@ class BatchAborted(Exception):
 
 
 class BatchBarrier:
-    """A barrier at which `workers` requests meet, each inside `with gate.worker(i):`."""
+    """A barrier for `workers` requests. Each runs inside `with barrier.run_as_worker(i):`."""
 
     def __init__(self, workers: int):
         self.alive = set(range(workers))
@@ -35,25 +35,25 @@ class BatchBarrier:
         self._changed = threading.Condition()
         self._waiting: dict[int, tuple[Transformer, Sequence[ForwardBatch]]] = {}
         self._done: dict[int, list[Scores]] = {}
-        self._me = threading.local()
+        self._local = threading.local()
 
-    def worker(self, number: int) -> AbstractContextManager[None]:
+    def run_as_worker(self, number: int) -> AbstractContextManager[None]:
         """Make this thread the worker of that number until the block ends, or raises."""
         return _Worker(self, number)
 
-    def through(self, model: Transformer) -> ForwardFn:
-        """Return what a session of `model` calls in place of `model.forward`."""
-        return lambda feeds: self._pass(model, feeds)
+    def forward_of(self, model: Transformer) -> ForwardFn:
+        """Return the forward function that a session of `model` uses instead of its own."""
+        return lambda feeds: self._forward(model, feeds)
 
-    def shut(self, failure: BaseException) -> None:
+    def abort(self, failure: BaseException) -> None:
         """Abort the batch: every thread that waits, or comes later, gets `BatchAborted`."""
         with self._changed:
             self.failure = self.failure or failure
             self._changed.notify_all()
 
-    def _pass(self, model: Transformer, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-        number: int | None = getattr(self._me, "number", None)
-        if number is None:  # not one of the batch: a session that outlived it, or warms up before
+    def _forward(self, model: Transformer, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+        number: int | None = getattr(self._local, "number", None)
+        if number is None:  # a session that outlived the batch, or warms up before it
             return model.forward(feeds)
         with self._changed:
             self._waiting[number] = (model, feeds)
@@ -75,11 +75,9 @@ class BatchBarrier:
             batches.setdefault(id(self._waiting[number][0]), []).append(number)
         try:
             for numbers in batches.values():
-                scores = iter(
-                    self._waiting[numbers[0]][0].forward(
-                        [f for n in numbers for f in self._waiting[n][1]]
-                    )
-                )
+                model = self._waiting[numbers[0]][0]
+                feeds = [feed for number in numbers for feed in self._waiting[number][1]]
+                scores = iter(model.forward(feeds))
                 for number in numbers:
                     self._done[number] = [next(scores) for _ in self._waiting[number][1]]
         except BaseException as error:
@@ -87,18 +85,18 @@ class BatchBarrier:
         self._waiting = {}
         self._changed.notify_all()
 
-    def _leave(self, number: int) -> None:
+    def _remove_worker(self, number: int) -> None:
         with self._changed:
             self.alive.discard(number)
             self._run_if_complete()
 
 
 class _Worker:
-    def __init__(self, gate: BatchBarrier, number: int):
-        self.gate, self.number = gate, number
+    def __init__(self, barrier: BatchBarrier, number: int):
+        self.barrier, self.number = barrier, number
 
     def __enter__(self) -> None:
-        self.gate._me.number = self.number
+        self.barrier._local.number = self.number
 
     def __exit__(
         self,
@@ -106,25 +104,26 @@ class _Worker:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        self.gate._me.number = None
+        self.barrier._local.number = None
         if error is not None:
-            self.gate.shut(error)
-        self.gate._leave(self.number)
+            self.barrier.abort(error)
+        self.barrier._remove_worker(self.number)
 
 
 def run_together(jobs: Sequence[Callable[[BatchBarrier], T]]) -> list[T]:
-    """Run every job in a thread of its own, their forwards batched; their results in order.
+    """Run every job in a thread of its own, batch their forward passes, and return their results.
 
-    The first failure ends all jobs and is raised here, and so does Ctrl-C.
+    The results stand in the order of the jobs. The first failure, or Ctrl-C, ends all jobs and is
+    raised here.
     """
-    gate = BatchBarrier(len(jobs))
+    barrier = BatchBarrier(len(jobs))
     results: dict[int, T] = {}
 
     def work(number: int) -> None:
         try:
-            with gate.worker(number):
-                results[number] = jobs[number](gate)
-        except BaseException:  # the gate keeps the first; it is raised in the caller's thread
+            with barrier.run_as_worker(number):
+                results[number] = jobs[number](barrier)
+        except BaseException:  # the barrier keeps the first; it is raised in the caller's thread
             return
 
     threads = [
@@ -137,11 +136,11 @@ def run_together(jobs: Sequence[Callable[[BatchBarrier], T]]) -> list[T]:
             while thread.is_alive():
                 thread.join(0.1)  # a timeout lets Ctrl-C in
     except BaseException as stopped:
-        gate.shut(stopped)
+        barrier.abort(stopped)
         for thread in threads:
             if thread.ident is not None:
                 thread.join(5)
         raise
-    if gate.failure is not None:
-        raise gate.failure
+    if barrier.failure is not None:
+        raise barrier.failure
     return [results[number] for number in range(len(jobs))]
