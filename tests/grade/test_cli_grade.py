@@ -151,6 +151,16 @@ def test_a_heading_stands_once_in_gradescope_s_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_folder_of_submissions_is_told_to_be_graded_one_by_one(tmp_path: Path) -> None:
+    for name in ("anna", "ben"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "submission.py").write_text("")
+    result = run("grade", "A0", str(tmp_path))
+    hint = "but anna, ben in it do: grade one of these at a time"
+    assert hint in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("tiny")
 def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
     """`my-a1/submission.py` is taken as `my-a1`; `my-a1/a1.py` is told to be renamed."""
     submit(tmp_path, RIGHT)

@@ -255,6 +255,9 @@ def _find_nothing(folder: Path) -> NoResult | None:
             others = sorted(path.name for path in folder.glob("*.py") if path.is_file())
             which = others[0] if len(others) == 1 else "the one that holds your functions"
             hint = f", but {', '.join(others)}: rename {which} to submission.py" if others else ""
+            inside = sorted(path.parent.name for path in folder.glob("*/submission.py"))
+            if inside and not others:
+                hint = f", but {', '.join(inside[:3])} in it do: grade one of these at a time"
             why = f"{folder} holds no submission.py{hint}"
     except OSError as error:
         why = f"{folder} cannot be read: {error.strerror}"

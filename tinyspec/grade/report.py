@@ -45,12 +45,14 @@ def explain_result(result: TaskResult) -> list[str]:
 
 
 def list_laws(result: TaskResult) -> list[str]:
-    """Return a line for each law of a task: its points, and what it says."""
-    lines = []
+    """Return a line for each law of a task: its points, what it says, and once why it is not judged."""
+    lines, said = [], set[str]()
     for verdict in result.verdicts:
         points = f"{verdict.score} of {verdict.law.points}"
-        why = verdict.reason.replace("broken: ", "needs: ")
-        why = f" ({why})" if verdict.status == "not judged" else ""
+        reason = verdict.reason.replace("broken: ", "needs: ")
+        is_news = verdict.status == "not judged" and reason not in said
+        said.add(reason)
+        why = f" ({reason})" if is_news else ""
         lines.append(
             make_printable(f"  {points:8}  {verdict.status:10}  {verdict.law.sentence}{why}")
         )
