@@ -146,7 +146,7 @@ class NotGathered(Session):
     """Commits a path and leaves its keys and values where they were."""
 
     def _assign_slots(self, nodes, first):
-        self.cache.move = lambda old, to: None
+        self.cache.move_slots = lambda old, to: None
         super()._assign_slots(nodes, first)
 
 
