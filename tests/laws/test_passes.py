@@ -167,7 +167,7 @@ class KeepsGuesses(Session):
         newest = self.committed[-1] if self.committed else None
         if guessed and newest and not newest.sublayers_done:
             newest.sublayers_done = newest.logits_at = 2 * self.model.config.n_layers
-            newest.row = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
+            newest.logits = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
             self.cache.present[newest.slot] = True
 
 

@@ -162,7 +162,7 @@ class Unmoved(Session):
     """The accepted path takes its slots, and its keys and values stay where they were."""
 
     def _assign_slots(self, nodes: list[Any], first: int) -> None:
-        self.cache.move = lambda *args: None  # type: ignore[method-assign]
+        self.cache.move_slots = lambda *args: None  # type: ignore[method-assign]
         super()._assign_slots(nodes, first)
 
 
