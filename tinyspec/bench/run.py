@@ -62,6 +62,8 @@ def run_bench(
     model, draft = own.load_arm_models(book.settings, any_method=chapter is not None)
     if chapter is not None and not book.settings.tasks:
         book.settings = replace(book.settings, tasks=chapters.default_tasks(model))
+    if chapter is None:  # a chapter's methods are not known yet
+        book.save()  # so that --resume finds the file, however early this run ends
     jobs = make_jobs(book, model, quiet)
     if chapter is not None and not book.samples:
         book.settings, book.skipped, built = chapters.select_techniques(
