@@ -213,8 +213,8 @@ def reverse_kl(
             read.shape[1], read.shape[1], dtype=torch.bool, device=read.device
         ).tril()
         states = teacher.decode(teacher.embed(before), teacher_memory, causal)
-        expected = teacher.logits(states).log_softmax(dim=-1)
-    each = logprobs.exp() * (logprobs - expected)
+        teacher_logprobs = teacher.logits(states).log_softmax(dim=-1)
+    each = logprobs.exp() * (logprobs - teacher_logprobs)
     return each.sum(dim=-1).masked_fill(~slots, 0).sum(dim=-1)
 
 

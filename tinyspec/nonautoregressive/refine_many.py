@@ -41,35 +41,35 @@ def refine_many(
     model: Seq2Seq,
     sources: Tensor,
     refiner: Refiner,
-    chances: Sequence[RandomSource],
+    rngs: Sequence[RandomSource],
     memory: EncoderOutput | None = None,
 ) -> CanvasBatch:
     """Rewrite a canvas for each of the sources [B, S], padded at the end; nothing is chosen yet.
 
-    chances  one for each source, as `refine` would get it
-    memory   of these sources, where the caller has it
+    rngs    one for each source, as `refine` would get it
+    memory  of these sources, if the caller has it
     """
     memory = model.encode(sources) if memory is None else memory
     mask = sources != model.config.pad
     firsts = [
         refiner.start(row[there].tolist(), select_source(memory, i), rng.split("start", 0))
-        for i, (row, there, rng) in enumerate(zip(sources, mask, chances, strict=True))
+        for i, (row, there, rng) in enumerate(zip(sources, mask, rngs, strict=True))
     ]
     canvas, owners = stack_canvases(firsts)
-    theirs, iteration = memory.select_rows(owners), 0
+    source_memory, iteration = memory.select_rows(owners), 0
     while not refiner.finished(canvas, iteration):
-        canvas = refiner.rewrite(canvas, theirs, iteration, _Silent())
+        canvas = refiner.rewrite(canvas, source_memory, iteration, _NoRandomSource())
         iteration += 1
     return CanvasBatch(canvas._replace(extra=None), owners)
 
 
 def translate_sources(
-    model: Seq2Seq, sources: Tensor, refiner: Refiner, chances: Sequence[RandomSource]
+    model: Seq2Seq, sources: Tensor, refiner: Refiner, rngs: Sequence[RandomSource]
 ) -> list[list[int]]:
     """Return the translations of the sources [B, S]: what `refine` chooses for each."""
     with torch.inference_mode():
         memory = model.encode(sources)
-    many, found = refine_many(model, sources, refiner, chances, memory), []
+    many, found = refine_many(model, sources, refiner, rngs, memory), []
     for i, row in enumerate(sources):
         canvas, source = many.canvas_of(i), row[row != model.config.pad].tolist()
         with torch.inference_mode():
@@ -98,8 +98,8 @@ def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:
     return Canvas(tokens, mask, scores), torch.repeat_interleave(counts)
 
 
-class _Silent:
-    """Refuse to draw: one random source cannot serve several sources of a batch."""
+class _NoRandomSource:
+    """Raise an error on every draw: one random source cannot serve several sources of a batch."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TinyspecError(

@@ -185,10 +185,10 @@ class LookupDrafter(SuffixDecodingDrafter):
         found = [self.look_up(context, max_draft_depth)]
         if both:
             trees, before = (self.own, OUTPUTS), context[-DEPTH - 1 : -1]
-            behind = self.forest.best(
+            before_newest = self.forest.best(
                 trees, before, ALPHA, self.most + 2, max_draft_depth + 1, FLOOR / 2
             )
-            found.append(continue_after_substitution(behind, context[-1]))
+            found.append(continue_after_substitution(before_newest, context[-1]))
         return found
 
     def rank_lookups(

@@ -157,14 +157,14 @@ class StagedDrafter(ModelDrafter):
             computed.add(path)
         path = leaves[0][2]
         for _ in range(min(self.guesses, most - 1, deepest - 1 - len(path))):
-            guess = (
+            token = (
                 self.table.most_likely([*computed.context[-self.table.order :], *path])
                 if self.table
                 else None
             )
-            if guess is None or guess in self.ends:
+            if token is None or token in self.ends:
                 break
-            path = (*path, guess)
+            path = (*path, token)
             computed.add(path)
         computed.run()
 
