@@ -15,7 +15,7 @@ from sphinx.transforms import SphinxTransform
 from sphinx.util import logging as sphinx_logging
 
 from tinyspec.cli import notebooks
-from tinyspec.cli.lessons import strip_outputs
+from tinyspec.cli.lessons import read_cells, strip_outputs
 
 os.environ["MPLCONFIGDIR"] = os.environ.get(
     "MPLCONFIGDIR", os.path.join(os.path.dirname(__file__), "_build", "matplotlib")
@@ -99,6 +99,15 @@ def report_warnings(app: Sphinx, doctree: nodes.document) -> None:
             )
 
 
+def describe_pictures(app: Sphinx, doctree: nodes.document) -> None:
+    """Give each picture that a cell draws the alt text of the page."""
+    cells = read_cells(Path(doctree["source"]).read_text(encoding="utf-8"))
+    drawn = [part for part in doctree.findall(nodes.container) if "cell" in part["classes"]]
+    for cell, part in zip(cells, drawn, strict=True):
+        for image in part.findall(nodes.image):
+            image["alt"] = cell.alt or "What the code above draws"
+
+
 def leave_outputs_out(app: Sphinx, name: str, source: list[str]) -> None:
     """Drop what a page shows below its cells for readers of the file: the book has what they did now."""
     source[0] = strip_outputs(source[0])
@@ -158,6 +167,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_replay)
     app.connect("source-read", leave_outputs_out)
     app.connect("doctree-read", report_warnings)
+    app.connect("doctree-read", describe_pictures)
     app.connect("html-page-context", offer_notebook)
     app.connect("build-finished", write_notebooks)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -200,7 +200,7 @@ draft_option = list_option(
     help="The draft model, or several. [default: the one that the model's card names]",
 )
 where_options = options(
-    option("--seed", type=int, default=0, help="Same seed, same text."),
+    option("--seed", type=int, default=0, help="Same seed, same text, on one kind of CPU."),
     option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
     option("--dtype", help="float32, bfloat16, float16, float64. [default: as stored]"),
 )

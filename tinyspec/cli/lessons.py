@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 TUTORIALS = Path(__file__).parents[2] / "tutorials"
 OPEN = re.compile(r"^```\{code-cell\}")
-PICTURE = re.compile(r"^!\[[^\]]*\]\((pictures/[\w.-]+\.svg)\)$")
+PICTURE = re.compile(r"^!\[([^\]]*)\]\((pictures/[\w.-]+\.svg)\)$")
 FRONT = re.compile(r"\*\*(You will|Needs|Time)\*\*\s+")
 TABLE = re.compile(
     r"(?<=<!-- lessons: `tinyspec book --refresh` writes this table -->\n).*?(?=<!-- end -->)", re.S
@@ -34,6 +34,7 @@ class Cell:
     line     number of the file's line that holds the first line of the code
     tags     its option lines
     picture  file below pictures/ that the page shows as what the cell draws
+    alt      what the page says of that picture
     printed  text that the page shows as what the cell prints
     shown    numbers of the lines that hold this output, counted from 0
     """
@@ -42,6 +43,7 @@ class Cell:
     code: str
     tags: str
     picture: str | None
+    alt: str
     printed: str | None
     shown: range
 
@@ -79,10 +81,10 @@ def read_cells(text: str) -> Iterator[Cell]:
         tags = ""
         while first < end and lines[first].startswith(":"):
             tags, first = tags + lines[first], first + 1
-        picture, printed, at = None, None, end + 1
+        picture, alt, printed, at = None, "", None, end + 1
         after = at
         if found := PICTURE.match(skip_blank()):
-            picture, at = found[1], at + 1
+            alt, picture, at = found[1], found[2], at + 1
             after = at
         if skip_blank() == "```text":
             close = lines.index("```", at)
@@ -90,7 +92,7 @@ def read_cells(text: str) -> Iterator[Cell]:
             after = at
         at = after
         code = "\n".join(lines[first:end])
-        yield Cell(first + 1, code, tags, picture, printed, range(end + 1, after))
+        yield Cell(first + 1, code, tags, picture, alt, printed, range(end + 1, after))
 
 
 def strip_outputs(text: str) -> str:
