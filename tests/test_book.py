@@ -121,7 +121,7 @@ def test_book_links_what_it_promises(built: Path) -> None:
     assert 'href="https://arxiv.org/abs/2211.17192"' in lesson
     assert 'href="notebooks/02_the_acceptance_rule.ipynb"' in lesson
     assert (built / "notebooks" / "02_the_acceptance_rule.ipynb").exists()
-    assert "alt=\"The target's and the draft's probabilities"  in lesson
+    assert "alt=\"The target's and the draft's probabilities" in lesson
     assert "pictures/02" not in lesson and lesson.count("target_instead_of_residual\nbroken") == 1
 
 
