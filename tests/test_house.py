@@ -273,6 +273,15 @@ def test_docstrings_open_with_a_verb() -> None:
     assert len(clauses) <= CLAUSE_DOCSTRINGS
 
 
+def test_no_line_of_the_package_is_over_100_columns() -> None:
+    assert not [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in PACKAGE.rglob("*.py")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 100
+    ]
+
+
 TECHNIQUES = {
     module: tree
     for module, tree in MODULES.items()

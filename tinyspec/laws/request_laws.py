@@ -191,7 +191,10 @@ def global_randomness_of_parts(parts: Parts) -> Iterator[int]:
     for gamma in (0, 1, 2):
         decoder, rng = begin_request(parts, WIDE, WIDER, gamma, 4)
         case = format_case(WIDE, WIDER, gamma)
-        expect_no_generator_moves(lambda d=decoder, r=rng: run_to_end(d, r), **case)  # type: ignore[misc]
+        expect_no_generator_moves(
+            lambda d=decoder, r=rng: run_to_end(d, r),  # type: ignore[misc]
+            **case,
+        )
         yield 0
 
 

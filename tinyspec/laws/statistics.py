@@ -368,8 +368,8 @@ def run_demo(
     watch    called with the running e-value after every text
 
     bfloat16 rounds the distribution itself, so a model in it is run in float32, whose rounding no
-    sample of practical size can see. The same arguments give the same result, `seconds` apart. Raises
-    TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
+    sample of practical size can see. The same arguments give the same result, `seconds` apart.
+    Raises TinyspecError at temperature 0, where there is nothing to sample: compare the tokens.
     """
     if temperature <= 0:
         raise TinyspecError(
@@ -463,7 +463,8 @@ def format_demo(result: Mapping[str, Any]) -> str:
         f"refuted after {control['e']['after']} texts" if control["e"]["refuted"] else "NOT refuted"
     )
     lines.append(
-        f"control  greedy draft judged by its soft distribution: {after}, G-test p = {control['g']['p']:.3g}"
+        f"control  greedy draft judged by its soft distribution: {after}, G-test p = "
+        f"{control['g']['p']:.3g}"
     )
     if not result["control_failed"]:
         lines.append("void: the control passed, so these tests see nothing here; take more texts")

@@ -381,7 +381,8 @@ class _GreedyTarget:
 
 
 def greedy_verdict(verifier: TreeVerifier, cases: int = 300) -> Evidence:
-    """Check verdicts at temperature 0 on drawn trees, with equal siblings and with probes among them.
+    """Check verdicts at temperature 0 on drawn trees, with equal siblings and with probes among
+    them.
 
     The oracle knows texts only: a node is tested if the text up to its parent is the target's.
     """

@@ -188,7 +188,8 @@ class RaceStage:
         high = None
         if height is not None:
             room = height - 1 - len(head) - len(keys.wrap(self.console, self.console.width))
-            # Beside its text a panel has two borders, the bar and the figures; a strip, the last two.
+            # Beside its text a panel has two borders, the bar and the figures.
+            # A strip has the last two.
             high = max(room - 4 if beside else room // len(lanes) - 2, 1)
         tallest = max(len(self._body(lane, wide, high)) for lane in whole)
         goal = max(len(lane.tokens) for lane in whole)

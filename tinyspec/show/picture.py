@@ -30,18 +30,23 @@ MEANING = {
     "rejected": "rejected draft token",
 }
 STYLE = """
-text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,sans-serif;font-size:16px;fill:#1f2328}
-.page{fill:#fff;stroke:#d1d9e0}.name{font-weight:600;font-size:18px}.quiet,tspan.quiet{fill:#59636e}.small{font-size:14px}
+text{font-family:system-ui,-apple-system,"Segoe UI",Roboto,Helvetica,Arial,\
+sans-serif;font-size:16px;fill:#1f2328}
+.page{fill:#fff;stroke:#d1d9e0}.name{font-weight:600;font-size:18px}\
+.quiet,tspan.quiet{fill:#59636e}.small{font-size:14px}
 .big{font-weight:700;font-size:28px}
-.mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace;font-size:15px}
+.mono,.mono tspan{font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",\
+monospace;font-size:15px}
 .line{stroke:#d1d9e0;stroke-width:1}.end{stroke:#59636e;stroke-width:1;stroke-dasharray:3 3}
 .accepted{fill:#009e73}.recovered{fill:#d55e00}.bonus{fill:#0072b2}.plain{fill:#8c959f}
-.rejected{fill:none;stroke:#8c959f;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}.dot{fill:#fff}
+.rejected{fill:none;stroke:#8c959f;stroke-width:1}.slash{stroke:#fff;stroke-width:1.5;fill:none}\
+.dot{fill:#fff}
 tspan.accepted{fill:#00704f;font-weight:700}tspan.recovered{fill:#b34700;font-weight:700}
 tspan.bonus{fill:#005f96;text-decoration:underline}tspan.plain{fill:#1f2328}
 @media (prefers-color-scheme:dark){
 .page{fill:#0d1117;stroke:#3d444d}
-text,tspan.plain{fill:#e6edf3}.quiet,tspan.quiet{fill:#9198a1}.line{stroke:#3d444d}.end{stroke:#9198a1}
+text,tspan.plain{fill:#e6edf3}.quiet,tspan.quiet{fill:#9198a1}.line{stroke:#3d444d}\
+.end{stroke:#9198a1}
 .accepted{fill:#1fb58a}.recovered{fill:#f0793a}.bonus{fill:#4aa8e8}.plain{fill:#7d8590}
 .rejected{fill:none;stroke:#7d8590}.slash{stroke:#0d1117}.dot{fill:#0d1117}
 tspan.accepted{fill:#3fd6a8}tspan.recovered{fill:#ff9a5c}tspan.bonus{fill:#7cc4f5}}
@@ -88,7 +93,10 @@ def draw_race(tracks: Sequence[Track], title: str, lines: int = 5) -> str:
         "; ".join(f"{t.name}: {_figures(t)} {t.verdict} {t.note}".strip() for t in tracks)
     )
     named = f'<title id="t">{escape(title)}</title><desc id="d">{summary}</desc>'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH:g} {y:g}" role="img" aria-labelledby="t d">'
+    head = (
+        '<svg xmlns="http://www.w3.org/2000/svg" '
+        f'viewBox="0 0 {WIDTH:g} {y:g}" role="img" aria-labelledby="t d">'
+    )
     page = f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1:g}" height="{y - 1:g}" rx="8"/>'
     return "\n".join([head, named, f"<style>{STYLE}</style>", page, *body, "</svg>", ""])
 
@@ -120,7 +128,8 @@ def _heading(track: Track, y: float, judged: bool) -> list[str]:
     after = f'<tspan class="quiet" dx="12">{escape(said)}</tspan>' if said else ""
     return [
         f'<text x="{MARGIN:g}" y="{y:g}" class="name">{escape(track.name)}{after}</text>',
-        f'<text x="{WIDTH - MARGIN:g}" y="{y:g}" text-anchor="end" class="quiet">{_figures(track)}</text>',
+        f'<text x="{WIDTH - MARGIN:g}" y="{y:g}" text-anchor="end" '
+        f'class="quiet">{_figures(track)}</text>',
     ]
 
 
@@ -148,7 +157,8 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
                     slashes.append(f"M{middle - 2:.1f} {y + 10.5:.1f}l4-6")
                 if kind == "bonus":
                     dots.append(
-                        f"M{middle - 1.6:.1f} {y + BOX / 2:.1f}a1.6 1.6 0 1 0 3.2 0a1.6 1.6 0 1 0-3.2 0"
+                        f"M{middle - 1.6:.1f} {y + BOX / 2:.1f}a1.6 1.6 0 1 0 3.2 0a1.6 1.6 0 1 "
+                        f"0-3.2 0"
                     )
         began = end
     drawn = [f'<path class="{kind}" d="{"".join(d)}"/>' for kind, d in boxes.items() if d]
@@ -160,7 +170,8 @@ def _skyline(track: Track, floor: float, scale: float) -> list[str]:
     drawn.append(f'<path class="line" d="M{MARGIN:g} {floor + 1.5:g}H{WIDTH - MARGIN:g}"/>')
     finish = MARGIN + began * scale
     drawn.append(
-        f'<path class="end" d="M{finish:.1f} {floor - _tallest(track) * (BOX + GAP):.1f}V{floor + 8:.1f}"/>'
+        f'<path class="end" d="M{finish:.1f} '
+        f'{floor - _tallest(track) * (BOX + GAP):.1f}V{floor + 8:.1f}"/>'
     )
     return drawn
 
@@ -193,7 +204,8 @@ def _axis(y: float, longest: float, scale: float) -> list[str]:
         x = MARGIN + i * step * scale
         anchor = "start" if i == 0 else "middle"
         marks.append(
-            f'<text x="{x:.1f}" y="{y + 16:g}" text-anchor="{anchor}" class="quiet small">{i * step:g} s</text>'
+            f'<text x="{x:.1f}" y="{y + 16:g}" text-anchor="{anchor}" '
+            f'class="quiet small">{i * step:g} s</text>'
         )
         marks.append(f'<path class="line" d="M{x:.1f} {y - 2:g}v5"/>')
     return marks
@@ -218,7 +230,8 @@ def _excerpt(track: Track, y: float, lines: int) -> list[str]:
             for span in row.spans
         )
         drawn.append(
-            f'<text x="{MARGIN:g}" y="{y + LINE * i:g}" class="mono" xml:space="preserve">{parts}</text>'
+            f'<text x="{MARGIN:g}" y="{y + LINE * i:g}" class="mono" '
+            f'xml:space="preserve">{parts}</text>'
         )
     return drawn
 

@@ -123,7 +123,10 @@ def describe_picture(record: Record) -> str:
             {i for later in record["passes"][1:] for i, new in enumerate(later["fresh"]) if new}
         )
         after = f"{changed} of {len(record['passes'][-1]['pieces'])} positions change after pass 1"
-        return f"Each row is a pass over the whole text, and outlined tokens are those that it changed: {after}."
+        return (
+            f"Each row is a pass over the whole text, and outlined tokens are those that it "
+            f"changed: {after}."
+        )
     rounds, depth = record["rounds"], record["n_layers"]
     if any(ran < depth for round in rounds for ran in round["ran"]):
         return (
@@ -131,7 +134,10 @@ def describe_picture(record: Record) -> str:
             f"a short bar is a token that was read from an early layer, a full one ran all {depth}."
         )
     if not any(not all(round["probe"]) for round in rounds):
-        return "Each column is a round: without draft tokens, a forward pass of the model writes one token."
+        return (
+            "Each column is a round: without draft tokens, a forward pass of the model writes "
+            "one token."
+        )
     if record["method"] == "jacobi":
         return (
             "Each row is a forward pass that answers all positions of a block at once: its "
@@ -142,7 +148,10 @@ def describe_picture(record: Record) -> str:
     if all(parent == i - 1 for round in rounds for i, parent in enumerate(round["parents"])):
         shape = "Each row is a round: a chain of draft tokens"
     else:
-        shape = "Each round has a tree that grows from left to right: its branches are rival draft tokens"
+        shape = (
+            "Each round has a tree that grows from left to right: its branches are rival "
+            "draft tokens"
+        )
     return (
         f"{shape}{source}, of which the model accepts the green ones and adds one token of its own."
     )

@@ -1,16 +1,17 @@
-"""The museum: the field's mistakes and look-alikes, each one change of the library, and the law that
-catches it.
+"""The museum: the field's mistakes and look-alikes, each one change of the library, and the law
+that catches it.
 
 A row says which function, which text and what stands there instead. A mutant is killed if the law
-meant for it accuses it: by its verdict, not by a crash, and not by another law. That also shows that
-the change is no equivalent in disguise, for the same law accuses nothing in the library as it is.
+meant for it accuses it: by its verdict, not by a crash, and not by another law. That also shows
+that the change is no equivalent in disguise, for the same law accuses nothing in the library as it
+is.
 
-A toy is a look-alike of a technique, as a change of it; it must fall into a trap (laws/traps), which
-the technique itself passes.
+A toy is a look-alike of a technique, as a change of it; it must fall into a trap (laws/traps),
+which the technique itself passes.
 
-To add a mutant, write one row in the table of its kind. Its `bug` says where the mistake was met: B1
-to B45 and S1 to S12 are classes found in public implementations (`catalogue` has each source), "slip"
-is a small slip that every verifier and loop should be tried with.
+To add a mutant, write one row in the table of its kind. Its `bug` says where the mistake was met:
+B1 to B45 and S1 to S12 are classes found in public implementations (`catalogue` has each source),
+"slip" is a small slip that every verifier and loop should be tried with.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,7 +61,8 @@ def find_toy(technique: str, name: str) -> Toy:
 
 
 def judge_mutant(mutant: Mutant) -> dict[str, Any]:
-    """Return one line of the matrix: mutant, bug, met (where), host, law, killed_by, counterexample.
+    """Return one line of the matrix: mutant, bug, met (where), host, law, killed_by,
+    counterexample.
 
     killed_by is the law whose verdict it was, or None; then `survived` says what happened.
     """
@@ -86,7 +88,7 @@ def judge_toy(toy: Toy) -> dict[str, Any]:
 
 
 def ask_law(law: str, check: Callable[[], Evidence]) -> dict[str, Any]:
-    """Return what a law said of something wrong: killed_by, counterexample, and perhaps survived."""
+    """Return what a law said of something wrong: killed_by, counterexample, perhaps survived."""
     try:
         survived = f"{check().cases} cases found nothing"
     except LawViolated as accused:

@@ -188,7 +188,8 @@ weight = {{path: max(weight[path] - ends[path], 1) for path in kept}}""",
     _order(
         "equal places in reverse",
         SORTED,
-        "sorted(reversed(range(len(tokens))), key=lambda place: tokens[place : place + 32].tolist())",
+        "sorted(reversed(range(len(tokens))), "
+        "key=lambda place: tokens[place : place + 32].tolist())",
     ),
 ]
 
@@ -265,7 +266,8 @@ EQUIVALENT = [
         ModelDrafter.propose,
         bug="B6",
         proof="The walk is exact for every declared law that is positive where it proposes: the "
-        "ratio and the residual are made of the law the guess was drawn from, whichever it is. Only "
+        "ratio and the residual are made of the law the guess was drawn from, whichever it is. "
+        "Only "
         "the acceptance falls.",
         laws=(JOINT,),
     ),

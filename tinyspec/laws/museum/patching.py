@@ -1,9 +1,9 @@
 """Change one function of the library for a moment: replace a piece of its text, compile it, run.
 
-A row of the museum says which function, which text and what stands there instead. The changed text is
-compiled as part of its module, so that every name, default and `super()` of the function means what
-it did; only the function's code object is exchanged. Whoever imported the function runs the changed
-one, and gets the right one back afterwards.
+A row of the museum says which function, which text and what stands there instead. The changed text
+is compiled as part of its module, so that every name, default and `super()` of the function means
+what it did; only the function's code object is exchanged. Whoever imported the function runs the
+changed one, and gets the right one back afterwards.
 """
 
 import builtins

@@ -134,7 +134,10 @@ SCHEDULE = "count_masked(canvas.mask.sum(dim=1), iteration, self.iterations)"
 NUMBER = "return (length * (iterations - iteration) // iterations).clamp(min=1)"
 SCORED = "scores.masked_fill(~slots, torch.inf)"
 BEST = "return int(canvas.means().argmax())"
-RANDOM = "return select_lowest(torch.rand(slots.shape, generator=generator, device=slots.device), slots, count)"
+RANDOM = (
+    "return select_lowest(torch.rand(slots.shape, generator=generator, device=slots.device), "
+    "slots, count)"
+)
 MASKED = [
     _rewrite(
         "the schedule is a pass late",
@@ -281,7 +284,9 @@ read, slots = copy_source(rows, torch.where(fits, more, chosen))""",
     _copied(
         "a length, and copies spread evenly",
         COPIED,
-        """places, slots = copy_uniformly(torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1))
+        """places, slots = copy_uniformly(
+    torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1)
+)
 read = rows.gather(1, places)""",
     ),
     _copied(
@@ -320,7 +325,8 @@ for text, counts in zip(read, chosen, strict=True):
     _fertile(
         "the teacher is not asked about the end",
         JUDGED_BY,
-        "score_candidates(teacher, source, canvas)[:, :-1].masked_fill(~canvas.mask, 0).sum(dim=1).argmax()",
+        "score_candidates(teacher, source, canvas)[:, :-1]"
+        ".masked_fill(~canvas.mask, 0).sum(dim=1).argmax()",
         refine.best_candidate,
     ),
     _fertile(
@@ -497,7 +503,8 @@ self.dropout_rates = [sum(each) / len(each)] * len(each)""",
             Patch(
                 ExitLossSchedule.loss,
                 "blocks.compute_logits(x)",
-                "(blocks.compute_logits(x) if layer == self.n_layers - 1 else x @ blocks.vocabulary.T)",
+                "(blocks.compute_logits(x) if layer == self.n_layers - 1 else "
+                "x @ blocks.vocabulary.T)",
             ),
         ),
     ),

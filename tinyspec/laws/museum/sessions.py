@@ -1,4 +1,4 @@
-"""Sessions, caches and passes with one defect each; early exits, their calibration, and pipelines."""
+"""Sessions, caches and passes with one defect each; early exits, calibration, and pipelines."""
 
 from dataclasses import replace
 from functools import partial
@@ -210,7 +210,10 @@ for number in numbers:""",
 # ------------------------------------------------------------------ a pipeline
 
 COMING = "upcoming, self.upcoming = self.upcoming, None"
-BRANCHES = "branches = self.guess_next(self.session.run_to_layer(NO_DRAFT, self.layer, head=True), *upcoming)"
+BRANCHES = (
+    "branches = self.guess_next(self.session.run_to_layer(NO_DRAFT, self.layer, "
+    "head=True), *upcoming)"
+)
 PIPELINES = [
     _pipeline(
         "branches overtake the newest token",
@@ -332,7 +335,8 @@ elif sum(not test.rejected for test in tested) > 1:
             Patch(
                 calibrate,
                 "return Calibration(choice, tuple(tested))",
-                """passed = [test for test in sorted(tested, key=lambda test: test.p) if test.rejected]
+                """passed = [test for test in tested if test.rejected]
+passed.sort(key=lambda test: test.p)
 return Calibration(passed[-1].candidate if passed else None, tuple(tested))""",
             ),
         ),

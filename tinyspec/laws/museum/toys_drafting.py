@@ -334,7 +334,8 @@ SKIPS = [
     _skipping(
         "one bit a layer",
         VIEW,
-        "session.view(Plan(skip=frozenset(bit // 2 * 2 + part for bit in skip for part in (0, 1))))",
+        "session.view(Plan(skip=frozenset(bit // 2 * 2 + part for bit in skip "
+        "for part in (0, 1))))",
         SelfSpeculativeDrafter.__init__,
         law=skip_traps.BITS,
     ),

@@ -1,5 +1,5 @@
-"""Look-alikes of early exits and of the methods that rewrite: what goes by their name and lacks what
-makes them.
+"""Look-alikes of early exits and of the methods that rewrite: what goes by their name and lacks
+what makes them.
 """
 
 from functools import partial
@@ -365,7 +365,9 @@ NAT = [
     _nat(
         "a length and even copies",
         COPIED,
-        """places, slots = copy_uniformly(torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1))
+        """places, slots = copy_uniformly(
+    torch.full_like(chosen[:, 0], len(source)), chosen.sum(dim=1)
+)
 read = rows.gather(1, places)""",
         NatRefiner.start,
         law=nat_traps.FERTILE,

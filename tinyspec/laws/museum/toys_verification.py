@@ -193,7 +193,9 @@ spelled = [tree.tokens_on(tree.path(node)) for node in range(len(tokens))]
 kept = [n for n, text in enumerate(spelled) if first.setdefault(text, n) == n]
 at = {text: kept.index(n) for text, n in first.items()}
 above = [at.get(spelled[n][:-1], ROOT) for n in kept]
-return TokenTree(tree.tokens_on(kept), above, [draft_probs[n] for n in kept], (False,) * len(kept))""",
+return TokenTree(
+    tree.tokens_on(kept), above, [draft_probs[n] for n in kept], (False,) * len(kept)
+)""",
         sif.merge_trees,
         law=JOINT,
     ),

@@ -530,7 +530,7 @@ EQUIVALENT = [
         TEST,
         f"accept(min(1, {TEST[7:]})",
         reference.verify_tree,
-        proof="accept(r) asks whether u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
+        proof="accept(r) asks if u < r for a uniform u < 1; for r >= 1 it is true, capped or not.",
         laws=(JOINT, theorems.ACCEPTANCE, theorems.ROUND_TOKENS, theorems.REJECTION),
     ),
     Equivalent(
@@ -550,8 +550,9 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         "draw([2 * x for x in row])",
         reference.verify_tree,
         bug="S10",
-        proof="A draw divides by the sum of the row it is given, so a constant factor (one over the "
-        "sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it does "
+        proof="A draw divides by the sum of the row it is given, so a constant factor (one over "
+        "the sum, or over the sum plus epsilon) cancels. In the ratio of a sibling that follows it "
+        "does "
         "not: that is a mutant, above.",
         laws=(JOINT, theorems.ROUND_TOKENS),
     ),
@@ -560,7 +561,8 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         PLACE,
         EVERY_PLACE.format("max(n for n, passes in enumerate([True, *passed]) if passes)"),
         verify_tree_by_block,
-        proof="Each place has a uniform of its own, so which one of them is the largest that passes "
+        proof="Each place has a uniform of its own, so which one of them is the largest that "
+        "passes "
         "does not depend on the order in which they are tested; from behind, the first that passes "
         "is known to be it.",
         laws=(BLOCK_TOKENS, BLOCK_EMITTED),

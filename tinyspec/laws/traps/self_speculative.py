@@ -1,6 +1,7 @@
 """Draft & Verify (Zhang et al. 2023): each sublayer has its own bit.
 
-Draft and target share one cache. The threshold that ends a draft adapts, and a search learns which sublayers to skip.
+Draft and target share one cache. The threshold that ends a draft adapts, and a search learns which
+sublayers to skip.
 """
 
 from collections.abc import Callable, Iterator

@@ -64,8 +64,15 @@ def joint_law_of_three_levels(build: Build) -> Iterator[int]:
             return build(Request(target.session(), [draft.session()]), **knobs)
 
         models = (target, draft)
-        got = exact_law(make, 2, (0, 1, 1), outside=lambda decoder, models=models: models)  # type: ignore[misc]
-        expected = Reference(lambda text, target=target: target.logits(text)[-1].numpy())  # type: ignore[misc]
+        got = exact_law(
+            make,
+            2,
+            (0, 1, 1),
+            outside=lambda decoder, models=models: models,  # type: ignore[misc]
+        )
+        expected = Reference(
+            lambda text, target=target: target.logits(text)[-1].numpy()  # type: ignore[misc]
+        )
         law = expected.law(2, (0, 1, 1))
         compare_laws(law, got, NETWORK_TOLERANCE, network=seed, draft=seed + 10)
         yield got.branches
