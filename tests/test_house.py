@@ -154,7 +154,7 @@ CODE_LINES = {
     "lm": 3985,
     "decoding": 1362,
     "chapters": 5163,
-    "laws": 9544,
+    "laws": 9550,
     "museum": 3424,
     "training": 2565,
     "bench": 5850,
@@ -178,33 +178,9 @@ def test_each_room_stays_within_its_code_lines() -> None:
 
 
 SHARED_NAMES = {
-    *(
-        "generate",
-        "race",
-        "train",
-        "translate",
-    ),  # a command is named after the function that it runs
+    *("generate", "race", "train", "translate"),  # a command is named after what it runs
     "main",  # of the command and of a child process
-    # Still to be renamed:
-    "Output",
-    "Pair",
-    "Parts",
-    "Session",
-    "Source",
-    "build_datastore",
-    "check",
-    "copies_the_longest",
-    "decode",
-    "decode_greedily",
-    "describe_kind",
-    "expect_equal",
-    "joint_law",
-    "joint_law_of_two_tokens",
-    "list_pages",
-    "read",
-    "read_config",
-    "show_progress",
-    "write",
+    "Session",  # a student's stand-in, named as what it stands for
 }
 """Public names that two modules define."""
 
@@ -221,28 +197,7 @@ def test_a_public_name_is_defined_once() -> None:
     assert {name: found for name, found in shared.items() if name not in SHARED_NAMES} == {}
 
 
-NO_PARTICIPLES = {
-    *(
-        "embed",
-        "staged",
-        "speed",
-        "seed",
-        "token",
-        "children",
-    ),  # a verb, nouns, the name of a technique
-    # Still to be renamed:
-    "fused",
-    "patched",
-    "normalised",
-    "policed",
-    "judged",
-    "predicted",
-    "published",
-    "contrasted",
-    "marked",
-    "copied",
-    "stacked",
-}
+NO_PARTICIPLES = {"embed", "staged", "speed", "seed", "token", "children"}
 """Words in -ed or -en that may name a function."""
 
 
@@ -257,7 +212,7 @@ def test_no_function_is_named_by_a_participle() -> None:
     ]
 
 
-CLAUSE_DOCSTRINGS = 145
+CLAUSE_DOCSTRINGS = 20
 """How many docstrings of functions still open with a noun clause. It only goes down."""
 
 

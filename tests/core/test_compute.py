@@ -75,7 +75,7 @@ def bounded(multiply: Multiply, case: Case, threads: int = 1) -> None:
 
 def ordered(multiply: Multiply, case: Case) -> None:
     """Bit for bit one accumulator over the inputs in their order."""
-    step = twin.fused if compute.kernel() in FUSED else twin.separate
+    step = twin.multiply_add if compute.kernel() in FUSED else twin.separate
     y = multiply(case.weight, case.x, case.bias, case.half, 1)
     for row, got in zip(case.x, y, strict=True):
         np.testing.assert_array_equal(got, twin.product(case.weight, row, case.bias, step))
@@ -149,8 +149,8 @@ class TestProduct:
 
             return multiply
 
-        sums = twin.fused if compute.kernel() in FUSED else twin.separate
-        other = twin.separate if sums is twin.fused else twin.fused
+        sums = twin.multiply_add if compute.kernel() in FUSED else twin.separate
+        other = twin.separate if sums is twin.multiply_add else twin.multiply_add
 
         def inorder(w: Array, x: Array, step: twin.Step = sums) -> Array:
             return np.array([twin.product(w, row, None, step) for row in x])

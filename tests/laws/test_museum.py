@@ -10,7 +10,7 @@ from tinyspec.laws import museum
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.judges import all_judges
 from tinyspec.laws.museum.catalogue import CATALOGUE, WAITING
-from tinyspec.laws.museum.patching import Patch, patched, replace_once, show_diff, unwrap
+from tinyspec.laws.museum.patching import Patch, apply_patches, replace_once, show_diff, unwrap
 from tinyspec.laws.museum.rows import Change, Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
 from tinyspec.tree import TokenTree
@@ -106,7 +106,7 @@ def test_a_counterexample_speaks_of_the_task() -> None:
 
 def test_a_patch_holds_inside_the_block_only() -> None:
     half = reference.Fraction(1, 2)
-    with patched([Patch(reference.residual, "unnormalized_residual(row, q, -1)", "row")]):
+    with apply_patches([Patch(reference.residual, "unnormalized_residual(row, q, -1)", "row")]):
         assert residual([half, half], [half * 2, half * 0]) == [half, half]
     assert residual([half, half], [half * 2, half * 0]) == [0, 1]
 
@@ -115,7 +115,7 @@ def test_a_patch_ends_with_an_error() -> None:
     tree = TokenTree.chain([0])
     with (
         pytest.raises(KeyError),
-        patched([Patch(TokenTree.path, "return", "raise KeyError\nreturn")]),
+        apply_patches([Patch(TokenTree.path, "return", "raise KeyError\nreturn")]),
     ):
         tree.path(0)
     assert tree.path(0)
@@ -125,7 +125,7 @@ def test_a_patch_ends_with_an_error() -> None:
 def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
     with (
         pytest.raises(ValueError, match=r"decoding.verify.verify_tree: .* occurs \d+ times"),
-        patched([Patch(verify_tree, old, "")]),
+        apply_patches([Patch(verify_tree, old, "")]),
     ):
         pass
 
@@ -133,14 +133,14 @@ def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
 def test_new_outer_names_are_refused() -> None:
     """A code object cannot gain a variable of the function around it."""
     wrong = Patch(TokenTree.path, "return", "super()\nreturn")
-    with pytest.raises(ValueError, match="other outer names"), patched([wrong]):
+    with pytest.raises(ValueError, match="other outer names"), apply_patches([wrong]):
         pass
 
 
 def test_unknown_names_are_refused() -> None:
     """So that a name that was changed elsewhere is found without running the law."""
     wrong = Patch(TokenTree.path, "return", "no_such_name\nreturn")
-    with pytest.raises(ValueError, match=r"not there: \['no_such_name'\]"), patched([wrong]):
+    with pytest.raises(ValueError, match=r"not there: \['no_such_name'\]"), apply_patches([wrong]):
         pass
 
 

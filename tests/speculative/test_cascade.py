@@ -15,7 +15,7 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.cascade import (
     called_as_k_says,
-    copies_the_longest,
+    copies_the_longest_gram,
     predict_calls,
 )
 from tinyspec.speculative.drafting.cascade import (
@@ -167,7 +167,7 @@ def test_a_lenient_review_lets_more_pass() -> None:
 
 
 def test_max_gram_copies_what_followed_the_longest_match() -> None:
-    assert copies_the_longest(lambda longest: MaxGramDrafter(longest, None)).cases == 200
+    assert copies_the_longest_gram(lambda longest: MaxGramDrafter(longest, None)).cases == 200
 
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:

@@ -5,8 +5,8 @@ bit: every sum runs in an order that depends on the row's own path and the shape
 So a row has the same bits alone, in a tree, in a batch, and in a prompt that is split anywhere.
 
 In float64 these lines are the oracle: a kernel may differ by rounding alone, n eps for a sum of n
-terms. In float32, with `fused` for a step, `product` has the bits of the kernels that multiply and
-add in one instruction.
+terms. In float32, with `multiply_add` for a step, `product` has the bits of the kernels that
+multiply and add in one instruction.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ def separate(a: Array, b: Array, c: Array) -> Array:
     return a * b + c
 
 
-def fused(a: Array, b: Array, c: Array) -> Array:
+def multiply_add(a: Array, b: Array, c: Array) -> Array:
     """Return a b + c in float32, rounded once, as a fused multiply-add rounds it.
 
     Products of float32 are exact in float64, and the error of a sum there is known (Knuth). If the

@@ -269,7 +269,7 @@ def load_all(
 # ---------------------------------------------------------------------- showing
 
 
-def show_progress(quiet: bool) -> Any:
+def show_command_progress(quiet: bool) -> Any:
     """Return a bar on standard error that disappears in the end, at a terminal only."""
     from tinyspec import progress
 

@@ -80,7 +80,7 @@ def show_pages() -> Iterator[Callable[[str, int], None]]:
     Yields what is called with the name of the page that is next, and how many there are.
     """
     count = 0
-    with base.show_progress(quiet=False) as show:
+    with base.show_command_progress(quiet=False) as show:
 
         def advance(page: str, total: int) -> None:
             nonlocal count

@@ -88,7 +88,7 @@ def grade(
     folder = submission_folder(folder, found.name)
     cases = grading.choose_cases(final, seed)
     count = len(found.tasks)
-    with base.show_progress(quiet) as advance:
+    with base.show_command_progress(quiet) as advance:
 
         def watch(task: Any, done: int) -> None:
             advance(f"{task.title:40}", done, count)

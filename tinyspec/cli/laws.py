@@ -101,7 +101,7 @@ def laws(
     is_proof = not (mutants or toys or demo)
     if is_proof and not (methods or everything):
         raise TinyspecError("name a technique (see `tinyspec methods`) or its file, or say --all")
-    with base.show_progress(quiet or as_json) as show:
+    with base.show_command_progress(quiet or as_json) as show:
         if mutants or toys:
             is_wide = verbose or sys.stdout.isatty()
             report = judge_museum("mutants" if mutants else "toys", is_wide, show)

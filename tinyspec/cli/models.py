@@ -134,9 +134,7 @@ def fetch_data(names: tuple[str, ...], quiet: bool) -> None:
 @option("--model", "-m", default="storyteller", help="The model whose tokens it is made of.")
 @option("--field", default="text", help="Where the text stands in a line of a .jsonl file.")
 @base.quiet_option
-def build_datastore(
-    out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool
-) -> None:
+def index_files(out: Path, files: tuple[Path, ...], model: str, field: str, quiet: bool) -> None:
     """Index FILES into the datastore OUT, for `--method rest --datastore OUT`.
 
     A .jsonl file holds a document a line, any other is one document of plain text; both may be .gz
@@ -153,6 +151,6 @@ def build_datastore(
     from tinyspec.speculative.drafting.datastore import build_datastore
 
     tokenizer = load(model).tokenizer
-    with base.show_progress(quiet) as advance:
+    with base.show_command_progress(quiet) as advance:
         tokens = build_datastore(out, files, tokenizer, field, advance)
     click.echo(f"{out}: {tokens} tokens")

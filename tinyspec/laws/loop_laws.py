@@ -24,7 +24,7 @@ from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law, first
 from tinyspec.laws.exact.models import FunctionDrafter, Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.row_laws import normalize_weights
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
@@ -47,7 +47,7 @@ def table_model(table: Table) -> TableModel:
 
 def format_table(table: Table) -> Any:
     """Return a table for a counterexample: one distribution, or one for each last token."""
-    rows = [normalised(weights) for weights in table]
+    rows = [normalize_weights(weights) for weights in table]
     return rows[0] if len(rows) == 1 else {f"after {token}": row for token, row in enumerate(rows)}
 
 
@@ -67,7 +67,7 @@ class ConstantDrafter(FunctionDrafter):
 def table_reference(table: Table, sampling: SamplingParams | None = None) -> Reference:
     """Return plain decoding on a table."""
     return Reference(
-        lambda text: normalised(table[text[-1] % len(table)]), sampling or SamplingParams()
+        lambda text: normalize_weights(table[text[-1] % len(table)]), sampling or SamplingParams()
     )
 
 
@@ -115,7 +115,7 @@ class LoopCase:
         """Return the distribution of the first n tokens of plain decoding."""
         if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
-            return Reference(lambda text: sampling.probs(normalised(self.p[0]), text)).law(n)
+            return Reference(lambda text: sampling.probs(normalize_weights(self.p[0]), text)).law(n)
         return table_reference(self.p, self.sampling).law(n)
 
     def shown(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from tinyspec.laws.loop_laws import (
     table_model,
 )
 from tinyspec.laws.parts import Parts
-from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.row_laws import normalize_weights
 from tinyspec.laws.session_laws import FAMILIES, SESSION_TOLERANCE, family_model, greedy_text
 
 IDENTITIES = "trace identities"
@@ -136,7 +136,7 @@ def output_probs_are_the_targets(parts: Parts) -> Iterator[int]:
         for one in run_to_end(decoder, rng):
             before = (newest, *one.tokens)[:-1]
             newest = (newest, *one.tokens)[-1]
-            expected = [normalised(p[token % len(p)]) for token in before]
+            expected = [normalize_weights(p[token % len(p)]) for token in before]
             if [list(row) for row in one.output_probs] != expected:
                 case = format_case(p, q, gamma, tokens=one.tokens)
                 accuse(OUTPUT_PROBS, expected, list(one.output_probs), **case)

@@ -57,7 +57,7 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def normalised(weights: Sequence[int]) -> list[Fraction]:
+def normalize_weights(weights: Sequence[int]) -> list[Fraction]:
     """Return weights as a distribution."""
     return [Fraction(w, sum(weights)) for w in weights]
 
@@ -75,7 +75,7 @@ def warp_is_its_definition(parts: Parts) -> Iterator[int]:
     for weights in ((1, 2), (2, 2), (1, 1, 1), (1, 2, 3), (2, 1, 2), (3, 1, 2, 3)):
         for knobs in ROW_KNOBS:
             sampling = parts.sampling(**knobs)
-            expected = apply_warpers(normalised(weights), (), SamplingParams(**knobs))
+            expected = apply_warpers(normalize_weights(weights), (), SamplingParams(**knobs))
             got = list(sampling.probs([Fraction(w) for w in weights]))
             expect_equal(WARP, expected, got, weights=weights, sampling=knobs)
             floats = sampling.probs(np.log(np.array(weights, np.float64)))
@@ -113,7 +113,7 @@ def check_residual(parts: Parts) -> Iterator[int]:
     close = [[1.0, 0.0], half, [np.nextafter(0.5, 0), np.nextafter(0.5, 1)], [0.25, 0.75]]
     for p, q in [
         *((a, b) for a in close for b in close),
-        *((normalised(a), normalised(b)) for a, b in ROW_PAIRS),
+        *((normalize_weights(a), normalize_weights(b)) for a, b in ROW_PAIRS),
     ]:
         arrays = [np.array(row, np.float64) for row in (p, q)]
         got = np.asarray(parts.residual(*arrays), np.float64)
@@ -138,9 +138,9 @@ def support_law(parts: Parts) -> Iterator[int]:
     Uniforms are 0 and 1 - 2^-53, the noise of a race is 0 and infinity.
     """
     for row, u in product([(0, 1), (1, 0), (0, 1, 0), (0, 1, 2, 0)], EDGES):
-        token = parts.replay([u]).draw(normalised(row))
+        token = parts.replay([u]).draw(normalize_weights(row))
         if row[token] == 0:
-            accuse(SUPPORT, "a token that p allows", token, p=normalised(row), uniform=u)
+            accuse(SUPPORT, "a token that p allows", token, p=normalize_weights(row), uniform=u)
         yield 0
     for noise, row in product(
         product([0.0, -0.0, 5e-324, math.inf, 1.0], repeat=2), ((0, 1), (1, 0))
@@ -150,7 +150,7 @@ def support_law(parts: Parts) -> Iterator[int]:
             accuse(SUPPORT, "a token that p allows", token, p=row, noise=noise)
         yield 0
     for (wp, wq), us in product(ROW_PAIRS, product(EDGES, repeat=2)):
-        p, q = normalised(wp), normalised(wq)
+        p, q = normalize_weights(wp), normalize_weights(wq)
         for x in (x for x in range(len(q)) if q[x] > 0):
             rows: Any = [p, p]
             verdict = parts.walk(TokenTree.chain([x], [q]), rows, parts.replay([*us, 0.0]))
@@ -166,9 +166,9 @@ def vocabulary_law(parts: Parts) -> Iterator[int]:
 
     So is a draft distribution of another length.
     """
-    half, third = normalised((1, 1)), normalised((1, 1, 1))
+    half, third = normalize_weights((1, 1)), normalize_weights((1, 1, 1))
     rows: Any = {ROOT: half, 0: half}
-    for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normalised((1,)))):
+    for token, q in ((-1, None), (2, None), (-1, half), (0, third), (0, normalize_weights((1,)))):
         tree = TokenTree.chain([token], [q])
         try:
             verdict = parts.walk(tree, rows, parts.replay([0.75, 0.5, 0.5]))

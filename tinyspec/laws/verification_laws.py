@@ -25,7 +25,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.rational import Exact, distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import Table, format_table, table_model
-from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.row_laws import normalize_weights
 from tinyspec.laws.theorems import NodeRows, TreeVerifier, kseq_acceptance
 from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
@@ -276,7 +276,10 @@ COUPLING_DRAFTS: Sequence[Table | None] = (
 def same_text_whoever_drafts(build: Build, seeds: int = 12, tokens: int = 8) -> Evidence:
     """Check that the tokens win the races of the target's rows, with each draft model and none."""
     begun, seen = perf_counter(), 0
-    stop, rows = StoppingCriteria(max_new_tokens=tokens), [normalised(w) for w in COUPLING_TARGET]
+    stop, rows = (
+        StoppingCriteria(max_new_tokens=tokens),
+        [normalize_weights(w) for w in COUPLING_TARGET],
+    )
     for seed, gamma, q in product(range(seeds), (1, 3), COUPLING_DRAFTS):
         drafts = [] if q is None else [table_model(q).session()]
         target = table_model(COUPLING_TARGET).session()
@@ -322,7 +325,7 @@ def draft_kept_where_winners_agree(build: Build, grid: int = 12) -> Evidence:
             expected = {"token": of_p, "accepted": of_p == of_q}
             got = {"token": round.tokens[0], "accepted": bool(round.verdict.accepted)}
             seen += 1
-            case = {"p": normalised(p), "q": normalised(q), "uniforms": uniforms}
+            case = {"p": normalize_weights(p), "q": normalize_weights(q), "uniforms": uniforms}
             expect_equal(COUPLING_AGREES, expected, got, **case)
     return Evidence(COUPLING_AGREES, seen, seen, perf_counter() - begun)
 

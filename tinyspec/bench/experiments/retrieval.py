@@ -112,7 +112,7 @@ def build_forest(depth: int, known: NDArray[np.int32]) -> tuple[Forest, int]:
     return forest, text
 
 
-def build_datastore(known: NDArray[np.int32]) -> LookupIndex:
+def index_passages(known: NDArray[np.int32]) -> LookupIndex:
     """Build the index of rest."""
     knobs = find_technique("rest").settings({})
     limits = [knobs[name] for name in ("shortest", "longest", "length", "matches", "nodes")]
@@ -127,7 +127,7 @@ ARMS: dict[str, Callable[[NDArray[np.int32]], LookupIndex]] = {
     "llma": build_ngram_index,
     "lookahead_trie": build_trie,
     "suffix_decoding": build_suffix_tree,
-    "rest": build_datastore,
+    "rest": index_passages,
 }
 
 

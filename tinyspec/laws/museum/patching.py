@@ -135,7 +135,7 @@ def changed_copy(patch: Patch) -> Callable[..., Any]:
 
 
 @contextmanager
-def patched(patches: Sequence[Patch]) -> Iterator[None]:
+def apply_patches(patches: Sequence[Patch]) -> Iterator[None]:
     """Run the library with these patches inside the block."""
     by_function: dict[FunctionType, list[Patch]] = {}
     for patch in patches:

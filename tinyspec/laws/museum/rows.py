@@ -7,7 +7,7 @@ from typing import Any
 
 from tinyspec.laws.evidence import Evidence
 from tinyspec.laws.judges import PartsLaw, all_judges
-from tinyspec.laws.museum.patching import Patch, changed_copy, patched
+from tinyspec.laws.museum.patching import Patch, apply_patches, changed_copy
 from tinyspec.laws.parts import PARTS, Parts
 from tinyspec.laws.traps import find_trap
 
@@ -51,7 +51,7 @@ class Change:
             copy = changed_copy(self.patches[0])
             yield replace(self.parts, kernels={**self.parts.kernels, self.kernel: copy})
             return
-        with patched(self.patches):
+        with apply_patches(self.patches):
             yield self.parts
 
 

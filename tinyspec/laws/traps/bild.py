@@ -20,7 +20,7 @@ from tinyspec.laws.loop_laws import (
     table_model,
     table_reference,
 )
-from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.row_laws import normalize_weights
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, check_table_law
 from tinyspec.speculative.verification.bild import BildDrafter
 from tinyspec.technique import Request
@@ -42,11 +42,11 @@ def run_algorithm(
     text = [0]
     while True:
         settled = len(text)
-        while len(text) < settled + CAP and max(normalised(little[text[-1]])) > fallback:
+        while len(text) < settled + CAP and max(normalize_weights(little[text[-1]])) > fallback:
             text.append(little[text[-1]].index(max(little[text[-1]])))
         for at in range(settled, len(text)):
             before, token = text[at - 1], text[at]
-            if normalised(large[before])[token] < least and (
+            if normalize_weights(large[before])[token] < least and (
                 rule == "paper" or best[before] != token
             ):
                 text = text[:at]

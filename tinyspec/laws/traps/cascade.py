@@ -87,7 +87,7 @@ def joint_law_of_levels(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(LONGEST)
-def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Iterator[int]:
+def copies_the_longest_gram(make: Callable[[int], MaxGramDrafter]) -> Iterator[int]:
     """Check max-gram against a search by definition.
 
     Of all places whose past agrees with the text, one that agrees furthest is continued.
@@ -110,5 +110,5 @@ def copies_the_longest(make: Callable[[int], MaxGramDrafter]) -> Iterator[int]:
 TRAPS = [
     Trap(CALLS, called_as_k_says, card("cascade")),
     Trap(JOINT, joint_law_of_levels, card("cascade")),
-    Trap(LONGEST, copies_the_longest, lambda: lambda longest: MaxGramDrafter(longest, None)),
+    Trap(LONGEST, copies_the_longest_gram, lambda: lambda longest: MaxGramDrafter(longest, None)),
 ]

@@ -50,7 +50,7 @@ def reads_once(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(LONGEST)
-def copies_the_longest(build: Build) -> Iterator[int]:
+def copies_the_longer_match(build: Build) -> Iterator[int]:
     """Check that of two matches with the end of the text the longer one is continued."""
     poem = [1, 2, 7, 8]
     for references in ([[1, 2, 7, 8], [9, 2, 5, 5]], [[9, 2, 5, 5], [1, 2, 7, 8]]):
@@ -69,5 +69,5 @@ TRAPS = [
     Trap(OUTSIDE, uses_what_is_not_in_the_prompt, build_as_published),
     Trap(BLOCKS, copies_in_blocks, build_as_published),
     Trap(ONCE, reads_once, build_as_published),
-    Trap(LONGEST, copies_the_longest, build_as_published),
+    Trap(LONGEST, copies_the_longer_match, build_as_published),
 ]

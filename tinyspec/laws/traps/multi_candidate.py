@@ -29,7 +29,7 @@ SURE = "all tokens without replacement: one is accepted surely"
 CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
 
 
-def joint_law(build: Build) -> Evidence:
+def joint_law_of_siblings(build: Build) -> Evidence:
     """Check the joint distribution of two tokens, with and without replacement."""
     wide, deep = (
         [{"configuration": c, "replacement": again} for again in (False, True)]
@@ -71,7 +71,7 @@ def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(JOINT, joint_law, card("multi_candidate")),
+    Trap(JOINT, joint_law_of_siblings, card("multi_candidate")),
     Trap(SURE, accepts_surely, card("multi_candidate")),
     Trap(OWN_CHILDREN, has_its_own_candidates, card("multi_candidate")),
     Trap(CHANCE, chance_of_one, lambda: mcsd.sequential_acceptance),

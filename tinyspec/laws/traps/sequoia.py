@@ -25,7 +25,7 @@ TOKENS = "the tokens of a round are the sum of the path products"
 ACCEPTS = [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2), (0.5, 0.0, 0.3), (1.0, 0.0)]
 
 
-def joint_law(build: Build) -> Evidence:
+def joint_law_of_two_rounds(build: Build) -> Evidence:
     """Check the joint distribution of two rounds: one round cannot see noise that is used again."""
     knobs: dict[str, Any] = {
         "nodes": 2,
@@ -131,7 +131,7 @@ def tokens_of_a_tree(formula: Callable[[Shape, Sequence[Any]], Any]) -> Iterator
 
 
 TRAPS = [
-    Trap(JOINT, joint_law, card("sequoia")),
+    Trap(JOINT, joint_law_of_two_rounds, card("sequoia")),
     Trap(BEST, commits_most, lambda: seq.best_tree),
     Trap(VECTOR, shares_of_ranks, lambda: seq.acceptance_by_rank),
     Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tree_tokens),

@@ -23,7 +23,7 @@ MERGED = "a prefix that several models propose is run once"
 LEFT = "each draft is tuned on the prompts that no draft before it covers"
 
 
-def joint_law(build: Build) -> Evidence:
+def joint_law_of_two_models(build: Build) -> Evidence:
     """Check two models whose distributions differ and whose tokens collide."""
     return loop_laws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
 
@@ -82,7 +82,7 @@ def tunes_on_what_is_left(tune_together: Callable[..., Any]) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(JOINT, joint_law, card("specinfer")),
+    Trap(JOINT, joint_law_of_two_models, card("specinfer")),
     Trap(OWN_CHILDREN, expands_every_leaf, card("specinfer")),
     Trap(MERGED, runs_a_prefix_once, card("specinfer")),
     Trap(TESTS, tests_each, lambda: sif.verify_tree_multi_step),

@@ -13,7 +13,7 @@ from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.law import Reference
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, format_table
-from tinyspec.laws.row_laws import normalised
+from tinyspec.laws.row_laws import normalize_weights
 from tinyspec.laws.traps import (
     SAMPLED,
     Build,
@@ -75,7 +75,7 @@ def joint_law_of_the_contrast(build: Build) -> Iterator[int]:
         def contrast(
             text: Any, p: Table = p, q: Table = q, beta: int = beta, least: float = plausibility
         ) -> list[Fraction]:
-            expert, amateur = (normalised(table[text[-1] % len(table)]) for table in (p, q))
+            expert, amateur = (normalize_weights(table[text[-1] % len(table)]) for table in (p, q))
             return contrast_probs(expert, amateur, beta, Fraction(str(least)))
 
         gamma = 2 if p is EXPERT else 1
