@@ -439,5 +439,5 @@ def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Mo
             for _ in rounds:
                 pass
         del rounds
-        assert drafter.own != own and drafter.runs == [] and drafter.length == 0
+        assert drafter.own != own and drafter.pieces == [] and drafter.length == 0
         assert not drafter.forest.gather([(own, 9)], asked, 1, 1, 3)[0]

@@ -53,7 +53,7 @@ def assert_lines_agree(new: set[str], committed: set[str], *kinds: str) -> None:
 
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_the_page_of_a_language_model_follows_from_its_recipe(name: str, tmp_path: Path) -> None:
-    config = checkpoint.read_config(MODELS / name)
+    config = checkpoint.read_checkpoint_config(MODELS / name)
     recipe = read_recipe(MODELS / name / "recipe.toml")
     values: dict[str, Any] = {"exits": range(1, config.n_layers + 1), "samples": []}
     new, committed = lines_of_page(
@@ -68,7 +68,7 @@ def test_the_page_of_a_language_model_follows_from_its_recipe(name: str, tmp_pat
 
 @pytest.mark.parametrize("name", TRANSLATION)
 def test_the_page_of_a_translation_model_follows_from_its_recipe(name: str, tmp_path: Path) -> None:
-    config = seq2seq_file.read_config(MODELS / name)
+    config = seq2seq_file.read_seq2seq_config(MODELS / name)
     recipe = read_translation_recipe(MODELS / name / "recipe.toml")
     new, committed = lines_of_page(
         name, "translator", recipe, tmp_path, config=config, judged=1014, examples=[]
@@ -80,7 +80,7 @@ def test_the_page_of_a_translation_model_follows_from_its_recipe(name: str, tmp_
 
 def test_the_page_of_a_draft_follows_from_its_recipe(tmp_path: Path) -> None:
     name = "smollm2-draft"
-    config = replace(checkpoint.read_config(MODELS / name), says=tuple(range(8192)))
+    config = replace(checkpoint.read_checkpoint_config(MODELS / name), head_ids=tuple(range(8192)))
     recipe = read_recipe(MODELS / name / "recipe.toml")
     values: dict[str, Any] = {"target": "smollm2", "lender": config.extra[borrowed.FROM]}
     values |= {"texts": 1904, "trained_weights": 7_080_768, "folder": f"models/{name}"}

@@ -182,7 +182,7 @@ def test_alpha_is_the_overlap_of_whole_distributions_if_all_of_p_is_known(zoo: Z
 def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) -> None:
     target = tinyspec.load(zoo.big)
     text = wrote(target, top=5)[0]
-    config = distill.replace(target.config, says=(3, 8), tied=False)
+    config = distill.replace(target.config, head_ids=(3, 8), tied=False)
     _, top, probs, known = imitation.make_collate_fn([text], config)([0], 96, torch.device("cpu"))
     outside = ~torch.isin(text.top_ids, torch.tensor([3, 8], dtype=torch.int32))
     assert int(known.sum()) == len(text.positions)
