@@ -128,14 +128,14 @@ class NewBlock(StoppingCriteria):
 class LastToken(StoppingCriteria):
     """A stop string must be a token's whole text."""
 
-    def _spelled(self, seen: Sequence[int]) -> bool:
+    def _completes_stop_string(self, seen: Sequence[int]) -> bool:
         return self.decode is not None and self.decode(seen[-1:]) in self.strings
 
 
 class Characters(StoppingCriteria):
     """Counts a token as a character at least."""
 
-    def _spelled(self, seen: Sequence[int]) -> bool:
+    def _completes_stop_string(self, seen: Sequence[int]) -> bool:
         window = max(len(s) for s in self.strings)
         return self.decode is not None and any(
             s in self.decode(seen[-window:]) for s in self.strings

@@ -35,7 +35,7 @@ Peer = Callable[[list[int], int], list[int]]
 class TorchPathModel(Model):
     """A model that stays on the torch path."""
 
-    def pack(self) -> "TorchPathModel":
+    def pack_weights(self) -> "TorchPathModel":
         return self
 
 
