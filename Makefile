@@ -23,7 +23,7 @@ size:  ## print the code lines of each room
 words:  ## print how functions are named and docstrings begin
 	$(PYTHON) .ci/words.py
 
-mutants:  ## change FILE=tinyspec/... in every small way, and see which changes no law catches (needs `pip install cosmic-ray`)
+mutants:  ## change FILE=tinyspec/... in small ways, one at a time, and see which changes no law catches (needs `pip install cosmic-ray`)
 	$(PYTHON) .ci/mutants.py $(FILE)
 
 book:  ## execute the lessons and bind them as HTML pages

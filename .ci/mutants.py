@@ -1,11 +1,12 @@
-"""Change a file in every small way that cosmic-ray knows, and ask the laws which changes they catch.
+"""Change a file in the small ways that cosmic-ray knows, one at a time, and ask the laws which they catch.
 
     make mutants FILE=tinyspec/decoding/verify.py
 
 Each mutant runs in a process of its own, on the pure Python twins, with the laws as its only tests:
 first those that the museum names for mistakes in this file, then, for what they let pass, every
-other law. A mutant that no law catches is printed with its change. Survivors that are no mistake
-stand with their reason in `.ci/survivors.toml`. Exit code 1: a survivor is missing from that list.
+other law. The table tells a law's verdict from a crash or an endless run while a law was asked. A
+mutant that passes every law is printed with its change. Survivors that are no mistake stand with
+their reason in `.ci/survivors.toml`. Exit code 1: a survivor is missing from that list.
 """
 
 import argparse
@@ -41,7 +42,7 @@ SKIPPED = (
     "ExceptionReplacer",
     "Variable",
 )
-"""Operators whose mutants are near copies of others' (`a ** b` for `a * b`), or crash at once."""
+"""Operators that are left out: their mutants are near copies of others (`a ** b` for `a * b`), or crash at once."""
 
 
 def list_mutants(source: str) -> list[str]:
@@ -117,7 +118,7 @@ def judge_mutant(path: Path, text: str, laws: Sequence[str], answers: Answers) -
     """
     os.environ["TINYSPEC_PURE"] = "0" if laws == [TWINS] else "1"
     import_changed(path, text)
-    law = "at import"
+    law = "import"
     try:
         from tinyspec.laws.judges import all_judges
         from tinyspec.laws.parts import PARTS
@@ -125,8 +126,9 @@ def judge_mutant(path: Path, text: str, laws: Sequence[str], answers: Answers) -
         for law in laws:
             all_judges()[law](PARTS)
         answers.put("")
-    except BaseException:
-        answers.put(law)
+    except BaseException as error:
+        verdict = type(error).__name__ == "LawViolated"  # its class may have been imported anew
+        answers.put(law if verdict else f"{type(error).__name__} under: {law}")
 
 
 def ask_child(work: Callable[..., None], *arguments: Any, seconds: int) -> Any:
@@ -192,9 +194,10 @@ def main() -> int:
             print(f"- {old}\n+ {new}\n  {reason or 'SURVIVED'}", flush=True)
     for law, n in caught.most_common():
         print(f"{n:5}  {law}")
-    survived = len(mutants) - caught.total()
+    verdicts = sum(n for law, n in caught.items() if law in laws)
     print(
-        f"{len(mutants)} mutants: {caught.total()} caught, {survived} survived, {unlisted} without a reason"
+        f"{len(mutants)} mutants: {verdicts} caught by a verdict, {caught.total() - verdicts} crash or do not end, "
+        f"{len(mutants) - caught.total()} survive, {unlisted} of them without a reason"
     )
     return bool(unlisted)
 
