@@ -47,7 +47,6 @@ class Profile:
 CI = Profile("ci")
 THOROUGH = Profile("thorough", range(10))
 FIVE_SECONDS = Profile("five-second", sample=16)
-PROFILES = {profile.name: profile for profile in (CI, THOROUGH, FIVE_SECONDS)}
 
 WatchCases = Callable[[Card, int, int, SuiteCase], None]
 """Called before each case with the card, how many cases are done, how many there are, and the

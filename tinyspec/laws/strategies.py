@@ -79,11 +79,6 @@ def whole_weights(size: int, most: int = 4) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, most), min_size=size, max_size=size).filter(any)
 
 
-def exact_rows(size: int, most: int = 4) -> st.SearchStrategy[list[Fraction]]:
-    """Draw a distribution in Fractions, [size]."""
-    return whole_weights(size, most).map(lambda w: [Fraction(x, sum(w)) for x in w])
-
-
 def _exponential_noise(size: int, seed: int) -> FloatRow:
     return np.random.default_rng(seed).exponential(size=size) ** 3
 
