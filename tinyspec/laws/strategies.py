@@ -11,7 +11,6 @@ judges. It comes with `pip install 'tinyspec[test]'`; the library itself does wi
 
 import time
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
