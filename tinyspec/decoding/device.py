@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.kernels import Kernels, Outcome
+from tinyspec.decoding.kernels import Kernels, Outcome, TokenSampler
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import TokenTree
 
@@ -94,6 +94,18 @@ def _penalize_repetition(
         scores[at] = torch.where(found < 0, found * penalty, found / penalty)
 
 
+def sample_rows(rows: Tensor, uniforms: Sequence[float]) -> Tensor:
+    """Return a token sampled from each row [n, V] by inverse CDF, [n]; -1 from a row without mass.
+
+    Nothing is copied to the host.
+    """
+    mass, at = rows.cumsum(1), torch.arange(rows.shape[1], device=rows.device)
+    u = torch.tensor(uniforms, device=rows.device, dtype=mass.dtype)
+    reached = (rows > 0) & (mass > (u * mass[:, -1])[:, None])
+    last = torch.where(rows > 0, at, -1).amax(dim=1)  # where rounding puts u after all intervals
+    return torch.where(reached, at, last[:, None]).amin(dim=1)
+
+
 def first_true(mask: Tensor) -> Tensor:
     """Return the index of the first True, or the length if there is none."""
     at = torch.arange(len(mask), device=mask.device)
@@ -156,12 +168,7 @@ def verify_on_device(
         mass = rest.sum(dim=1, keepdim=True)
         left[above] = torch.where(mass > 0, rest / mass, here)
     last = [uniforms[min(used[end], len(uniforms) - 1)] for end in ends]
-    left = left[torch.tensor(ends, device=rows.device) + 1]
-    mass, at = left.cumsum(1), torch.arange(rows.shape[1], device=rows.device)
-    over = (left > 0) & (
-        mass > (torch.tensor(last, device=rows.device, dtype=mass.dtype) * mass[:, -1])[:, None]
-    )
-    sampled = torch.where(over, at, torch.where(left > 0, at, -1).amax(dim=1)[:, None]).amin(dim=1)
+    sampled = sample_rows(left[torch.tensor(ends, device=rows.device) + 1], last)
     passing, declared, sampled_there, highest = fetch_to_host(
         ratios, own, sampled, rows.new_zeros(len(rows)) if tops is None else tops
     )
@@ -311,6 +318,24 @@ class DeviceKernels(Kernels):
 
     def as_vector(self, p: Any, like: Tensor | None = None) -> Tensor:
         return torch.as_tensor(p) if like is None else torch.as_tensor(p).to(like)
+
+    def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
+        """Return the token after any node; all of them are sampled with one synchronisation."""
+        if getattr(p, "block", None) is None:
+            return super().token_sampler(tree, p, rng)
+        if p.sampling.temperature == 0:
+            tokens, tops = p.block[0].argmax(dim=1), p.block[1]
+        else:
+            depths = [0, *(len(tree.path(node)) for node in range(len(tree.tokens)))]
+            uniforms = [rng.uniform_at(len(p.context) + depth) for depth in depths]
+            tokens, tops = sample_rows(p.block[0], uniforms), p.block[1]
+        ids, highest = fetch_to_host(tokens, tops)
+
+        def token_after(node: int, depth: int) -> int:
+            LogitCheck(highest[node + 1]).check()
+            return int(ids[node + 1])
+
+        return token_after
 
     def verify_tree(self, tree: TokenTree, p: Any, rng: "RandomSource") -> Outcome:
         """Verify with one synchronisation if p has the distributions of all nodes on the device."""

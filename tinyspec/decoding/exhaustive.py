@@ -103,6 +103,9 @@ class Exhaustive:
             [(token, x if mass == 1 else x / mass) for token, x in enumerate(row) if x > 0]
         )
 
+    def draw_at(self, row: Probs, position: int) -> int:
+        return self.draw(row)
+
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         left, drawn = list(row), list[int]()
         while len(drawn) < k and any(x > 0 for x in left):
@@ -114,6 +117,10 @@ class Exhaustive:
         raise TinyspecError(
             "a race shares continuous noise between rows, so its outcomes cannot be enumerated"
         )
+
+    def uniform_at(self, position: int) -> None:
+        """Return None: decisions must be asked for one by one."""
+        return None
 
     def uniforms(self, n: int) -> None:
         """Return None: decisions must be asked for one by one."""

@@ -7,7 +7,7 @@ the compiled kernels, which equal it bit for bit. `device.DeviceKernels` runs to
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:  # both import this file
 
 Outcome: TypeAlias = tuple[tuple[int, ...], int, tuple[int, ...]]
 """What a verification decides: accepted nodes, recovered or bonus token, rejected nodes."""
+
+TokenSampler: TypeAlias = Callable[[int, int], int]
+"""(an accepted node or ROOT, its depth with ROOT at 0) -> the target's next token."""
 
 TOP_K_COLUMNS = 32  # maxima of as many columns bound the k-th highest: the rest need not be sorted
 
@@ -113,6 +116,14 @@ class Kernels:
     def verify_tree(self, tree: TokenTree, p: Any, rng: "RandomSource") -> Outcome:
         """Verify a tree, one decision after the other, as `verify.verify_tree` says."""
         return reference.verify_tree(*tree, p, rng.accept, rng.draw, self._reject)
+
+    def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
+        """Return (node, depth) -> a token sampled from p[node].
+
+        Its uniform belongs to its position in the text, which is len(p.context) + depth.
+        """
+        start = len(getattr(p, "context", ()))
+        return lambda node, depth: rng.draw_at(p[node], start + depth)
 
     def _reject(self, p: Probs, q: Probs | None, token: int, last: bool) -> Probs:
         return self.exclude_token(p, token) if q is None else self.residual(p, q)

@@ -3,6 +3,7 @@
 `Seeded` is for use. `Replay` feeds given uniforms, to compare two implementations draw by draw.
 `Exhaustive` walks every outcome with its exact probability, which turns a test into a proof.
 `split(role, round)` gives each role its own stream in each round: no two decisions share noise.
+`draw_at(row, position)` gives each position of a text its own uniform, whatever the rounds are.
 """
 
 import threading
@@ -46,6 +47,18 @@ class RandomSource(Protocol):
         """Return a token sampled with exponential noise that depends on the position alone."""
         ...
 
+    def draw_at(self, row: Probs, position: int) -> int:
+        """Return a token sampled with the uniform of a position of the text.
+
+        The uniform belongs to the source that this one was split from, so all rounds share it. A
+        position is decided once in a text: no two decisions share noise.
+        """
+        ...
+
+    def uniform_at(self, position: int) -> Any | None:
+        """Return the uniform of a position, as `draw_at` uses it; None: decide by `draw_at`."""
+        ...
+
     def uniforms(self, n: int) -> Uniforms | None:
         """Return the next n uniforms for a compiled kernel; None: decide by `accept` and `draw`."""
         ...
@@ -56,7 +69,7 @@ class RandomSource(Protocol):
 
 
 class _Stream:
-    """Decisions made from a stream of uniforms. Subclasses provide `uniforms` and `push_back`."""
+    """Decisions made from a stream of uniforms. Subclasses provide the uniforms."""
 
     def __init__(self) -> None:
         self._asked: set[tuple[str, int]] = set()
@@ -70,11 +83,18 @@ class _Stream:
     def push_back(self, count: int) -> None:
         raise NotImplementedError
 
+    def uniform_at(self, position: int) -> Any:
+        """Return the uniform of a position, for `draw_at`."""
+        raise NotImplementedError
+
     def accept(self, ratio: Any) -> bool:
         return bool(self._next() < ratio)
 
     def draw(self, row: Probs) -> int:
         return sampling.sample_inverse_cdf(row, self._next())
+
+    def draw_at(self, row: Probs, position: int) -> int:
+        return sampling.sample_inverse_cdf(row, self.uniform_at(position))
 
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         block = self.uniforms(k)
@@ -95,16 +115,17 @@ class Seeded(_Stream):
 
     CHUNK = 16  # uniforms made at a time, a multiple of Philox's four
     KEPT = 16  # positions whose race noise is remembered: draft and target race on the same ones
+    POSITIONS = 64  # positions whose uniforms are made at a time
 
     def __init__(self, seed: int) -> None:
         self._noise: dict[int, Uniforms] = {}
-        self._begin(
-            blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest(), self, _Philox()
-        )
+        key = blake2b(f"tinyspec\0{int(seed)}".encode(), digest_size=16).digest()
+        self._begin(key, self, self, _Philox())
 
-    def _begin(self, key: bytes, root: "Seeded", philox: "_Philox") -> None:
+    def _begin(self, key: bytes, root: "Seeded", above: "Seeded", philox: "_Philox") -> None:
         super().__init__()
-        self._key, self._root, self._philox = key, root, philox
+        self._key, self._root, self._above, self._philox = key, root, above, philox
+        self._positions: tuple[int, list[float]] = -1, []  # a block of positions, and its uniforms
         self._buffer: Uniforms = np.empty(0)
         self._made = self._at = 0  # uniforms made so far; index of the next one in the buffer
 
@@ -112,8 +133,16 @@ class Seeded(_Stream):
         """Return the stream of this key. O(1): nothing is generated before it is asked for."""
         claim_stream(self._asked, role, round)
         child = Seeded.__new__(Seeded)
-        child._begin(_derive(self._key, role, round), self._root, self._philox)
+        child._begin(_derive(self._key, role, round), self._root, self, self._philox)
         return child
+
+    def uniform_at(self, position: int) -> float:
+        above = self._above
+        block, index = divmod(position, self.POSITIONS)
+        if above._positions[0] != block:
+            stream = self._philox.at(_derive(above._key, "position", 0), block * self.POSITIONS)
+            above._positions = block, stream.random(self.POSITIONS).tolist()
+        return above._positions[1][index]
 
     def _next(self) -> float:
         if self._at == len(self._buffer):
@@ -189,6 +218,7 @@ class Replay(_Stream):
         self._given = list(uniforms)
         self._shared: list[int] = [0]
         self._races: dict[int, list[float]] = {}
+        self._at_positions: dict[int, Any] = {}
 
     @property
     def left(self) -> int:
@@ -199,7 +229,14 @@ class Replay(_Stream):
         claim_stream(self._asked, role, round)
         child = Replay(())
         child._given, child._shared, child._races = self._given, self._shared, self._races
+        child._at_positions = self._at_positions
         return child
+
+    def uniform_at(self, position: int) -> Any:
+        """Return the next uniform, and the same again if the position is asked for again."""
+        if position not in self._at_positions:
+            self._at_positions[position] = self._next()
+        return self._at_positions[position]
 
     def _next(self) -> Any:
         if not self.left:

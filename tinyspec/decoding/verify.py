@@ -3,16 +3,27 @@
 One rule serves the chain of Leviathan et al. (arXiv 2211.17192), several drafts with and without
 replacement (SpecInfer 2305.09781, MCSD 2401.06706), drafts without probabilities, and merged trees,
 because each node carries the distribution it was drawn from given its earlier siblings, or None.
+
+A draft without any distribution, as a look-up makes it, is verified by sampling and matching: the
+target's token is sampled first, and a draft token is accepted if it is the same. This accepts as
+often, and the text does not depend on the draft.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from tinyspec.decoding.kernels import TokenSampler
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import kernels_of, sample_inverse_cdf
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-__all__ = ["Verdict", "exclude_token", "residual", "sample_inverse_cdf", "verify_tree"]
+__all__ = [
+    "Verdict",
+    "exclude_token",
+    "match_tree",
+    "residual",
+    "sample_inverse_cdf",
+    "verify_tree",
+]
 
 
 class Verdict(NamedTuple):
@@ -75,42 +86,49 @@ def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     After a rejection p becomes the residual. If no child is accepted, the next token is sampled
     from what p has become; after a leaf, from the leaf's own distribution.
 
+    If no node declares a distribution, `match_tree` decides the same with one uniform for each
+    position of the text: so one seed gives the text of plain decoding, whatever is drafted.
+
     tree  draft_probs[i] is the distribution of tokens[i], given all the past and its earlier
           siblings
-    p     p[ROOT] and p[node] are the target's distributions; only those of accepted nodes are read
-    rng   one `accept` for each tested node, one `draw`; nothing if sampling is greedy and no node
-          declares a distribution
+    p     p[ROOT] and p[node] are the target's distributions; only those of accepted nodes are read.
+          The first token is at position len(p.context), or 0 if p has no context
+    rng   one `accept` for each tested node, one `draw`; one `draw_at` for each output token if
+          no node declares a distribution, and nothing if sampling is greedy too
 
     Raises TinyspecError if a token has probability 0 under its own declared distribution, or if the
     vocabularies differ.
     """
+    matched = all(q is None for q in tree.draft_probs)
     greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: it needs no distribution
-    if greedy_token is not None and all(q is None for q in tree.draft_probs):
-        token = greedy_token(ROOT)
-        if token is not None:
-            return verify_tree_greedy(tree, greedy_token, token)
+    if matched and greedy_token is not None and (first := greedy_token(ROOT)) is not None:
+        return match_tree(tree, lambda node, _: first if node == ROOT else greedy_token(node))
     kernels = getattr(p, "kernels", None) or kernels_of(p[ROOT])
+    if matched:
+        return match_tree(tree, kernels.token_sampler(tree, p, rng))
     return Verdict(*kernels.verify_tree(tree, p, rng))
 
 
-def verify_tree_greedy(tree: TokenTree, greedy_token: Callable[[int], int], token: int) -> Verdict:
-    """Verify a tree at temperature 0: accept a node if its token is the target's.
+def match_tree(tree: TokenTree, token_after: TokenSampler) -> Verdict:
+    """Output the target's tokens, and accept draft tokens while they are the same.
 
-    greedy_token(node) returns the target's token after an accepted node; `token` is the one after
-    the root.
+    A child with token x is accepted with probability p(x), if the target's token is sampled from p:
+    the same as in the walk over point masses.
+
+    token_after  (an accepted node or ROOT, its depth with ROOT at 0) -> the target's next token
     """
-    accepted, rejected, here = list[int](), list[int](), {ROOT}
+    accepted, rejected, here, node = list[int](), list[int](), {ROOT}, ROOT
     while True:
+        token = token_after(node, len(accepted))
         siblings = [
-            node
-            for node, parent in enumerate(tree.parents)
-            if parent in here and not tree.probe[node]
+            child
+            for child, parent in enumerate(tree.parents)
+            if parent in here and not tree.probe[child]
         ]
         # Equal siblings are one position: a child of either of them may follow.
-        here = {node for node in siblings if tree.tokens[node] == token}
-        first = min(here, default=None)
-        rejected += [node for node in siblings if first is None or node < first]
-        if first is None:
+        here = {child for child in siblings if tree.tokens[child] == token}
+        rejected += [child for child in siblings if not here or child < min(here)]
+        if not here:
             return Verdict(tuple(accepted), token, tuple(rejected))
-        accepted.append(first)
-        token = greedy_token(first)
+        node = min(here)
+        accepted.append(node)

@@ -277,7 +277,16 @@ class Noise(Exhaustive):
 
     def draw(self, row: Probs) -> int:
         """Draw by inverse CDF: the token whose interval of the cumulative sum holds u."""
-        name, mass, reached = self._next(), sum(row), 0
+        return self._invert(row, self._next())
+
+    def draw_at(self, row: Probs, position: int) -> int:
+        """Draw by inverse CDF with the uniform of a position, which all rounds share."""
+        name = (*self._stream[:-1], ("position", position), 0)
+        self.reads.append(name)
+        return self._invert(row, name)
+
+    def _invert(self, row: Probs, name: Name) -> int:
+        mass, reached = sum(row), 0
         support = [token for token, x in enumerate(row) if x > 0]
         if not mass > 0:
             raise TinyspecError("cannot draw from a row without mass")

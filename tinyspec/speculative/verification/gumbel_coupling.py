@@ -37,10 +37,10 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.verify import Verdict
+from tinyspec.decoding.verify import Verdict, match_tree
 from tinyspec.speculative.verification.vectors import as_vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
-from tinyspec.tree import ROOT, Probs, TokenTree
+from tinyspec.tree import Probs, TokenTree
 
 
 def run_race(p: Any, noise: Any) -> int:
@@ -102,20 +102,8 @@ def verify_tree_by_race(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> V
 
     The draft may be any tree, whoever made it.
     """
-    path: tuple[int, ...] = ()
-    row, here = p[ROOT], {ROOT}  # here: equal siblings are one position
-    while True:
-        token = rng.exponential_race(row, len(p.context) + len(path))
-        children = [
-            node
-            for node, parent in enumerate(tree.parents)
-            if parent in here and not tree.probe[node]
-        ]
-        here = {node for node in children if tree.tokens[node] == token}
-        if not here:
-            return Verdict(path, token, tuple(children))
-        path = (*path, min(here))
-        row = p[path[-1]]
+    start = len(p.context)
+    return match_tree(tree, lambda node, depth: rng.exponential_race(p[node], start + depth))
 
 
 # ------------------------------ the analysis
