@@ -61,7 +61,14 @@ def test_race_in_a_pipe_is_plain(zoo: Zoo) -> None:
     assert "played back" not in result.output
 
 
-def test_a_sampled_race_expects_no_identity(zoo: Zoo) -> None:
+def test_a_sampled_race_of_drafts_without_probabilities_has_one_text(zoo: Zoo) -> None:
+    call = ["race", "--model", zoo.big, "-n", "16", "-p", "the cat sat on the cat"]
+    call += ["--temperature", "0.8", "--method", "llma"]
+    assert "identical: yes" in run(*call).output
+    assert json.loads(run(*call, "--json").stdout)["identical"] is True
+
+
+def test_a_sampled_race_with_a_draft_model_expects_no_identity(zoo: Zoo) -> None:
     call = ["race", "--model", zoo.big, "-n", "16", "-p", "the cat", "--temperature", "0.8"]
     assert "not expected" in run(*call).output
     assert json.loads(run(*call, "--json").stdout)["identical"] is None

@@ -141,8 +141,10 @@ def generate(
     stop     a text, or a list of texts and lists of token ids, that end the text
     chat     treat a text prompt as a user's message in the model's chat template
     references      texts that a method may copy from (llma)
-    seed     the same seed gives the same text, whatever ran before (above temperature 0 not by
-             methods that plan by the clock)
+    seed     the same seed gives the same text, whatever ran before. Methods whose drafts have no
+             probabilities (as llma) write plain decoding's text with that seed; above temperature 0,
+             methods that plan by the clock do not keep their text. `tinyspec methods NAME` says
+             what one seed promises
 
     Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list
     of them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit

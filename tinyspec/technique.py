@@ -192,6 +192,8 @@ class Card:
     lossy           the knob that trades the guarantee for speed, and its neutral value
     kind            decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing
     hidden          reads hidden states, so it is proved on small transformers, not on tables
+    point_masses    no node of its own declares a distribution: above temperature 0 too, a seed gives
+                    plain decoding's text (unless a draft model takes part)
     coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
                     by path
     persistent      its state outlives a request
@@ -215,6 +217,7 @@ class Card:
     lossy: tuple[str, Any] | None = None
     kind: Literal["decoder", "refine", "analysis"] = "decoder"
     hidden: bool = False
+    point_masses: bool = False
     coupled: bool = False
     persistent: bool = False
     keeps: str = ""
@@ -236,6 +239,32 @@ class Card:
     def hosted(self) -> int:
         """Return how many draft models the laws give it."""
         return (self.drafts or int(self.optional_draft)) + int(self.several)
+
+    @property
+    def seed_promise(self) -> str:
+        """Return what one seed promises, in words.
+
+        >>> find_technique("llma").seed_promise
+        "a seed gives plain decoding's text, at any temperature"
+        """
+        if self.kind != "decoder":
+            return "a seed gives one translation" if self.kind == "refine" else ""
+        sampled = "above temperature 0, a seed gives "
+        declared = (
+            f"{sampled}one text for each set of measured times"
+            if self.timed
+            else f"{sampled}one text for each draft model and set of knobs"
+        )
+        if self.coupled:
+            return f"{sampled}one text, with any draft model and with none"
+        if not self.point_masses:
+            return declared
+        plain = "a seed gives plain decoding's text, at any temperature"
+        return f"without a draft model, {plain}; with one, {declared}" if self.hosted else plain
+
+    def keeps_text(self, temperature: float, drafts: int = 0) -> bool:
+        """Return whether a seed must give plain decoding's text with so many draft models."""
+        return temperature == 0 or (self.point_masses and not drafts)
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return every knob's value: what was given, checked, else the default."""
@@ -290,6 +319,7 @@ class Card:
             "several_drafts": self.several,
             "copies": self.copies,
             "persistent": self.persistent,
+            "seed": self.seed_promise,
             "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],
         }
 

@@ -71,10 +71,11 @@ def test_the_text_is_the_hosts(
     assert made(method, sampling) == expected
 
 
+@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
 @pytest.mark.usefixtures("away")
 def test_the_host_waits_once_a_round(
-    sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+    sampling: SamplingParams, declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched, plain = [], device.fetch_to_host
 
@@ -85,7 +86,8 @@ def test_the_host_waits_once_a_round(
     monkeypatch.setattr(device, "fetch_to_host", fetch)
     logits = torch.randn(6, 13, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     q = torch.full((13,), 1 / 13, dtype=torch.float64)
-    tree = TokenTree((1, 1, 4, 2, 5), (ROOT, ROOT, ROOT, 0, 1), (q, q, None, None, q), (False,) * 5)
+    draft_probs = (q, q, None, None, q) if declared else (None,) * 5
+    tree = TokenTree((1, 1, 4, 2, 5), (ROOT, ROOT, ROOT, 0, 1), draft_probs, (False,) * 5)
     laws = decode.TargetProbs(
         decode.Scores(logits, torch.empty(0), [1] * 6), sampling, [1, 2], tree
     )

@@ -102,6 +102,23 @@ def test_races_share_noise_by_position_whoever_asks():
     assert [Seeded(2).exponential_race(longer, i) for i in range(50)] == wins
 
 
+@pytest.mark.parametrize("make", [lambda: Seeded(2), lambda: Replay(np.linspace(0, 1, 99))])
+def test_the_draw_of_a_position_does_not_depend_on_the_round(make):
+    by_rounds, at_once = make(), make()
+    drawn = [by_rounds.split("verify", i // 3).draw_at(ROW, i) for i in range(0, 90, 3)]
+    assert drawn == [at_once.draw_at(ROW, i) for i in range(0, 90, 3)]
+    assert by_rounds.split("draft", 0).draw_at(ROW, 0) == drawn[0]
+
+
+def test_positions_have_uniforms_of_their_own():
+    rng = Seeded(5)
+    inner = rng.split("draft", 0).split("verify", 0)  # a decoder that drafts in round 0
+    uniforms = [source.uniform_at(i) for source in (rng, inner) for i in range(300)]
+    assert len({*uniforms, *rng.uniforms(300)}) == 900
+    assert abs(np.mean(uniforms) - 0.5) < 0.05
+    assert [Seeded(5).uniform_at(i) for i in (299, 0, 64)] == [uniforms[i] for i in (299, 0, 64)]
+
+
 def test_exhaustive_order_is_plackett_luce():
     row = [F(1, 2), F(1, 3), F(1, 6)]
     law = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
-from tinyspec.decoding.sampling import DEVICE, SamplingParams
+from tinyspec.decoding.sampling import DEVICE, EXACT, SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, TokenTree
@@ -101,6 +101,23 @@ def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
     tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
     assert Exhaustive.law(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
+
+
+@given(
+    st.lists(WEIGHTS, min_size=4, max_size=4),
+    st.lists(st.tuples(st.integers(-1, 5), st.integers(0, 2), st.booleans()), max_size=6),
+)
+@settings(max_examples=50)
+def test_matching_decides_as_the_walk_over_point_masses(ps, nodes):
+    """Accepted path, next token and rejected nodes have the same joint distribution."""
+    n, p = len(nodes), Table([exact(w) for w in ps])
+    parents = [min(parent, node - 1) for node, (parent, _, _) in enumerate(nodes)]
+    probe = [is_probe for _, _, is_probe in nodes]
+    tree = TokenTree([token for _, token, _ in nodes], parents, (None,) * n, probe)
+    rows = {node: p(tree.tokens_on(tree.path(node))) for node in range(-1, n)}
+    matched = Exhaustive.law(lambda rng: verify_tree(tree, rows, rng))
+    walked = Exhaustive.law(lambda rng: Verdict(*EXACT.verify_tree(tree, rows, rng)))
+    assert matched == walked
 
 
 def test_residual_is_the_positive_part_normalised():

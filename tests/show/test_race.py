@@ -52,8 +52,8 @@ def test_greedy_lanes_write_the_same_text(pair: tuple[Model, Model]) -> None:
     assert lanes[0].tokens == lanes[1].tokens
     assert len(lanes[0].tokens) == 12
     assert [lane.finished for lane in lanes] == ["length", "length"]
-    assert compare_lanes([lanes], greedy=True)[0].identical is True
-    assert compare_lanes([lanes], greedy=False)[0].identical is None
+    assert compare_lanes([lanes], [True])[0].identical is True
+    assert compare_lanes([lanes], [False])[0].identical is None
 
 
 def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) -> None:
@@ -121,7 +121,7 @@ def lanes_of(*runs: tuple[list[int], float]) -> list[Lane]:
 def test_the_ratio_is_the_median_of_seconds_per_token() -> None:
     plain, fast = [1, 2, 3, 4], [1, 2]
     repeats = [lanes_of((plain, 4.0), (fast, second)) for second in (1.0, 2.0, 8.0)]
-    outcome = compare_lanes(repeats, greedy=True)[0]
+    outcome = compare_lanes(repeats, [True])[0]
     assert outcome.ratio == 1.0
     assert outcome.ratios == [2.0, 1.0, 0.25]
     assert find_median_race(outcome.ratios) == 1

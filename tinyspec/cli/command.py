@@ -22,6 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEBUG = "tinyspec.debug"  # keys of a click context's `meta`
 KNOBS = "tinyspec.knobs"
 KNOB_OPTIONS = "tinyspec.knob_options"
+CARDS = "tinyspec.cards"
 HELP_SETTINGS = {"max_content_width": 100, "show_default": True}
 
 # ---------------------------------------------------------------------- errors
@@ -186,6 +187,7 @@ class KnobCommand(Command):
                 load_file(Path(path))
         defaults = [o.get_default(ctx) for o in self.params if o.name in self.method_options]
         cards = _find_cards(methods or defaults)
+        ctx.meta[CARDS] = cards
         ctx.meta[KNOB_OPTIONS] = [
             option for card in cards for knob in card.knobs for option in _knob_options(knob, own)
         ]
@@ -203,6 +205,10 @@ class KnobCommand(Command):
         if rows:
             with formatter.section("Knobs of the method"):
                 formatter.write_dl(rows)
+        for card in ctx.meta.pop(CARDS, []):
+            if card.seed_promise:
+                formatter.write_paragraph()
+                formatter.write_text(f"Seed of {card.name}: {card.seed_promise}.")
 
 
 def _find_cards(methods: Iterable[Any]) -> "list[Card]":

@@ -106,6 +106,8 @@ def describe_card(card: "Card") -> str:
     if card.lossy is not None:
         guarantee += f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
     lines = [card.doc.strip(), "", guarantee]
+    if card.seed_promise:
+        lines.append(f"seed: {card.seed_promise}")
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:

@@ -164,6 +164,7 @@ def race(
     target, drafts = chosen.load()
 
     from tinyspec.generation import start_generation
+    from tinyspec.pairing import drafts_for
     from tinyspec.show import race as racing
     from tinyspec.technique import find_technique
 
@@ -184,7 +185,12 @@ def race(
     out = base.console()
     live = out.is_terminal and not out.is_dumb_terminal and not (no_live or as_json)
     repeats = run_races(target, starts, repeat, out if live else None)
-    outcomes = racing.compare_lanes(repeats, settings["temperature"] == 0)
+    cards = [find_technique(method) for method in contestants]
+    keeps = [
+        card.keeps_text(settings["temperature"], len(drafts_for(target, card, drafts)))
+        for card in cards
+    ]
+    outcomes = racing.compare_lanes(repeats, keeps)
     median = racing.find_median_race(outcomes[0].ratios)
     lanes = repeats[median]
     title = f"{target.name}, {describe_sampling(settings)}"

@@ -327,7 +327,7 @@ class DeviceKernels(Kernels):
             tokens, tops = p.block[0].argmax(dim=1), p.block[1]
         else:
             depths = [0, *(len(tree.path(node)) for node in range(len(tree.tokens)))]
-            uniforms = [rng.uniform_at(len(p.context) + depth) for depth in depths]
+            uniforms: list[Any] = [rng.uniform_at(len(p.context) + depth) for depth in depths]
             tokens, tops = sample_rows(p.block[0], uniforms), p.block[1]
         ids, highest = fetch_to_host(tokens, tops)
 

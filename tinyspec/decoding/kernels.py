@@ -19,7 +19,7 @@ from tinyspec import _core
 from tinyspec._core import reference
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.host import to_numpy
-from tinyspec.tree import Probs, TokenTree
+from tinyspec.tree import ROOT, Probs, TokenTree
 
 if TYPE_CHECKING:  # both import this file
     from tinyspec.decoding.rng import RandomSource
@@ -120,8 +120,15 @@ class Kernels:
     def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
         """Return (node, depth) -> a token sampled from p[node].
 
-        Its uniform belongs to its position in the text, which is len(p.context) + depth.
+        Its uniform belongs to its position in the text, which is len(p.context) + depth. Raises
+        TinyspecError if a draft token is outside of the vocabulary.
         """
+        vocabulary = len(p[ROOT])
+        for token in tree.tokens:
+            if not 0 <= token < vocabulary:
+                raise TinyspecError(
+                    f"drafted token {token} is outside of the target's vocabulary of {vocabulary}"
+                )
         start = len(getattr(p, "context", ()))
         return lambda node, depth: rng.draw_at(p[node], start + depth)
 

@@ -220,6 +220,7 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     paper="Yang et al. 2024, arXiv 2307.05908",
     family="early exit",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     knobs=(
         Knob(
             "layer",

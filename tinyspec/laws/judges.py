@@ -185,6 +185,9 @@ def all_judges() -> dict[str, PartsLaw]:
         verification_laws.GREEDY_VERDICT: lambda parts: verification_laws.greedy_verdict(
             parts.walk
         ),
+        verification_laws.PLAIN_TEXT: lambda parts: verification_laws.plain_text_of_a_seed(
+            parts.walk
+        ),
         verification_laws.COUPLING_INVARIANT: lambda parts: (
             verification_laws.same_text_whoever_drafts(_coupled(parts), seeds=4)
         ),

@@ -7,6 +7,7 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 - Greedy: at temperature 0 its tokens are those of a dense forward pass for every token.
 - Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same
   whatever is drafted, and a race alone has the distribution of its row.
+- Drafts of point masses: on one seed the tokens are those that plain decoding samples.
 - Lossy: on fixed texts, the further the knob is turned, the less a token costs.
 """
 
@@ -206,8 +207,13 @@ PATH_TOKENS, PATH_SEEDS = 8, 12
 PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
 
 
-def _coupled_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield the cases of a technique on shared noise: every kind of draft, then the race."""
+def _path_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield the cases of a technique whose text is a function of the seed: every kind of draft.
+
+    Where a draft model would declare distributions, the technique gets none.
+    """
+    if card.point_masses:
+        card = replace(card, optional_draft=False, several=False)
     for sampling in PATH_SAMPLINGS:
         stage = Stage(
             card,
@@ -221,20 +227,23 @@ def _coupled_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
         for draft in DRAFTS if card.hosted or card.copies else DRAFTS[:1]:
             title = f"{format_sampling(sampling)}, {draft} draft"
             yield SuiteCase(SAME_TOKENS, title, partial(same_tokens, replace(stage, draft=draft)))
-    yield SuiteCase(RACE_LAW, "two tokens", partial(race_law, Replay))
 
 
 def same_tokens(stage: Stage, seeds: int = PATH_SEEDS) -> Evidence:
-    """Check that the tokens are those that win the races of the target's rows, on the same seed."""
+    """Check that the tokens are those that the target's rows give on the same seed.
+
+    With coupled noise they win the races; else they are sampled with their positions' uniforms.
+    """
     begun, reference = perf_counter(), stage.reference()
     for seed in range(seeds):
-        decoder, rng, races = stage.decoder(), Seeded(seed), Seeded(seed)
+        decoder, rng, plain = stage.decoder(), Seeded(seed), Seeded(seed)
+        choose = plain.exponential_race if stage.card.coupled else plain.draw_at
         decoder.extend(stage.prompt)
         while not decoder.finished:
             decoder.step(rng)
         text: Tokens = stage.prompt
         while len(text) < len(stage.prompt) + PATH_TOKENS:
-            text = (*text, races.exponential_race(reference.next(text), len(text)))
+            text = (*text, choose(reference.next(text), len(text)))
         expected, got = text[len(stage.prompt) :], tuple(decoder.new)
         case = {"prompt": stage.prompt, "draft": stage.draft, "seed": seed}
         expect_equal(SAME_TOKENS, expected, got, **stage.describe(), **case)
@@ -338,9 +347,10 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
         return [*_rewriting(card, seed), *own] if card.kind == "refine" else own
     first: Iterable[SuiteCase] = ()
     if card.coupled:
-        first = _coupled_cases(card, seed)
+        race = SuiteCase(RACE_LAW, "two tokens", partial(race_law, Replay))
+        first = [*_path_cases(card, seed), race]
     elif card.guarantee is not Guarantee.GREEDY:
-        first = _exact_cases(card, seed)
+        first = [*_exact_cases(card, seed), *(_path_cases(card, seed) if card.point_masses else ())]
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 

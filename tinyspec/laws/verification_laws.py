@@ -20,9 +20,10 @@ import numpy as np
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Replay, Seeded
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import SamplingParams, sample_inverse_cdf
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
+from tinyspec.laws.exact.models import FunctionDrafter
 from tinyspec.laws.exact.rational import Exact, distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import Table, format_table, table_model
 from tinyspec.laws.row_laws import normalize_weights
@@ -423,3 +424,35 @@ def greedy_verdict(verifier: TreeVerifier, cases: int = 300) -> Evidence:
             probe=probe,
         )
     return Evidence(GREEDY_VERDICT, cases, cases, perf_counter() - begun)
+
+
+PLAIN_TEXT = "one seed gives plain decoding's text, whatever is drafted without probabilities"
+
+
+def plain_text_of_a_seed(verifier: TreeVerifier, seeds: int = 40, tokens: int = 8) -> Evidence:
+    """Check the text of a seed with random trees of point masses as drafts.
+
+    The oracle draws one token after the other, with the uniforms of their positions.
+    """
+    begun, stop = perf_counter(), StoppingCriteria(max_new_tokens=tokens)
+    rows = [[float(x) for x in normalize_weights(w)] for w in COUPLING_TARGET]
+    for seed in range(seeds):
+        random = np.random.default_rng(seed)
+
+        def draft(context: Sequence[int], depth: int, random: Any = random) -> TokenTree:
+            n = int(random.integers(0, min(6, depth) + 1))
+            parents = [int(random.integers(ROOT, node)) for node in range(n)]
+            guesses = random.integers(0, 3, n).tolist()
+            return TokenTree(guesses, parents, (None,) * n, (False,) * n)
+
+        target = table_model(COUPLING_TARGET).session()
+        decoder = Decoder(target, FunctionDrafter(draft), verifier, stop=stop)
+        decoder.extend((0,))
+        rng, plain, text = Seeded(seed), Seeded(seed), [0]
+        while not decoder.finished:
+            decoder.step(rng)
+        while len(text) <= tokens:
+            text.append(sample_inverse_cdf(rows[text[-1]], plain.uniform_at(len(text))))
+        case = {"p": format_table(COUPLING_TARGET), "seed": seed}
+        expect_equal(PLAIN_TEXT, text, decoder.context, **case)
+    return Evidence(PLAIN_TEXT, seeds, seeds, perf_counter() - begun)

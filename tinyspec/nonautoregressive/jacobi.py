@@ -265,6 +265,7 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     paper="Santilli et al. 2023, arXiv 2305.10427",
     family="parallel",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     knobs=(
         Knob(
             "form",

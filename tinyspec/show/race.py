@@ -173,7 +173,7 @@ class Outcome:
                repeats. Below 1: a slow-down
     ratios     the same of each repeat
     identical  whether every text is plain decoding's; None where it need not be (temperature above
-               0)
+               0, and a draft with probabilities)
     """
 
     method: str
@@ -183,10 +183,11 @@ class Outcome:
     differs_at: int | None  # the first position that differs, in the first repeat that does
 
 
-def compare_lanes(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outcome]:
+def compare_lanes(repeats: Sequence[Sequence[Lane]], keeps_text: Sequence[bool]) -> list[Outcome]:
     """Judge every lane against the first, which is plain decoding.
 
-    repeats  repeats[r][i] is lane i of repeat r
+    repeats     repeats[r][i] is lane i of repeat r
+    keeps_text  for each lane after the first, whether its text must be plain decoding's
     """
     outcomes: list[Outcome] = []
     for i in range(1, len(repeats[0])):
@@ -199,8 +200,8 @@ def compare_lanes(repeats: Sequence[Sequence[Lane]], greedy: bool) -> list[Outco
                 repeats[0][i].method,
                 median(ratios),
                 ratios,
-                at is None if greedy else None,
-                at if greedy else None,
+                at is None if keeps_text[i - 1] else None,
+                at if keeps_text[i - 1] else None,
             )
         )
     return outcomes

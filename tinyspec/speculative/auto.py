@@ -348,6 +348,7 @@ def zero_clock() -> float:
     paper="goodput: Liu et al. 2024, arXiv 2406.14066",
     family="planning",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     optional_draft=True,
     timed=True,
     copies=True,

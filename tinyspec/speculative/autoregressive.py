@@ -45,6 +45,7 @@ def generate_tokens(p: Callable[[list[int]], Any], text: list[int], n: int, rng:
     paper="the baseline",
     family="baseline",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
 )
 def autoregressive(request: Request) -> Decoder:
     """Return a decoder that proposes no draft."""

@@ -178,9 +178,9 @@ STREAMS = [
     ),
     Mutant(
         "stream shared by requests",
-        "self._begin(",
+        "key = blake2b(",
         """seed = Seeded.requests = getattr(Seeded, "requests", 0) + 1
-self._begin(""",
+key = blake2b(""",
         Seeded.__init__,
         bug="B33",
         law="same seed same output",

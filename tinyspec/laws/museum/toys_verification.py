@@ -232,8 +232,8 @@ return request.decoder(SpecInferDrafter(drafts), verify_tree_multi_step)""",
     _specinfer(
         "naive sampling",
         "path, rejected = list[int](), list[int]()",
-        """from tinyspec.decoding.verify import verify_tree_greedy
-return verify_tree_greedy(tree, lambda node: rng.draw(p[node]), rng.draw(p[ROOT]))""",
+        """from tinyspec.decoding.verify import match_tree
+return match_tree(tree, lambda node, _: rng.draw(p[node]))""",
         sif.verify_tree_multi_step,
         law=specinfer_traps.TESTS,
     ),
@@ -334,7 +334,7 @@ return request.decoder(drafter, verify_tree)""",
     _gumbel(
         "noise numbered by the round",
         RACE_OF,
-        "rng.exponential_race(row, len(path))",
+        "rng.exponential_race(p[node], depth)",
         gumbel_coupling.verify_tree_by_race,
         law=COUPLING_INVARIANT,
         also=(Patch(GumbelCouplingDrafter.propose, RACES, "_Races(rng, 0)"),),

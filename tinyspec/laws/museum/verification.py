@@ -7,7 +7,7 @@ from functools import partial
 from tinyspec._core import reference
 from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
-from tinyspec.decoding.verify import verify_tree, verify_tree_greedy
+from tinyspec.decoding.verify import match_tree, verify_tree
 from tinyspec.laws import loop_laws, theorems
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.loop_laws import LEVELS
@@ -21,6 +21,7 @@ from tinyspec.laws.verification_laws import (
     COUPLING_INVARIANT,
     FACTOR,
     GREEDY_VERDICT,
+    PLAIN_TEXT,
     SELECTED,
 )
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
@@ -46,7 +47,8 @@ _walk = partial(Mutant, law=JOINT, function=reference.verify_tree)
 _ratio = partial(Mutant, law=JOINT, function=reference.acceptance_ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
-_greedy = partial(Mutant, law=GREEDY_VERDICT, function=verify_tree_greedy)
+_greedy = partial(Mutant, law=GREEDY_VERDICT, function=match_tree)
+_position = partial(Mutant, law=JOINT, bug="S1", function=Kernels.token_sampler)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
 _block = partial(Mutant, law=BLOCK_EMITTED, function=verify_tree_by_block)
 _drafts = partial(Mutant, law=SELECTED, function=verify_tree_k_seq)
@@ -181,7 +183,7 @@ if max(tree.depths(), default=1) == 1 and len(keep) < len(tree.tokens):
     Mutant(
         "sampled and matched, without a ratio",
         "return Verdict(*kernels.verify_tree(tree, p, rng))",
-        "return verify_tree_greedy(tree, lambda node: rng.draw(p[node]), rng.draw(p[ROOT]))",
+        "return match_tree(tree, lambda node, _: rng.draw(p[node]))",
         verify_tree,
         bug="B8",
         law=theorems.ACCEPTANCE,
@@ -336,7 +338,7 @@ return verify_tree(tree, p, rng)""",
 
 # ------------------------------------------------------------------ a race on shared noise
 
-RACE_OF = "rng.exponential_race(row, len(p.context) + len(path))"
+RACE_OF = "rng.exponential_race(p[node], start + depth)"
 RACES = [
     Mutant(
         "a coupled draft with noise of its own",
@@ -355,14 +357,14 @@ RACES = [
     Mutant(
         "a coupled target that draws",
         RACE_OF,
-        "rng.draw(row)",
+        "rng.draw(p[node])",
         verify_tree_by_race,
         law=COUPLING_INVARIANT,
     ),
     Mutant(
         "noise counted in the round",
         RACE_OF,
-        "rng.exponential_race(row, len(path))",
+        "rng.exponential_race(p[node], depth)",
         verify_tree_by_race,
         bug="S1",
         law=COUPLING_INVARIANT,
@@ -501,16 +503,42 @@ JOINTS = [
     ),
 ]
 
+POSITION = "rng.draw_at(p[node], start + depth)"
+MATCHED = [
+    _position("a position's uniform counted in the round", POSITION, "rng.draw_at(p[node], depth)"),
+    _position(
+        "a matched token drawn from the round's stream",
+        POSITION,
+        "rng.draw(p[node])",
+        law=PLAIN_TEXT,
+    ),
+    _position("one uniform for the positions of a round", POSITION, "rng.draw_at(p[node], start)"),
+    _position(
+        "a position late after an accepted node",
+        POSITION,
+        "rng.draw_at(p[node], start + depth + (depth > 0))",
+        law=PLAIN_TEXT,
+    ),
+    Mutant(
+        "a draft without probabilities is not matched",
+        "matched = all(q is None for q in tree.draft_probs)",
+        "matched = not tree.tokens",
+        verify_tree,
+        law=PLAIN_TEXT,
+    ),
+]
+
 GREEDY = [
-    _greedy("a probe is accepted at temperature 0", "and not tree.probe[node]", ""),
+    _greedy("a probe is accepted at temperature 0", "and not tree.probe[child]", ""),
     _greedy(
         "siblings after the accepted one count as rejected",
-        "first is None or node < first",
-        "first is None or node != first",
+        "not here or child < min(here)",
+        "not here or child != min(here)",
     ),
 ]
 
 MUTANTS = [
+    *MATCHED,
     *GREEDY,
     *RATIOS,
     *RESIDUALS,

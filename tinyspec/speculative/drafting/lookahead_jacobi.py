@@ -198,6 +198,7 @@ class LookaheadJacobiDrafter(BaseDrafter):
     paper="Fu et al. 2024, arXiv 2402.02057",
     family="drafting",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     knobs=(
         Knob("window", 15, "W: columns of the lookahead branch", low=1, high=256, small=(2, 1)),
         Knob(

@@ -143,6 +143,7 @@ class RestDrafter(BaseDrafter):
     paper="He et al. 2024, arXiv 2311.08252",
     family="drafting",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     copies=True,
     knobs=(
         Knob("datastore", "", "a file that `tinyspec data datastore` built"),

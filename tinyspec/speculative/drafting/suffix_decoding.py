@@ -20,8 +20,8 @@ Pitfall: a fixed number of draft tokens after the longest match. LLMA copies k t
 a fixed number of nodes; here the size adapts to the match, and the best draft need not follow the
 longest one.
 State: outputs outlive the request (`persistent`), one tree per model, while the model lives. In a
-batch, where a row must equal the row run alone, each request has its own. Above temperature 0 the
-text of a seed depends on what is known.
+batch, where a row must equal the row run alone, each request has its own. What is known
+changes the speed and never the text of a seed.
 Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
 at most alpha p nodes; both trees serve; a second request is faster than the first).
 Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
@@ -162,6 +162,7 @@ class SuffixDecodingDrafter(RequestForest):
     paper="Oliaro et al. 2024, arXiv 2411.04975",
     family="drafting",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     persistent=True,
     knobs=(
         Knob(

@@ -186,6 +186,7 @@ class TokenRecyclingDrafter(BaseDrafter):
     paper="Luo et al. 2025, arXiv 2408.08696",
     family="drafting",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     persistent=True,
     knobs=(
         Knob("k", 8, "candidates kept for a token", low=1, high=1024, small=(2, 1)),

@@ -133,6 +133,7 @@ class LlmaDrafter(BaseDrafter):
     paper="Yang et al. 2023, arXiv 2304.04487",
     family="integrated",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     copies=True,
     knobs=(
         Knob("n", 1, "shortest match that is copied from, in tokens", low=1, high=64),

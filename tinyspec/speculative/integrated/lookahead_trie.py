@@ -21,8 +21,8 @@ Guarantee: EXACT. A branch is a point mass, so verification is exact at any temp
 the trie holds.
 Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests wrote.
 State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
-has its own, because a row must equal the row run alone. Above temperature 0 the text of a seed
-depends on what the trie knows.
+has its own, because a row must equal the row run alone. What the trie knows changes the speed
+and never the text of a seed.
 Addition: `price`. The paper runs whatever it finds. Here a draft token is run only if its chance of
 being accepted is at least `price` (speculative/lookup.py). `price` 0 is the paper's rule.
 Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against what runs; each
@@ -188,6 +188,7 @@ def follow_first_branch(tree: TokenTree) -> Branch:
     paper="Zhao et al. 2023, arXiv 2312.12728",
     family="integrated",
     guarantee=Guarantee.EXACT,
+    point_masses=True,
     persistent=True,
     knobs=(
         Knob(
