@@ -1,5 +1,7 @@
 """Verification on a device: decided as on the host, and the host waits once a round. CPU tensors stand in for the device."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,12 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lm.small import LLAMA, PROMPT, model
+from tests.lm.test_static import steady
 from tinyspec import _core
 from tinyspec.decoding import decode, device, sampling, verify
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
+from tinyspec.speculative.verification.block_verification import verify_tree_by_block
+from tinyspec.speculative.verification.specinfer import verify_tree_multi_step
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -96,6 +101,89 @@ def test_the_host_waits_once_a_round(
         rows = [laws[node] for node in (ROOT, *verdict.accepted)]
     assert (len(fetched), waits.count) == (1, 0)
     assert all(abs(float(row.sum()) - 1) < 1e-12 for row in rows)
+
+
+ROUNDS = {
+    # (technique, temperature): (nodes of the draft, waits of the host, operations outside of graphs)
+    ("autoregressive", 0.0): (0, 1, 22),
+    ("autoregressive", 0.8): (0, 1, 46),
+    ("llma", 0.0): (0, 1, 22),
+    ("speculative_decoding", 0.0): (4, 5, 115),  # one for each draft token, and one to verify
+    ("speculative_decoding", 0.8): (4, 5, 288),
+    ("specinfer", 0.0): (6, 8, 171),
+    ("specinfer", 0.8): (6, 13, 338),  # its verifier tests one node after the other
+}
+
+
+class Counted(TorchDispatchMode):
+    """Counts operations on tensors, but for those of a pass that a CUDA graph replays at once."""
+
+    launches, paused = 0, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.launches += not self.paused
+        return func(*args, **(kwargs or {}))
+
+    def replay(self, run: Callable[[], None]) -> None:
+        """Run a pass, counted as one launch."""
+        self.launches, self.paused = self.launches + 1, True
+        run()
+        self.paused = False
+
+
+SMALL = {"speculative_decoding": {"gamma": 4}, "specinfer": {"expansion": "2x1x1"}}
+
+
+@pytest.mark.parametrize(("method", "temperature"), ROUNDS)
+@pytest.mark.usefixtures("away")
+def test_waits_and_launches_of_a_round(
+    method: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = 0
+
+    def count(plain: Any) -> Any:
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            nonlocal waits
+            waits += 1
+            return plain(*args, **kwargs)
+
+        return wait
+
+    target, draft = steady(model()), steady(model(seed=1))
+    card = find_technique(method)
+    request = Request(
+        target.session(),
+        [draft.session()] if card.drafts else [],
+        SamplingParams(temperature),
+        StoppingCriteria(max_new_tokens=40),
+    )
+    decoder = card.make(request, **SMALL.get(method, {}))
+    decoder.extend(PROMPT)
+    rng, counted = Seeded(0), Counted()
+    for _ in range(2):
+        decoder.step(rng)
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, count(getattr(torch.Tensor, name)))
+    for fixed in (*target._static._passes.values(), *draft._static._passes.values()):
+        fixed.run = partial(counted.replay, fixed.run)
+    with counted:
+        round = decoder.step(rng)
+    nodes, expected, most = ROUNDS[method, temperature]
+    assert (len(round.tree.tokens), waits) == (nodes, expected)
+    assert counted.launches <= most
+
+
+@pytest.mark.usefixtures("away")
+def test_a_draft_on_the_cpu_declares_to_a_target_on_a_device() -> None:
+    random = np.random.default_rng(0)
+    for seed in range(20):
+        logits, q = random.normal(size=(3, 5)), random.dirichlet(np.ones(5))
+        tree = TokenTree.chain([int(random.integers(5)) for _ in range(2)], [q, q])
+        scores = decode.Scores(torch.tensor(logits), torch.empty(0), [1] * 3)
+        there = decode.TargetProbs(scores, SamplingParams(), [0], tree)
+        rows = {node: SamplingParams().probs(logits[node + 1]) for node in (ROOT, 0, 1)}
+        for verifier in (verify.verify_tree, verify_tree_by_block, verify_tree_multi_step):
+            assert verifier(tree, there, Seeded(seed)) == verifier(tree, rows, Seeded(seed))
 
 
 def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:

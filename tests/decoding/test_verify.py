@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
-from tinyspec.decoding.sampling import DEVICE, EXACT, SamplingParams
+from tinyspec.decoding.sampling import DEVICE, EXACT, HOST, SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.tree import ROOT, TokenTree
@@ -207,6 +207,8 @@ def test_the_device_moves_equal_the_kernels(p, q):
 
 class Greedy:
     """Rows of logits, as a decoder shows them to a verifier."""
+
+    kernels = HOST
 
     def __init__(self, logits, sampling=SamplingParams(temperature=0.0)):  # noqa: B008
         self.logits, self.sampling, self.read = logits, sampling, []

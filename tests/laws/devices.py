@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 
 from tinyspec._core import reference
-from tinyspec.decoding import device, verify
+from tinyspec.decoding import device
 from tinyspec.decoding.rng import Replay
-from tinyspec.decoding.sampling import DEVICE, SamplingParams
+from tinyspec.decoding.sampling import DEVICE, HOST, SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import strategies
 from tinyspec.laws.evidence import Evidence, accuse
@@ -155,7 +155,7 @@ class TwinUniforms:
 
 
 def walk_equals_twin(
-    walk: Callable[..., Any] = verify.verify_tree,
+    walk: Callable[..., Any] = HOST.verify_tree,
     rng: Callable[..., Any] = Replay,
     examples: int = 120,
 ) -> Evidence:

@@ -11,8 +11,8 @@ import torch
 from tests.laws import devices
 from tinyspec import _core
 from tinyspec._core import fallback, reference
-from tinyspec.decoding import verify
 from tinyspec.decoding.rng import Replay
+from tinyspec.decoding.sampling import HOST
 from tinyspec.laws import twins
 from tinyspec.laws.evidence import LawViolated
 
@@ -254,7 +254,7 @@ def test_defects_behind_the_front_doors_are_accused() -> None:
         devices.decisions_equal_twin(rng=EagerChance)
     with pytest.raises(LawViolated):  # a law that is rounded once more on its way
         devices.walk_equals_twin(
-            walk=lambda tree, p, rng: verify.verify_tree(
+            walk=lambda tree, p, rng: HOST.verify_tree(
                 tree._replace(draft_probs=[narrow(q) for q in tree.draft_probs]), p, rng
             )
         )

@@ -212,9 +212,23 @@ def test_none_is_chosen_where_something_is_special() -> None:
         (shut, 2),
         (part, 2),
         (begun(m), 99),
-        (begun(M), 2),
     ):
         assert not session.draft_chain(most, never)
+
+
+@pytest.mark.parametrize("m", [M, G], ids=["llama", "gpt2"])
+def test_without_the_compiled_engine_a_chain_runs_one_position_a_pass(m: Any) -> None:
+    forward_log: list[ForwardRecord] = []
+    session, rows = begun(m, forward_log), list[Any]()
+    before = len(forward_log)
+    assert session.draft_chain(4, best(rows, 4))
+    text = list(PROMPT)
+    for row in rows:
+        close(torch.as_tensor(row), forced(m, text))
+        text.append(int(row.argmax()))
+    assert [call.rows for call in forward_log[before:]] == [1] * 4
+    session.append(text[len(PROMPT) :])
+    close(session.score(EMPTY).logits[0], forced(m, text))
 
 
 @compiled

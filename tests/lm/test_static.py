@@ -12,7 +12,7 @@ from tinyspec.laws import session_laws
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.lm.model import Model
-from tinyspec.lm.static import SIZES, CudaGraphRunner
+from tinyspec.lm.static import FREE_STORES, SIZES, CudaGraphRunner
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -101,8 +101,46 @@ def test_a_finished_session_leaves_its_store_and_its_steps_to_the_next() -> None
         close(session.score(TokenTree()).logits, model().logits([seed, *PROMPT])[-1:])
         del session
         gc.collect()
-    assert len(static._own_addresses) == 1
+    assert len(static._free_stores) == 1
+    assert len(static._free_stores[256]) == 1
     assert len(static._passes) == 2  # the prompt's, and the last token's
+
+
+def test_of_each_size_a_few_free_stores_are_kept_and_others_go_with_their_passes() -> None:
+    still = steady(model())
+    static = still._static
+    assert static is not None
+    sessions = [still.session() for _ in range(FREE_STORES + 2)]
+    for session in sessions:
+        session.extend(PROMPT)
+        session.score(TokenTree())
+    assert len(static._in_use) == FREE_STORES + 2
+    del session
+    sessions.clear()
+    gc.collect()
+    assert not static._in_use
+    assert len(static._free_stores[256]) == FREE_STORES
+    kept = {store.data_ptr() for store in static._free_stores[256]}
+    assert {address for address, _ in static._passes} == kept
+
+
+def test_a_store_that_a_text_outgrew_is_free_at_once() -> None:
+    m = model(replace(LLAMA, max_positions=600))
+    still = steady(m)
+    session = still.session()
+    session.extend(PROMPT)
+    session.extend([i % 13 for i in range(400)])
+    session.score(TokenTree())
+    assert still._static is not None
+    assert [len(still._static._free_stores[slots]) for slots in (256, 512)] == [1, 0]
+
+
+def test_a_mask_has_a_multiple_of_16_columns() -> None:
+    still = steady(model())
+    session = still.session()
+    session.extend(PROMPT)
+    assert still._static is not None
+    assert all(fixed.visible.shape[1] % 16 == 0 for fixed in still._static._passes.values())
 
 
 def test_a_text_that_outgrows_its_store_moves_with_all_it_has() -> None:

@@ -268,3 +268,8 @@ def test_a_model_describes_itself_and_moves() -> None:
     assert "3 layers of 16" in repr(m)
     assert m.to(dtype=torch.float32).dtype == torch.float32
     assert Model.random(LLAMA, seed=1).weights["embed"].std() < 0.03
+
+
+def test_a_model_moves_with_its_extras() -> None:
+    m = Model(LLAMA, model().weights, extras={"exits.bias": torch.zeros(1)})
+    assert m.to(device="meta").extras["exits.bias"].device.type == "meta"

@@ -68,16 +68,20 @@ class TargetProbs:
         A device computes all of them in the time of one, and the verifier waits for it only once.
         """
         if self._block is None and self.kernels is DEVICE:
-            nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
-            paths = [self.tree.tokens_on(self.tree.path(node)) for node in nodes]
-            histories = [self.context, *([*self.context, *path] for path in paths)]
             self._block = apply_sampling_to_rows(
-                self.scores.logits, histories, *self.sampling.as_floats()
+                self.scores.logits, self.histories(), *self.sampling.as_floats()
             )
         return self._block
 
+    def histories(self) -> list[Sequence[int]]:
+        """Return the text up to each node [n + 1], the root first; of the root alone if no
+        penalty reads it.
+        """
+        nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
+        return [self._history(node, self.sampling) for node in (ROOT, *nodes)]
+
     def greedy_token(self, node: int) -> int | None:
-        """Return the greedy token after a node; None on a device, or above temperature 0."""
+        """Return the greedy token after a node; None above temperature 0."""
         return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Probs:

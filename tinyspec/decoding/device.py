@@ -4,6 +4,7 @@ They decide as the compiled kernels do, unless a uniform or a knob lies within V
 boundary: a device sums in its own order. Everything is computed in float64.
 """
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -52,16 +53,11 @@ def apply_sampling_to_rows(
     histories  one for each row
     Nothing is copied to the host: `LogitCheck` reads the highest logits when a row is needed.
     """
-    scores = logits.detach().to(torch.float64, copy=True)
-    if penalty != 1.0:
-        _penalize_repetition(scores, histories, penalty)
+    scores = penalize_repetition(logits.detach(), histories, penalty).to(torch.float64)
     if not scores.shape[1]:
         return scores, scores.new_full((len(scores),), -torch.inf)
-    tops = scores.amax(dim=1)  # propagates NaN
+    first, tops = highest_ids(scores)
     if temperature == 0:
-        at = torch.arange(scores.shape[1], device=scores.device)
-        highest = scores == tops[:, None]
-        first = torch.where(highest, at, scores.shape[1] - 1).amin(dim=1)  # the lowest id of equals
         return torch.zeros_like(scores).scatter_(1, first[:, None], 1.0), tops
     rows = ((scores - tops[:, None]) / temperature).exp()
     if (top_k is not None and top_k < rows.shape[1]) or (top_p is not None and top_p < 1):
@@ -78,10 +74,16 @@ def apply_sampling_to_rows(
     return rows / rows.sum(dim=1, keepdim=True), tops
 
 
-def _penalize_repetition(
-    scores: Tensor, histories: Sequence[Sequence[int]], penalty: float
-) -> None:
-    """Apply the repetition penalty in place, each row with its own history."""
+def penalize_repetition(
+    logits: Tensor, histories: Sequence[Sequence[int]], penalty: float
+) -> Tensor:
+    """Return the logits after the repetition penalty, each row with its own history.
+
+    They are float64, or what was given if there is no penalty.
+    """
+    if penalty == 1.0:
+        return logits
+    scores = logits.to(torch.float64, copy=True)
     seen = [
         (i, token)
         for i, ids in enumerate(histories)
@@ -92,6 +94,7 @@ def _penalize_repetition(
         at = torch.tensor(seen, device=scores.device).unbind(1)
         found = scores[at]
         scores[at] = torch.where(found < 0, found * penalty, found / penalty)
+    return scores
 
 
 def sample_rows(rows: Tensor, uniforms: Sequence[float]) -> Tensor:
@@ -104,6 +107,14 @@ def sample_rows(rows: Tensor, uniforms: Sequence[float]) -> Tensor:
     reached = (rows > 0) & (mass > (u * mass[:, -1])[:, None])
     last = torch.where(rows > 0, at, -1).amax(dim=1)  # where rounding puts u after all intervals
     return torch.where(reached, at, last[:, None]).amin(dim=1)
+
+
+def highest_ids(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest id of each row's highest score, and that score: [n] each; NaN stays."""
+    tops = scores.amax(dim=1)
+    at = torch.arange(scores.shape[1], device=scores.device)
+    highest = scores == tops[:, None]
+    return torch.where(highest, at, scores.shape[1] - 1).amin(dim=1), tops
 
 
 def first_true(mask: Tensor) -> Tensor:
@@ -182,7 +193,7 @@ def _check_draft_probs(q: Tensor | None, rows: Tensor) -> Tensor:
             f"the draft's distribution has {len(q)} tokens, the target's {rows.shape[1]}: "
             "pad it with zeros"
         )
-    return q.to(rows)
+    return torch.as_tensor(q).to(rows)  # a draft on the CPU declares arrays
 
 
 Place = dict[int, tuple[int, int]]
@@ -260,23 +271,33 @@ class DeviceKernels(Kernels):
         LogitCheck(*tops.tolist() if logits.shape[0] else [float("-inf")]).check()  # one number
         return rows[0]
 
+    def greedy_token(
+        self, logits: Tensor, history: Sequence[int], settings: "SamplingParams"
+    ) -> int | None:
+        if settings.temperature != 0:
+            return None
+        scores = penalize_repetition(logits[None], [history], settings.repetition_penalty)
+        (token,), (top,) = fetch_to_host(*highest_ids(scores))
+        LogitCheck(top).check()
+        return int(token)
+
     def sample_inverse_cdf(self, p: Tensor, u: float) -> int:
         p = p.to(torch.float64)
-        mass, positive = p.cumsum(0), p > 0
-        last = torch.where(positive, torch.arange(len(p), device=p.device), -1).max()
-        token = int(torch.minimum(first_true(positive & (mass > u * mass[-1])), last))
-        if token < 0 or not bool(mass[-1].isfinite()):
-            raise TinyspecError("cannot draw from a row without finite mass")
-        return token
+        (token,), (mass,) = fetch_to_host(sample_rows(p[None], [u]), p.sum()[None])
+        if token < 0 or not math.isfinite(mass):
+            raise TinyspecError(
+                "cannot draw from a row without finite mass: if the logits contain NaN or inf, "
+                "check the weights, or compute in a wider dtype"
+            )
+        return int(token)
 
     def sample_without_replacement(self, p: Tensor, uniforms: Any) -> list[int]:
-        left, drawn = p.to(torch.float64, copy=True), list[int]()
+        left, drawn = p.to(torch.float64, copy=True)[None], list[Tensor]()
         for u in uniforms:
-            if not bool((left > 0).any()):
-                break
-            drawn.append(self.sample_inverse_cdf(left, float(u)))
-            left[drawn[-1]] = 0
-        return drawn
+            drawn.append(sample_rows(left, [float(u)]))  # -1 if nothing is left
+            left.scatter_(1, drawn[-1].clamp(min=0)[:, None], 0.0)
+        tokens = fetch_to_host(*drawn) if drawn else []
+        return [int(token) for (token,) in tokens if token >= 0]
 
     def exponential_race(self, p: Tensor, noise: Any) -> int:
         time = torch.as_tensor(noise, dtype=torch.float64).to(p.device) / p.to(torch.float64)
@@ -292,7 +313,7 @@ class DeviceKernels(Kernels):
                 f"the draft's distribution has {len(q)} tokens, the target's {len(p)}: "
                 "pad it with zeros"
             )
-        left = (p - q.to(p)).clamp(min=0)
+        left = (p - torch.as_tensor(q).to(p)).clamp(min=0)
         mass = left.sum()
         return torch.where(mass > 0, left / mass, p)
 
@@ -321,10 +342,11 @@ class DeviceKernels(Kernels):
 
     def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
         """Return the token after any node; all of them are sampled with one synchronisation."""
-        if getattr(p, "block", None) is None:
+        if getattr(p, "scores", None) is None:  # not a decoder's: distributions one by one
             return super().token_sampler(tree, p, rng)
         if p.sampling.temperature == 0:
-            tokens, tops = p.block[0].argmax(dim=1), p.block[1]
+            penalty = p.sampling.repetition_penalty
+            tokens, tops = highest_ids(penalize_repetition(p.scores.logits, p.histories(), penalty))
         else:
             depths = [0, *(len(tree.path(node)) for node in range(len(tree.tokens)))]
             uniforms: list[Any] = [rng.uniform_at(len(p.context) + depth) for depth in depths]

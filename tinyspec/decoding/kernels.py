@@ -118,11 +118,14 @@ class Kernels:
         return reference.verify_tree(*tree, p, rng.accept, rng.draw, self._reject)
 
     def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
-        """Return (node, depth) -> a token sampled from p[node].
+        """Return (node, depth) -> the target's token after a node: greedy, or sampled from p[node].
 
-        Its uniform belongs to its position in the text, which is len(p.context) + depth. Raises
+        A sampled token's uniform belongs to its position in the text, which is len(p.context) + depth. Raises
         TinyspecError if a draft token is outside of the vocabulary.
         """
+        greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: needs no distribution
+        if greedy_token is not None and (first := greedy_token(ROOT)) is not None:
+            return lambda node, depth: first if node == ROOT else greedy_token(node)
         vocabulary = len(p[ROOT])
         for token in tree.tokens:
             if not 0 <= token < vocabulary:
@@ -204,9 +207,9 @@ def as_fraction(knob: float | Fraction) -> Fraction:
 
 
 def _as_doubles(p: Any) -> NDArray[np.float64]:
-    """Return a distribution of the CPU as the kernels read it: contiguous float64."""
+    """Return a distribution as the kernels read it: contiguous float64 on the CPU."""
     if isinstance(p, torch.Tensor):
-        p = p.detach().to(torch.float64).numpy()
+        p = p.detach().to("cpu", torch.float64).numpy()
     return np.ascontiguousarray(p, np.float64)
 
 

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinyspec.decoding.decode import BaseDrafter, Round, Target, TargetProbs
+from tinyspec.decoding.device import apply_sampling_to_rows
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import UNCHANGED, SamplingParams, kernels_of
+from tinyspec.decoding.sampling import DEVICE, UNCHANGED, SamplingParams, kernels_of
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.session import Session
 from tinyspec.tree import Probs, TokenTree
@@ -24,6 +25,13 @@ class IncrementalProbs(TargetProbs):
         """Append the logits after one more token. The first ones follow the text."""
         self._logits.append(logits)
         self.past += tokens
+
+    def __getitem__(self, node: int) -> Probs:
+        logits = self.logits_at(node)
+        if kernels_of(logits) is not DEVICE:
+            return super().__getitem__(node)
+        # Logits that define no distribution are found when a token is drawn: one wait, not two.
+        return apply_sampling_to_rows(logits[None], [self.past], *self.sampling.as_floats())[0][0]
 
     def _history(self, node: int, sampling: SamplingParams) -> Sequence[int]:
         return self.past

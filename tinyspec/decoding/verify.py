@@ -99,12 +99,8 @@ def verify_tree(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     Raises TinyspecError if a token has probability 0 under its own declared distribution, or if the
     vocabularies differ.
     """
-    matched = all(q is None for q in tree.draft_probs)
-    greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: it needs no distribution
-    if matched and greedy_token is not None and (first := greedy_token(ROOT)) is not None:
-        return match_tree(tree, lambda node, _: first if node == ROOT else greedy_token(node))
     kernels = getattr(p, "kernels", None) or kernels_of(p[ROOT])
-    if matched:
+    if all(q is None for q in tree.draft_probs):
         return match_tree(tree, kernels.token_sampler(tree, p, rng))
     return Verdict(*kernels.verify_tree(tree, p, rng))
 

@@ -20,7 +20,7 @@ import numpy as np
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Replay, Seeded
-from tinyspec.decoding.sampling import SamplingParams, sample_inverse_cdf
+from tinyspec.decoding.sampling import HOST, SamplingParams, sample_inverse_cdf
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.models import FunctionDrafter
@@ -373,6 +373,8 @@ GREEDY_VERDICT = (
 
 class _GreedyTarget:
     """A target at temperature 0, whose token depends on the whole text."""
+
+    kernels = HOST
 
     def __init__(self, tree: TokenTree, turn: int):
         self.tree, self.turn = tree, turn

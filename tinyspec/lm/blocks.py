@@ -150,8 +150,12 @@ class Blocks:
 
         They are float32, or float64 in a float64 model.
         """
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        logits = linear(self.apply_final_norm(x), self.vocabulary).to(wide)
+        return self.apply_head(self.apply_final_norm(x))
+
+    def apply_head(self, normed: Tensor) -> Tensor:
+        """Return the logits [..., V] of states [..., d] after the final norm."""
+        wide = torch.float64 if normed.dtype == torch.float64 else torch.float32
+        logits = linear(normed, self.vocabulary).to(wide)
         return scatter_logits(logits, self.head_ids, self.config.vocab_size)
 
     # ------------------------------------------------------------------ dense text, with gradients

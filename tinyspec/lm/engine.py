@@ -22,8 +22,8 @@ from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
 from tinyspec.lm.host import trim_heap
 from tinyspec.lm.ops import rotary_tables
 
-NextTokenFn = Callable[[NDArray[np.float32]], int | None]
-"""Logits [V] -> the next token; None: stop."""
+NextTokenFn = Callable[[Any], int | None]
+"""Logits [V], an array or without compiled layers a tensor -> the next token; None: stop."""
 
 _NOTHING = torch.empty(0, 0, 0)
 BLOCK = 16  # outputs that are interleaved in a packed matrix

@@ -72,7 +72,8 @@ class Model(Transformer):
         moved = {
             name: w.detach().to(device=device, dtype=dtype) for name, w in self.weights.items()
         }
-        return Model(self.config, moved, self._tokenizer, self.name, self.extras)
+        extras = {name: w.detach().to(device=device) for name, w in self.extras.items()}
+        return Model(self.config, moved, self._tokenizer, self.name, extras)
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that `load` and transformers read."""

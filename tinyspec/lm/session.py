@@ -393,7 +393,6 @@ class Session:
             not is_plain
             or self._probe_nodes
             or tip.children
-            or self.model.engine is None
             or first + most > c.max_positions
             or not self.cache.present[:first].all()
         ):
@@ -401,13 +400,27 @@ class Session:
         above, row = tip.parent, tip.logits
         token: int | None = tip.token
         if row is not None:
-            above, most, token = tip, most - 1, choose(to_numpy(row))
+            above, most, token = (
+                tip,
+                most - 1,
+                choose(row if self.model.engine is None else to_numpy(row)),
+            )
         if token is None or most == 0:
             return True
         self.cache.reserve(first + most)
+        self.scored = []
+        if self.model.engine is None:
+            node = tip if above is tip.parent else Node(token, above)
+            for _ in range(most):
+                node.slot = node.position
+                row = self.run_nodes([node], stop, chain_heads=0).logits[0]
+                self.scored += [] if node is tip else [node]
+                if (token := choose(row)) is None:
+                    break
+                node = Node(token, node)
+            return True
         ran = self.model.run_chain(self.cache, token, first, most, choose, self.forward_log)
         self.cache.mark_present(slice(first, first + len(ran)))
-        self.scored = []
         for token, row, state in ran:
             node = tip if above is tip.parent else Node(token, above)
             node.slot = node.position

@@ -5,8 +5,9 @@ most of its time. A CUDA graph launches them all at once, if no shape and no add
 
 - the rows of a pass are padded to one of a few sizes; padding writes into a slot that nobody reads
 - a cache has its full size from the beginning, and a mask over all of it says what is visible
-- a store of keys and values is never freed: a finished session hands it to the next one, and the
-  graphs that were captured on it serve again
+- a finished session hands its store of keys and values to the next one, and the graphs that were
+  captured on it serve again; of each size a few free stores are kept, and others are released
+  together with their graphs
 
 The layers are those of `blocks.py`. What has no fixed shape runs there: long prompts, several
 sessions in one pass, rows that start in a later layer, skipped layers, visible sets, prefixes.
@@ -29,6 +30,8 @@ from tinyspec.lm.ops import additive_mask, attend
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)  # rows of a pass
 MIN_SLOTS = 256  # slots of the smallest store; larger ones double it
+SPARE_SLOTS = 16  # slots that only padding writes to: a mask of 16 n columns takes the fast kernel
+FREE_STORES = 4  # of one size, kept for the next sessions
 _NOTHING = torch.empty(0, 0, 0)
 
 
@@ -64,23 +67,24 @@ class FixedShapePass:
             attend_fn = partial(_attend_in_store, keys, values, slots, mask)
             x = blocks.add_mlp(block, blocks.add_attention(block, x, rotary, attend_fn))
             states.append(x)
-        self.states, self.logits = torch.stack(states), blocks.compute_logits(x)
         self.normed = blocks.apply_final_norm(x)
+        self.states, self.logits = torch.stack(states), blocks.apply_head(self.normed)
 
     def capture(self, pool: Any) -> None:
         """Capture the pass as a CUDA graph, which `run` replays from then on.
 
         torch wants it to be run before, on a stream of its own.
         """
-        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
+        with torch.cuda.device(self.store.device):  # the stream is that of the model's device
+            side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    self.compute()
+            torch.cuda.current_stream().wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
                 self.compute()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            self.compute()
         self.run = graph.replay
 
 
@@ -100,9 +104,14 @@ class CudaGraphRunner:
         self.blocks = blocks
         self.captures = blocks.device.type == "cuda"
         self._passes: dict[tuple[int, int], FixedShapePass] = {}
-        self._own_addresses: set[int] = set()  # addresses of the stores that are ours
+        self._in_use: set[int] = set()  # addresses of our stores that a cache is in
+        self._stores: weakref.WeakKeyDictionary[Cache, weakref.finalize[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )  # what frees the store of a cache
         self._free_stores: dict[int, list[Tensor]] = {}  # by slots
         self._pool = torch.cuda.graph_pool_handle() if self.captures else None
+        if self.captures:  # sums of bfloat16 products are kept in float32
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
     def run_full_pass(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """Run a full pass, or return None if it has too many rows.
@@ -119,10 +128,10 @@ class CudaGraphRunner:
         if key not in self._passes:
             self._passes[key] = FixedShapePass(self.blocks, cache.store, size)
         fixed = self._passes[key]
-        spare = cache.store.shape[3] - 1  # the slot that padding writes to
+        spare = cache.store.shape[3] - SPARE_SLOTS  # the slot that padding writes to
         pad = size - n
         columns = [feed.tokens + [0] * pad, feed.positions + [0] * pad, feed.slots + [spare] * pad]
-        visible = np.zeros((size, spare + 1), dtype=bool)
+        visible = np.zeros((size, spare + SPARE_SLOTS), dtype=bool)
         visible[n:, spare] = True
         for row, (prefix, extra) in zip(visible, feed.seen, strict=False):
             row[:prefix] = True
@@ -145,20 +154,34 @@ class CudaGraphRunner:
     def _move_to_own_store(self, cache: Cache) -> None:
         """Move a cache into a store of ours, unless it is in one.
 
-        The store has the cache's capacity, rounded up, and one spare slot for padding.
+        The store has the cache's capacity, rounded up, and slots for padding. The store that the
+        cache outgrew is free at once, and this one when the cache is gone.
         """
-        if cache.store.data_ptr() in self._own_addresses:
+        if cache.store.data_ptr() in self._in_use:
             return
         slots = MIN_SLOTS
         while slots < cache.capacity:
             slots *= 2
         free = self._free_stores.setdefault(slots, [])
-        shape = (*cache.store.shape[:3], slots + 1, cache.store.shape[4])
+        shape = (*cache.store.shape[:3], slots + SPARE_SLOTS, cache.store.shape[4])
         store = (
             free.pop().zero_()
             if free
             else torch.zeros(shape, dtype=cache.store.dtype, device=cache.store.device)
         )
-        self._own_addresses.add(store.data_ptr())
+        outgrown = self._stores.pop(cache, None)
         cache.move_to_store(store, slots)
-        weakref.finalize(cache, free.append, store)
+        if outgrown is not None:
+            outgrown()
+        self._stores[cache] = weakref.finalize(cache, self._release_store, store)
+        self._in_use.add(store.data_ptr())
+
+    def _release_store(self, store: Tensor) -> None:
+        """Keep a store for the next session; drop it and its passes if there are enough."""
+        self._in_use.discard(store.data_ptr())
+        free = self._free_stores[store.shape[3] - SPARE_SLOTS]
+        if len(free) < FREE_STORES:
+            free.append(store)
+            return
+        for key in [key for key in self._passes if key[0] == store.data_ptr()]:
+            del self._passes[key]
