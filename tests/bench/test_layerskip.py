@@ -53,6 +53,11 @@ def test_an_early_exit_is_less_sure_and_its_layers_add_up(
     assert early["bound"] == pytest.approx(2 / early["in_a_row_per_token"])
 
 
+def test_a_row_tells_its_knobs(model: str, result: dict[str, Any]) -> None:
+    for exit, of in result["models"][model]["exits"].items():
+        assert (of["knobs"]["exit"], of["knobs"]["gamma"]) == (int(exit), 3)
+
+
 def test_the_same_figures_come_again(model: str, result: dict[str, Any]) -> None:
     again = layerskip.measure_layerskip(
         LayerSkipSettings((model,), (1, 2), gamma=3, prompts=3, tokens=9), quiet=True

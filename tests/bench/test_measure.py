@@ -242,6 +242,26 @@ def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> 
     assert json.loads((tmp_path / "r.json").read_text())["commit"] == "def"
 
 
+def test_samples_of_one_arm_have_the_same_knobs(tmp_path: Path) -> None:
+    hand, path = Hand(), tmp_path / "r.json"
+    book = begun(path)
+    book.note_knobs({"llma": {"k": 4}})
+    done(book, hand, arms(hand))
+    again = reopened(path)
+    again.note_knobs({"llma": {"k": 4}})
+    assert again.rest["knobs"] == {"llma": {"k": 4}}
+    with pytest.raises(TinyspecError, match=r"llma ran with other knobs \(k 4, now 5\)"):
+        again.note_knobs({"llma": {"k": 5}})
+
+
+def test_no_knobs_are_claimed_for_samples_that_came_without_a_record(tmp_path: Path) -> None:
+    hand, path = Hand(), tmp_path / "r.json"
+    done(begun(path), hand, arms(hand))
+    old = reopened(path)
+    old.note_knobs({"llma": {"k": 4}})
+    assert "knobs" not in old.as_dict()
+
+
 # ---------------------------------------------------------------------- books that do not balance (B41, B44)
 
 HONEST = ArmOutput(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)

@@ -15,6 +15,7 @@ from tinyspec.bench import curve, measure, plot, report, tally
 from tinyspec.bench.book import SampleBook
 from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plan import PLAIN
+from tinyspec.technique import load_techniques
 
 LABELS = [PLAIN, "llma", "transformers"]
 STAMP = {
@@ -101,6 +102,32 @@ def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, 
     assert "it loops" in notes
     mixed = {**result, "sittings": [{**STAMP, "commit": "abc"}, {**STAMP, "commit": "def"}]}
     assert any("several commits: abc, def" in note for note in report.list_notes(mixed))
+
+
+def test_knobs_that_differ_from_the_cards_defaults_are_printed_once(
+    result: dict[str, Any],
+) -> None:
+    ran = {
+        PLAIN: {},
+        "speculative_decoding": {"gamma": 5, "lenience": 1.0},
+        "spectr:gamma=2": {"gamma": 2, "paths": 7},
+        "llma:k=4": load_techniques()["llma"].settings({"k": 4}),
+        "transformers:lookup=3": {"lookup": 3, "ngram": 2},
+    }
+    notes = report.list_notes({**result, "knobs": ran})
+    told = (
+        "knobs that differ from the card's default: "
+        "speculative_decoding gamma=5; spectr:gamma=2 paths=7"
+    )
+    assert [note for note in notes if note.startswith("knobs")] == [told]
+    assert told in report.write_markdown({**result, "knobs": ran})
+
+
+def test_a_result_without_a_record_of_its_knobs_says_nothing_of_them(
+    result: dict[str, Any],
+) -> None:
+    assert "knobs" not in result
+    assert "knobs" not in report.write_markdown(result)
 
 
 def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -> None:

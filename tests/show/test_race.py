@@ -56,6 +56,11 @@ def test_greedy_lanes_write_the_same_text(pair: tuple[Model, Model]) -> None:
     assert compare_lanes([lanes], greedy=False)[0].identical is None
 
 
+def test_a_lane_tells_the_knobs_of_its_method(pair: tuple[Model, Model]) -> None:
+    lanes = race(pair[0], starts(pair))
+    assert [lane.knobs for lane in lanes] == [{}, {"gamma": 3, "lenience": 1.0}]
+
+
 def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) -> None:
     for lane in race(pair[0], starts(pair), clock=Ticking()):
         assert lane.prefill == 1
