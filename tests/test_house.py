@@ -157,7 +157,7 @@ CODE_LINES = {
     "laws": 9550,
     "museum": 3424,
     "training": 2565,
-    "bench": 5945,
+    "bench": 5943,
     "grade": 3520,
     "cli": 2460,
 }

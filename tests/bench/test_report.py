@@ -1,6 +1,7 @@
 """Tables and pictures say what the figures say; slow-downs are called slow-downs (B43)."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
@@ -80,6 +81,16 @@ def test_a_ratio_is_at_least_one_or_a_slow_down() -> None:
             max(hundredths, 1e4 / hundredths if hundredths < 100 else 0) / 100, rel=0.05
         )
         assert text.endswith("x slower") == (hundredths < 100)
+
+
+@pytest.mark.parametrize("middle", [0.5, 0.95, 1.0, 1.3])
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.5), (0.4, 1.5), (1.3, 1.5)])
+def test_a_ratio_and_its_quartiles_have_one_scale(low: float, middle: float, high: float) -> None:
+    text = report.format_quartiles({"q1": low, "median": middle, "q3": high})
+    assert text.count("slower") == (middle < 1)
+    first, second = map(float, re.findall(r"[\d.]+", text.partition("(")[2]))
+    ends = (low, high) if middle >= 1 else (1 / high, 1 / low)
+    assert (first, second) == pytest.approx(ends, rel=0.05)
 
 
 def test_the_terminal_and_the_page_say_the_same(result: dict[str, Any]) -> None:

@@ -123,24 +123,26 @@ def _format_slow_down(value: float) -> str:
 
 
 def format_quartiles(five: Mapping[str, float] | None) -> str:
-    """Return a speed-up with its quartiles. If all three are slow-downs, all are written as such.
+    """Return a speed-up with its quartiles, which are written on the scale of the median.
+
+    After "4.0x slower" the quartiles are times slower too: below 1 they are faster.
 
     >>> format_quartiles({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
     >>> format_quartiles({"min": 0.1, "q1": 0.2, "median": 0.25, "q3": 0.4, "max": 1})
     '4.0x slower (2.5-5.0)'
     >>> format_quartiles({"min": 0.5, "q1": 0.8, "median": 1.1, "q3": 1.2, "max": 1.2})
-    '1.10 (1.25x slower to 1.20)'
+    '1.10 (0.80-1.20)'
+    >>> format_quartiles({"min": 0.5, "q1": 0.5, "median": 0.8, "q3": 1.25, "max": 1.5})
+    '1.25x slower (0.80-2.0)'
     """
     if five is None:
         return "-"
     low, middle, high = five["q1"], five["median"], five["q3"]
-    if round(low, 2) >= 1:
+    if round(middle, 2) >= 1:
         spread = f"{low:.2f}-{high:.2f}"
-    elif round(high, 2) < 1:
-        spread = f"{_format_slow_down(high)}-{_format_slow_down(low)}"
     else:
-        spread = f"{format_speedup(low)} to {format_speedup(high)}"
+        spread = f"{_format_slow_down(high)}-{_format_slow_down(low)}"
     return f"{format_speedup(middle)} ({spread})"
 
 
