@@ -158,8 +158,8 @@ CODE_LINES = {
     "museum": 3424,
     "training": 2565,
     "bench": 5943,
-    "grade": 3520,
-    "cli": 2460,
+    "grade": 3523,
+    "cli": 2462,
 }
 """The most code lines that each room may have, as `make size` counts them.
 
