@@ -50,7 +50,7 @@ def test_the_whole_procedure_errs_exactly_as_often_as_its_first_true_null_is_rej
     risks = (F(1, 10), F(51, 100), F(51, 100))
     safe, bad = F(9, 10) ** 5, F(49, 100) ** 5  # only five examples without a loss pass
     assert violation_probability(calibrate, risks)[0] == safe * bad
-    goes_on = next(row for row in mutants() if row.name == "the testing goes on behind a failure")
+    goes_on = next(row for row in mutants() if row.name == "the testing goes on after a failure")
     with goes_on.applied():
         assert violation_probability(calibrate, risks)[0] == 1 - (1 - bad) ** 2 > EPSILON
 
