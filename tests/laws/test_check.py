@@ -1,4 +1,4 @@
-"""`check`: right samplers of every dialect pass, published mistakes are refuted by a small case within seconds."""
+"""`check`: right samplers of every dialect pass, published mistakes are refuted by a small case."""
 
 import random
 import subprocess
@@ -22,9 +22,8 @@ from tinyspec.tree import ROOT
 
 
 def accused(**function: Any) -> Counterexample:
-    took, found = published.seconds(**function)
+    found = check(**function).counterexample
     assert found is not None, "nothing was found"
-    assert took < 10
     return found
 
 
