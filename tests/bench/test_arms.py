@@ -206,7 +206,7 @@ def test_sizes_of_structures_below_a_drafter_are_added() -> None:
 def test_alpha_counts_one_rejection_a_round() -> None:
     made = own("speculative_decoding:gamma=1").run(job(tokens=20), 0, time.perf_counter)
     assert made.stopped is not None and made.accepted is not None and made.nodes is not None
-    assert made.accepted + made.stopped == made.nodes  # a chain of one: every guess is tested
+    assert made.accepted + made.stopped == made.nodes  # a chain of one: every draft token is tested
 
 
 def test_settings_are_read_back_and_wrong_ones_are_errors() -> None:

@@ -49,7 +49,7 @@ def test_an_early_exit_is_less_sure_and_its_layers_add_up(
 ) -> None:
     early = result["models"][model]["exits"]["1"]
     assert 0 <= early["kept"] < 1 and 0 < early["overlap"] < 1 and 0 <= early["agreement"] < 1
-    assert early["layers_per_token"] > 2, "what is refused was run"
+    assert early["layers_per_token"] > 2, "what is rejected was run"
     assert early["bound"] == pytest.approx(2 / early["in_a_row_per_token"])
 
 

@@ -70,8 +70,8 @@ def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     for place in range(3):
         assert sorted(turn[place] for turn in turns) == ["a", "a", "b", "b", "c", "c"]
-    behind = {(turn[i], turn[i + 1]) for turn in turns for i in range(2)}
-    assert len(behind) == 6  # whoever is timed behind somebody is also timed before them
+    pairs = {(turn[i], turn[i + 1]) for turn in turns for i in range(2)}
+    assert len(pairs) == 6  # whoever is timed after somebody is also timed before them
 
 
 def test_times_are_those_of_the_clock_and_of_nothing_else() -> None:
@@ -262,7 +262,7 @@ def test_no_knobs_are_claimed_for_samples_that_came_without_a_record(tmp_path: P
     assert "knobs" not in old.as_dict()
 
 
-# ---------------------------------------------------------------------- books that do not balance (B41, B44)
+# ------------------------------------------------------------- books that do not balance (B41, B44)
 
 HONEST = ArmOutput(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)
 JOB = Job("qa", "0", 0, (1,), 6)

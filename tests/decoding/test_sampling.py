@@ -1,4 +1,6 @@
-"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions, the same on a device."""
+"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions,
+the same on a device.
+"""
 
 import math
 from fractions import Fraction as F

@@ -1,4 +1,6 @@
-"""Laws of a race: clocks count steps and nothing else, the lane behind moves next; and of its picture."""
+"""Laws of a race: clocks count steps and nothing else, the lane with the least time moves next; and
+of its picture.
+"""
 
 import random
 import xml.etree.ElementTree as ElementTree
