@@ -1,4 +1,6 @@
-"""A table model's text as a target of its own: the tests of single techniques need no more. The laws are in tinyspec.laws."""
+"""A table model's text as a target of its own: the tests of single techniques need no more. The
+laws are in tinyspec.laws.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,9 @@ __all__ = ["JointLaw", "Table", "exact_law"]
 
 
 class Table(TableSession):
-    """Conditionals over V tokens that depend on the whole context; a subclass may write its own `row` of weights."""
+    """Conditionals over V tokens that depend on the whole context; a subclass may write its own
+    `row` of weights.
+    """
 
     def __init__(self, seed: int, vocabulary: int = 3, zeros: bool = True):
         self.seed, self.vocabulary = seed, vocabulary

@@ -1,4 +1,6 @@
-"""Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from elsewhere lead somewhere."""
+"""Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from
+elsewhere lead somewhere.
+"""
 
 import inspect
 import re

@@ -1,4 +1,6 @@
-"""The lessons as notebooks, and the built book, looked at in a browser: nothing is cut, on a desk or on a phone."""
+"""The lessons as notebooks, and the built book, looked at in a browser: nothing is cut, on a desk
+or on a phone.
+"""
 
 import importlib.util
 import json
@@ -95,7 +97,9 @@ def test_cut_code_is_seen(browser: Any, style: str) -> None:
 @pytest.mark.book
 @pytest.mark.parametrize("size", SIZES)
 def test_nothing_is_cut(built: Path, browser: Any, size: str) -> None:
-    """Every page at 1280 and 390 pixels: no code, output, table, equation or figure ends beyond its box."""
+    """Every page at 1280 and 390 pixels: no code, output, table, equation or figure ends beyond its
+    box.
+    """
     width, height = SIZES[size]
     page = browser.new_page(viewport={"width": width, "height": height})
     found: dict[str, list[str]] = {}
@@ -114,7 +118,9 @@ def test_nothing_is_cut(built: Path, browser: Any, size: str) -> None:
 @pytest.mark.slow
 @pytest.mark.book
 def test_book_links_what_it_promises(built: Path) -> None:
-    """The index has the race, a replay and a table; a lesson has its notebook, and its papers lead somewhere."""
+    """The index has the race, a replay and a table; a lesson has its notebook, and its papers lead
+    somewhere.
+    """
     index = (built / "index.html").read_text(encoding="utf-8")
     assert "race.svg" in index and 'src="replay.html"' in index and (built / "replay.html").exists()
     lesson = (built / "02_the_acceptance_rule.html").read_text(encoding="utf-8")
@@ -163,7 +169,9 @@ def kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_notebook_holds_what_a_lesson_prints_and_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`tinyspec book --notebooks` on one lesson: no warning, one picture a plot, the counterexamples."""
+    """`tinyspec book --notebooks` on one lesson: no warning, one picture a plot, the
+    counterexamples.
+    """
     monkeypatch.setattr(lessons, "list_pages", lambda: [TUTORIALS / "02_the_acceptance_rule.md"])
     ran = CliRunner().invoke(main, ["book", "--notebooks", str(tmp_path / "out")])
     assert ran.exit_code == 0 and "executing 02_the_acceptance_rule (1 of 1)" in ran.stderr, (
@@ -230,7 +238,9 @@ def test_book_with_a_warning_is_not_built(tmp_path: Path, monkeypatch: pytest.Mo
 def test_notebook_runs_where_it_lies_alone(
     repository: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither the lessons nor tinyspec are at hand, the first cell fetches the repository, if it is known."""
+    """Where neither the lessons nor tinyspec are at hand, the first cell fetches the repository, if
+    it is known.
+    """
     page, commands = tmp_path / "00_page.md", list[list[str]]()
     page.write_text(PAGE, encoding="utf-8")
     monkeypatch.delenv("GITHUB_SERVER_URL", raising=False)

@@ -96,6 +96,7 @@ MISTAKES = [
     ("grade A1 folder --json missing/x.json", "cannot write missing/x.json"),
     ("grade A1 missing", "there is no folder 'missing': begin one with: tinyspec assignment new"),
     ("grade A1 text.txt", "text.txt is a file, no folder"),
+    ("grade A1 folder", "folder holds no submission.py: name the folder of yours, or begin one"),
     ("grade A1 folder --task 7",
      "A1 has no task '7': warp, acceptance, residual, verify, generate"),
     ("grade A1 folder --json - --gradescope -", "both want standard output"),

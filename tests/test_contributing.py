@@ -1,4 +1,6 @@
-"""CONTRIBUTING.md's worked example: its files, put where it says, are a technique that every law holds; then all is undone."""
+"""CONTRIBUTING.md's worked example: its files, put where it says, are a technique that every law
+holds; then all is undone.
+"""
 
 import doctest
 import importlib

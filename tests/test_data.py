@@ -1,4 +1,6 @@
-"""Fetching goes on where it broke, believes checksums only and leaves no half file; readers name what is wrong."""
+"""Fetching goes on where it broke, believes checksums only and leaves no half file; readers name
+what is wrong.
+"""
 
 import gzip
 import hashlib

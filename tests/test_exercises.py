@@ -1,4 +1,5 @@
-"""The header and the exercises of every lesson: what a learner is told first, a hint and a solution for each exercise.
+"""The header and the exercises of every lesson: what a learner is told first, a hint and a solution
+for each exercise.
 
 Solutions are run by test_tutorials.py, each after the cells of its lesson.
 """

@@ -424,7 +424,9 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
 
 
 def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Model) -> None:
-    """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of an abandoned request's."""
+    """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of
+    an abandoned request's.
+    """
     for abandoned in (False, True):
         fresh = Model(model.config, model.weights, model.tokenizer, "fresh")
         running = generation.start_generation(

@@ -1,6 +1,7 @@
 """Installed in any way, the package is found from any folder, with its models and its assignments.
 
-The builds are setuptools' own, of a copy without the compiled kernels: what lies where does not depend on them.
+The builds are setuptools' own, of a copy without the compiled kernels: what lies where does not
+depend on them.
 """
 
 import json

@@ -1,7 +1,9 @@
-"""Lossless to the last token, in the types people run: greedy text is plain decoding's, a batch row is the row alone.
+"""Lossless to the last token, in the types people run: greedy text is plain decoding's, a batch row
+is the row alone.
 
-Elsewhere this holds in float32 up to rare ties, and in bfloat16 not at all: a block rounds otherwise than one row does. On a
-CPU no bit of a row depends on its block here, so not one token may differ.
+Elsewhere this holds in float32 up to rare ties, and in bfloat16 not at all: a block rounds
+otherwise than one row does. On a CPU no bit of a row depends on its block here, so not one token
+may differ.
 """
 
 from typing import Any
@@ -102,7 +104,9 @@ def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method:
 def test_rows_that_are_rounded_otherwise_in_a_block_are_found_out(
     pair: tuple[Model, Model], plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What everyone else has in bfloat16: the last state is rounded to it where a block is computed."""
+    """What everyone else has in bfloat16: the last state is rounded to it where a block is
+    computed.
+    """
     right = Engine.logits_as_array
 
     def rounded(self: Engine, x: Any) -> Any:

@@ -1,4 +1,6 @@
-"""The README's commands are commands: every one that it and CONTRIBUTING show is parsed as its own `--help` says."""
+"""The README's commands are commands: every one that it and CONTRIBUTING show is parsed as its own
+`--help` says.
+"""
 
 import re
 import shlex

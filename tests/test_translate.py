@@ -1,4 +1,6 @@
-"""tinyspec.translate and `tinyspec translate`: any technique, the right model for it, and errors that say what to do."""
+"""tinyspec.translate and `tinyspec translate`: any technique, the right model for it, and errors
+that say what to do.
+"""
 
 import json
 from pathlib import Path
@@ -22,7 +24,9 @@ LINES = ["a dog runs in the snow and sleeps", "ein hund läuft durch den schnee 
 
 
 class Trained(NamedTuple):
-    """Three untrained translation models that say they were trained, and a model that extends texts, as folders."""
+    """Three untrained translation models that say they were trained, and a model that extends
+    texts, as folders.
+    """
 
     teacher: str
     nat: str
@@ -127,17 +131,17 @@ def test_every_technique_without_a_draft_model_says_what_plain_decoding_says(
 
 @pytest.mark.skipif(_core.compute is None, reason="the compiled kernels are missing")
 @pytest.mark.parametrize("method", ["jacobi", "lookahead_jacobi", "llma", "layerskip"])
-def test_in_float32_no_bit_of_a_law_depends_on_what_is_guessed(
+def test_in_float32_no_bit_of_a_distribution_depends_on_what_is_drafted(
     trained: Trained, method: str
 ) -> None:
     model = tinyspec.load_translator(Path(trained.teacher))
     for source in ([200], [201, 202, 203, 204], list(range(205, 235))):
-        plain, guessed = (one(model, source, method=name) for name in ("plain", method))
-        assert guessed.tokens == plain.tokens
-        assert guessed.logprobs == plain.logprobs
+        plain, drafted = (one(model, source, method=name) for name in ("plain", method))
+        assert drafted.tokens == plain.tokens
+        assert drafted.logprobs == plain.logprobs
 
 
-def test_jacobi_needs_fewer_passes_where_its_guesses_come_true(trained: Trained) -> None:
+def test_jacobi_needs_fewer_passes_where_its_draft_tokens_are_accepted(trained: Trained) -> None:
     model = tinyspec.load_translator(trained.teacher)
     plain, jacobi = (one(model, TEXT, method=method) for method in ("plain", "jacobi"))
     assert jacobi.stats.target_calls <= plain.stats.target_calls

@@ -1,4 +1,6 @@
-"""Every lesson runs as it stands: its cells in order, in one namespace; a failure names the lesson's file and line."""
+"""Every lesson runs as it stands: its cells in order, in one namespace; a failure names the
+lesson's file and line.
+"""
 
 import ast
 import re
@@ -68,7 +70,9 @@ def test_a_lesson_runs(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_a_lesson_is_a_lesson(path: Path) -> None:
-    """At most 400 lines up to the exercises; a plot, claims that end in `assert`, code shown from its file, exercises."""
+    """At most 400 lines up to the exercises; a plot, claims that end in `assert`, code shown from
+    its file, exercises.
+    """
     text = path.read_text(encoding="utf-8")
     code = [ast.parse(cell.code) for cell in read_cells(text)]
     nodes = [node for tree in code for node in ast.walk(tree)]
@@ -120,7 +124,9 @@ def test_a_link_leads_somewhere(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_lesson_shows_its_key_picture(path: Path) -> None:
-    """One picture below the cell that draws it, with words for who cannot see it; at most one text below a cell."""
+    """One picture below the cell that draws it, with words for who cannot see it; at most one text
+    below a cell.
+    """
     text = path.read_text(encoding="utf-8")
     cells = [*read_cells(text)]
     pictures = [cell.picture for cell in cells if cell.picture]

@@ -1,4 +1,6 @@
-"""What commands are tried on, and how: tiny random models as folders, a tokenizer trained on the spot, a runner."""
+"""What commands are tried on, and how: tiny random models as folders, a tokenizer trained on the
+spot, a runner.
+"""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +22,9 @@ TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{%
 
 
 class Zoo(NamedTuple):
-    """A target whose card names its draft, the draft, and a model with another vocabulary, as folders."""
+    """A target whose card names its draft, the draft, and a model with another vocabulary, as
+    folders.
+    """
 
     big: str
     small: str

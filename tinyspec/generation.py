@@ -81,12 +81,21 @@ class GenerationRun:
     However it ends - by itself, by an exception, or because nobody asks for the rest - the target
     and the drafter are told, so that a drafter with a memory keeps of the request what it means to
     keep and nothing else.
+
+    knobs  the value of every knob of the method: given, advised by the draft's card, or default
     """
 
     open = False
 
-    def __init__(self, decoder: Decoder, model: Model, prompt: list[int], seed: int):
-        self.decoder, self.model, self.rng = decoder, model, Seeded(seed)
+    def __init__(
+        self,
+        decoder: Decoder,
+        model: Model,
+        prompt: list[int],
+        seed: int,
+        knobs: Mapping[str, Any],
+    ):
+        self.decoder, self.model, self.rng, self.knobs = decoder, model, Seeded(seed), knobs
         self.stats, self.trace = Statistics(), Trace(list(prompt))
         self._logprobs: list[float] = []
         self._far: list[
@@ -184,7 +193,7 @@ def start_generation(
     sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
     model = load_model(model)
     drafts = drafts_for(model, card, draft)
-    knobs = {**advised_knobs(card, drafts), **knobs}
+    knobs = card.settings({**advised_knobs(card, drafts), **knobs})
     ids = prompt_ids(model, prompt, chat)
     if not ids:
         raise TinyspecError("the prompt is empty: give at least one token")
@@ -211,7 +220,7 @@ def start_generation(
         forward_log=forward_log,
         clock=None if barrier else time.perf_counter,  # in a batch a call's time is the others' too
     )
-    return GenerationRun(card.make(request, **knobs), model, ids, seed)
+    return GenerationRun(card.make(request, **knobs), model, ids, seed, knobs)
 
 
 def load_model(model: ModelName) -> Model:

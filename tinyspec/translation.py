@@ -269,7 +269,7 @@ def start_translation(
             temperature,
             None,
         )  # its own, and another's than the tokens'
-    card.settings(knobs)
+    knobs = card.settings(knobs)
     check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
     check_source(model, ids)
@@ -302,7 +302,7 @@ def start_translation(
             forward_log=forward_log,
             clock=time.perf_counter,
         )
-        return GenerationRun(card.make(request, **knobs), given, [model.config.bos], seed)
+        return GenerationRun(card.make(request, **knobs), given, [model.config.bos], seed, knobs)
 
     return ExtendingRun(model, ids, make, forward_log)
 

@@ -2,6 +2,7 @@
 
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 from tinyspec.bench.arms import ArmOutput, Clock
 from tinyspec.bench.plan import PLAIN, BenchSettings
@@ -26,6 +27,7 @@ class Fake:
 
     def __init__(self, label: str, hand: Hand, cost: Callable[[Job, int], float]):
         self.label, self.hand, self.cost = label, hand, cost
+        self.knobs: dict[str, Any] = {}
         self.runs: list[tuple[str, int]] = []
         self.stops_at: int | None = (
             None  # the run (counted from 0) in which somebody presses Ctrl-C

@@ -102,6 +102,19 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
     assert made.draft_calls == sum(len(round.draft_calls) for round in rounds)
 
 
+def test_an_arm_tells_every_knob_that_ran_advised_ones_too() -> None:
+    advising = replace(ENDING, extra={"gamma": 5})
+    arm = TechniqueArm(
+        ArmSpec.parse("speculative_decoding"), model(ENDING), BenchSettings(), model(advising, 1)
+    )
+    assert arm.knobs == {}
+    arm.run(job(), 0, time.perf_counter)
+    assert arm.knobs == {"gamma": 5, "lenience": 1.0}
+    given = own("speculative_decoding:gamma=2")
+    given.run(job(), 0, time.perf_counter)
+    assert given.knobs == {"gamma": 2, "lenience": 1.0}
+
+
 def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     m = model(ENDING)
     asked = job(tokens=30)
@@ -193,7 +206,7 @@ def test_sizes_of_structures_below_a_drafter_are_added() -> None:
 def test_alpha_counts_one_rejection_a_round() -> None:
     made = own("speculative_decoding:gamma=1").run(job(tokens=20), 0, time.perf_counter)
     assert made.stopped is not None and made.accepted is not None and made.nodes is not None
-    assert made.accepted + made.stopped == made.nodes  # a chain of one: every guess is tested
+    assert made.accepted + made.stopped == made.nodes  # a chain of one: every draft token is tested
 
 
 def test_settings_are_read_back_and_wrong_ones_are_errors() -> None:

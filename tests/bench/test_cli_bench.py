@@ -10,6 +10,7 @@ import pytest
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.bench.book import Sample
 from tinyspec.bench.plan import PLAIN
+from tinyspec.technique import find_technique
 
 QUICK = (
     "--no-curve",
@@ -69,6 +70,11 @@ def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: 
     assert {s.tokens for s in samples} == {6}
     assert found["figures"]["overall"]["llma:k=4"]["identical"] == 4
     assert found["figures"]["overall"]["speculative_decoding:gamma=2"]["identical"] == 4
+    assert {arm: found["knobs"][arm] for arm in (PLAIN, "speculative_decoding:gamma=2")} == {
+        PLAIN: {},
+        "speculative_decoding:gamma=2": {"gamma": 2, "lenience": 1.0},
+    }
+    assert found["knobs"]["llma:k=4"] == find_technique("llma").settings({"k": 4})
     assert page.read_text(encoding="utf-8").startswith("`tinyspec ")
     assert (drawn / "r-speedups.svg").exists()
 

@@ -37,6 +37,12 @@ def test_long_blocks_and_short_ones_leave_every_token_as_it_is(zoo: Zoo, tmp_pat
     assert found["tokens_per_call"]["rehearsed"] > 1.5
 
 
+def test_a_row_tells_its_knobs(zoo: Zoo) -> None:
+    found = equality.measure_equality(EqualitySettings(zoo.big, tokens=8), quiet=True)
+    assert set(found["knobs"]) == {row[4] for row in found["rows"]}
+    assert found["knobs"]["rehearsed"]["price"] == 0
+
+
 def test_a_token_that_differs_is_seen(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = equality.decode_to_length
 

@@ -17,6 +17,7 @@ from tinyspec.bench.plot import draw_chart
 from tinyspec.early_exit.calibrate import textual_loss
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
+from tinyspec.technique import find_technique
 
 QUICK = ("--prompts", "2", "--prompt-tokens", "8", "--tokens", "6", "--quiet")
 
@@ -105,6 +106,15 @@ def test_figures_follow_from_the_samples_and_the_full_model_is_one(
     )  # the last of six is read by nobody
     soft = result["figures"]["softmax 0.9"]["forced"]
     assert soft["heads"] >= soft["layers"]  # a head product in every layer it looked at
+
+
+def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
+    ran = result["knobs"]
+    assert list(ran) == list(result["figures"])
+    assert ran["full"]["threshold"] == "inf"
+    assert set(ran["softmax 0.9"]) == {knob.name for knob in find_technique("calm").knobs}
+    chosen = {"measure": "softmax", "threshold": 0.9, "decay": "constant"}
+    assert {**ran["softmax 0.9"], **chosen} == ran["softmax 0.9"]
 
 
 def test_work_is_every_product_that_was_made() -> None:

@@ -49,8 +49,13 @@ def test_an_early_exit_is_less_sure_and_its_layers_add_up(
 ) -> None:
     early = result["models"][model]["exits"]["1"]
     assert 0 <= early["kept"] < 1 and 0 < early["overlap"] < 1 and 0 <= early["agreement"] < 1
-    assert early["layers_per_token"] > 2, "what is refused was run"
+    assert early["layers_per_token"] > 2, "what is rejected was run"
     assert early["bound"] == pytest.approx(2 / early["in_a_row_per_token"])
+
+
+def test_a_row_tells_its_knobs(model: str, result: dict[str, Any]) -> None:
+    for exit, of in result["models"][model]["exits"].items():
+        assert (of["knobs"]["exit"], of["knobs"]["gamma"]) == (int(exit), 3)
 
 
 def test_the_same_figures_come_again(model: str, result: dict[str, Any]) -> None:

@@ -70,8 +70,8 @@ def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
     assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
     for place in range(3):
         assert sorted(turn[place] for turn in turns) == ["a", "a", "b", "b", "c", "c"]
-    behind = {(turn[i], turn[i + 1]) for turn in turns for i in range(2)}
-    assert len(behind) == 6  # whoever is timed behind somebody is also timed before them
+    pairs = {(turn[i], turn[i + 1]) for turn in turns for i in range(2)}
+    assert len(pairs) == 6  # whoever is timed after somebody is also timed before them
 
 
 def test_times_are_those_of_the_clock_and_of_nothing_else() -> None:
@@ -242,7 +242,27 @@ def test_a_file_tells_every_sitting_and_reads_back_as_it_was(tmp_path: Path) -> 
     assert json.loads((tmp_path / "r.json").read_text())["commit"] == "def"
 
 
-# ---------------------------------------------------------------------- books that do not balance (B41, B44)
+def test_samples_of_one_arm_have_the_same_knobs(tmp_path: Path) -> None:
+    hand, path = Hand(), tmp_path / "r.json"
+    book = begun(path)
+    book.note_knobs({"llma": {"k": 4}})
+    done(book, hand, arms(hand))
+    again = reopened(path)
+    again.note_knobs({"llma": {"k": 4}})
+    assert again.rest["knobs"] == {"llma": {"k": 4}}
+    with pytest.raises(TinyspecError, match=r"llma ran with other knobs \(k 4, now 5\)"):
+        again.note_knobs({"llma": {"k": 5}})
+
+
+def test_no_knobs_are_claimed_for_samples_that_came_without_a_record(tmp_path: Path) -> None:
+    hand, path = Hand(), tmp_path / "r.json"
+    done(begun(path), hand, arms(hand))
+    old = reopened(path)
+    old.note_knobs({"llma": {"k": 4}})
+    assert "knobs" not in old.as_dict()
+
+
+# ------------------------------------------------------------- books that do not balance (B41, B44)
 
 HONEST = ArmOutput(1.0, 1.0, (1, 2, 3, 4, 5, 6), 2, 0, 8, 4, 0, 0, 2.0)
 JOB = Job("qa", "0", 0, (1,), 6)

@@ -47,7 +47,7 @@ def test_layers_alone_compute_what_they_compute_in_the_call(k: int) -> None:
 
 @compiled
 def test_where_rows_see_themselves_alone_no_text_is_attended() -> None:
-    """Whatever stands behind them, and whoever stands beside them."""
+    """Whatever stands after them, and whoever stands beside them."""
     short, long = layers(cached=1), layers(cached=30)
     for k in (1, 8):
         one, other = (x.run(k, [(0, (x.cached + row,)) for row in range(k)]) for x in (short, long))

@@ -149,7 +149,7 @@ def test_weights_that_cannot_be_exported_are_an_error(tmp_path: Path) -> None:
         gguf_export.write_gguf(tmp_path / "m.gguf", Model.random(CONFIG), "q4")
 
 
-# ---------------------------------------------------------------------- llama.cpp, where it is installed
+# ----------------------------------------------------------------- llama.cpp, where it is installed
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -78,6 +78,13 @@ def test_figures_follow_from_what_was_measured_and_all_arms_write_the_same(
     assert result["figures"]["wall"][ppd.PLAIN]["median"] == 1
 
 
+def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
+    ran = result["knobs"]
+    assert ran[ppd.PLAIN] == ran[ppd.SHARED] == {}
+    for arm, threads in ((ppd.SERIAL, False), (ppd.THREADS, True)):
+        assert (ran[arm]["layer"], ran[arm]["k"], ran[arm]["threads"]) == (4, 1, threads)
+
+
 def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
     samples = [
         [p, t, arm, 2.0 if arm == ppd.THREADS else 1.0] for p, t, arm, _ in result["samples"]

@@ -1,6 +1,7 @@
 """Tables and pictures say what the figures say; slow-downs are called slow-downs (B43)."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from tinyspec.bench import curve, measure, plot, report, tally
 from tinyspec.bench.book import SampleBook
 from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plan import PLAIN
+from tinyspec.technique import load_techniques
 
 LABELS = [PLAIN, "llma", "transformers"]
 STAMP = {
@@ -81,6 +83,16 @@ def test_a_ratio_is_at_least_one_or_a_slow_down() -> None:
         assert text.endswith("x slower") == (hundredths < 100)
 
 
+@pytest.mark.parametrize("middle", [0.5, 0.95, 1.0, 1.3])
+@pytest.mark.parametrize(("low", "high"), [(0.4, 0.5), (0.4, 1.5), (1.3, 1.5)])
+def test_a_ratio_and_its_quartiles_have_one_scale(low: float, middle: float, high: float) -> None:
+    text = report.format_quartiles({"q1": low, "median": middle, "q3": high})
+    assert text.count("slower") == (middle < 1)
+    first, second = map(float, re.findall(r"[\d.]+", text.partition("(")[2]))
+    ends = (low, high) if middle >= 1 else (1 / high, 1 / low)
+    assert (first, second) == pytest.approx(ends, rel=0.05)
+
+
 def test_the_terminal_and_the_page_say_the_same(result: dict[str, Any]) -> None:
     out = Console(width=240, no_color=True, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     out.print(report.render_result(result))
@@ -101,6 +113,32 @@ def test_notes_tell_what_was_left_out_loops_and_mixed_commits(result: dict[str, 
     assert "it loops" in notes
     mixed = {**result, "sittings": [{**STAMP, "commit": "abc"}, {**STAMP, "commit": "def"}]}
     assert any("several commits: abc, def" in note for note in report.list_notes(mixed))
+
+
+def test_knobs_that_differ_from_the_cards_defaults_are_printed_once(
+    result: dict[str, Any],
+) -> None:
+    ran = {
+        PLAIN: {},
+        "speculative_decoding": {"gamma": 5, "lenience": 1.0},
+        "spectr:gamma=2": {"gamma": 2, "paths": 7},
+        "llma:k=4": load_techniques()["llma"].settings({"k": 4}),
+        "transformers:lookup=3": {"lookup": 3, "ngram": 2},
+    }
+    notes = report.list_notes({**result, "knobs": ran})
+    told = (
+        "knobs that differ from the card's default: "
+        "speculative_decoding gamma=5; spectr:gamma=2 paths=7"
+    )
+    assert [note for note in notes if note.startswith("knobs")] == [told]
+    assert told in report.write_markdown({**result, "knobs": ran})
+
+
+def test_a_result_without_a_record_of_its_knobs_says_nothing_of_them(
+    result: dict[str, Any],
+) -> None:
+    assert "knobs" not in result
+    assert "knobs" not in report.write_markdown(result)
 
 
 def test_charts_are_whole_svgs_that_say_what_they_show(result: dict[str, Any]) -> None:

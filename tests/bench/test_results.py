@@ -16,6 +16,7 @@ from tinyspec.bench.harness import (
     dump_json,
     find_quartiles,
     ratio_of_medians,
+    record_knobs,
     save_result,
     time_interleaved,
 )
@@ -171,6 +172,12 @@ def test_a_result_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["r.json"]
 
 
+def test_a_recorded_file_has_a_name_and_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "texts.store").touch()
+    given = {"datastore": str(tmp_path / "texts.store"), "matches": 4}
+    assert record_knobs(given) == {"datastore": "texts.store", "matches": 4}
+
+
 PAGES = sorted(RESULTS[0].parent.glob("*.md"))
 
 
@@ -293,6 +300,12 @@ def test_a_chapter_shows_who_wins_on_some_task_and_counts_the_slow_downs() -> No
     assert "1 are faster in the mean of the groups, the other 2 are slow-downs" in prose
     assert "on every request for 2 of 3" in prose
     assert commands.splitlines()[3:5] == ["begin", "go on"]
+
+
+def test_a_chapter_names_the_knobs_that_have_no_default_value() -> None:
+    result = {**chapter(qa=(1.3, 1.1, 0.9)), "knobs": {"spectr": {"gamma": 4}}}
+    _, prose, _ = answers.describe_chapter(result, "page.md")
+    assert "for 2 of 3. Knobs that differ from the card's default: spectr gamma=4. All of" in prose
 
 
 def test_a_chapter_on_one_task_has_no_mean() -> None:

@@ -60,6 +60,11 @@ def test_figures_follow_from_samples_and_rows(result: dict[str, Any]) -> None:
     )
 
 
+def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
+    assert result["knobs"]["big:gamma=3"] == {"gamma": 3, "lenience": 1.0}
+    assert set(result["knobs"]) == {row[3] for row in result["samples"]}
+
+
 def test_the_table_has_a_row_a_draft_and_the_picture_both_panels(result: dict[str, Any]) -> None:
     (grid,) = sizes.tabulate_sizes(result)
     assert [row[0] for row in grid.rows] == ["small", "big"]  # by size

@@ -52,6 +52,7 @@ def test_a_search_writes_what_the_knob_takes(zoo: Zoo, tmp_path: Path) -> None:
         "checked",
         "default",
     } <= set(found)
+    assert found["checked"]["knobs"]["skip"] == found["skip"]
     assert len(found["evaluations"]) == 3
     for before, entry in zip(
         [{"best": 0.0}, *found["evaluations"]], found["evaluations"], strict=False

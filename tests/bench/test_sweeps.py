@@ -50,6 +50,12 @@ def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     )  # 8 + 7 + ... + 1 rows for 8 tokens
 
 
+def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
+    ran = result["knobs"]
+    assert list(ran) == [sweeps.PLAIN, "1", "4", "all"]
+    assert (ran["4"]["block"], ran["4"]["init"], ran["all"]["form"]) == (4, "pad", "pj")
+
+
 def test_the_sweeps_of_the_file_give_the_text(result: dict[str, Any]) -> None:
     traced = result["sweeps"]
     assert traced["form"] == "pj" and len(traced["trace"][0]["said"]) == 8

@@ -103,6 +103,14 @@ def test_figures_follow_from_the_samples(result: dict[str, Any]) -> None:
     )
 
 
+def test_a_row_tells_its_knobs(result: dict[str, Any]) -> None:
+    ran = result["knobs"]
+    assert list(ran) == result["settings"]["arms"]
+    assert (ran[PLAIN], ran["teacher, beam 4"]) == ({}, {"beam": 4})
+    assert (ran["nat, NPD 3"]["samples"], ran["nat, NPD 3"]["fertility"]) == (3, "argmax")
+    assert ran["mask_predict, T 2, 2 lengths"] == {"iterations": 2, "lengths": 2}
+
+
 def test_committed_results_say_what_their_samples_say() -> None:
     for path in (Path(__file__).parent.parent.parent / "tutorials/results").glob(
         "translation*.json"

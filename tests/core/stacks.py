@@ -1,7 +1,9 @@
-"""Random small transformers twice: compiled, and in float64 by the pure twin; and passes over trees of rows.
+"""Random small transformers twice: compiled, and in float64 by the pure twin; and passes over trees
+of rows.
 
-A pass is a forest: every row has a parent that stands before it, or none, and sees its ancestors and itself (or some of
-them). `alone` runs each row by itself; `together` runs them in blocks, in any slots, on any threads, beside anything.
+A pass is a forest: every row has a parent that stands before it, or none, and sees its ancestors
+and itself (or some of them). `alone` runs each row by itself; `together` runs them in blocks, in
+any slots, on any threads, beside anything.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -56,7 +58,9 @@ def each_kernel(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def rounds(half: bool) -> bool:
-    """Whether the kernel in use rounds its rows to bfloat16, having instructions that multiply these."""
+    """Whether the kernel in use rounds its rows to bfloat16, having instructions that multiply
+    these.
+    """
     return half and compute.kernel() == "avx512bf16"
 
 
@@ -228,7 +232,9 @@ class Stack:
 
 @dataclass
 class Rows:
-    """The rows of one session: their states, their parents, and which of its ancestors each sees, by key/value head."""
+    """The rows of one session: their states, their parents, and which of its ancestors each sees,
+    by key/value head.
+    """
 
     x: Array  # [n, d]
     parents: list[int]
@@ -252,7 +258,9 @@ class Rows:
     def feed(
         self, stack: Stack, cache: Array, chosen: Sequence[int], slots: Sequence[int], by_head: bool
     ) -> tuple[Any, ...]:
-        """The chosen rows for `Engine.run`. What is seen is written with a prefix where the slots allow it."""
+        """The chosen rows for `Engine.run`. What is seen is written with a prefix where the slots
+        allow it.
+        """
         lists = [
             own
             for row in chosen
@@ -274,7 +282,9 @@ def short(slots: list[int]) -> tuple[int, tuple[int, ...]]:
 
 
 def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lead: int = 0) -> Rows:
-    """Rows with random states; each ancestor is hidden with probability `hiding`, and half of the rows see the lead."""
+    """Rows with random states; each ancestor is hidden with probability `hiding`, and half of the
+    rows see the lead.
+    """
     s, n = stack.shape, len(parents)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((n, s.d)).astype(np.float32)
@@ -316,7 +326,9 @@ def exact(stack: Stack, rows: Rows, mute: bool = False) -> tuple[Array, Array, A
 
 @dataclass(frozen=True)
 class Way:
-    """How `together` runs rows: threads, where it cuts the rows of every session, and how it deals out slots."""
+    """How `together` runs rows: threads, where it cuts the rows of every session, and how it deals
+    out slots.
+    """
 
     threads: int = 1
     cuts: tuple[int, ...] = ()
@@ -328,7 +340,9 @@ class Way:
 def together(
     stack: Stack, sessions: Sequence[Rows], way: Way, mute: bool = False
 ) -> list[tuple[Array, Array, Array]]:
-    """All sessions in common passes, one for each stretch between two cuts: states, logits and cache of each."""
+    """All sessions in common passes, one for each stretch between two cuts: states, logits and
+    cache of each.
+    """
     caches, places = [], []
     for number, rows in enumerate(sessions):
         capacity = len(rows.parents) + way.spare

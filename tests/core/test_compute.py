@@ -1,4 +1,5 @@
-"""The compiled product against its pure twin, and each row against itself in other company, for every kernel at hand.
+"""The compiled product against its pure twin, and each row against itself in other company, for
+every kernel at hand.
 
 Each law stands as a function of what computes, and wrong implementations of it must fall.
 """
@@ -32,7 +33,9 @@ def compiled(weight: Array, x: Array, bias: Array | None, half: bool, threads: i
 
 
 def rounds(half: bool) -> bool:
-    """Whether the kernel in use rounds its rows to bfloat16, having instructions that multiply these."""
+    """Whether the kernel in use rounds its rows to bfloat16, having instructions that multiply
+    these.
+    """
     return half and compute.kernel() == "avx512bf16"
 
 

@@ -1,7 +1,9 @@
-"""Passes of the compiled transformer: each row against itself in other company, bit for bit, and against its pure twin.
+"""Passes of the compiled transformer: each row against itself in other company, bit for bit, and
+against its pure twin.
 
-A pass is a forest of rows (stacks.py). Whatever stands beside a row, in whatever slots, on however many threads, however
-the rows are split: its state, its logits and what it leaves in the cache are what it has alone.
+A pass is a forest of rows (stacks.py). Whatever stands beside a row, in whatever slots, on however
+many threads, however the rows are split: its state, its logits and what it leaves in the cache are
+what it has alone.
 """
 
 from dataclasses import replace
@@ -53,8 +55,10 @@ def same_bits(one: tuple[Array, ...], other: tuple[Array, ...]) -> None:
 
 
 def faithful(stack: Stack, rows: Rows, mute: bool = False) -> None:
-    """States, keys and values within 4 n eps a layer of the greatest number there is, where n counts the terms of a layer's
-    sums; in bfloat16 a key may be rounded the other way. Logits as a product of the state that was reached."""
+    """States, keys and values within 4 n eps a layer of the greatest number there is, where n
+    counts the terms of a layer's sums; in bfloat16 a key may be rounded the other way. Logits as a
+    product of the state that was reached.
+    """
     s = stack.shape
     n = s.d + s.hidden + s.shared * s.group * s.width + len(rows.parents)
     bound = 2.0**-7 if s.half else 4 * n * s.layers * EPS
@@ -91,7 +95,9 @@ class TestPass:
         mute: bool,
         data: st.DataObject,
     ) -> None:
-        """Trees of several sessions, any slots, threads and splits; by key/value head any part of the path; probes."""
+        """Trees of several sessions, any slots, threads and splits; by key/value head any part of
+        the path; probes.
+        """
         stack = Stack(shape)
         hiding = data.draw(st.sampled_from([0.0, 0.3, 1.0]))
         sessions = [forest(stack, p, seed, hiding, lead) for seed, p in enumerate(parents)]

@@ -1,4 +1,6 @@
-"""The forest of counted tries: the kernel equals its twin after any history, memory is bounded, bad input is one line."""
+"""The forest of counted tries: the kernel equals its twin after any history, memory is bounded, bad
+input is one line.
+"""
 
 import random
 from typing import Any

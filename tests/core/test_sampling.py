@@ -1,5 +1,7 @@
-"""Sampling at its edges. That every kernel equals its twin bit for bit is a law (tests/laws/test_twins.py); here is what both
-must be: lawful draws, ties to the lowest id, errors that are one sentence."""
+"""Sampling at its edges. That every kernel equals its twin bit for bit is a law
+(tests/laws/test_twins.py); here is what both must be: lawful draws, ties to the lowest id, errors
+that are one sentence.
+"""
 
 import math
 
@@ -38,9 +40,9 @@ def test_a_draw_is_a_token_that_the_row_allows(row: FloatRow, data: st.DataObjec
 
 @given(VOCABULARY_SIZES.flatmap(tree_walks))
 def test_a_walk_uses_one_uniform_a_tested_node_and_one_for_the_draw(case: WalkCase) -> None:
-    path, _, refused, used = _core.verify_tree(*case)
-    assert used == len(path) + len(refused) + 1
-    assert not any(case.probe[node] for node in (*path, *refused))
+    path, _, rejected, used = _core.verify_tree(*case)
+    assert used == len(path) + len(rejected) + 1
+    assert not any(case.probe[node] for node in (*path, *rejected))
 
 
 def test_exp_is_within_two_units_of_the_last_place_from_0_to_where_it_vanishes() -> None:

@@ -1,4 +1,6 @@
-"""The suffix array: a search through the whole text finds the same, by the kernel and by its twin."""
+"""The suffix array: a search through the whole text finds the same, by the kernel and by its
+twin.
+"""
 
 from collections import Counter
 
@@ -43,7 +45,9 @@ def test_places_are_sorted_by_what_stands_there_and_equal_ones_in_order(core, to
 def test_the_longest_match_and_its_heaviest_continuations_are_those_of_a_search_through_the_text(
     core, tokens, suffix, shortest, most
 ):
-    """By the definition: every place, every continuation within its document, every beginning of it."""
+    """By the definition: every place, every continuation within its document, every beginning of
+    it.
+    """
     n, found, parents, weights = core.retrieve(
         *indexed(core, tokens), suffix, shortest, 4, 3, 5000, most
     )

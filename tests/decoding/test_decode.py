@@ -261,7 +261,9 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
 
 
 def test_the_laws_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
-    """A penalty looks at the text as it was, and a greedy law is not made before it is read; the text has gone on since."""
+    """A penalty looks at the text as it was, and a greedy law is not made before it is read; the
+    text has gone on since.
+    """
     sampling = SamplingParams(0.0, repetition_penalty=9.0)
     session = small.model().session()
     request = Decoder(

@@ -1,4 +1,6 @@
-"""Verification on a device: decided as on the host, and the host waits once a round. CPU tensors stand in for the device."""
+"""Verification on a device: decided as on the host, and the host waits once a round. CPU tensors
+stand in for the device.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -222,7 +224,9 @@ def _spelled(tree: TokenTree, node: int) -> tuple[int, ...]:
     ("bad", "said"), [(float("nan"), "NaN"), (float("inf"), r"\+inf"), (-float("inf"), "all -inf")]
 )
 @pytest.mark.usefixtures("away")
-def test_a_row_without_a_law_is_refused_when_it_is_reached(bad: float, said: str) -> None:
+def test_a_row_that_is_no_distribution_is_an_error_when_it_is_reached(
+    bad: float, said: str
+) -> None:
     logits = torch.zeros(2, 3, dtype=torch.float64)
     logits[1] = bad
     tree = TokenTree.chain((1,))

@@ -1,4 +1,6 @@
-"""The loop that rewrites a canvas, what it tells, and the judgement of a teacher; and that their laws see defects."""
+"""The loop that rewrites a canvas, what it tells, and the judgement of a teacher; and that their
+laws see defects.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

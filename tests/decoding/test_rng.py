@@ -1,4 +1,6 @@
-"""RandomSource: reproducible, split by role and round, global state untouched; Exhaustive adds up to one."""
+"""RandomSource: reproducible, split by role and round, global state untouched; Exhaustive adds up
+to one.
+"""
 
 import random
 import subprocess

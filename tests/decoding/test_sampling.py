@@ -1,7 +1,10 @@
-"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions, the same on a device."""
+"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions,
+the same on a device.
+"""
 
 import math
 from fractions import Fraction as F
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from tinyspec.decoding.sampling import (
     DEVICE,
     SamplingParams,
     exponential_race,
+    is_on_device,
     sample_inverse_cdf,
     sample_without_replacement,
 )
@@ -24,15 +28,20 @@ LAST = 1 - 2**-53
 @pytest.mark.parametrize(
     "bad",
     [
-        {"temperature": -1},
+        {"temperature": -0.1},
+        {"temperature": math.inf},
         {"temperature": math.nan},
         {"top_k": 0},
+        {"top_k": 1.5},
+        {"top_p": -0.1},
         {"top_p": 0},
         {"top_p": 1.1},
         {"top_p": math.nan},
         {"min_p": -0.1},
         {"min_p": 1.1},
+        {"repetition_penalty": -0.1},
         {"repetition_penalty": 0},
+        {"repetition_penalty": math.inf},
         {"repetition_penalty": math.nan},
     ],
 )
@@ -40,6 +49,25 @@ def test_a_setting_without_a_meaning_is_one_sentence_that_names_it(bad):
     with pytest.raises(TinyspecError, match=next(iter(bad))) as error:
         SamplingParams(**bad)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "edge", [{"temperature": 0}, {"top_k": 1}, {"top_p": 1}, {"min_p": 0}, {"min_p": 1}]
+)
+def test_the_ends_of_a_range_are_settings(edge):
+    (name,) = edge
+    assert getattr(SamplingParams(**edge), name) == edge[name]
+
+
+@pytest.mark.parametrize(("temperature", "greedy"), [(0, True), (0.1, False), (1, False)])
+def test_sampling_is_greedy_at_temperature_0_alone(temperature, greedy):
+    assert SamplingParams(temperature=temperature).greedy is greedy
+
+
+def test_a_tensor_is_on_a_device_unless_it_is_on_the_cpu():
+    assert not is_on_device(torch.zeros(1))
+    for name in ("cuda", "meta"):
+        assert is_on_device(SimpleNamespace(device=torch.device(name)))
 
 
 @given(

@@ -134,7 +134,7 @@ def test_a_residual_with_nothing_left_is_the_row():
     assert np.isfinite(residual(p, nudged)).all()
 
 
-def test_an_impossible_token_is_refused_even_at_u_zero():
+def test_an_impossible_token_is_an_error_even_at_u_zero():
     row = np.array([0.0, 1.0])
     tree = TokenTree.chain([0], [np.array([0.5, 0.5])])
     assert verify_tree(tree, {ROOT: row, 0: row}, Replay([0.0, 0.0])) == Verdict((), 1, (0,))
@@ -221,7 +221,7 @@ class Greedy:
         return self.sampling.probs(self.logits[node + 1])
 
 
-def guesses(data, most=8):
+def draw_tree(data, most=8):
     n = data.draw(st.integers(0, most))
     parents = [data.draw(st.integers(-1, i - 1)) for i in range(n)]
     tokens = [data.draw(st.integers(0, 2)) for _ in range(n)]
@@ -234,7 +234,7 @@ def guesses(data, most=8):
 
 @given(st.data())
 def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_rows(data):
-    tree, logits = guesses(data)
+    tree, logits = draw_tree(data)
     p = Greedy(logits)
     verdict = verify_tree(tree, p, Seeded(0))
     assert p.read == []

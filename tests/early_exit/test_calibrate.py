@@ -36,7 +36,9 @@ def test_calibrate_obeys_its_law(law: str) -> None:
 def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and_who_goes_on_with_38() -> (
     None
 ):
-    """delta 0.1, epsilon 0.05; five safe candidates, then fifteen whose risk is 0.101: exact products of binomial tails."""
+    """delta 0.1, epsilon 0.05; five safe candidates, then fifteen whose risk is 0.101: exact
+    products of binomial tails.
+    """
     n, delta, above = 400, F(1, 10), F(101, 1000)
     passing = max(k for k in range(60) if binomial_p_value(k, n, delta) <= EPSILON)
     rejected = sum(
@@ -50,13 +52,15 @@ def test_the_whole_procedure_errs_exactly_as_often_as_its_first_true_null_is_rej
     risks = (F(1, 10), F(51, 100), F(51, 100))
     safe, bad = F(9, 10) ** 5, F(49, 100) ** 5  # only five examples without a loss pass
     assert violation_probability(calibrate, risks)[0] == safe * bad
-    goes_on = next(row for row in mutants() if row.name == "the testing goes on behind a failure")
+    goes_on = next(row for row in mutants() if row.name == "the testing goes on after a failure")
     with goes_on.applied():
         assert violation_probability(calibrate, risks)[0] == 1 - (1 - bad) ** 2 > EPSILON
 
 
 def test_hoeffding_alone_would_not_tell_the_mutant_from_the_real_thing() -> None:
-    """Why the logic is tested with binomial p-values: five examples never reach epsilon by Hoeffding at a half."""
+    """Why the logic is tested with binomial p-values: five examples never reach epsilon by
+    Hoeffding at a half.
+    """
     assert hoeffding_p_value(0, 5, F(1, 2)) > EPSILON
     assert CALIBRATED in CALIBRATION_LAWS
 

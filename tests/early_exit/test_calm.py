@@ -1,4 +1,6 @@
-"""CALM: three measures, a threshold that decays, states copied up, a classifier that is trained, and both ends."""
+"""CALM: three measures, a threshold that decays, states copied up, a classifier that is trained,
+and both ends.
+"""
 
 import math
 from itertools import product
@@ -232,7 +234,7 @@ def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
         assert list(made(deep, threshold=1.0, **knobs).target.rule.layers) == asked  # type: ignore[attr-defined]
 
 
-# ---------------------------------------------------------------------- its neutral value, and the loop
+# ------------------------------------------------------------------ its neutral value, and the loop
 
 
 @pytest.mark.parametrize("measure", ["softmax", "saturation", "classifier"])
@@ -260,7 +262,9 @@ def test_threshold_inf_gives_plain_decodings_joint_distribution() -> None:
 
 
 def test_text_is_written_as_the_common_loop_does_it() -> None:
-    """No tokens, one, an end of text at once and later, a prompt at the context's limit, sampling by the seed."""
+    """No tokens, one, an end of text at once and later, a prompt at the context's limit, sampling
+    by the seed.
+    """
     assert made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0)).extend(PROMPT) is None
     nothing = made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0))
     nothing.extend(PROMPT)

@@ -20,7 +20,9 @@ EMPTY = TokenTree()
 
 
 class At(ExitRule):
-    """Tokens leave behind these layers, one after the other; those behind the list run the whole model."""
+    """Tokens leave behind these layers, one after the other; those behind the list run the whole
+    model.
+    """
 
     def __init__(self, *layers: int, row: bool = False, states: int = 0):
         self.wanted, self.layers = layers, range(1, L)
@@ -48,7 +50,9 @@ def begun(rule: ExitRule, fill: str = "copy", m: Any = M) -> tuple[ExitTarget, l
 
 @pytest.mark.parametrize("m", [M, model(GPT2)], ids=["llama", "gpt2"])
 def test_a_copied_tokens_keys_are_each_layers_own_projection_of_its_exit_state(m: Any) -> None:
-    """Trap: the exit layer's keys in the layers above. Against a transformer written a second time, layer by layer."""
+    """Trap: the exit layer's keys in the layers above. Against a transformer written a second time,
+    layer by layer.
+    """
     target, _ = begun(At(1, 2, 1), m=m)
     oracle = Oracle(m)
     done = oracle.text(PROMPT[:-1])
@@ -98,7 +102,9 @@ def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: s
 
 
 def test_what_each_fill_costs_is_in_the_ledger() -> None:
-    """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with whom."""
+    """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with
+    whom.
+    """
     told = {}
     for fill in FILLS:
         target, forward_log = begun(At(1, 1), fill)

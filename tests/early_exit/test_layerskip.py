@@ -1,4 +1,6 @@
-"""LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model cut off behind the exit."""
+"""LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model
+cut off behind the exit.
+"""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -180,7 +182,7 @@ def test_draft_from_the_last_layer_is_always_accepted() -> None:
         assert not any(round.verdict.rejected for round in rounds)
 
 
-# ---------------------------------------------------------------------- what it costs, and what it keeps
+# ----------------------------------------------------------------- what it costs, and what it keeps
 
 
 @pytest.mark.parametrize(("exit", "gamma"), [(1, 1), (1, 4), (2, 3), (4, 2), (5, 2)])
@@ -218,7 +220,9 @@ def test_round_reads_the_head_once_per_draft_token_and_position() -> None:
 def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(
     sampling: SamplingParams,
 ) -> None:
-    """prompt + emitted - 1 positions at every layer, and they are what a fresh pass over the text leaves there."""
+    """prompt + emitted - 1 positions at every layer, and they are what a fresh pass over the text
+    leaves there.
+    """
     session = network(FIVE, seed=1).session()
     decoder = made(session, sampling, exit=2, gamma=3)
     decoder.extend([1, 2, 3])

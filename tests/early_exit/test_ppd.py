@@ -1,4 +1,6 @@
-"""PPD: the whole model's tokens, a clock that follows from the guesses that held, half-run nodes that become the text."""
+"""PPD: the whole model's tokens, a clock that follows from the guesses that held, half-run nodes
+that become the text.
+"""
 
 from fractions import Fraction
 from itertools import product
@@ -147,7 +149,9 @@ def test_repetition_penalty_changes_the_guesses() -> None:
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 5), st.integers(1, 30))
 def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tokens: int) -> None:
-    """E[steps] and E[evaluations] are linear in the matches, so they hold of every run with its own share."""
+    """E[steps] and E[evaluations] are linear in the matches, so they hold of every run with its own
+    share.
+    """
     layer = data.draw(st.integers((depth + 1) // 2, depth))
     held = data.draw(st.lists(st.booleans(), min_size=tokens - 1, max_size=tokens - 1))
     clock, evaluations, begun = 0, 0, False
@@ -178,7 +182,9 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
 def test_over_all_outcomes_the_clock_is_the_theorems(
     depth: int, layer: int, k: int, sampling: SamplingParams
 ) -> None:
-    """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a guess; in fractions."""
+    """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a
+    guess; in fractions.
+    """
     model, tokens = TableModel(5, 3, depth, zeros=False), 3
 
     def run(rng: Exhaustive) -> tuple[Any, Any]:
@@ -277,7 +283,9 @@ def test_each_round_reads_the_head_twice_and_no_branch_reads_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: float) -> None:
-    """Main process and branches at the same time; the ledger's calls of a round may come in another order."""
+    """Main process and branches at the same time; the ledger's calls of a round may come in another
+    order.
+    """
     model, found = network(LLAMA, seed=4, dtype=dtype), []
     for threads in (False, True):
         decoder = made(
@@ -364,7 +372,9 @@ def test_a_text_that_is_taken_back_and_corrected_goes_on_as_if_it_had_been_the_p
 
 
 def test_layers_per_token_count_the_branches() -> None:
-    """What `generate` reports is the theorem's number of evaluations: no figure leaves the guesses out."""
+    """What `generate` reports is the theorem's number of evaluations: no figure leaves the guesses
+    out.
+    """
     model = network(LLAMA, seed=2, dtype=torch.float32)
     stats = tinyspec.generate(model, [1, 2], method="ppd", layer=2, k=13, max_new_tokens=10).stats
     assert stats.layers_per_token * 10 == expected_cost(3, 2, 13, 1, 10)[1]

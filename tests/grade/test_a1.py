@@ -314,7 +314,7 @@ def rejecting(
     return [*draft, chance.draw(bonus if bonus else p_rows[-1])]
 
 
-def says_the_refused_too(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
+def returns_the_rejected_too(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
     tokens = verify(p_rows, q_rows, draft, chance)
     return tokens if len(tokens) > len(draft) else [*draft[: len(tokens)], tokens[-1]]
 
@@ -328,7 +328,7 @@ def nothing_recovered(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
     return tokens if len(tokens) > len(draft) else tokens[:-1]
 
 
-def skips_refused(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
+def skips_rejected(p_rows: Any, q_rows: Any, draft: Any, chance: Any) -> Any:
     """B1: acceptance over all positions, not the prefix."""
     kept = [t for t, p, q in zip(draft, p_rows, q_rows, strict=False) if chance.accept(p[t] / q[t])]
     return [*kept, chance.draw(p_rows[-1])]
@@ -615,7 +615,7 @@ def call_for_the_newest(
 def draft_not_warped(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Right, and slow: drafts that the target's knobs forbid are refused."""
+    """Right, and slow: drafts that the target's knobs forbid are rejected."""
     plain = (Fraction(1), None, None)
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, draft_knobs=plain)
 
@@ -786,12 +786,12 @@ WRONG: list[tuple[str, Callable[..., Any], str]] = [
     ),
     *(
         ("verify", f, a1_round.TOKENS)
-        for f in (two_more, nothing_recovered, skips_refused, the_last_alone)
+        for f in (two_more, nothing_recovered, skips_rejected, the_last_alone)
     ),
     *(("verify", f, a1_round.BONUS) for f in (no_bonus, bonus_of_the_draft, bonus_a_row_early)),
     *(
         ("verify", f, a1_round.KEPT)
-        for f in (keeps_all, says_the_refused_too, turned_round, all_or_nothing, point_masses)
+        for f in (keeps_all, returns_the_rejected_too, turned_round, all_or_nothing, point_masses)
     ),
     *(
         ("verify", f, a1_round.JOINT)
@@ -963,10 +963,10 @@ def test_the_handouts_table_and_points() -> None:
     }
     for name, row in rows.items():
         assert f"| {name} | {' | '.join(map(str, row))} |" in handout
-    refused = 1 - sum(kept)
-    assert f"alpha = {1 - refused}$" in handout and f"rejected: {refused}" in handout
+    rejected = 1 - sum(kept)
+    assert f"alpha = {1 - rejected}$" in handout and f"rejected: {rejected}" in handout
     said = [
-        f"{a} + {refused} · {r} = {a + refused * r}"
+        f"{a} + {rejected} · {r} = {a + rejected * r}"
         for a, r in zip(kept, residual(p, q), strict=True)
         if r
     ]

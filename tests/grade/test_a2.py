@@ -208,7 +208,7 @@ def from_the_tree(parents: list[int], committed: int) -> list[int]:
 
 
 def level_by_level(parents: list[int], committed: int) -> list[int]:
-    """One deeper whenever the parent is behind the nodes of the last level."""
+    """One deeper whenever the parent is after the nodes of the last level."""
     found, start = list[int](), 0
     depth = committed
     for node, parent in enumerate(parents):
@@ -631,7 +631,7 @@ def make_walk(
 def bonus_everywhere(
     tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
 ) -> Any:
-    """Draws its last token from p, whatever was refused."""
+    """Draws its last token from p, whatever was rejected."""
     path, _ = REFERENCE.walk(tokens, parents, p_rows, q_rows, chance)
     return path, chance.draw(p_rows[path[-1] + 1 if path else 0])
 
@@ -655,7 +655,7 @@ def branch_by_branch(
 
 
 def next_to_it(parents: list[int], here: int) -> list[int]:
-    """Children stand right behind their parent, in a row."""
+    """Children stand right after their parent, in a row."""
     found = []
     for node in range(here + 1, len(parents)):
         if parents[node] != here:

@@ -369,7 +369,7 @@ class TheNextPositionIsFilled(Decoding):
 
 
 class HolesAreIgnored(NothingIsFilled):
-    """Goes on with the state it has where a layer is refused."""
+    """Goes on with the state it has where a layer is rejected."""
 
     def layer(self, layer: int, position: int, state: int) -> int:
         try:
@@ -638,7 +638,7 @@ def divided(thresholds: Any, p_values: Any, epsilon: Any) -> Any:
 
 
 CALIBRATIONS: dict[str, tuple[Callable[..., Any], str]] = {
-    "goes on behind a failure": (goes_on, exit_laws.CALIBRATED),
+    "goes on after a failure": (goes_on, exit_laws.CALIBRATED),
     "returns the one that failed": (one_too_far, exit_laws.CALIBRATED),
     "the smallest p": (lambda ts, ps, e: ts[ps.index(min(ps))], exit_laws.CALIBRATED),
     "from the boldest up": (
@@ -795,7 +795,7 @@ class TheLastBlockIsWhole(Iteration):
 
 
 class ShiftedByOne(Iteration):
-    """Takes what is said in a place for what comes behind it."""
+    """Takes what is said in a place for what comes after it."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         for _ in range(len(guess)):
@@ -847,7 +847,7 @@ class EverySweepTwice(Iteration):
 
 
 class StartsAnew(Iteration):
-    """Finds out what is final, and forgets the guesses behind it."""
+    """Finds out what is final, and forgets the guesses after it."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         known = list[int]()

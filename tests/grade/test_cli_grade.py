@@ -109,12 +109,28 @@ def test_json_on_standard_output_and_one_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_what_cannot_be_graded_is_a_report_and_what_is_misspelt_an_error(tmp_path: Path) -> None:
+def test_a_folder_without_a_submission_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "begun").mkdir()
-    result = run("grade", "A0", str(tmp_path / "begun"))
+    said = failed(run("grade", "A0", str(tmp_path / "begun")))
+    assert "begun holds no submission.py: name the folder of yours" in said
+    assert said.endswith(f"tinyspec assignment new A0 {tmp_path / 'begun'}")
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("option", ["--json", "--gradescope"])
+def test_a_report_that_is_asked_for_is_written_without_a_submission_too(
+    tmp_path: Path, option: str
+) -> None:
+    (tmp_path / "begun").mkdir()
+    report = tmp_path / "report.json"
+    result = run("grade", "A0", str(tmp_path / "begun"), option, str(report))
     assert result.exit_code == 1
-    assert "begun holds no submission.py" in result.output
     assert "A0 Tiny: 0 of 100 points" in result.output
+    assert "begun holds no submission.py" in report.read_text()
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_is_misspelt_is_an_error(tmp_path: Path) -> None:
     assert "A0 has no task 'nothing': accept, residual" in failed(
         run("grade", "A0", str(tmp_path), "--task", "nothing")
     )
@@ -155,9 +171,8 @@ def test_a_folder_of_submissions_is_told_to_be_graded_one_by_one(tmp_path: Path)
     for name in ("anna", "ben"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "submission.py").write_text("")
-    result = run("grade", "A0", str(tmp_path))
     hint = "but anna, ben in it do: grade one of these at a time"
-    assert hint in " ".join(result.output.split())
+    assert hint in failed(run("grade", "A0", str(tmp_path)))
 
 
 @pytest.mark.usefixtures("tiny")
@@ -168,11 +183,14 @@ def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "submission.py").rename(tmp_path / "a1.py")
     hint = f"rename it to submission.py: tinyspec grade A0 {tmp_path}"
     assert hint in failed(run("grade", "A0", str(tmp_path / "a1.py")))
-    result = run("grade", "A0", str(tmp_path))
-    assert "holds no submission.py, but a1.py: rename a1.py to" in " ".join(result.output.split())
+    said = failed(run("grade", "A0", str(tmp_path)))
+    assert "holds no submission.py, but a1.py: rename a1.py to" in said
     (tmp_path / "b.py").write_text("")
     words = "but a1.py, b.py: rename the one that holds your functions to submission.py"
-    assert words in " ".join(run("grade", "A0", str(tmp_path)).output.split())
+    assert words in failed(run("grade", "A0", str(tmp_path)))
+    for name in ("c.py", "d.py"):
+        (tmp_path / name).write_text("")
+    assert "but a1.py, b.py, c.py and 1 more: rename" in failed(run("grade", "A0", str(tmp_path)))
 
 
 def test_help_says_what_it_is_not() -> None:

@@ -51,7 +51,7 @@ class Drafted(ModelDrafter):
         return tree
 
 
-# ---------------------------------------------------------------------- breaches of the first contract
+# ------------------------------------------------------------------- breaches of the first contract
 
 
 class Argmax(Drafted):
@@ -169,7 +169,9 @@ class BestOfTwo(Drafted):
 
 
 def block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
-    """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix whose joint test passes; no test stops it."""
+    """Block verification (Sun et al. 2024, arXiv 2403.10444): the longest prefix whose joint test
+    passes; no test stops it.
+    """
     ratios, rows, kept = [F(1)], [p[ROOT]], 0
     for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
         if q is None:
@@ -196,7 +198,7 @@ def block(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
 
 
 class Again(Drafted):
-    """What lay behind the refused token is proposed again with its law."""
+    """What came after the rejected token is proposed again with its distribution."""
 
     declares = True
     tail: tuple[Any, ...] = ()
@@ -215,9 +217,9 @@ class Again(Drafted):
 
     def observe(self, round: Round) -> None:
         super().observe(round)
-        behind = len(round.verdict.accepted) + 1
+        after = len(round.verdict.accepted) + 1
         self.tail = tuple(
-            zip(round.tree.tokens[behind:], round.tree.draft_probs[behind:], strict=True)
+            zip(round.tree.tokens[after:], round.tree.draft_probs[after:], strict=True)
         )
 
 

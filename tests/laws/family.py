@@ -1,9 +1,11 @@
-"""Sessions, their forks and their views, in any order of operations, against plain lists and fresh forwards.
+"""Sessions, their forks and their views, in any order of operations, against plain lists and fresh
+forwards.
 
-tests/lm/test_session_machine.py drives one session with one view: probes, early exits, fills, hidden states. What it
-cannot see is here: several texts that were forked from each other and all go on, several views on one session that are looked
-at late or not at all, views that are extended, rewound and ended, tokens appended but not run, requests that end; values
-as well as keys; that nothing is run twice.
+tests/lm/test_session_machine.py drives one session with one view: probes, early exits, fills,
+hidden states. What it cannot see is here: several texts that were forked from each other and all go
+on, several views on one session that are looked at late or not at all, views that are extended,
+rewound and ended, tokens appended but not run, requests that end; values as well as keys; that
+nothing is run twice.
 """
 
 from collections.abc import Sequence
@@ -53,14 +55,16 @@ def ran(path: Path) -> Token:
 
 @st.composite
 def trees(draw: st.DrawFn) -> TokenTree:
-    """Up to four guesses, equal siblings included."""
+    """Up to four draft tokens, equal siblings included."""
     parents = [draw(st.integers(ROOT, at - 1)) for at in range(draw(st.integers(0, 4)))]
     names = [draw(tokens) for _ in parents]
     return TokenTree(names, parents, (None,) * len(names), (False,) * len(names))
 
 
 def expected(text: Sequence[int], trunk: Sequence[int], tree: TokenTree, plan: Plan) -> np.ndarray:
-    """Rows of the newest token and the tree: all before the newest by the whole model, the rest under the plan."""
+    """Rows of the newest token and the tree: all before the newest by the whole model, the rest
+    under the plan.
+    """
     tip: Path = tuple((t, BASE) for t in text[:-1]) + tuple((t, plan) for t in (text[-1], *trunk))
     paths = [tip]
     for token, up in zip(tree.tokens, tree.parents, strict=True):
@@ -70,7 +74,9 @@ def expected(text: Sequence[int], trunk: Sequence[int], tree: TokenTree, plan: P
 
 @dataclass
 class Glance:
-    """A view and what it must be: its plan, its trunk, where it stands in its session's text (None: at the end)."""
+    """A view and what it must be: its plan, its trunk, where it stands in its session's text (None:
+    at the end).
+    """
 
     view: View
     plan: Plan
@@ -195,7 +201,9 @@ class Family(RuleBasedStateMachine):
 
     @rule(n=which)
     def fork(self, n: int) -> None:
-        """Both go on, and neither hears of the other. Of three, the one that was there first is dropped."""
+        """Both go on, and neither hears of the other. Of three, the one that was there first is
+        dropped.
+        """
         line = self.line(n)
         self.lines = [
             *self.lines[-2:],
@@ -237,7 +245,7 @@ class Family(RuleBasedStateMachine):
 
     @rule(m=which, new=texts, on=st.booleans())
     def view_grow(self, m: int, new: list[int], on: bool) -> None:
-        """Inside its session's text a view can only read on; behind it, it goes its own way."""
+        """Inside its session's text a view can only read on; after it, it goes its own way."""
         line, glance = self.glance(m)
         glance.tree = None
         if glance.at is None and len(glance.trunk) < 6:

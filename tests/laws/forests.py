@@ -1,6 +1,8 @@
-"""The forest of counted tries in any order of operations, against a count of every window of every text.
+"""The forest of counted tries in any order of operations, against a count of every window of every
+text.
 
-The twin keeps a dictionary of windows; the judge here keeps nothing but the texts, and counts them anew for every question.
+The twin keeps a dictionary of windows; the judge here keeps nothing but the texts, and counts them
+anew for every question.
 """
 
 from collections import Counter
@@ -103,7 +105,9 @@ class Forests(RuleBasedStateMachine):
 
     @rule(tree=TREES, suffix=TOKENS, budget=st.integers(0, 6), deepest=st.integers(1, 5))
     def look(self, tree: str, suffix: list[int], budget: int, deepest: int) -> None:
-        """The longest suffix that something follows; behind it the most frequent windows, each with its share."""
+        """The longest suffix that something follows; after it the most frequent windows, each with
+        its share.
+        """
         windows = self.windows(tree)
         follows = lambda n: any(path[:-1] == tuple(suffix[len(suffix) - n :]) for path in windows)  # noqa: E731
         known = [n for n in range(1, min(self.depth - 1, len(suffix)) + 1) if follows(n)]

@@ -1,4 +1,6 @@
-"""Techniques of every shape that the book will need, each in a few lines: what the suites must be able to host."""
+"""Techniques of every shape that the book will need, each in a few lines: what the suites must be
+able to host.
+"""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -28,7 +30,7 @@ def card(build: Callable[..., Any], guarantee: Guarantee = Guarantee.EXACT, **fi
     )
 
 
-# ---- trees -----------------------------------------------------------------------------------------------------------
+# ---- trees ---------------------------------------------------------------------------------------
 
 
 def siblings(replace: bool) -> Card:
@@ -88,7 +90,7 @@ def two_models(request: Request) -> Decoder:
     return request.decoder(Merged(request.drafts), verify_tree)
 
 
-# ---- a decoder inside a decoder --------------------------------------------------------------------------------------
+# ---- a decoder inside a decoder ------------------------------------------------------------------
 
 
 class Inner(BaseDrafter):
@@ -150,7 +152,9 @@ class Remembers(ModelDrafter):
 
 
 def cascade(truthful: bool) -> Card:
-    """The smallest drafts for the middle, the middle for the target. The toy declares the smallest's law."""
+    """The smallest drafts for the middle, the middle for the target. The toy declares the
+    smallest's law.
+    """
 
     def build(request: Request) -> Decoder:
         middle = Decoder(
@@ -164,7 +168,7 @@ def cascade(truthful: bool) -> Card:
     return card(build, drafts=2)
 
 
-# ---- views, exits, hidden states -------------------------------------------------------------------------------------
+# ---- views, exits, hidden states -----------------------------------------------------------------
 
 
 class Exits:
@@ -257,7 +261,7 @@ EARLY = card(
 )
 
 
-# ---- shared noise, joint targets, stores -----------------------------------------------------------------------------
+# ---- shared noise, joint targets, stores ---------------------------------------------------------
 
 
 class Races(BaseDrafter):
@@ -372,11 +376,13 @@ def planner(request: Request) -> Any:
     raise AssertionError("nobody builds a planner")
 
 
-# ---- a canvas --------------------------------------------------------------------------------------------------------
+# ---- a canvas ------------------------------------------------------------------------------------
 
 
 class FillIn:
-    """Two candidates, of the source's length and of one slot less; every pass writes all slots at once."""
+    """Two candidates, of the source's length and of one slot less; every pass writes all slots at
+    once.
+    """
 
     def __init__(self, model: Seq2Seq):
         self.model = model

@@ -1,7 +1,9 @@
-"""The n-gram index in any order of operations, against a dictionary of texts and a search through all of them.
+"""The n-gram index in any order of operations, against a dictionary of texts and a search through
+all of them.
 
-tests/core/test_tree_and_trie.py compares the kernel with its twin after a history; here both are compared with what they claim:
-the twin keeps a dictionary of n-grams, the judge keeps nothing but the texts and when each token was appended.
+tests/core/test_tree_and_trie.py compares the kernel with its twin after a history; here both are
+compared with what they claim: the twin keeps a dictionary of n-grams, the judge keeps nothing but
+the texts and when each token was appended.
 """
 
 from typing import Any, ClassVar
@@ -31,7 +33,9 @@ class Indices(RuleBasedStateMachine):
         return [token for token, _ in self.texts.get(text, [])]
 
     def found(self, suffix: list[int], k: int, longest: int, shortest: int, kind: str) -> list[int]:
-        """By the definition: every place in every text that follows the suffix's last n tokens, the longest n first."""
+        """By the definition: every place in every text that follows the suffix's last n tokens, the
+        longest n first.
+        """
         for n in range(min(longest, len(suffix)), shortest - 1, -1):
             places = []
             for text, entries in self.texts.items():

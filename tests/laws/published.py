@@ -1,4 +1,5 @@
-"""Samplers as people publish them: right ones in many dialects, and wrong ones with the mistakes that were published.
+"""Samplers as people publish them: right ones in many dialects, and wrong ones with the mistakes
+that were published.
 
 `python -m tests.laws.published` says how long `check` takes to find each mistake.
 """
@@ -182,14 +183,14 @@ WRONG_VERIFIERS: dict[str, Callable[..., Any]] = {
     "one uniform for all positions": verifier(one_uniform=True),
     "acceptance counted over all positions": verifier(count_all=True),
     "residual from the row before": verifier(row=-1),
-    "residual from the row behind": verifier(row=1),
+    "residual from the next distribution": verifier(row=1),
     "bonus drawn from q": verifier(bonus=lambda p, q: q[-1]),
     "bonus from the row before": verifier(bonus=lambda p, q: p[-2]),
     "always accept": verifier(passes=lambda u, ratio: u < 2),
     "p and q swapped": verifier(passes=lambda u, ratio: u * ratio < 1),
     "ratio times 1.05": verifier(passes=lambda u, ratio: u < 1.05 * ratio),
     "root of the ratio": verifier(passes=lambda u, ratio: u < float(ratio) ** 0.5),
-    "refused token drawn from p": verifier(rest=lambda p, q: p),
+    "rejected token drawn from p": verifier(rest=lambda p, q: p),
     "absolute value for the positive part": verifier(rest=lambda p, q: abs(p - q)),
     "<= for <": verifier(passes=lambda u, ratio: u <= ratio),
     "searchsorted from the left": searchsorted_left,

@@ -1,7 +1,8 @@
 """Laws that every registered technique keeps in whole requests, beside its guarantee.
 
-What is reported adds up, only its seed decides a text, and a stop cuts it where it is complete. Each law judges the
-decoder of a card on small models (`Stage`). `tinyspec.laws.request_laws` asks the same of the parts of a decoder.
+What is reported adds up, only its seed decides a text, and a stop cuts it where it is complete.
+Each law judges the decoder of a card on small models (`Stage`). `tinyspec.laws.request_laws` asks
+the same of the parts of a decoder.
 """
 
 import random

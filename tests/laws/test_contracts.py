@@ -1,4 +1,6 @@
-"""The contracts of a drafter: what is honest passes, each breach is named, and each breach changes what is emitted."""
+"""The contracts of a drafter: what is honest passes, each breach is named, and each breach changes
+what is emitted.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction as F
@@ -82,7 +84,7 @@ HONEST = [
     (ModelDrafter, verify_tree), (ModelDrafter, block), (Drafted, verify_tree),
     (lambda model, k, ends: Siblings(model, k, True), verify_tree),
     (lambda model, k, ends: Siblings(model, k, False), verify_tree),
-    (Again, verify_tree),  # the walk has not looked behind the token it refused
+    (Again, verify_tree),  # the walk has not looked after the token that it rejected
     (AgainAsAPoint, block),
 ]  # fmt: skip
 
@@ -122,7 +124,7 @@ def request(setting: ContractSetting) -> Request:
     return Request(setting.model(0).session(), [setting.model(1).session()], setting.sampling)
 
 
-# ---------------------------------------------------------------------- and they change what is emitted
+# ------------------------------------------------------------------ and they change what is emitted
 
 
 def emitted(
@@ -143,7 +145,9 @@ def emitted(
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
-    """p = q = (1/2, 1/2), and the declared law is the one that is drawn from: presence alone is at fault."""
+    """p = q = (1/2, 1/2), and the declared law is the one that is drawn from: presence alone is at
+    fault.
+    """
     assert emitted(KeepZero, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
         (0,): F(3, 4),
         (1,): F(1, 4),
@@ -185,7 +189,7 @@ def test_block_verification_keeps_the_law_of_fresh_drafts() -> None:
     assert fast == plain
 
 
-# ---------------------------------------------------------------------- what a verifier has looked at
+# -------------------------------------------------------------------- what a verifier has looked at
 
 
 def test_the_walk_reads_chance_exactly_as_often_as_looked_at_says() -> None:

@@ -1,4 +1,6 @@
-"""The stand-ins for random generators: every way to draw has its exact law, and what cannot be walked is refused."""
+"""The stand-ins for random generators: every way to draw has its exact law, and what cannot be
+walked is refused.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction as F

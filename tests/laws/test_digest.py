@@ -233,7 +233,9 @@ OPERATIONS = st.lists(
 def test_the_compiled_index_shows_all_that_its_twin_holds(
     operations: list[tuple[int, bool, list[int], float]],
 ) -> None:
-    """Two indices of one state answer alike whatever comes; the state is texts, and places in the order of appending."""
+    """Two indices of one state answer alike whatever comes; the state is texts, and places in the
+    order of appending.
+    """
     kernel, twin = _core.NgramIndex(3), reference_trie.NgramIndex(3)
     for text, back, tokens, share in operations:
         for index in (kernel, twin):

@@ -179,7 +179,9 @@ def test_it_sees_a_biased_verifier() -> None:
 
 
 class Reuses(BaseDrafter):
-    """Noise is drawn in the first round and used in every round after it: sound for one token, and only for one."""
+    """Noise is drawn in the first round and used in every round after it: sound for one token, and
+    only for one.
+    """
 
     def __init__(self, where: Any):
         self.where = where
@@ -240,7 +242,9 @@ def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_no
 
 
 class Lies(BaseDrafter):
-    """A coin tossed in the first round, and not told to anybody, decides whether the later rounds declare a false law."""
+    """A coin tossed in the first round, and not told to anybody, decides whether the later rounds
+    declare a false law.
+    """
 
     lying: bool | None = None
 
@@ -262,7 +266,9 @@ def test_a_state_that_differs_in_one_coin_is_not_merged_with_the_state_that_beha
 
 
 class Ages(BaseDrafter):
-    """Proposes something else the more texts it has seen, in all of its instances: it cannot be repeated."""
+    """Proposes something else the more texts it has seen, in all of its instances: it cannot be
+    repeated.
+    """
 
     age: list[int] = []  # noqa: RUF012
 
@@ -327,7 +333,9 @@ def test_it_sees_global_noise() -> None:
 
 
 class Stale(TableSession):
-    """Rolling back forgets the tokens and keeps their keys and values: what comes to stand there inherits them."""
+    """Rolling back forgets the tokens and keeps their keys and values: what comes to stand there
+    inherits them.
+    """
 
     def rewind(self, length: int) -> None:
         self.left = self.committed[length:]
@@ -343,7 +351,7 @@ class Stale(TableSession):
 
 
 class DraftsIntoItsTarget(BaseDrafter):
-    """Tries a guess in the text itself and takes it back: what makes rolling back visible."""
+    """Tries a draft token in the text itself and takes it back: what makes rolling back visible."""
 
     def __init__(self, target: TableSession):
         self.target = target
@@ -363,11 +371,11 @@ class DraftsIntoItsTarget(BaseDrafter):
 
 
 def test_it_sees_stale_keys_and_values() -> None:
-    def guessing(session: TableSession) -> Decoder:
+    def draft_in_place(session: TableSession) -> Decoder:
         return Decoder(session, DraftsIntoItsTarget(session), verify_tree)
 
-    same(lambda: guessing(P.session()))
-    accused(lambda: guessing(Stale(P)), tokens=3)
+    same(lambda: draft_in_place(P.session()))
+    accused(lambda: draft_in_place(Stale(P)), tokens=3)
 
 
 def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:

@@ -1,4 +1,6 @@
-"""Machines over the forest of counted tries, kernel and twin; every defect here must be seen by the machine."""
+"""Machines over the forest of counted tries, kernel and twin; every defect here must be seen by the
+machine.
+"""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Machines: sessions, forks and views against lists and fresh forwards, the n-gram index against a search through texts.
+"""Machines: sessions, forks and views against lists and fresh forwards, the n-gram index against a
+search through texts.
 
 Every defect here must be seen by the machine that is meant for it.
 """
@@ -43,7 +44,7 @@ TestIndices = Indices.TestCase
 TestTwinsOfIndices = Twins.TestCase
 
 
-# --- what the machine kills -----------------------------------------------------------------------------------------
+# --- what the machine kills -----------------------------------------------------------------------
 
 
 class SharedCache(Session):
@@ -63,7 +64,7 @@ class ShortRewind(Session):
 
 
 class Restless(Session):
-    """A score that runs its guesses again."""
+    """A score that runs its draft tokens again."""
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Any:
         for node in self.committed[-1].descendants() if self.committed else ():
@@ -120,7 +121,9 @@ class KeysAlone(Cache):
 
 
 class Unsorted(Cache):
-    """Moves slots one after the other, so that a later one reads what an earlier one has overwritten."""
+    """Moves slots one after the other, so that a later one reads what an earlier one has
+    overwritten.
+    """
 
     def move_slots(self, old: Sequence[int], first: int) -> None:
         for at, slot in reversed(list(enumerate(old))):
@@ -141,7 +144,7 @@ def keeping(kind: type[Cache]) -> type[Session]:
 DEFECTS: dict[str, type[Session]] = {
     "a fork shares the cache": SharedCache,
     "a rewind by one takes nothing back": ShortRewind,
-    "guesses are run again": Restless,
+    "draft tokens are run again": Restless,
     "a view does not follow": showing(Blind),
     "a trunk outlives what it hung from": showing(Trusting),
     "a trunk is run by the whole model": showing(Forgetful),

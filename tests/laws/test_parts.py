@@ -1,7 +1,7 @@
 """Streams and stops on the storyteller's own vocabulary, and the defects that their laws must see.
 
-Other vocabularies (metaspace, byte fallback, word pieces) are in tests/lm/test_tokenizer.py; stops of ids at every alignment,
-in whole decoders, are in tinyspec.laws.request_laws and loop_laws.
+Other vocabularies (metaspace, byte fallback, word pieces) are in tests/lm/test_tokenizer.py; stops
+of ids at every alignment, in whole decoders, are in tinyspec.laws.request_laws and loop_laws.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +46,7 @@ def test_characters_are_cut_apart_by_the_storytellers_tokens() -> None:
     assert streaming.BROKEN in storyteller().decode(ids[:1])
 
 
-# --- what each law kills --------------------------------------------------------------------------------------------
+# --- what each law kills --------------------------------------------------------------------------
 
 
 class Pieces:

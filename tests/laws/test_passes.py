@@ -1,4 +1,6 @@
-"""A tree in one pass is its paths one by one, and a cache is what a fresh pass leaves; on broken sessions neither is."""
+"""A tree in one pass is its paths one by one, and a cache is what a fresh pass leaves; on broken
+sessions neither is.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -30,7 +32,9 @@ REFERENCES = [[token for _ in range(3) for token in range(LLAMA.vocab_size)], [1
 
 @pytest.fixture(scope="module", params=["float64", "float32"])
 def zoo(request) -> tuple[Model, Model, float]:
-    """The bundled pair, and how far a row may be off: float32 sums some hundred terms a layer, twelve layers deep."""
+    """The bundled pair, and how far a row may be off: float32 sums some hundred terms a layer,
+    twelve layers deep.
+    """
     pair = [tinyspec.load(name, dtype=request.param) for name in ("storyteller", "apprentice")]
     return *pair, 1e-10 if request.param == "float64" else 3e-5
 
@@ -44,7 +48,7 @@ def held_by(
     )
 
 
-# ------------------------------------------------------------------------------------------------ the judge itself
+# --------------------------------------------------------------------------------- the judge itself
 
 
 @models
@@ -70,7 +74,7 @@ def test_the_plain_pass_follows_a_plan(m: Model) -> None:
         run_dense(m, [1], Plan(visible=VisibleSet.for_all_layers((0,), 1, LLAMA.n_layers, 2)))
 
 
-# ---------------------------------------------------------------------------------------------- the code is lawful
+# ------------------------------------------------------------------------------- the code is lawful
 
 
 @pytest.mark.skipif(
@@ -111,7 +115,7 @@ def test_a_token_that_left_early_is_judged_as_far_as_it_ran() -> None:
     killed(session_laws.COMMITTED_SLOTS, lambda: session_laws.committed_slots(session))
 
 
-# ------------------------------------------------------------------------------------------------ what they kill
+# ----------------------------------------------------------------------------------- what they kill
 
 
 def gated(change: Callable[[ForwardBatch], None]) -> session_laws.Begin:
@@ -151,28 +155,32 @@ class NotGathered(Session):
 
 
 class KeepsGuesses(Session):
-    """Takes what is computed in the newest token's slot, a refused guess's keys, for its own."""
+    """Takes what is computed in the newest token's slot, a rejected draft token's keys, for its
+    own.
+    """
 
     def commit(self, path, next):
-        guessed = len(self.scored)
+        n_drafted = len(self.scored)
         super().commit(path, next)
-        self.trust(guessed)
+        self.trust(n_drafted)
 
     def append(self, tokens):
-        guessed = len(self.scored)
+        n_drafted = len(self.scored)
         super().append(tokens)
-        self.trust(guessed)
+        self.trust(n_drafted)
 
-    def trust(self, guessed: int) -> None:
+    def trust(self, n_drafted: int) -> None:
         newest = self.committed[-1] if self.committed else None
-        if guessed and newest and not newest.sublayers_done:
+        if n_drafted and newest and not newest.sublayers_done:
             newest.sublayers_done = newest.logits_at = 2 * self.model.config.n_layers
             newest.logits = torch.zeros(self.model.config.vocab_size, dtype=torch.float64)
             self.cache.present[newest.slot] = True
 
 
 class Forgets(Session):
-    """Takes the whole text back and forth instead of a few guesses: the cache is empty after every round."""
+    """Takes the whole text back and forth instead of a few draft tokens: the cache is empty after
+    every round.
+    """
 
     def commit(self, path, next):
         super().commit(path, next)
@@ -268,7 +276,7 @@ def test_committed_slots_kill_a_path_that_is_not_gathered() -> None:
 
 
 def test_committed_slots_kill_a_stale_draft() -> None:
-    """The draft model keeps what it computed for tokens that the target refused."""
+    """The draft model keeps what it computed for tokens that the target rejected."""
     draft = model(LLAMA, seed=5)
     killed(
         session_laws.COMMITTED_SLOTS,

@@ -1,4 +1,5 @@
-"""Lesson 09 and the page of mistakes: every sampler they refute is refuted with exactly the case that is told here.
+"""Lesson 09 and the page of mistakes: every sampler they refute is refuted with exactly the case
+that is told here.
 
 That their cells run, and in which time, tests/test_tutorials.py says.
 """

@@ -1,4 +1,6 @@
-"""Every registered technique under the laws of a whole request, and defects that each of these laws must see."""
+"""Every registered technique under the laws of a whole request, and defects that each of these laws
+must see.
+"""
 
 import random
 from collections.abc import Callable, Sequence
@@ -28,7 +30,9 @@ DECODERS = [name for name, known in load_techniques().items() if known.kind == "
 @pytest.mark.parametrize("law", requests.REQUEST_LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
-    """State that outlives a request is kept where there is a clock; without one, as here, a request stands alone."""
+    """State that outlives a request is kept where there is a clock; without one, as here, a request
+    stands alone.
+    """
     assert requests.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
 
 
@@ -39,7 +43,7 @@ def test_what_is_drafted_is_accepted_often_enough_to_cross_a_stop() -> None:
             assert max(len(one.tokens) for one in rounds) > 1
 
 
-# --- what each law kills --------------------------------------------------------------------------------------------
+# --- what each law kills --------------------------------------------------------------------------
 
 
 def drafting(kind: Callable[[Request], BaseDrafter], loop: type[Decoder] = Decoder) -> Card:
@@ -79,7 +83,7 @@ class Shared(BaseDrafter):
 
 
 class Python(BaseDrafter):
-    """Guesses by the global generator."""
+    """Drafts by the global generator."""
 
     def __init__(self, request: Request):
         return None
@@ -95,7 +99,7 @@ class Python(BaseDrafter):
 
 
 class Torch(Python):
-    """Guesses by torch's global generator."""
+    """Drafts by torch's global generator."""
 
     def propose(
         self,
@@ -228,7 +232,7 @@ DEFECTS: dict[str, tuple[str, Callable[[], Evidence]]] = {
         requests.SAME_SEED,
         lambda: requests.same_seed_same_output(drafting(Shared)),
     ),
-    "guesses by global chance": (
+    "drafts by global chance": (
         requests.SAME_SEED,
         lambda: requests.same_seed_same_output(drafting(Python)),
     ),

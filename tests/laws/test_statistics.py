@@ -1,4 +1,6 @@
-"""The statistical demo: its tests keep their level, have the power they state, and its control fails."""
+"""The statistical demo: its tests keep their level, have the power they state, and its control
+fails.
+"""
 
 import importlib
 import math
@@ -29,7 +31,7 @@ TARGET, DRAFT = model(LLAMA), model(replace(LLAMA, n_layers=1), seed=3)
 NULL = {"a": 0.5, "b": 0.2, "c": 0.2, "d": 0.1}
 
 
-# ----------------------------------------------------------------------------------------------------- the e-value
+# -------------------------------------------------------------------------------------- the e-value
 
 MARTINGALE = "the wealth is a martingale under the null (Ville)"
 
@@ -152,7 +154,9 @@ def streams(law: dict[str, float], n: int, length: int, seed: int = 0) -> np.nda
 
 
 def test_looking_after_every_text_keeps_the_level() -> None:
-    """Ville: at most alpha of the streams are ever refuted (here up to three standard deviations of 300 streams)."""
+    """Ville: at most alpha of the streams are ever refuted (here up to three standard deviations of
+    300 streams).
+    """
     alpha, refuted = 0.1, 0
     for stream in streams(NULL, 300, 300):
         running = EValue(NULL)
@@ -180,7 +184,7 @@ def test_a_wrong_law_is_refuted_sooner_or_later() -> None:
     assert running.refuted(1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------ the G-test
+# --------------------------------------------------------------------------------------- the G-test
 
 
 def test_the_statistic_is_scipy_s_where_no_cell_is_small() -> None:
@@ -221,7 +225,7 @@ def test_the_power_that_is_stated_is_the_power() -> None:
     assert statistics.moved_variation(NULL, 0.1, "a") == pytest.approx(0.05)
 
 
-# ------------------------------------------------------------------------------------------------------- the texts
+# ---------------------------------------------------------------------------------------- the texts
 
 
 def logs(text: list[int]) -> np.ndarray:
@@ -267,7 +271,7 @@ def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> N
     assert len(set(drawn)) > 10 and first.context == PROMPT
 
 
-# -------------------------------------------------------------------------------------------------------- the demo
+# ----------------------------------------------------------------------------------------- the demo
 
 
 def quick(**options):

@@ -1,4 +1,6 @@
-"""Every registered technique is held to its guarantee; the suites host every shape of technique, and see their defects."""
+"""Every registered technique is held to its guarantee; the suites host every shape of technique,
+and see their defects.
+"""
 
 import json
 from collections.abc import Callable, Sequence
@@ -74,7 +76,9 @@ HOSTED = {
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_they_host_techniques_of_every_shape(name: str) -> None:
-    """A sample of the cases: a registered technique runs them all, one that keeps another's law too."""
+    """A sample of the cases: a registered technique runs them all, one that keeps another's law
+    too.
+    """
     assert any(find_technique(known).keeps for known in load_techniques())
     assert (
         sum(
@@ -167,7 +171,9 @@ class Unmoved(Session):
 
 
 def unmoved(request: Request) -> Decoder:
-    """Two drafts side by side, on a session that does not gather what was accepted; a table is as it should be."""
+    """Two drafts side by side, on a session that does not gather what was accepted; a table is as
+    it should be.
+    """
     if isinstance(request.target, Session):
         request.target.__class__ = Unmoved
     return request.decoder(Siblings(request.drafts[0], 2, True), verify_tree)

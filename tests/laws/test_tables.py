@@ -1,4 +1,6 @@
-"""Table models: every row is what a fresh pass says, and sessions and views mean what those of a transformer mean."""
+"""Table models: every row is what a fresh pass says, and sessions and views mean what those of a
+transformer mean.
+"""
 
 import random
 from dataclasses import replace
@@ -108,8 +110,8 @@ def test_a_session_refuses_what_a_session_refuses() -> None:
 class Pair:
     """One session on a transformer and one on a table, driven alike.
 
-    A state of the table is a hash of all that made it, so two rows have equal states exactly where they were computed
-    alike: then, and only then, must the transformer's two rows be equal.
+    A state of the table is a hash of all that made it, so two rows have equal states exactly where
+    they were computed alike: then, and only then, must the transformer's two rows be equal.
     """
 
     def __init__(self, seed: int):
@@ -152,7 +154,7 @@ class Pair:
         for i, row in enumerate(kept):
             assert all(not torch.allclose(row, other, atol=1e-7, rtol=0) for other in kept[:i])
 
-    def guess(self, probes: bool) -> TokenTree:
+    def draw_tree(self, probes: bool) -> TokenTree:
         tokens, parents, probe = list[int](), list[int](), list[bool]()
         for i in range(self.rng.randint(0, 4)):
             up = self.rng.randint(ROOT, i - 1)
@@ -163,22 +165,26 @@ class Pair:
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
 
     def follow(self, token: int) -> None:
-        """The view guesses behind its trunk, the session verifies some of it, and the view looks at the rest again."""
-        guess = (
+        """The view drafts after its trunk, the session verifies some of it, and the view looks at
+        the rest again.
+        """
+        drafted = (
             [*self.views[0].text[len(self.real) :], token]
             if len(self.views[0]) >= len(self.real)
             else [token]
         )
         self.compare(self.both("score", TokenTree.chain([token]), (L,), on_view=True), L)
-        kept = self.rng.randint(0, len(guess))
-        if self.both("score", TokenTree.chain(guess[:kept])) is not None:
+        kept = self.rng.randint(0, len(drafted))
+        if self.both("score", TokenTree.chain(drafted[:kept])) is not None:
             self.both("commit", tuple(range(kept)), None)
-            left = guess[kept:] if len(self.views[0]) == len(self.real) else []
+            left = drafted[kept:] if len(self.views[0]) == len(self.real) else []
             self.compare(self.both("score", TokenTree.chain(left), (L,), on_view=True), L)
         self.tree = None
 
     def copy_up(self) -> None:
-        """Keys of tokens that left early are made from their exit; a transformer may have let go of the states there."""
+        """Keys of tokens that left early are made from their exit; a transformer may have let go of
+        the states there.
+        """
         try:
             self.real.fill_cache("copy")
         except ValueError:
@@ -197,7 +203,7 @@ class Pair:
             self.both("append", text)
             self.tree = None
         elif act == "score":
-            tree = self.guess(True)
+            tree = self.draw_tree(True)
             scores = self.both("score", tree, (tap,))
             self.compare(scores, tap)
             self.tree = tree if scores else None
@@ -206,7 +212,7 @@ class Pair:
             self.both("commit", self.tree.path(node), rng.choice((None, *range(V))))
             self.tree = None
         elif act == "advance":
-            tree = self.guess(True)
+            tree = self.draw_tree(True)
             scores = self.both(
                 "run_to_layer", tree, rng.randint(1, L), (L,), head=rng.random() < 0.5
             )
@@ -226,9 +232,9 @@ class Pair:
             plan = rng.choice(PLANS)
             self.views = (self.real.view(plan), self.table.view(plan))
         elif act == "view":
-            self.compare(self.both("score", self.guess(True), (L,), on_view=True), L)
+            self.compare(self.both("score", self.draw_tree(True), (L,), on_view=True), L)
         elif act == "view commit":
-            tree = self.guess(False)
+            tree = self.draw_tree(False)
             if self.both("score", tree, on_view=True) is not None:
                 node = rng.randint(ROOT, len(tree.tokens) - 1)
                 self.both("commit", tree.path(node), rng.choice((None, *range(V))), on_view=True)
@@ -277,7 +283,7 @@ def test_the_ledger_counts_what_a_transformers_counts(seed: int) -> None:
     pair, rng = Pair(seed), random.Random(seed)
     pair.both("extend", (0, 1))
     for _ in range(15):
-        tree = pair.guess(False)
+        tree = pair.draw_tree(False)
         act = rng.randrange(4)
         if act == 0 and len(pair.real) > 2:
             pair.both("rewind", len(pair.real) - 1)

@@ -28,13 +28,13 @@ class Toy:
     left: Callable = lambda row, q: positive([a - b for a, b in zip(row, q, strict=True)]) or row
     bonus: bool = True
     tests: int = 99  # siblings looked at
-    prefix: bool = True  # stop at the first refusal of a chain
+    prefix: bool = True  # stop at the first rejection of a chain
     scale: Callable = lambda q, lenience: [lenience * x for x in q]
     lenience: F = F(1)
     greedy: Callable = lambda soft, token, lenience: soft[token] >= lenience * max(soft)
 
     def __call__(self, tree: TokenTree, p, rng) -> Verdict:
-        path, refused, row, at = (), (), p[ROOT], ROOT
+        path, rejected, row, at = (), (), p[ROOT], ROOT
         children = [i for i, parent in enumerate(tree.parents) if parent == ROOT][: self.tests]
         while children:
             node, children = children[0], children[1:]
@@ -49,10 +49,10 @@ class Toy:
                     : self.tests
                 ]
             else:
-                refused = (*refused, node)
+                rejected = (*rejected, node)
                 row = row if p.sampling.temperature == 0 else self.left(row, q)
-        whole = not refused and not self.bonus
-        return Verdict(path, None if whole and path else rng.draw(row), refused)
+        whole = not rejected and not self.bonus
+        return Verdict(path, None if whole and path else rng.draw(row), rejected)
 
 
 RIGHT = Toy()
@@ -65,7 +65,7 @@ def killed(law: str, run: Callable[[], Evidence]) -> LawViolated:
     return verdict.value
 
 
-# ---------------------------------------------------------------------------------------------- one position
+# ------------------------------------------------------------------------------------- one position
 
 
 def test_what_is_right_is_never_accused() -> None:
@@ -103,13 +103,13 @@ def test_a_counterexample_is_the_smallest_and_speaks_of_p_and_q() -> None:
 
 
 @pytest.mark.parametrize(
-    "broken", [Toy(bonus=False), Toy(prefix=False)], ids=["no bonus", "counts behind a refusal"]
+    "broken", [Toy(bonus=False), Toy(prefix=False)], ids=["no bonus", "counts after a rejection"]
 )
 def test_leviathan_equation_1_kills_a_wrong_count(broken: Toy) -> None:
     killed(theorems.ROUND_TOKENS, lambda: theorems.tokens_of_a_round(broken))
 
 
-# ------------------------------------------------------------------------------------------------ the analysis
+# ------------------------------------------------------------------------------------- the analysis
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_corollary_3_9_kills_a_wrong_planner(plan) -> None:
     killed(theorems.PLANNER, lambda: theorems.planner_is_optimal(plan))
 
 
-# ---------------------------------------------------------------------------------------------------- lenience
+# ----------------------------------------------------------------------------------------- lenience
 
 
 def test_lenience_is_capped_with_either_residual() -> None:
@@ -177,7 +177,7 @@ def test_leviathan_a_5_kills(broken: Toy) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------------- several drafts
+# ----------------------------------------------------------------------------------- several drafts
 
 
 def test_spectr_kills_a_walk_that_tests_every_sibling_against_p() -> None:
@@ -207,7 +207,9 @@ def test_recursive_rejection_kills_a_wrong_residual(left) -> None:
 
 
 def k_seq(tree: TokenTree, p, rng) -> Verdict:
-    """K-SEQ on one position: one division factor for all drafts, and the residual that goes with it."""
+    """K-SEQ on one position: one division factor for all drafts, and the residual that goes with
+    it.
+    """
     row, q, k = p[ROOT], tree.draft_probs[0], len(tree.tokens)
 
     def beta(rho: F) -> F:
@@ -240,7 +242,7 @@ def test_k_seq_s_bound_kills_single_draft_rejection_called_k_seq() -> None:
     killed(theorems.KSEQ, lambda: theorems.kseq_reaches_share(Toy(tests=1)))
 
 
-# ---------------------------------------------------------------------------------------- order of the siblings
+# ---------------------------------------------------------------------------- order of the siblings
 
 
 def test_children_in_draw_order_keep_the_law() -> None:
@@ -254,9 +256,13 @@ def test_children_in_draw_order_keep_the_law() -> None:
     theorems.draw_order(by_chance, verify_tree, largest=4)
 
 
-@pytest.mark.parametrize("along", [False, True], ids=["laws stay behind", "laws go along"])
+@pytest.mark.parametrize(
+    "along", [False, True], ids=["distributions stay", "distributions go along"]
+)
 def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
-    """Permuting siblings changes no logits and no greedy output, and does change sampling without replacement."""
+    """Permuting siblings changes no logits and no greedy output, and does change sampling without
+    replacement.
+    """
 
     def best_first(q, k, rng):
         tokens, laws = theorems.without_replacement(q, k, rng)

@@ -1,4 +1,6 @@
-"""Every theorem holds for the library; what each of them kills is in test_theorems and test_passes."""
+"""Every theorem holds for the library; what each of them kills is in test_theorems and
+test_passes.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace

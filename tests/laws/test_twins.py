@@ -1,4 +1,6 @@
-"""Every kernel equals its pure twin to the bit, and a device decides as it does; the laws that say so each kill something."""
+"""Every kernel equals its pure twin to the bit, and a device decides as it does; the laws that say
+so each kill something.
+"""
 
 import math
 from collections.abc import Callable
@@ -52,7 +54,7 @@ def test_a_cuda_device_decides_as_the_twins(name: str) -> None:
     devices.on_device(name, devices.device_kernels("cuda")[name])
 
 
-# --- each law kills -------------------------------------------------------------------------------------------------
+# --- each law kills -------------------------------------------------------------------------------
 
 KNOBS = ("history", "temperature", "top_k", "top_p", "min_p", "penalty")
 
@@ -81,8 +83,8 @@ def punished_twice(logits: Any, history: Any, temperature: float, *knobs: Any) -
 def summed_in_one_go(row: Any, u: float) -> int:
     if not 0 < row.sum() < math.inf:
         return fallback.sample_inverse_cdf(row, u)
-    behind = np.flatnonzero((np.cumsum(row) > u * np.cumsum(row)[-1]) & (row > 0))
-    return int(behind[0] if len(behind) else np.flatnonzero(row)[-1])
+    after = np.flatnonzero((np.cumsum(row) > u * np.cumsum(row)[-1]) & (row > 0))
+    return int(after[0] if len(after) else np.flatnonzero(row)[-1])
 
 
 def at_zero(row: Any, u: float) -> int:
@@ -112,7 +114,7 @@ def softened(row: Any, q: Any) -> Any:
 
 def walking(
     accept: Callable[[float, float], bool] = lambda u, ratio: u < ratio,
-    refuse: Callable[..., Any] = reference.reject,
+    reject: Callable[..., Any] = reference.reject,
     draw: Callable[[Any, float], int] = reference.sample_inverse_cdf,
     fresh: bool = True,
 ) -> Callable[..., Any]:
@@ -133,7 +135,7 @@ def walking(
             fallback.ListRows(p),
             lambda ratio: bool(accept(take(), ratio)),
             lambda row: draw(row, take()),
-            refuse,
+            reject,
         )
         return (*said, len(uniforms) - len(given.rest))
 
@@ -199,8 +201,8 @@ DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
         "a ratio is never quite 1",
         walking(accept=lambda u, ratio: u < min(ratio, 1 - 2**-53)),
     ),
-    ("verify_tree", "the residual is p", walking(refuse=keep)),
-    ("verify_tree", "every law is a point mass", walking(refuse=forgetful)),
+    ("verify_tree", "the residual is p", walking(reject=keep)),
+    ("verify_tree", "every distribution is a point mass", walking(reject=forgetful)),
     ("verify_tree", "one uniform for all", walking(fresh=False)),
     (
         "verify_tree",
@@ -285,7 +287,7 @@ DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("apply_sampling", "top-p without the token that crosses", small_nucleus),
     ("residual", "no clamp", lambda p, q: p if (p == q).all() else (p - q) / abs(p - q).sum()),
     ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
-    ("verify_tree", "the residual is p", walking(refuse=keep)),
+    ("verify_tree", "the residual is p", walking(reject=keep)),
 ]  # fmt: skip
 
 

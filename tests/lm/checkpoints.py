@@ -1,4 +1,6 @@
-"""Small checkpoint folders for the tests: every configuration, random weights, and ways to damage them."""
+"""Small checkpoint folders for the tests: every configuration, random weights, and ways to damage
+them.
+"""
 
 import json
 from dataclasses import replace

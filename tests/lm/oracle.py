@@ -1,7 +1,8 @@
-"""A transformer written a second time, as naively as possible: one token, layer and head at a time, in numpy float64.
+"""A transformer written a second time, as naively as possible: one token, layer and head at a time,
+in numpy float64.
 
-It shares nothing with the code under test but the weights and the frequencies of the rotations, so that it can be the
-judge of caches, trees, views and batches.
+It shares nothing with the code under test but the weights and the frequencies of the rotations, so
+that it can be the judge of caches, trees, views and batches.
 """
 
 import math
@@ -67,8 +68,9 @@ class Oracle:
         prefix: tuple[np.ndarray, np.ndarray] | None = None,
         copy_from: int | None = None,
     ) -> Token:
-        """One token (or an embedding of its own) after `past`. With `copy_from`, it leaves after so many layers and its
-        state there makes the keys and values of the layers above."""
+        """One token (or an embedding of its own) after `past`. With `copy_from`, it leaves after so
+        many layers and its state there makes the keys and values of the layers above.
+        """
         c = self.c
         position = past[-1].position + 1 if past else 0
         x = self.w["embed"][token].copy() if isinstance(token, int) else token.copy()

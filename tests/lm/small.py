@@ -31,7 +31,9 @@ QWEN3 = replace(LLAMA, qk_norm=True, head_dim=6, family="qwen3")
 
 
 def model(config: Config = LLAMA, seed: int = 0, dtype: torch.dtype = torch.float64) -> Model:
-    """Weights large enough that every layer, position and token changes the logits; gains and biases too."""
+    """Weights large enough that every layer, position and token changes the logits; gains and
+    biases too.
+    """
     m = Model.random(config, seed=seed, dtype=torch.float64, scale=0.4)
     generator = torch.Generator().manual_seed(seed + 1)
     for weight in m.weights.values():

@@ -1,4 +1,6 @@
-"""Batching is a barrier: every row of a batch equals the row alone, whoever comes first, and nothing ever hangs."""
+"""Batching is a barrier: every row of a batch equals the row alone, whoever comes first, and
+nothing ever hangs.
+"""
 
 import random
 import threading
@@ -22,17 +24,19 @@ def greedy(
     forward_log: list[ForwardRecord] | None = None,
     jitter: float = 0.0,
 ):
-    """A small speculative loop: two models in turn, a rewind now and then. Returns text and target's logits."""
+    """A small speculative loop: two models in turn, a rewind now and then. Returns text and
+    target's logits.
+    """
     target, draft = TARGET.session(forward_log, barrier), DRAFT.session(forward_log, barrier)
     target.extend(prompt)
     draft.extend(prompt)
     rows = []
     while len(target) < len(prompt) + new:
-        guess = int(draft.score(TokenTree()).logits[0].argmax())
+        drafted = int(draft.score(TokenTree()).logits[0].argmax())
         time.sleep(jitter * random.random())
-        scores = target.score(TokenTree.chain([guess, 3]))
+        scores = target.score(TokenTree.chain([drafted, 3]))
         best = scores.logits.argmax(dim=-1).tolist()
-        path = [0] if best[0] == guess else []
+        path = [0] if best[0] == drafted else []
         target.commit(path, best[len(path)])
         rows.append(scores.logits)
         draft.append(target.text[len(draft) :])
@@ -168,7 +172,9 @@ def test_no_jobs_and_one_job() -> None:
 
 
 def test_threads_that_come_together_pack_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first forward packs the weights; a thread that comes meanwhile must not find a model without any."""
+    """The first forward packs the weights; a thread that comes meanwhile must not find a model
+    without any.
+    """
     from tinyspec.lm import transformer
 
     plain, asked = transformer.can_pack, list[bool]()

@@ -1,4 +1,6 @@
-"""A draft that borrows its embeddings: saved without them, loaded with its target's, silent about what it cannot say."""
+"""A draft that borrows its embeddings: saved without them, loaded with its target's, silent about
+what it cannot say.
+"""
 
 import json
 from pathlib import Path

@@ -94,7 +94,7 @@ def test_what_is_special_goes_the_long_way() -> None:
         assert session._match_chain(odd) is None
     session.score(tree([1, 2], [ROOT, ROOT]))
     assert session._match_chain(TokenTree.chain([3])) is None, (
-        "behind a sibling no slot is its position"
+        "after a sibling no slot is its position"
     )
     assert session._match_chain(TokenTree.chain([1, 3])) is None, (
         "nor is it where a sibling hangs higher up"
@@ -112,7 +112,7 @@ def test_what_is_special_goes_the_long_way() -> None:
         M.session().score(EMPTY)
 
 
-# ---------------------------------------------------------------------- guesses that choose each other
+# -------------------------------------------------------------- draft tokens that choose each other
 
 
 def best(rows: list[Any], most: int) -> Callable[[Any], int | None]:
@@ -149,7 +149,7 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
         rows = list[Any]()
         if not one.draft_chain(most, best(rows, most)):
             assert one.committed[-1].children, (
-                "what came instead is what was guessed, and guesses hang from it"
+                "what came instead is what was drafted, and draft tokens hang from it"
             )
             rows = scored(one, most)
         expected = scored(other, most)

@@ -148,7 +148,7 @@ def test_a_config_that_no_family_has_is_not_written(tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-# ------------------------------------------------------------------ older and other ways to say the same
+# ------------------------------------------------------------- older and other ways to say the same
 
 
 def test_old_and_new_keys_of_rope_scaling_mean_the_same(tmp_path):

@@ -1,4 +1,6 @@
-"""A checkpoint that is damaged, hostile, or not computed here is refused in one line that names the culprit."""
+"""A checkpoint that is damaged, hostile, or not computed here is refused in one line that names the
+culprit.
+"""
 
 import json
 import re

@@ -1,6 +1,8 @@
-"""What an early exit leaves out: no read ever meets a missing key, each fill gives what it says, and the ledger counts it.
+"""What an early exit leaves out: no read ever meets a missing key, each fill gives what it says,
+and the ledger counts it.
 
-Judges are the naive transformer of tests/lm/oracle.py and plain arithmetic over the layers where tokens left.
+Judges are the naive transformer of tests/lm/oracle.py and plain arithmetic over the layers where
+tokens left.
 """
 
 import ast
@@ -33,7 +35,7 @@ SCHEDULES = [(1,), (2, 1), (1, 3, 2), (3, 1, 4, 1), (1, 1, 1, 4), (4, 4), (2, 3,
 """After how many layers each token leaves, the prompt's last one first."""
 
 
-# ---------------------------------------------------------------------- no key is missing where it is read
+# --------------------------------------------------------------- no key is missing where it is read
 
 
 @pytest.mark.parametrize(("slot", "layer"), product(range(N - 1), range(L)))
@@ -42,18 +44,20 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
     m, slot, layer
 ) -> None:
     missing = f"slot {slot} has no keys in layer {layer}"
-    guess = tree([1, 2, 2], [ROOT, 0, ROOT])
+    drafted = tree([1, 2, 2], [ROOT, 0, ROOT])
     reads: list[Any] = [
         lambda s: s.score(EMPTY),
-        lambda s: s.score(guess),
-        lambda s: s.view(Plan(skip=frozenset({2 * layer + 1}))).score(guess),
-        lambda s: s.run_to_layer(guess, layer + 1),
+        lambda s: s.score(drafted),
+        lambda s: s.view(Plan(skip=frozenset({2 * layer + 1}))).score(drafted),
+        lambda s: s.run_to_layer(drafted, layer + 1),
         lambda s: s.run_nodes([s.committed[-1]], 2 * L, prefill=True),
     ]
     others: list[Any] = [
-        lambda s: s.run_to_layer(guess, layer, head=True),  # leaves below
-        lambda s: s.view(Plan(last=layer)).score(guess),
-        lambda s: s.view(Plan(skip=frozenset({2 * layer}))).score(guess),  # passes its attention by
+        lambda s: s.run_to_layer(drafted, layer, head=True),  # leaves below
+        lambda s: s.view(Plan(last=layer)).score(drafted),
+        lambda s: s.view(Plan(skip=frozenset({2 * layer}))).score(
+            drafted
+        ),  # passes its attention by
     ]
     for read in reads:
         session = begun(m)
@@ -68,7 +72,9 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
 
 @pytest.mark.parametrize("layer", range(1, L))
 def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(layer: int) -> None:
-    """A half-run parent is not read above its reach: whoever hangs below it takes it along, or it is an error."""
+    """A half-run parent is not read above its reach: whoever hangs below it takes it along, or it
+    is an error.
+    """
     session = begun(M)
     session.run_to_layer(tree([1], [ROOT]), layer)
     deeper = tree([1, 2], [ROOT, 0])
@@ -78,7 +84,7 @@ def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(l
     session = begun(M)
     session.run_to_layer(tree([1], [ROOT]), layer)
     parent = session.committed[-1].children[1]
-    session.score(EMPTY)  # the root goes on, its child stays behind
+    session.score(EMPTY)  # the root goes on, its child does not
     child = tree([1, 2], [ROOT, 0])
     session.run_to_layer(child, 0)
     with pytest.raises(RuntimeError, match=f"slot {parent.slot} has no keys in layer {layer}"):
@@ -118,7 +124,9 @@ def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
 
 
 def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
-    """`ForwardBatch` is made in one function, which looks at every slot that is read; so does what drafts chains."""
+    """`ForwardBatch` is made in one function, which looks at every slot that is read; so does what
+    drafts chains.
+    """
     made = set()
     for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
@@ -155,7 +163,9 @@ class Scheduled(ExitRule):
 
 
 def decoded(session: Any, leaves: Sequence[int], fill: str, row: bool = False) -> list[Any]:
-    """One token after the other leaves where the list says; returns the rows. The tokens are 7, 8, 9, ..."""
+    """One token after the other leaves where the list says; returns the rows. The tokens are 7, 8,
+    9, ...
+    """
     target = ExitTarget(session, Scheduled(leaves, row), fill)
     target.extend(PROMPT)
     rows = []

@@ -1,4 +1,6 @@
-"""A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer splits alike."""
+"""A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer
+splits alike.
+"""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -72,7 +74,9 @@ def permute(rows: np.ndarray, heads: int) -> np.ndarray:
 
 
 def blocks(shape: tuple[int, ...], kind: Quant, rng: np.random.Generator) -> np.ndarray:
-    """Raw blocks of a kind that the package only reads: random bits, with the float16 scales kept small and finite."""
+    """Raw blocks of a kind that the package only reads: random bits, with the float16 scales kept
+    small and finite.
+    """
     size, width = GGML_QUANT_SIZES[kind]
     raw = rng.integers(0, 256, (shape[0], shape[1] // size, width), dtype=np.uint8)
     scale = rng.uniform(0.001, 0.01, (*raw.shape[:2], 2)).astype("<f2").view(np.uint8)

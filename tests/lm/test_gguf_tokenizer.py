@@ -1,4 +1,6 @@
-"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did, digits above all."""
+"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did, digits
+above all.
+"""
 
 import os
 import zipfile

@@ -1,5 +1,6 @@
-"""What decoding does between two forward passes leaves torch's threads asleep: awake they would spin on the cores that the
-compiled kernels need next. And numpy's copies are torch's."""
+"""What decoding does between two forward passes leaves torch's threads asleep: awake they would
+spin on the cores that the compiled kernels need next. And numpy's copies are torch's.
+"""
 
 import subprocess
 import sys

@@ -1,6 +1,8 @@
-"""Fetching by hub id, against a server on this machine that answers as the hub does. No test here leaves it.
+"""Fetching by hub id, against a server on this machine that answers as the hub does. No test here
+leaves it.
 
-`huggingface_hub` reads its environment when it is imported, so every fetch runs in a process of its own.
+`huggingface_hub` reads its environment when it is imported, so every fetch runs in a process of its
+own.
 """
 
 import hashlib
@@ -30,7 +32,9 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 class Hub:
-    """A hub with one model, `org/tiny`. `cut` ends the next answer of the weights early; `ranges` lists the asked."""
+    """A hub with one model, `org/tiny`. `cut` ends the next answer of the weights early; `ranges`
+    lists the asked.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}

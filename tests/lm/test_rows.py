@@ -1,6 +1,8 @@
-"""Rows of a real session, bit for bit: whatever way led to a text, its rows are those of one-token steps.
+"""Rows of a real session, bit for bit: whatever way led to a text, its rows are those of one-token
+steps.
 
-On a CPU, in float32 and bfloat16. So what is lossless in exact arithmetic is lossless in these, and a batch row is the row.
+On a CPU, in float32 and bfloat16. So what is lossless in exact arithmetic is lossless in these, and
+a batch row is the row.
 """
 
 from collections.abc import Iterator
@@ -92,7 +94,9 @@ def lawful(session: Session, t: TokenTree) -> None:
 def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
     m: Model, data: st.DataObject
 ) -> None:
-    """Texts in any pieces, trees kept and dropped, layers run later, views between, texts taken back, forks."""
+    """Texts in any pieces, trees kept and dropped, layers run later, views between, texts taken
+    back, forks.
+    """
     session = m.session()
     session.extend(data.draw(texts))
     for way in data.draw(
@@ -202,7 +206,9 @@ def patched(target: object, name: str, new: object) -> Iterator[None]:
 
 
 def test_wrong_paths_fall() -> None:
-    """Keys in the order of the slots, or a sibling's slot among them: a tree's rows no longer are those of their paths."""
+    """Keys in the order of the slots, or a sibling's slot among them: a tree's rows no longer are
+    those of their paths.
+    """
     right = ForwardBatch.visible_slots
 
     def by_slot(feed, layer, rows):  # type: ignore[no-untyped-def]

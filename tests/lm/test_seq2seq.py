@@ -1,4 +1,6 @@
-"""The encoder-decoder: against a version written out token by token, in batches, as a session, as a folder on disk."""
+"""The encoder-decoder: against a version written out token by token, in batches, as a session, as a
+folder on disk.
+"""
 
 import json
 import math
@@ -55,7 +57,9 @@ def causal(n: int) -> Tensor:
 
 
 class Oracle:
-    """One row, one head, one looked-at place at a time, in numpy; shares nothing with the model but its weights."""
+    """One row, one head, one looked-at place at a time, in numpy; shares nothing with the model but
+    its weights.
+    """
 
     def __init__(self, source: Seq2Seq):
         self.c, self.w = source.config, {name: w.numpy() for name, w in source.weights.items()}

@@ -1,4 +1,6 @@
-"""What a session promises: whatever was drafted, kept or taken back, it says what a plain forward says."""
+"""What a session promises: whatever was drafted, kept or taken back, it says what a plain forward
+says.
+"""
 
 import numpy as np
 import pytest

@@ -169,8 +169,8 @@ class TestProbes:
         session = begun(m)
         session.set_probe_embeddings(self.ROWS, prefix)
         scores = session.score(self.TREE)
-        guesses = tree([4, 5], [ROOT, 0])
-        close(scores.logits[[0, 1, 4]], begun(m).score(guesses).logits)
+        drafted = tree([4, 5], [ROOT, 0])
+        close(scores.logits[[0, 1, 4]], begun(m).score(drafted).logits)
         oracle = Oracle(m)
         shown = None if prefix is None else (prefix[0].numpy(), prefix[1].numpy())
         base = oracle.text([*PROMPT, 4])
@@ -190,7 +190,7 @@ class TestProbes:
         session.score(self.TREE)
         assert forward_log[-1].rows == 6
         session.score(self.TREE)
-        assert forward_log[-1].rows == 3  # guesses are known, probes are made anew
+        assert forward_log[-1].rows == 3  # draft tokens are known, probes are made anew
         close(session.score(TokenTree.chain([4, 5])).logits[2], M.logits([*session.text, 4, 5])[-1])
 
     def test_a_probe_is_never_committed_nor_built_upon(self) -> None:

@@ -53,7 +53,9 @@ def trees(draw: st.DrawFn, probes: bool = True) -> TokenTree:
 
 
 class Machine(RuleBasedStateMachine):
-    """`text` and `done` say what the session must be: its tokens, and how each but the newest was run."""
+    """`text` and `done` say what the session must be: its tokens, and how each but the newest was
+    run.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,8 +170,8 @@ class Machine(RuleBasedStateMachine):
     def commit(self, data: st.DataObject) -> None:
         """Nodes that were only advanced may be committed: they wait, as those that leave early do."""
         assert self.tree is not None
-        guesses = [i for i, probe in enumerate(self.tree.probe) if not probe]
-        node = data.draw(st.sampled_from([ROOT, *guesses]))
+        drafted = [i for i, probe in enumerate(self.tree.probe) if not probe]
+        node = data.draw(st.sampled_from([ROOT, *drafted]))
         path = self.tree.path(node)
         after = data.draw(st.none() | tokens)
         new = [*self.tree.tokens_on(path), *(() if after is None else (after,))]

@@ -25,7 +25,9 @@ CONFIG = {
 
 @cache
 def byte_level() -> Tokenizer:
-    """Byte-level BPE whose merges cut characters apart: é and € are split over tokens, two bytes of € are merged."""
+    """Byte-level BPE whose merges cut characters apart: é and € are split over tokens, two bytes of
+    € are merged.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("Ġ", "w"), ("â", "Ĥ"), ("o", "Ã"), ("1", "2")]
     vocab = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
@@ -78,7 +80,9 @@ def sentencepiece() -> Tokenizer:
 
 @cache
 def sequence_of_bytes() -> Tokenizer:
-    """A byte-level decoder inside a sequence: the window stream must hold half characters back by itself."""
+    """A byte-level decoder inside a sequence: the window stream must hold half characters back by
+    itself.
+    """
     backend = Backend.from_str(byte_level().backend.to_str())
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return Tokenizer(backend, CONFIG)

@@ -110,7 +110,7 @@ def test_the_whole_model_is_not_disturbed_by_a_view(m, plan: Plan) -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(list(PLANS.values())), min_size=2, max_size=6))
 def test_plans_may_take_turns_on_the_same_nodes(turns: list[Plan]) -> None:
-    """Each leaves states behind that the next may only use where the two agree."""
+    """Each leaves states that the next may only use where the two agree."""
     session = begun()
     for plan in turns:
         close(session.view(plan).score(BUSH).logits, rows(M, PROMPT, [], BUSH, plan))
@@ -256,7 +256,9 @@ def test_appended_tokens_are_run_by_the_whole_model_before_a_view_looks() -> Non
 
 @plans
 def test_what_a_view_computed_does_not_outlive_a_commit_of_what_it_looked_at(plan: Plan) -> None:
-    """Its past is the whole model's then, and a row says the same whether it was drafted before or not."""
+    """Its past is the whole model's then, and a row says the same whether it was drafted before or
+    not.
+    """
     session = begun()
     view = session.view(plan)
     view.score(BUSH)

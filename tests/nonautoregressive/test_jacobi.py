@@ -1,4 +1,6 @@
-"""Parallel decoding: every sweep, every start, the only fixed point, and the same tokens as greedy decoding."""
+"""Parallel decoding: every sweep, every start, the only fixed point, and the same tokens as greedy
+decoding.
+"""
 
 import json
 from itertools import pairwise, product
@@ -418,7 +420,7 @@ def test_the_command_line_prints_the_plain_text(folder: str) -> None:
     )
 
 
-# ------------------------------------------------------------------ on an autoregressive encoder-decoder
+# ------------------------------------------------------------- on an autoregressive encoder-decoder
 
 
 def teacher(seed: int = 0, tokenizer: Any = None, vocabulary: int = 12) -> Seq2Seq:
@@ -436,7 +438,9 @@ def teacher(seed: int = 0, tokenizer: Any = None, vocabulary: int = 12) -> Seq2S
 
 
 def dense(host: Seq2Seq, source: list[int], n: int) -> list[int]:
-    """Greedy translation by a dense decoder pass over the whole text for every token; no session, no cache."""
+    """Greedy translation by a dense decoder pass over the whole text for every token; no session,
+    no cache.
+    """
     text, memory = [host.config.bos], host.encode(torch.tensor([source]))
     while len(text) <= n and text[-1] != host.config.eos:
         ids = torch.tensor([text])

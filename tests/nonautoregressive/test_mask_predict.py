@@ -1,4 +1,6 @@
-"""Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the paper says."""
+"""Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the
+paper says.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -202,7 +204,9 @@ def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -
 
 
 def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
-    """Gradients reach the head at hidden words alone: with one hidden word, one row of logits counts."""
+    """Gradients reach the head at hidden words alone: with one hidden word, one row of logits
+    counts.
+    """
     model = tiny()
     model.forward_log = []
     target = torch.tensor([[5, 4, 6]])

@@ -1,4 +1,6 @@
-"""NAT: fertilities make the length, one pass makes the words, the teacher chooses; and what it is trained by."""
+"""NAT: fertilities make the length, one pass makes the words, the teacher chooses; and what it is
+trained by.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -174,7 +176,9 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
 
 
 def test_a_translation_depends_on_the_source_and_its_fertilities_alone() -> None:
-    """The same fertilities, whatever seed they came from and whichever candidates stand beside them."""
+    """The same fertilities, whatever seed they came from and whichever candidates stand beside
+    them.
+    """
     model, judge, source = random_student(3), random_teacher(3), (4, 7, 5)
     told: dict[tuple[int, ...], list[int]] = {}
     for seed, samples in product(range(6), (3, 8)):
@@ -363,7 +367,9 @@ def fit(loss: Any, model: Seq2Seq, data: list[Any], steps: int, rate: float = 3e
 
 
 def aligned(pairs: list[tuple[Any, Any]]) -> list[tuple[Any, Any, Any]]:
-    """Sources, targets, and the fertilities that the aligner finds: by model 1, as no word stands twice."""
+    """Sources, targets, and the fertilities that the aligner finds: by model 1, as no word stands
+    twice.
+    """
     links = align_words([x for x, _ in pairs], [y for _, y in pairs], model2_rounds=0).links
     return [
         (x, y, count_fertilities(link, len(x), 3))
@@ -378,7 +384,9 @@ def shape(task: Dialects, width: int, layers: int) -> Seq2SeqConfig:
 
 
 def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
-    """Words that give nothing, one or two tokens, in an order turned by one; nothing but pairs is shown."""
+    """Words that give nothing, one or two tokens, in an order turned by one; nothing but pairs is
+    shown.
+    """
     task = Dialects(("ord", "fert"), modes=2, words=12, shortest=3, longest=5)
 
     def pairs(count: int, seed: int) -> list[tuple[Any, Any, Any]]:
@@ -409,17 +417,19 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
         5e-3,
     )
     sources = pad_sequences([x for x, _, _ in held])
-    guessed = model.fertility_logits(model.encode(sources)).argmax(dim=-1)
+    predicted = model.fertility_logits(model.encode(sources)).argmax(dim=-1)
     there = sources != 0
-    assert float((guessed == pad_sequences([f for _, _, f in held]))[there].float().mean()) > 0.95
+    assert float((predicted == pad_sequences([f for _, _, f in held]))[there].float().mean()) > 0.95
 
 
 @pytest.mark.slow
 def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> (
     None
 ):
-    """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right translations, of 100: teacher 99;
-    raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with 30 samples 99. Fifty seconds of one core."""
+    """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right
+    translations, of 100: teacher 99; raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with
+    30 samples 99. Fifty seconds of one core.
+    """
     task = Dialects(("lex", "fert"), modes=2, words=12, shortest=3, longest=5)
     train = task.sample_pairs(4000, 1)
     sources, held = (

@@ -1,4 +1,6 @@
-"""A batch of sources is refined to what each of them is refined to alone, with the passes of one."""
+"""A batch of sources is refined to what each of them is refined to alone, with the passes of
+one.
+"""
 
 import pytest
 import torch

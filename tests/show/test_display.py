@@ -1,4 +1,6 @@
-"""Laws of the display: origins are told with and without colour, nothing steers the terminal, pieces make the whole."""
+"""Laws of the display: origins are told with and without colour, nothing steers the terminal,
+pieces make the whole.
+"""
 
 import io
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Laws of a race: clocks count steps and nothing else, the lane behind moves next; and of its picture."""
+"""Laws of a race: clocks count steps and nothing else, the lane with the least time moves next; and
+of its picture.
+"""
 
 import random
 import xml.etree.ElementTree as ElementTree
@@ -54,6 +56,11 @@ def test_greedy_lanes_write_the_same_text(pair: tuple[Model, Model]) -> None:
     assert [lane.finished for lane in lanes] == ["length", "length"]
     assert compare_lanes([lanes], [True])[0].identical is True
     assert compare_lanes([lanes], [False])[0].identical is None
+
+
+def test_a_lane_tells_the_knobs_of_its_method(pair: tuple[Model, Model]) -> None:
+    lanes = race(pair[0], starts(pair))
+    assert [lane.knobs for lane in lanes] == [{}, {"gamma": 3, "lenience": 1.0}]
 
 
 def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) -> None:

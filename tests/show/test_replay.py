@@ -1,6 +1,7 @@
 """A replay: one self-contained page whose pictures are those of the trace, in a real browser.
 
-`SHOWN` holds the commands whose pictures the README shows. Each is run here, and its picture is held to be one.
+`SHOWN` holds the commands whose pictures the README shows. Each is run here, and its picture is
+held to be one.
 """
 
 import functools
@@ -95,13 +96,13 @@ def run_shown(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ran]:
 
 @pytest.fixture(scope="module")
 def tree() -> replay.Record:
-    """Trees of guesses, drawn at temperature 0.8."""
+    """Trees of draft tokens, drawn at temperature 0.8."""
     knobs = {"accepts": "0.6,0.2,0.1", "costs": "0.1,1,1.02,1.03,1.04,1.05,1.06,1.07,1.08"}
     return recorded("sequoia", temperature=0.8, **knobs)
 
 
 def seen(record: replay.Record, folder: Path, at: int | str = "", script: str = "") -> str:
-    """The page as a browser has built it, at a step; `script` runs behind the page's own."""
+    """The page as a browser has built it, at a step; `script` runs after the page's own."""
     page = folder / "page.html"
     page.write_text(
         replay.render_page(record).replace("</body>", f"<script>{script}</script></body>"),
@@ -127,7 +128,7 @@ def text_of(dom: str) -> str:
     return html.unescape(re.sub(r"<del.*?</del>|<[^>]*>", "", panel[1]))
 
 
-# ---------------------------------------------------------------------- the commands that the README shows
+# --------------------------------------------------------------- the commands that the README shows
 
 
 @pytest.mark.parametrize("command", SHOWN)
@@ -199,7 +200,7 @@ def test_where_no_token_leaves_early_no_layers_are_told() -> None:
     assert done.exit_code == 0 and "layers" not in done.stderr
 
 
-# ---------------------------------------------------------------------- what to see, in one sentence
+# --------------------------------------------------------------------- what to see, in one sentence
 
 PICTURES = (
     (CALM, "Each bar is a token"),
@@ -244,7 +245,7 @@ def test_the_pieces_joined_are_the_text(tree: replay.Record) -> None:
 
 
 def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
-    guesses = 0
+    n_drafted = 0
     for round in tree["rounds"]:
         assert (
             len(round["tokens"]) == len(round["p"]) == len(round["q"]) == len(round["node_pieces"])
@@ -253,8 +254,8 @@ def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
             q is None or 0 < q <= 1 for q in round["q"]
         )
         assert len(round["ran"]) == len(round["said"]) == len(round["emitted"])
-        guesses += len(round["tokens"])
-    assert guesses > 20
+        n_drafted += len(round["tokens"])
+    assert n_drafted > 20
 
 
 @pytest.mark.parametrize("detailed", [True, False])

@@ -72,11 +72,13 @@ def request(
 def every_policy(
     make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]
 ) -> int:
-    """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the reference's law.
+    """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the
+    reference's law.
 
-    By induction from the last round backwards, every policy that looks at the past, at time, or at dice of its own then has
-    the reference's law: the choice is a branch, and laws are compared within each branch, not on average over them. The
-    past is all that could be seen of it: choices, trees, refusals and texts.
+    By induction from the last round backwards, every policy that looks at the past, at time, or at
+    dice of its own then has the reference's law: the choice is a branch, and laws are compared
+    within each branch, not on average over them. The past is all that could be seen of it: choices,
+    trees, rejections and texts.
     """
     laws: dict[Any, dict[tuple[int, ...], Any]] = {}
     for rounds in range(1, tokens + 1):
@@ -132,7 +134,8 @@ def test_the_joint_distribution_holds_under_every_policy(
 
 
 def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
-    """The proof is not blind: keep a guess of the draft only if it is 0, under its declared law, and the law is another."""
+    """The proof is not blind: keep a draft token only if it is 0, under its declared distribution:
+    the joint distribution is another."""
 
     class Peeking(BaseDrafter):
         def __init__(self, draft: Any, choose: Choose):
@@ -172,7 +175,7 @@ def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_a
 
 
 def test_between_the_two_the_size_is_the_knee_of_the_curve() -> None:
-    """Up to eight rows are free, more take three times as long: seven guesses."""
+    """Up to eight positions are free, more take three times as long: seven draft tokens."""
     _, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0 if rows <= 8 else 3.0)
     curve = decoder.drafter.policy.curve
     assert max(curve.sizes, key=lambda size: (1 + size) / curve.costs()[curve.index_of[size]]) == 7
@@ -186,7 +189,7 @@ def test_where_acceptance_collapses_drafting_stops() -> None:
 
 
 def test_trust_comes_back_without_running_a_row() -> None:
-    """Guesses that were not run are compared with what came."""
+    """Draft tokens that were not run are compared with what came."""
     watch = Watch()
     wanted = Request(
         Ticking(Reciter(POEM), watch, float),
@@ -220,7 +223,7 @@ def test_nothing_is_drafted_before_plain_rounds_were_timed() -> None:
 
 
 def test_most_likely_tokens_of_a_tree_are_run() -> None:
-    """Behind 1 came 2 twice and 3 once, behind 2 always 4: the first guesses are 2, 4, and then 3."""
+    """After 1 came 2 twice and 3 once, after 2 always 4: drafted are 2, 4, and then 3."""
     texts = LookupDrafter(
         Request(Table(5), references=[[0, 1, 2, 4], [0, 1, 2, 4], [0, 1, 3]]), 16, False
     )
@@ -245,7 +248,8 @@ def test_most_likely_tokens_of_a_tree_are_run() -> None:
 def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_looked_at(
     takes: float, share: float
 ) -> None:
-    """Every copy holds, and a row costs 0.9 of a token: four guesses gain 0.4, less than the second kind of look takes."""
+    """Every copy holds, and a position costs 0.9 of a token: four draft tokens gain 0.4,
+    less than the second kind of lookup takes."""
     watch, poem = Watch(), list(range(1, 299))
     target = Ticking(Reciter(poem), watch, lambda rows: 0.1 + 0.9 * rows)
     decoder = CARD.make(
@@ -282,7 +286,9 @@ def test_no_token_is_likelier_than_its_parent(said: list[int], further: float, s
 
 @pytest.mark.parametrize("skip", [True, False])
 def test_copy_continues_after_a_substituted_word(skip: bool) -> None:
-    """Every eighth token of the text is another than the source's: no suffix of the text is known behind it."""
+    """Every eighth token of the text is another than the source's: no suffix of the text is known
+    after it.
+    """
     source = list(range(1, 90))
     poem = [500 + token if token % 8 == 0 else token for token in source]
     watch = Watch()
@@ -315,7 +321,9 @@ def test_substitution_leaves_a_single_draft_token_alone() -> None:
 
 
 def test_each_look_is_believed_on_its_own() -> None:
-    """Behind [0, 1] the references say 2; if 1 replaced 3, they say 4. One tree has both, and failures are of one look."""
+    """After [0, 1] the references have 2; if 1 replaced 3, they say 4. One tree has both, and
+    failures are of one look.
+    """
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     no_scores: Any = None
     texts.extend([0, 1], no_scores)
@@ -404,7 +412,9 @@ def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -
 
 
 def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
-    """A text with a draft model: how long it took, where a call takes 1, a row more 0.05, and a step of the draft `step`."""
+    """A text with a draft model: how long it took, where a call takes 1, a row more 0.05, and a
+    step of the draft `step`.
+    """
     watch = Watch()
 
     def target(context: Any) -> list[int]:
@@ -459,14 +469,15 @@ def test_an_idle_draft_model_runs_nothing() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["tell", "say", "guess", "back", "end"]), st.integers(0, 6)),
+        st.tuples(st.sampled_from(["tell", "say", "draft", "back", "end"]), st.integers(0, 6)),
         max_size=24,
     )
 )
 def test_lazy_drafter_drafts_what_an_eager_one_does(
     deeds: list[tuple[str, int]],
 ) -> None:
-    """Its rows depend on the whole text: one token lost, or one too many, and the guesses part."""
+    """Its rows depend on the whole text: one token lost, or one too many, and the
+    draft tokens differ."""
     late, soon, text = (
         LazyDrafter(Table(4), 2, frozenset(), 12),
         ModelDrafter(Table(4), 2, frozenset(), 12),
@@ -475,7 +486,7 @@ def test_lazy_drafter_drafts_what_an_eager_one_does(
     for each in (late, soon):
         each.extend(text, NOTHING_SEEN)
     for deed, n in deeds:
-        if deed == "guess":
+        if deed == "draft":
             trees = [each.propose(text, n, GREEDY, Seeded(0)) for each in (late, soon)]
             assert trees[0].tokens == trees[1].tokens
             continue
@@ -533,7 +544,9 @@ def test_times_and_outputs_outlive_a_request_and_trust_does_not() -> None:
 
 
 def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_come() -> None:
-    """The first round with guesses takes nine times as long as it should. The time for trials is saved up over requests."""
+    """The first round that drafts takes nine times as long as it should. The time for trials is
+    saved up over requests.
+    """
     watch, model, slow, calls = Watch(), Reciter(POEM), [9.0], list[int]()
 
     def seconds(rows: int) -> float:
@@ -580,7 +593,9 @@ def test_of_a_machine_that_slows_down_the_shape_stays_as_it_was() -> None:
 
 
 def test_noise_is_averaged_out_of_the_shape() -> None:
-    """Rounds take up to a quarter more or less: what a size costs against plain is wrong by less than 4.5 % on average."""
+    """Rounds take up to a quarter more or less: what a size costs against plain is wrong by less
+    than 4.5 % on average.
+    """
     curve, noise, wrong = CostModel(16), random.Random(0), list[float]()
     for sweep in range(100):
         for size in curve.sizes:

@@ -97,7 +97,9 @@ def test_trap_the_technique_passes_it(trap: Trap) -> None:
 
 
 def test_trap_a_token_stays_unless_it_is_bad_whatever_the_ratio() -> None:
-    """p(0) = 1/5, q(0) = 1: speculative decoding keeps it one time in five, BiLD always, and at rollback 1 never."""
+    """p(0) = 1/5, q(0) = 1: speculative decoding keeps it one time in five, BiLD always, and at
+    rollback 1 never.
+    """
     for rollback, kept in ((5.0, 3), (1.0, 0)):
         decoder = made(Fixed(1, 4), Fixed(1, 0), GREEDY, rollback=rollback, gamma=3)
         decoder.extend((0,))
@@ -184,7 +186,9 @@ def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end
 
 @pytest.mark.parametrize("rule", ["paper", "safe"])
 def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) -> None:
-    """Tokens of one round, every outcome walked: on fixed texts, since in free running the text changes."""
+    """Tokens of one round, every outcome walked: on fixed texts, since in free running the text
+    changes.
+    """
 
     def tokens(seed: int, prompt: tuple[int, ...], **knobs: float) -> Any:
         def play(rng: Exhaustive) -> int:

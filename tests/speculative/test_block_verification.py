@@ -49,7 +49,9 @@ def test_printed_algorithm_is_what_runs() -> None:
 
 
 def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_does_not() -> None:
-    """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier can keep 12/9 = 4/3."""
+    """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier
+    can keep 12/9 = 4/3.
+    """
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
     assert kept(verify_tree, p, q, 2) == F(10, 9)
     assert kept(verify_tree_by_block, p, q, 2) == F(11, 9)
@@ -58,7 +60,8 @@ def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_doe
         F(11, 9),
         F(12, 9),
     )
-    # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the place 2 has w_2 = 1
+    # the draft 0, 1: w_1 = 1/2 is the risk that is taken at once token by token; as a block the
+    # place 2 has w_2 = 1
     verdict = verify_tree_by_block(TokenTree.chain([0, 1], [q, q]), [p, p, p], Replay([0.99, 0.0]))
     assert verdict.accepted == (0, 1)
 
@@ -127,7 +130,9 @@ def test_the_joint_distribution_over_several_rounds_is_the_targets(
 
 
 def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() -> None:
-    """Token verification leaves the tail of a draft untouched, and it may be proposed again; block verification does not."""
+    """Token verification leaves the tail of a draft untouched, and it may be proposed again; block
+    verification does not.
+    """
 
     class Constant(Table):
         def row(self, context):
@@ -145,8 +150,8 @@ def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() 
             )
 
         def observe(self, round):
-            refused = round.verdict.rejected
-            self.tail = list(round.tree.tokens[refused[0] + 1 :]) if refused else []
+            rejected = round.verdict.rejected
+            self.tail = list(round.tree.tokens[rejected[0] + 1 :]) if rejected else []
 
     def said(verifier, declared):
         return exact_law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]

@@ -1,4 +1,6 @@
-"""Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and bad input."""
+"""Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and
+bad input.
+"""
 
 from typing import Any
 

@@ -138,7 +138,8 @@ def test_on_large_rows_the_sum_by_sorting_is_the_double_sum() -> None:
 
 
 def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
-    """Constant rows over two tokens, where P(same) = 1 - TV: the share of a grid of uniforms on which a guess is kept."""
+    """Constant distributions over two tokens, where P(same) = 1 - TV: the share of a grid of
+    uniforms on which a draft token is accepted."""
     p, q, n = [1, 1], [1, 3], 24
 
     class Constant(Table):
@@ -160,7 +161,9 @@ def test_the_tokens_of_a_round_are_as_many_as_agreement_says() -> None:
 
 
 def test_text_that_was_taken_back_comes_again() -> None:
-    """Noise is named by the position, not by the round: after a rewind the same seed goes the same way."""
+    """Noise is named by the position, not by the round: after a rewind the same seed goes the same
+    way.
+    """
     decoder, source = CARD.make(Request(Table(1), [Table(2)])), Seeded(3)
     decoder.extend((0,))
     while len(decoder.new) < 12:
@@ -175,15 +178,15 @@ def test_text_that_was_taken_back_comes_again() -> None:
 def test_impossible_token_never_wins_and_a_rejection_is_followed_by_the_winner() -> None:
     decoder = CARD.make(Request(Table(1), [Table(2)], stop=StoppingCriteria(max_new_tokens=30)))
     decoder.extend((0,))
-    source, refusals = Seeded(0), 0
+    source, rejections = Seeded(0), 0
     while not decoder.finished:
         round = decoder.step(source)
-        refusals += len(round.verdict.rejected)
+        rejections += len(round.verdict.rejected)
         assert all(
             law[token] > 0 for token, law in zip(round.tokens, round.output_probs, strict=True)
         )
         assert len(round.verdict.accepted) + len(round.verdict.rejected) <= len(round.tree.tokens)
-    assert refusals > 0
+    assert rejections > 0
 
 
 def test_a_round_ends_with_the_end_of_text() -> None:

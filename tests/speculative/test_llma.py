@@ -138,7 +138,9 @@ def test_rewinding_takes_the_text_out_of_the_index() -> None:
 
 
 def test_it_falls_silent_where_copies_fail_and_speaks_again_where_they_would_hold() -> None:
-    """Text that repeats its bigrams and never goes on alike: with a price hardly anything is run, without one all is."""
+    """Text that repeats its bigrams and never goes on alike: with a price hardly anything is run,
+    without one all is.
+    """
     poem = [token for n in range(2, 16) for token in (1, n)]
 
     def nodes(price: float) -> int:

@@ -1,4 +1,6 @@
-"""Lookahead decoding: the window's n-grams, one pass for both branches, and what more columns save."""
+"""Lookahead decoding: the window's n-grams, one pass for both branches, and what more columns
+save.
+"""
 
 from itertools import pairwise
 from typing import Any
@@ -59,7 +61,9 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 
 def rounds(tokens: int, **knobs: Any) -> int:
-    """Rounds for so many tokens where the target counts the positions modulo 8, so that every cell is soon right."""
+    """Rounds for so many tokens where the target counts the positions modulo 8, so that every cell
+    is soon right.
+    """
     model = TableModel(
         vocabulary=8, rows=lambda text: [int(x == len(text) % 8) for x in range(8)], positions=256
     )

@@ -1,4 +1,6 @@
-"""Lookahead with a trie: inserting, eliminating, pruning, retrieval in stages; branches; when it keeps silent."""
+"""Lookahead with a trie: inserting, eliminating, pruning, retrieval in stages; branches; when it
+keeps silent.
+"""
 
 import gc
 import random
@@ -65,7 +67,9 @@ def windows_of(*texts: list[int], longest: int) -> Counter[tuple[int, ...]]:
 
 @pytest.mark.parametrize("budget", [1, 2, 3, 64])
 def test_printed_algorithm_is_what_runs(budget: int) -> None:
-    """Random prompts and outputs: the same branches, but for which of equally frequent ones are cut."""
+    """Random prompts and outputs: the same branches, but for which of equally frequent ones are
+    cut.
+    """
     rng, branch, cut, grown = random.Random(budget), 3, 0, 0
     for _ in range(300):
         text, output = ([rng.randrange(3) for _ in range(rng.randint(1, 9))] for _ in range(2))
@@ -283,7 +287,7 @@ def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
 
 
 def test_random_text_runs_hardly_any_draft_token() -> None:
-    """Every word has been there before, in other company: guesses fail, and soon none is run."""
+    """Every word has been there before, in other company: draft tokens fail, and soon none is run."""
     rng = random.Random(0)
     text = [1 + rng.randrange(12) for _ in range(200)]
     d = CARD.make(
@@ -318,7 +322,7 @@ def test_without_room_nothing_is_looked_at_and_that_is_no_look_in_vain() -> None
     for _ in range(20):
         assert trust.should_skip_round(0)
     trust.learn([6])
-    assert trust.first == FIRST_PRIOR, "guesses of an earlier round are not judged again"
+    assert trust.first == FIRST_PRIOR, "draft tokens of an earlier round are not judged again"
     assert not trust.should_skip_round(1)
 
 

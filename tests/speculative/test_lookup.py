@@ -12,7 +12,9 @@ from tinyspec.tree import ROOT
 
 @st.composite
 def drafts(draw: Any, deepest: int = 8) -> tuple[list[int], list[int], list[float]]:
-    """A tree over three tokens without equal siblings; no guess is likelier than the one it follows."""
+    """A tree over three tokens without equal siblings; no draft token is likelier than the one it
+    follows.
+    """
     tokens, parents, chances = list[int](), list[int](), list[float]()
     for _ in range(draw(st.integers(0, deepest))):
         parent = draw(st.integers(ROOT, len(tokens) - 1))

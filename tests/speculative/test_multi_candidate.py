@@ -63,7 +63,8 @@ def test_printed_algorithm_is_what_runs(draft: Any) -> None:
 def test_trap_three_candidates_keep_the_joint_distribution(
     sampling: SamplingParams, replacement: bool
 ) -> None:
-    """The best k judged by q, sorted draws, a forgotten refusal: each gives another law (laws/traps/multi_candidate.py)."""
+    """The best k judged by q, sorted draws, a forgotten rejection: each gives another
+    distribution (laws/traps/multi_candidate.py)."""
     got = exact_law(lambda: made(sampling=sampling, configuration="3", replacement=replacement), 2)
     assert got == exact_law(lambda: plain(sampling=sampling), 2)
 

@@ -1,4 +1,6 @@
-"""A decoder as a drafter: whose law its tokens have, what it keeps of its text, and how often its models are called."""
+"""A decoder as a drafter: whose law its tokens have, what it keeps of its text, and how often its
+models are called.
+"""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Katz's back-off model: a law by definition, its likeliest token, and the text it is counted in."""
+"""Katz's back-off model: a law by definition, its likeliest token, and the text it is counted
+in.
+"""
 
 from fractions import Fraction as F
 
@@ -35,7 +37,9 @@ def test_most_likely_token_is_the_lowest_argmax(
 
 
 def test_a_worked_example() -> None:
-    """1 was followed by 2 twice and by 0 once: a half is taken from both counts, and token 3 gets the freed third."""
+    """1 was followed by 2 twice and by 0 once: a half is taken from both counts, and token 3 gets
+    the freed third.
+    """
     katz = KatzModel([[1, 2, 1, 2, 1, 0]], 2, 4)
     assert [katz.prob(token, [1]) for token in (2, 0)] == [F(1, 2), F(1, 6)]
     assert katz.prob(1, [1]) + katz.prob(3, [1]) == F(1, 3)

@@ -1,4 +1,6 @@
-"""The planner: its model of throughput, its measurements, and the recommendation held against a clock and against models."""
+"""The planner: its model of throughput, its measurements, and the recommendation held against a
+clock and against models.
+"""
 
 import time
 from collections.abc import Iterator, Sequence

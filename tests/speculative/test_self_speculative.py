@@ -108,7 +108,9 @@ def test_a_token_that_the_draft_was_unsure_of_stays_and_ends_the_draft() -> None
 
 
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
-    """At temperature 0 every token is certain under the sharpened law; the exit reads the law before."""
+    """At temperature 0 every token is certain under the sharpened law; the exit reads the law
+    before.
+    """
     lengths = []
     for sampling in (GREEDY, SamplingParams(top_k=1)):
         decoder = made(1, sampling, threshold=0.5, gamma=5)
@@ -153,7 +155,7 @@ def test_what_the_draft_ran_below_the_first_skipped_sublayer_is_not_run_again() 
         decoder.step(Seeded(0))
         work[skip] = sum(call.row_layers for call in forward_log)
     top, bottom = work.values()
-    assert top == n_layers * (3 + 2)  # prompt and two guesses: drafting was free
+    assert top == n_layers * (3 + 2)  # prompt and two draft tokens: drafting was free
     assert bottom == n_layers * (3 + 2) + 2 * (
         n_layers - 0.5
     )  # nothing is shared above the first sublayer

@@ -1,4 +1,6 @@
-"""Sequoia: the best tree by dynamic programming, what it commits, what it is measured from, and fresh noise every round."""
+"""Sequoia: the best tree by dynamic programming, what it commits, what it is measured from, and
+fresh noise every round.
+"""
 
 from collections.abc import Sequence
 from fractions import Fraction as F
@@ -105,7 +107,9 @@ def test_more_nodes_and_more_depth_never_commit_less_and_each_node_adds_no_more_
 
 
 def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_alike() -> None:
-    """The formula's theorem: p and q the same in every context, so that the positional assumption holds exactly."""
+    """The formula's theorem: p and q the same in every context, so that the positional assumption
+    holds exactly.
+    """
     p, q = [F(1, 2), F(1, 4), F(1, 4)], [F(1, 4), F(1, 4), F(1, 2)]
 
     class Constant(Table):

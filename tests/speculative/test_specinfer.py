@@ -1,4 +1,6 @@
-"""SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for each other."""
+"""SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for
+each other.
+"""
 
 import json
 import lzma
@@ -55,7 +57,9 @@ def made(
 
 
 def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
-    """One proposal of each model: the law of the token, how often one passes, and how often y ~ p is among them."""
+    """One proposal of each model: the law of the token, how often one passes, and how often y ~ p
+    is among them.
+    """
     emitted, passed, found = dict[int, F](), F(0), F(0)
 
     def play(rng: Exhaustive) -> tuple[bool, int, bool]:
@@ -89,7 +93,9 @@ THIRDS = [*distributions(3, 1), *distributions(3, 2), *distributions(3, 3)]
 
 
 def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() -> None:
-    """Theorem 4.2: the token has the law p; theorem 4.3: one passes no less often than y ~ p is among them."""
+    """Theorem 4.2: the token has the law p; theorem 4.3: one passes no less often than y ~ p is
+    among them.
+    """
     strict = 0
     for p, q, other in product(THIRDS[1::3], THIRDS[::2], THIRDS[3::3]):
         emitted, passed, found = one_token(p, (q, other))

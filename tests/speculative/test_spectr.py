@@ -1,4 +1,6 @@
-"""SpecTr: K-SEQ against the optimal transport, its factor, and the law over drafts that meet and part."""
+"""SpecTr: K-SEQ against the optimal transport, its factor, and the law over drafts that meet and
+part.
+"""
 
 from fractions import Fraction as F
 from itertools import pairwise
@@ -185,7 +187,9 @@ class Any3(BaseDrafter):
 
 
 def test_groups_of_equal_distributions_follow_on_the_residual() -> None:
-    """Also in the groups' own order: the drafts of q are judged together, whatever stands between them."""
+    """Also in the groups' own order: the drafts of q are judged together, whatever stands between
+    them.
+    """
     assert exact_law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == exact_law(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )

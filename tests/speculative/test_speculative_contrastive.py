@@ -195,7 +195,7 @@ def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
         finish(made(beta=0.5, stop=StoppingCriteria(max_new_tokens=1)), [0])
 
 
-# ---------------------------------------------------------------------- the joint target, for other uses
+# ----------------------------------------------------------------- the joint target, for other uses
 
 
 def test_models_of_two_vocabularies_raise_a_one_line_error() -> None:
@@ -206,7 +206,9 @@ def test_models_of_two_vocabularies_raise_a_one_line_error() -> None:
 
 
 def test_a_cascade_with_deferral_is_a_joint_target() -> None:
-    """The small model's row where it is sure, else the large one's: decoded plainly and drafted, the same law."""
+    """The small model's row where it is sure, else the large one's: decoded plainly and drafted,
+    the same law.
+    """
 
     def deferring(rows: Any, text: Any, path: Any) -> Any:
         large, small = rows

@@ -1,4 +1,6 @@
-"""Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al. 2023."""
+"""Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al.
+2023.
+"""
 
 from fractions import Fraction as F
 from itertools import product
@@ -82,7 +84,9 @@ def test_printed_algorithm_is_what_runs() -> None:
 
 
 def test_trap_greedy_draft_with_its_soft_distribution_is_biased() -> None:
-    """The field's commonest mistake: propose the argmax, then divide by the probability it would have had."""
+    """The field's commonest mistake: propose the argmax, then divide by the probability it would
+    have had.
+    """
 
     class Greedy(BaseDrafter):
         def propose(self, context, max_draft_depth, sampling, rng):  # type: ignore[no-untyped-def]
@@ -198,7 +202,9 @@ def test_arithmetic_grows_by_theorem_3_11() -> None:
 
 @pytest.mark.parametrize("lenience", [0.5, 0.25])
 def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
-    """No token becomes more than 1 / lenience times as likely; tested on the exact law of one token."""
+    """No token becomes more than 1 / lenience times as likely; tested on the exact law of one
+    token.
+    """
     for p, q in ((1, 2), (3, 4), (5, 6)):
         lenient = exact_law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
         exact = exact_law(lambda p=p: plain(p), 1)  # type: ignore[misc]
@@ -254,7 +260,9 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
 def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
     penalty: float,
 ) -> None:
-    """The tokens are those that drawing from the rows of zeros and a one would give, and lenience asks for no row either."""
+    """The tokens are those that drawing from the rows of zeros and a one would give, and lenience
+    asks for no row either.
+    """
     from tests.lm.small import LLAMA, model
 
     for temperature in (0.0, 1.0):
@@ -294,13 +302,13 @@ def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
 def test_draft_chain_equals_scoring_a_growing_tree(
     sampling: SamplingParams,
 ) -> None:
-    """Under a penalty a law depends on every guess before it."""
+    """Under a penalty a distribution depends on every draft token before it."""
     small = model(dtype=torch.float32)
     trees, context = [], list(PROMPT)
     for barrier in (
         None,
         BatchBarrier(1),
-    ):  # behind a barrier rows are asked for one tree at a time
+    ):  # with a barrier distributions are asked for one tree at a time
         session = small.session(barrier=barrier)
         session.extend(context)
         trees.append(ModelDrafter(session, 4).propose(context, 9, sampling, Seeded(3)))

@@ -1,4 +1,6 @@
-"""Suffix decoding: the best draft of all by brute force, its size by its match, two trees, and when it keeps silent."""
+"""Suffix decoding: the best draft of all by brute force, its size by its match, two trees, and when
+it keeps silent.
+"""
 
 import gc
 from itertools import count

@@ -1,4 +1,6 @@
-"""TreeDrafter: which nodes there are, what is declared of them, what it costs, and that the walk over it keeps the law."""
+"""TreeDrafter: which nodes there are, what is declared of them, what it costs, and that the walk
+over it keeps the law.
+"""
 
 from fractions import Fraction as F
 from typing import Any
@@ -147,13 +149,13 @@ def test_no_more_children_than_possible_tokens_unless_covered() -> None:
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
 def test_all_tokens_as_children_without_replacement_accept_surely(mode: dict[str, Any]) -> None:
-    def refused_all(rng: Exhaustive) -> bool:
+    def rejects_all(rng: Exhaustive) -> bool:
         made = decoder((3,), **mode)
         made.extend((0,))
         return not made.step(rng).verdict.accepted
 
     assert (
-        sum(mass for refused, mass in Exhaustive.walk(refused_all) if refused) == 0
+        sum(mass for rejected, mass in Exhaustive.walk(rejects_all) if rejected) == 0
     ) is not mode["replace"]
 
 
@@ -170,9 +172,9 @@ def test_nothing_comes_after_an_end_below_the_room_or_beyond_the_context() -> No
     assert not proposed(drafter((2,)), max_draft_depth=0).tokens
     assert max(proposed(drafter((1, 1, 1), positions=3)).depths()) == 2
     assert not proposed(drafter((2,), positions=1)).tokens
-    behind = drafter((2,), positions=2)
-    behind.extend((0, 1, 0), None)  # type: ignore[arg-type]
-    assert not behind.propose([0, 1, 0], 3, SamplingParams(), Seeded(0)).tokens
+    lagging = drafter((2,), positions=2)
+    lagging.extend((0, 1, 0), None)  # type: ignore[arg-type]
+    assert not lagging.propose([0, 1, 0], 3, SamplingParams(), Seeded(0)).tokens
 
 
 def test_a_text_goes_on_after_an_end_and_a_rewind() -> None:

@@ -55,7 +55,9 @@ def finish(d: Decoder, prompt: list[int], seed: int = 0) -> list[int]:
 
 
 def asked_and_kept(m: Model, ids: list[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Queries [T, H, hd] and keys [T, KV, hd] of every layer by one dense pass: the oracle of the choice."""
+    """Queries [T, H, hd] and keys [T, KV, hd] of every layer by one dense pass: the oracle of the
+    choice.
+    """
     blocks = Blocks(m.config, dict(m.weights))
     x = blocks.embed[torch.tensor(ids)]
     if m.config.positions == "learned":

@@ -1,4 +1,6 @@
-"""Rows as vectors: over floats, Fractions and tensors the verifiers that scale and subtract whole rows decide alike."""
+"""Rows as vectors: over floats, Fractions and tensors the verifiers that scale and subtract whole
+rows decide alike.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction as F

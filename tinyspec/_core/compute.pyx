@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""The compiled transformer: packed matrices, and layers that run over a few rows in one call. The C behind it is in
+"""The compiled transformer: packed matrices, and layers that run over a few rows in one call. Its C code is in
 compute.h (what there is), slab.h and attend.h (the kernels, for each processor in kernels.c), layers.c (the driver) and
 pool.c (the threads); reference_compute.py is its pure twin.
 

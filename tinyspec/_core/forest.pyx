@@ -1,9 +1,9 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, initializedcheck=False, cdivision=True
-"""A forest of counted tries, one tree an owner: drafts are grown behind a suffix that is known. Twin: reference_forest.py.
+"""A forest of counted tries, one tree an owner: drafts are grown after a suffix that is known. Twin: reference_forest.py.
 
 For lookahead and suffix decoding. How windows are counted stands in windows.pyx, how texts grow and are taken back in
 texts.pyx. A token costs O(length of the longest repeated suffix), a draft O(log) a node whatever the size of the tree: of its
-siblings a node knows the next in order of frequency, so a guess that is taken offers two more, its first child and its next
+siblings a node knows the next in order of frequency, so a candidate that is taken offers two more, its first child and its next
 sibling.
 """
 
@@ -11,11 +11,11 @@ from libc.stdlib cimport realloc
 from libc.string cimport memcpy
 
 from tinyspec._core.texts cimport Texts
-from tinyspec._core.windows cimport Guess
+from tinyspec._core.windows cimport Candidate
 
 
 cdef class Forest(Texts):
-    """Count windows, find the longest suffix that is known, and grow a draft behind it (see the twin for examples)."""
+    """Count windows, find the longest suffix that is known, and grow a draft after it (see the twin for examples)."""
 
     # --- drafts ---------------------------------------------------------------------------------------------------
 
@@ -45,7 +45,7 @@ cdef class Forest(Texts):
         return n
 
     cdef void offer(self, double key, double share, int node, int slot, int depth, int parent) noexcept nogil:
-        """Put a guess into the heap; of equal keys the first to come is the first to go."""
+        """Put a candidate into the heap; of equal keys the first to come is the first to go."""
         cdef int at = self.heap_top, up
         self.heap_top += 1
         self.arrivals += 1
@@ -55,11 +55,11 @@ cdef class Forest(Texts):
                 break
             self.heap[at] = self.heap[up]
             at = up
-        self.heap[at] = Guess(key, share, node, slot, depth, parent, self.arrivals)
+        self.heap[at] = Candidate(key, share, node, slot, depth, parent, self.arrivals)
 
-    cdef Guess take(self) noexcept nogil:
-        """Take the best guess out of the heap."""
-        cdef Guess best = self.heap[0], last = self.heap[self.heap_top - 1]
+    cdef Candidate take(self) noexcept nogil:
+        """Take the best candidate out of the heap."""
+        cdef Candidate best = self.heap[0], last = self.heap[self.heap_top - 1]
         cdef int at = 0, child = 1
         self.heap_top -= 1
         while child < self.heap_top:
@@ -72,7 +72,7 @@ cdef class Forest(Texts):
         self.heap[at] = last
         return best
 
-    cdef inline bint before(self, Guess* a, Guess* b) noexcept nogil:
+    cdef inline bint before(self, Candidate* a, Candidate* b) noexcept nogil:
         return a.key > b.key or (a.key == b.key and a.order < b.order)
 
     cdef void child(self, int node, double share, int depth, int parent, bint by_share) noexcept nogil:
@@ -88,7 +88,7 @@ cdef class Forest(Texts):
         """
         cdef int slot, node = self.walk(root, n, &slot), at, known = self.made
         cdef double share, score = 0
-        cdef Guess guess
+        cdef Candidate candidate
         self.heap_top = self.arrivals = 0
         if node < 0:
             return 0
@@ -98,30 +98,30 @@ cdef class Forest(Texts):
             self.child(self.nodes[node].child, 1, 1, -1, by_share)
         deepest = min(deepest, self.depth - n)
         while self.heap_top > 0 and self.made < budget:
-            guess = self.take()
-            if by_share and score + (budget - self.made) * guess.key < beat:
+            candidate = self.take()
+            if by_share and score + (budget - self.made) * candidate.key < beat:
                 return 0
-            node, slot, share = guess.node, guess.slot, guess.share
+            node, slot, share = candidate.node, candidate.slot, candidate.share
             if node >= 0:
                 share = share * self.nodes[node].count / self.nodes[self.nodes[node].parent].through
             if share < floor:
                 continue
             score += share
-            at = self.add(self.nodes[node].token if node >= 0 else self.slots[slot].token, guess.parent, share, n, known)
+            at = self.add(self.nodes[node].token if node >= 0 else self.slots[slot].token, candidate.parent, share, n, known)
             if node >= 0 and self.nodes[node].younger >= 0:
-                self.child(self.nodes[node].younger, guess.share, guess.depth, guess.parent, by_share)
+                self.child(self.nodes[node].younger, candidate.share, candidate.depth, candidate.parent, by_share)
             slot = self.nodes[node].tail if node >= 0 else slot
-            if guess.depth == deepest:
+            if candidate.depth == deepest:
                 continue
             if slot >= 0:
                 if self.slots[slot].after >= 0:
-                    self.offer(share if by_share else 1, share, -1, self.slots[slot].after, guess.depth + 1, at)
+                    self.offer(share if by_share else 1, share, -1, self.slots[slot].after, candidate.depth + 1, at)
             elif self.nodes[node].child >= 0:
-                self.child(self.nodes[node].child, share, guess.depth + 1, at, by_share)
+                self.child(self.nodes[node].child, share, candidate.depth + 1, at, by_share)
         return score
 
     cdef int add(self, int token, int parent, double share, int match, int known) noexcept nogil:
-        """The place of this token behind `parent` in the draft: among the first `known` nodes, or new."""
+        """The place of this token below `parent` in the draft: among the first `known` nodes, or new."""
         cdef int* tokens = self.drawn
         cdef int* parents = self.drawn + self.heap_room
         cdef int at
@@ -134,13 +134,13 @@ cdef class Forest(Texts):
         return self.made - 1
 
     cdef int reserve(self, int budget) except -1:
-        """Room for a draft of so many nodes: each guess that is taken offers two, and may be in the draft already."""
+        """Room for a draft of so many nodes: each candidate that is taken offers two, and may be in the draft already."""
         cdef void* grown
         cdef int room = 4 * budget + 4
         self.made = 0
         if room > self.heap_room:
-            grown = realloc(self.heap, room * sizeof(Guess))
-            self.heap = <Guess*> grown if grown else self.heap
+            grown = realloc(self.heap, room * sizeof(Candidate))
+            self.heap = <Candidate*> grown if grown else self.heap
             grown = realloc(self.shares, 2 * room * sizeof(double)) if grown else NULL
             self.shares = <double*> grown if grown else self.shares
             grown = realloc(self.drawn, 5 * room * sizeof(int)) if grown else NULL
@@ -175,7 +175,7 @@ cdef class Forest(Texts):
     def best(self, trees, suffix, double factor, int most, int deepest, double floor):
         """The draft with the greatest sum of shares, of any tree and any suffix of n tokens: at most factor * n nodes.
 
-        See the twin. A shorter suffix is not tried where it could not win if all its guesses were certain.
+        See the twin. A shorter suffix is not tried where it could not win if all its draft tokens were certain.
         """
         cdef int size = self.spelled(suffix, self.depth), n, root, budget, match = 0, made = 0
         cdef double score, highest = 0

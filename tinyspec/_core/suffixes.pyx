@@ -158,11 +158,11 @@ cdef class _Text:
         return at
 
     cdef inline int token(self, int at) noexcept nogil:
-        """The id at a place; -1 between documents and behind the last."""
+        """The id at a place; -1 between documents and after the last."""
         return self.tokens[at] if at < self.n and self.tokens[at] >= 0 else -1
 
     cdef int side(self, int at, const int* pattern, int m) noexcept nogil:
-        """Whether the text at a place comes before (-1) the pattern, spells it (0), or comes behind (1)."""
+        """Whether the text at a place comes before (-1) the pattern, spells it (0), or comes after (1)."""
         cdef int i
         for i in range(m):
             if at + i >= self.n or self.tokens[at + i] < pattern[i]:
@@ -223,7 +223,7 @@ cdef bint heavier(Node* nodes, int a, int b) noexcept nogil:
 cdef int cut(Node* nodes, int top, int most, int heaviest, int* kept) except -1 nogil:
     """The `most` heaviest nodes into `kept`, heaviest first: with a node its parent, which is as heavy and shallower."""
     cdef int i, j, n = 0, weight = heaviest, room = most, depth = 0
-    cdef int* found = <int*> calloc(heaviest + SORTED + 2, sizeof(int))  # nodes of each weight; of each depth behind it
+    cdef int* found = <int*> calloc(heaviest + SORTED + 2, sizeof(int))  # nodes of each weight; then of each depth
     if found == NULL:
         with gil:
             raise MemoryError()

@@ -4,7 +4,7 @@
 cimport cython
 from libc.stdlib cimport realloc
 
-from tinyspec._core.windows cimport Guess, Node, Slot, Text, Windows, widened
+from tinyspec._core.windows cimport Candidate, Node, Slot, Text, Windows, widened
 
 from tinyspec.errors import TinyspecError
 
@@ -184,4 +184,4 @@ cdef class Texts(Windows):
         """Memory of all trees and texts."""
         return (self.node_room * sizeof(Node) + self.slot_room * sizeof(Slot) + self.table_size * sizeof(int)
                 + self.group_room * 2 * sizeof(int) + self.text_room * (sizeof(Text) + self.depth * sizeof(int))
-                + self.heap_room * (sizeof(Guess) + 5 * sizeof(int) + 2 * sizeof(double)))
+                + self.heap_room * (sizeof(Candidate) + 5 * sizeof(int) + 2 * sizeof(double)))

@@ -20,7 +20,7 @@ cdef struct Text:
     int root, last, length             # its tree, its newest slot, its tokens
     int since                          # tokens whose counts a halving has blurred: no window crosses it
 
-cdef struct Guess:
+cdef struct Candidate:
     double key, share                  # what it is ranked by; product of the frequencies on its path
     int node, slot                     # one of them is -1
     int depth, parent, order           # of its window; in the draft; of arrival
@@ -31,7 +31,7 @@ cdef class Windows:
     cdef Slot* slots
     cdef Group* groups
     cdef Text* texts
-    cdef Guess* heap
+    cdef Candidate* heap
     cdef int* table                    # hash of nodes, -1 empty
     cdef int* active                   # [text, depth]: node of each suffix that is repeated, -1 for what a tail stands for
     cdef int* spell                    # [depth]: newest tokens of a text, the newest first

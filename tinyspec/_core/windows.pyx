@@ -2,7 +2,7 @@
 """Counted tries of token windows: what the forest of forest.pyx grows in, and how a token is counted.
 
 A tree counts every window of up to `depth` tokens of its texts. A window that occurred once has a node only where it leaves
-what is known: its `tail` is the slot of its last token, and the text behind stands for the nodes below, until somebody comes
+what is known: its `tail` is the slot of its last token, and the text after it stands for the nodes below, until somebody comes
 that way again. So a text of new words costs few nodes a token, one that repeats itself up to `depth`. Children hang in the
 order of their counts, the last to rise first among equals; siblings of equal count form a group, so rising is O(1). All
 children lie in one open-addressing hash. Invariants: a window counts at least as much as all that continue it; where a window
@@ -41,7 +41,7 @@ cdef class Windows:
         self.groups = <Group*> realloc(NULL, self.group_room * sizeof(Group))
         self.texts = <Text*> realloc(NULL, self.text_room * sizeof(Text))
         self.active = <int*> realloc(NULL, <size_t> self.text_room * depth * sizeof(int))
-        self.heap = <Guess*> realloc(NULL, self.heap_room * sizeof(Guess))
+        self.heap = <Candidate*> realloc(NULL, self.heap_room * sizeof(Candidate))
         self.table = <int*> realloc(NULL, self.table_size * sizeof(int))
         self.spell = <int*> realloc(NULL, (depth + 1) * sizeof(int))
         self.drawn = <int*> realloc(NULL, 5 * self.heap_room * sizeof(int))

@@ -16,6 +16,7 @@ from tinyspec.bench.report import (
     format_speedup,
     gather_arms,
     list_speedup_columns,
+    list_unusual_knobs,
     make_grid,
 )
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
@@ -105,6 +106,11 @@ def count_slow_downs(result: Result) -> int:
     return sum(round(mean, 2) < 1 for mean in list_speedups(result).values())
 
 
+def describe_unusual_knobs(result: Result) -> str:
+    """Return a sentence with the knobs that have no default value; nothing if there are none."""
+    return "".join(f"K{line[1:]}. " for line in list_unusual_knobs(result))
+
+
 def describe_chapter(result: Result, page: str) -> list[str]:
     """Return the techniques that are faster than plain decoding on some task, and counts of all."""
     tasks, settings = result["figures"]["tasks"], result["settings"]
@@ -130,7 +136,7 @@ def describe_chapter(result: Result, page: str) -> list[str]:
         "slow-downs on this machine; those that are slower in every group stand "
         "[below](#when-is-it-slower). Most tokens per forward pass of the target: "
         f"`{most}`, {arms[most]['tau']:.2f}. The text is plain decoding's on every request for "
-        f"{same} of {len(means)}. All of it: [{page}]({page}).",
+        f"{same} of {len(means)}. {describe_unusual_knobs(result)}All of it: [{page}]({page}).",
         list_commands(result),
     ]
 
@@ -367,7 +373,8 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
         f"Times as fast as plain decoding, after the prompt: {settings['model']}, "
         f"{settings['dtype']}, greedy, {settings['tokens']} tokens per answer, "
         f"{arms[PLAIN]['jobs']} requests, {count_things(settings['rounds'], 'round')}. "
-        "*Same text*: answers that equal plain decoding's. Quartiles, counts, memory and every "
+        f"*Same text*: answers that equal plain decoding's. {describe_unusual_knobs(result)}"
+        "Quartiles, counts, memory and every "
         f"peer against every other: [{page}]({page}).",
     ]
     if ratios := dict(list_ratios(result)):

@@ -11,7 +11,7 @@ are counted from the ids that came back, by one counter for all arms.
 import copy
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -71,10 +71,14 @@ class Arm(Protocol):
     """A program that is timed. `run` may be called any number of times; its calls are independent.
 
     label  its name in tables and files
+    knobs  the value of every knob that it runs with
     """
 
     @property
     def label(self) -> str: ...
+
+    @property
+    def knobs(self) -> Mapping[str, Any]: ...
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """Write `job.tokens` new ids. `seed` matters only if the temperature is above 0."""
@@ -88,6 +92,7 @@ class TechniqueArm:
     """One of our techniques on our model.
 
     label  its name in tables and files, if that is not its name and knobs
+    knobs  what the newest request ran with; empty before the first
     """
 
     def __init__(
@@ -101,6 +106,7 @@ class TechniqueArm:
         self.label, self.draft = label or spec.label, draft
         self.base, self.persistent = model, find_technique(spec.name).persistent
         self.model, self.round, self.held = disable_eos(model), -1, 0
+        self.knobs: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {
             "method": spec.name,
             "temperature": settings.temperature,
@@ -141,6 +147,7 @@ class TechniqueArm:
         ids, state = tuple(decoder.new), count_drafter_bytes(decoder.drafter)
         self.held = len(decoder.context) + (self.held if self.persistent else 0)
         decoder.end()
+        self.knobs = running.knobs
         return ArmOutput(
             prefill=read - begun,
             decode=done - read,

@@ -127,6 +127,23 @@ class SampleBook:
         rows = [list(sample) for sample in self.samples]
         return {"columns": list(Sample._fields), "samples": rows}
 
+    def note_knobs(self, knobs: Mapping[str, Mapping[str, Any]]) -> None:
+        """Record the knobs that each arm runs with.
+
+        Nothing is recorded for a file whose samples were taken without a record: theirs are not
+        known. Raises TinyspecError if an arm would go on with other values than its samples have.
+        """
+        if self.samples and "knobs" not in self.rest:
+            return
+        noted = self.rest.setdefault("knobs", {})
+        for arm, now in knobs.items():
+            then = noted.setdefault(arm, dict(now))
+            if then != now:
+                raise TinyspecError(
+                    f"{self.path}: {arm} ran with other knobs ({_describe_difference(then, now)}): "
+                    "start anew"
+                )
+
     def save(self) -> None:
         """Write the file, whole or not at all."""
         save_result(self.path, self.as_dict())

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
+from tinyspec.technique import json_number
 
 T = TypeVar("T")
 Arms = Mapping[str, Callable[[], Any]]
@@ -164,6 +165,23 @@ def stamp_result(figures: Mapping[str, Any]) -> dict[str, Any]:
         "date": stamp,
         "machine": describe_machine(),
         **figures,
+    }
+
+
+def record_knobs(knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the knobs of a technique as a result has them.
+
+    Infinity becomes a word. Of a file only the name is kept, because the folders of one machine
+    mean nothing on another.
+
+    >>> record_knobs({"gamma": 4, "threshold": float("inf")})
+    {'gamma': 4, 'threshold': 'inf'}
+    """
+    return {
+        name: Path(value).name
+        if isinstance(value, str) and Path(value).is_file()
+        else json_number(value)
+        for name, value in knobs.items()
     }
 
 

@@ -9,6 +9,7 @@ forward pass, its own sampler, id out. Python does nothing else between two toke
 
 import ctypes
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class LlamaCppArm:
 
     def __init__(self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int):
         self.label, self.lib = spec.label, load_library()
+        self.knobs: Mapping[str, Any] = {"weights": settings.dtype, **dict(spec.knobs)}
         self.sampling = settings.temperature, settings.top_p
         how = self.lib.llama_model_default_params()
         how.use_mmap, how.n_gpu_layers = False, 0

@@ -11,6 +11,7 @@ step. It does not get a cache that was filled before: assisted decoding then mak
 """
 
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,8 +84,9 @@ class TransformersArm:
 
     def __init__(self, spec: ArmSpec, theirs: Any, settings: BenchSettings):
         self.label, self.theirs, self.device = spec.label, theirs, torch.device(settings.device)
-        knobs = dict(spec.knobs)
+        knobs: dict[str, Any] = dict(spec.knobs)
         _check_knobs(spec)
+        self.knobs: Mapping[str, Any] = knobs
         self.assistant: Any = None
         self.options: dict[str, Any] = {"do_sample": settings.temperature > 0, "pad_token_id": 0}
         if settings.temperature > 0:
@@ -95,7 +97,7 @@ class TransformersArm:
             }
         if "lookup" in knobs:
             self.options["prompt_lookup_num_tokens"] = int(knobs["lookup"])
-            self.options["max_matching_ngram_size"] = int(knobs.get("ngram", 2))
+            self.options["max_matching_ngram_size"] = int(knobs.setdefault("ngram", 2))
         if "assistant" in knobs:
             self.assistant = load_transformers(str(knobs["assistant"]), settings)
             if "tokens" in knobs:

@@ -32,7 +32,7 @@ class ArmSpec:
         'llma:k=8:own=false'
         """
         return ":".join(
-            [self.name, *(f"{name}={_format_value(value)}" for name, value in self.knobs)]
+            [self.name, *(f"{name}={format_knob(value)}" for name, value in self.knobs)]
         )
 
     @property
@@ -70,7 +70,8 @@ def _parse_value(text: str) -> Any:
     return value if value is None or isinstance(value, (bool, int, float)) else text
 
 
-def _format_value(value: Any) -> str:
+def format_knob(value: Any) -> str:
+    """Return the value of a knob as an arm's name has it."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

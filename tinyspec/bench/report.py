@@ -4,15 +4,15 @@ A table is data: a `Column` names a figure and says how it is written, and `make
 table of them. A slow-down is written as one: "4.5x slower".
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from tinyspec.bench.harness import describe_units
-from tinyspec.bench.plan import PLAIN, ArmSpec
+from tinyspec.bench.harness import describe_units, record_knobs
+from tinyspec.bench.plan import PLAIN, ArmSpec, format_knob
 from tinyspec.bench.plot import FASTER, PEER, SLOWER, Bars, Chart, Lines
 from tinyspec.technique import Guarantee, find_technique
 
@@ -123,24 +123,26 @@ def _format_slow_down(value: float) -> str:
 
 
 def format_quartiles(five: Mapping[str, float] | None) -> str:
-    """Return a speed-up with its quartiles. If all three are slow-downs, all are written as such.
+    """Return a speed-up with its quartiles, which are written on the scale of the median.
+
+    After "4.0x slower" the quartiles are times slower too: below 1 they are faster.
 
     >>> format_quartiles({"min": 1, "q1": 1.2, "median": 1.5, "q3": 1.75, "max": 2})
     '1.50 (1.20-1.75)'
     >>> format_quartiles({"min": 0.1, "q1": 0.2, "median": 0.25, "q3": 0.4, "max": 1})
     '4.0x slower (2.5-5.0)'
     >>> format_quartiles({"min": 0.5, "q1": 0.8, "median": 1.1, "q3": 1.2, "max": 1.2})
-    '1.10 (1.25x slower to 1.20)'
+    '1.10 (0.80-1.20)'
+    >>> format_quartiles({"min": 0.5, "q1": 0.5, "median": 0.8, "q3": 1.25, "max": 1.5})
+    '1.25x slower (0.80-2.0)'
     """
     if five is None:
         return "-"
     low, middle, high = five["q1"], five["median"], five["q3"]
-    if round(low, 2) >= 1:
+    if round(middle, 2) >= 1:
         spread = f"{low:.2f}-{high:.2f}"
-    elif round(high, 2) < 1:
-        spread = f"{_format_slow_down(high)}-{_format_slow_down(low)}"
     else:
-        spread = f"{format_speedup(low)} to {format_speedup(high)}"
+        spread = f"{_format_slow_down(high)}-{_format_slow_down(low)}"
     return f"{format_speedup(middle)} ({spread})"
 
 
@@ -291,6 +293,7 @@ def list_notes(result: Mapping[str, Any]) -> list[str]:
     commits = list(dict.fromkeys(str(sitting["commit"]) for sitting in result["sittings"]))
     if len(commits) > 1:
         lines.append(f"samples of several commits: {', '.join(commits)}")
+    lines += list_unusual_knobs(result)
     if result.get("chapter"):
         lines.append(f"draft model: {settings['draft'] or 'none; what needs one is left out'}")
         lines.append(
@@ -311,6 +314,40 @@ def list_notes(result: Mapping[str, Any]) -> list[str]:
                 "it loops"
             )
     return lines
+
+
+def list_unusual_knobs(result: Mapping[str, Any]) -> list[str]:
+    """Return a line with the knobs that ran with other values than the cards' defaults.
+
+    Those that stand in an arm's name are left out. Results from before these were recorded have no
+    such line, and neither have those in which every knob had its default.
+
+    >>> list_unusual_knobs({"knobs": {"spectr": {"gamma": 4}, "bild:gamma=2": {"gamma": 2}}})
+    ["knobs that differ from the card's default: spectr gamma=4"]
+    """
+    found = []
+    for label, knobs in result.get("knobs", {}).items():
+        spec = ArmSpec.parse(label)
+        if not spec.is_peer and (shown := describe_knobs(spec.name, knobs, dict(spec.knobs))):
+            found.append(f"{label} {shown}")
+    return [f"knobs that differ from the card's default: {'; '.join(found)}"] if found else []
+
+
+def describe_knobs(method: str, knobs: Mapping[str, Any], told: Collection[str] = ()) -> str:
+    """Return the knobs of a method that have another value than its card's default.
+
+    told  names that are left out
+
+    >>> describe_knobs("speculative_decoding", {"gamma": 4, "lenience": 1.0})
+    'gamma=4'
+    """
+    usual = record_knobs(find_technique(method).settings({}))
+    changed = (
+        (name, value)
+        for name, value in knobs.items()
+        if name not in told and (name not in usual or value != usual[name])
+    )
+    return ", ".join(f"{name}={format_knob(value)}" for name, value in changed)
 
 
 def list_lossy_arms(labels: Sequence[str]) -> list[str]:

@@ -21,7 +21,7 @@ from tinyspec.bench import arms as own
 from tinyspec.bench import chapters, curve, measure, memory, peers, tally, tasks
 from tinyspec.bench.arms import Arm, Clock
 from tinyspec.bench.book import SampleBook
-from tinyspec.bench.harness import show_progress_bar, stamp_result
+from tinyspec.bench.harness import record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
@@ -77,6 +77,7 @@ def run_bench(
     )
     try:
         measure.warm_up_arms(contestants, jobs[0], clock)
+        book.note_knobs({arm.label: record_knobs(arm.knobs) for arm in contestants})
         if curves and "curve" not in book.rest:
             book.rest["curve"] = measure_costs(model, contestants, clock, quiet)
             book.save()

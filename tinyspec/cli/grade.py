@@ -86,6 +86,10 @@ def grade(
         raise TinyspecError("--json - and --gradescope - both want standard output: name a file")
     found = assignments.find_assignment(name).select(tasks)
     folder = submission_folder(folder, found.name)
+    if as_json is None and gradescope is None:  # else the report says what is wrong
+        hint = f": name the folder of yours, or begin one: tinyspec assignment new {name} {folder}"
+        if missing := grading.explain_missing_submission(folder, hint):
+            raise TinyspecError(missing)
     cases = grading.choose_cases(final, seed)
     count = len(found.tasks)
     with base.show_command_progress(quiet) as advance:

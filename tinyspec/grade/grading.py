@@ -205,7 +205,8 @@ def grade_folder(
     tasks = assignment.tasks
     limits = limits or Limits(task=Limits().task * cases.times)
     reference = read_reference(assignment) if any(task.uses for task in tasks) else ""
-    failed = _find_nothing(folder)
+    missing = explain_missing_submission(folder)
+    failed = NoResult(missing, summary="there is no submission.py") if missing else None
     results: list[TaskResult] = []
     hung = 0.0  # seconds
 
@@ -243,8 +244,11 @@ def _keep_better(result: TaskResult, other: TaskResult) -> TaskResult:
     return replace(result, verdicts=[b if b.score > a.score else a for a, b in pairs])
 
 
-def _find_nothing(folder: Path) -> NoResult | None:
-    """Return why there is nothing to judge, or None if there is a submission."""
+def explain_missing_submission(folder: Path, hint: str = "") -> str:
+    """Return why there is nothing to judge; "" if there is a submission.
+
+    hint  ends the sentence if nothing in the folder looks like one
+    """
     why = ""
     try:
         if not folder.exists():
@@ -254,11 +258,13 @@ def _find_nothing(folder: Path) -> NoResult | None:
         elif not (folder / "submission.py").is_file():
             others = sorted(path.name for path in folder.glob("*.py") if path.is_file())
             which = others[0] if len(others) == 1 else "the one that holds your functions"
-            hint = f", but {', '.join(others)}: rename {which} to submission.py" if others else ""
+            if others:
+                more = f" and {len(others) - 3} more" if len(others) > 3 else ""
+                hint = f", but {', '.join(others[:3])}{more}: rename {which} to submission.py"
             inside = sorted(path.parent.name for path in folder.glob("*/submission.py"))
             if inside and not others:
                 hint = f", but {', '.join(inside[:3])} in it do: grade one of these at a time"
             why = f"{folder} holds no submission.py{hint}"
     except OSError as error:
         why = f"{folder} cannot be read: {error.strerror}"
-    return NoResult(why, summary="there is no submission.py") if why else None
+    return why

@@ -61,6 +61,20 @@ def small_picks() -> Iterator[KernelCase]:
     for row in [*SMALL_ROWS, np.zeros(2), np.array([np.inf, 0.0])]:
         for u in deciding_uniforms(row):
             yield {"row": row, "u": u}
+    for row, u in picks_across_blocks():
+        yield {"row": row, "u": u}
+
+
+def picks_across_blocks() -> Iterator[tuple[FloatRow, float]]:
+    """Yield rows of more than one block of the ordered sum, and where the blocks decide."""
+    block = 256
+    yield np.array([0.0] * block + [1.0]), 0.0  # a block without mass holds no token
+    for u in (0.5, 0.995):
+        yield np.full(2 * block + 8, 1 / 4), u
+    # One by one the first block adds up to 1, in lanes to a little more: u falls in between, so its
+    # last token with mass is drawn, which is neither the last of the block nor the next one.
+    row = np.array([1.0] + [2.0**-53] * (block - 2) + [0.0, 1.0])
+    yield row, (1 + 2.0**-49) / 2
 
 
 def small_orders() -> Iterator[KernelCase]:
@@ -74,6 +88,9 @@ def small_races() -> Iterator[KernelCase]:
     for row in [*SMALL_ROWS, np.zeros(2)]:
         for noise in product((0.0, 1.0, np.inf), repeat=len(row)):
             yield {"row": row, "noise": np.array(noise)}
+    # Two arrival times with one whole part, 2.1 and 2.4: the earlier one wins, wherever it stands.
+    for noise in ([1.05, 1.2], [1.2, 1.05]):
+        yield {"row": np.full(2, 1 / 2), "noise": np.array(noise)}
 
 
 SETTINGS: list[KernelCase] = [

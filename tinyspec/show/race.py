@@ -10,7 +10,7 @@ the draft's prompt too) and every round; loading models is outside.
 import gc
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from statistics import median, median_low
@@ -26,7 +26,10 @@ WARM_UP = 4  # rounds that are not timed: the first passes of a process fill cac
 
 @dataclass
 class Lane:
-    """One decoder's part in a race. Times are seconds on its own clock."""
+    """One decoder's part in a race. Times are seconds on its own clock.
+
+    knobs  the value of every knob of its method
+    """
 
     method: str
     prefill: float = 0.0
@@ -38,6 +41,7 @@ class Lane:
     stats: Statistics = field(default_factory=Statistics)
     trace: Trace = field(default_factory=Trace)
     finished: str | None = None
+    knobs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def seconds(self) -> float:
@@ -107,6 +111,7 @@ def race(
         request = start()
         lane.prefill = clock() - began
         lane.stats, lane.trace = request.stats, request.trace  # they grow with every round
+        lane.knobs = request.knobs
         running.append(request)
     steps = [iter(request) for request in running]
     texts = [model.tokenizer.stream() if model.has_tokenizer else None for _ in lanes]

@@ -168,7 +168,7 @@ INLINE void FN(add_values)(const Stack *s, const FN(Run) *run, const int half, c
     for (; n < queries; n++) FN(weigh)(s, run, half, query + n, 1);
 }
 
-/* Keys (values: 0) of a run for some queries, and move their scores on behind it. */
+/* Keys (values: 0) of a run for some queries, and move their scores on after it. */
 INLINE void FN(pass)(const Stack *s, FN(Run) run, const int half, FN(Query) *query, int queries, int values) {
     if (!run.count) return;
     if (values)

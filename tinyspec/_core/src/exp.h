@@ -79,7 +79,7 @@ EACH_PROCESSOR static double largest(const double *x, long n) {
     return wrong[0] ? NAN : most[0];
 }
 
-/* The first of the largest of x[n], at temperature 0 all that a law says; -1 where one is NaN or the largest is not finite. */
+/* The first of the largest of x[n], at temperature 0 the whole distribution; -1 where one is NaN or the largest is not finite. */
 #define FIRST(NAME, REAL, COUNT)                                                                          \
     EACH_PROCESSOR static long NAME(const REAL *x, long n) {                                              \
         enum { LANES = 32 };                                                                              \

@@ -8,7 +8,7 @@
 
 enum { FN(WORDS) = 2 * VEC }; /* bfloat16 of a vector */
 
-/* Numbers first..first+WORDS-1 of a key or value; those behind its end are zero. */
+/* Numbers first..first+WORDS-1 of a key or value; those after its end are zero. */
 INLINE __m512i FN(some_pairs)(const char *from, int first, int width) {
     const int left = width - first;
     return _mm512_maskz_loadu_epi16(left < FN(WORDS) ? (1u << left) - 1 : ~0u, (const uint16_t *)from + first);

@@ -22,13 +22,13 @@ enum { FN(PARTS_) = BLOCK / VEC };
 #endif
 
 /* The compiler sees that the same input or weight is read again soon and keeps it in a register that a sum needs, and the
- * sum goes to memory and back at every step: six rows took twice as long as five. It keeps nothing behind a pointer whose
- * value it does not know. With few sums there are registers for all. */
+ * sum goes to memory and back at every step: six rows took twice as long as five. It keeps nothing that a pointer leads to
+ * whose value it does not know. With few sums there are registers for all. */
 #define FORGET(pointer) \
     if (K * PARTS > 4) __asm__ volatile("" : "+r"(pointer))
 
 /* How far on the weights stand that are asked for now: n inputs, and at the end of the blocks in the group that comes next.
- * What is read first there is no neighbour of what was read last, so the memory's own guesses come too late. */
+ * What is read first there is no neighbour of what was read last, so the memory's own predictions come too late. */
 #define SOON(n) ((n) * BLOCK + (i + (n) < w->in ? 0 : (G - 1) * step))
 
 /* Weights are used once a pass: they need not push out of the larger caches what the rest of the program works with. */

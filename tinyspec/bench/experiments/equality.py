@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 from tinyspec import data, models
 from tinyspec.bench.arms import decode_to_length
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
+from tinyspec.bench.harness import (
+    read_unfinished,
+    record_knobs,
+    save_result,
+    show_progress_bar,
+    stamp_result,
+)
 from tinyspec.bench.measure import count_agreeing
 from tinyspec.bench.settings import EqualitySettings
 from tinyspec.bench.tasks import spread_evenly, tokenize_question
@@ -29,6 +35,7 @@ from tinyspec.technique import find_technique
 
 REHEARSED = "rehearsed"  # the arm that copies from the plain answer
 CHANGED = 7  # in that answer, every seventh token is changed
+COPY_ALL = {"price": 0.0}  # llma's knobs in that arm: whatever it finds is verified
 
 
 class EqualitySample(NamedTuple):
@@ -70,7 +77,7 @@ def compare_on_question(
     for arm in (*methods, REHEARSED):
         if arm == REHEARSED:
             reference = noisy_reference(ids, plain)
-            got, counted = decode_to_length(model, ids, tokens, "llma", [reference], price=0.0)
+            got, counted = decode_to_length(model, ids, tokens, "llma", [reference], **COPY_ALL)
         else:
             got, counted = decode_to_length(model, ids, tokens, arm)
         samples.append(
@@ -144,6 +151,13 @@ def _make_result(settings: dict[str, Any], samples: Sequence[EqualitySample]) ->
             "tokens_per_call": {
                 arm: round(tokens * len(own) / sum(sample.calls for sample in own), 3)
                 for arm, own in by_arm.items()
+            },
+            "knobs": {
+                **{
+                    arm: record_knobs(find_technique(arm).settings({}))
+                    for arm in settings["methods"]
+                },
+                REHEARSED: record_knobs(find_technique("llma").settings(COPY_ALL)),
             },
             "columns": list(EqualitySample._fields),
             "rows": [list(sample) for sample in samples],

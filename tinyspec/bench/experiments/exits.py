@@ -29,6 +29,7 @@ from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import (
     name_dtype,
     read_unfinished,
+    record_knobs,
     save_result,
     show_progress_bar,
     stamp_result,
@@ -181,6 +182,8 @@ def measure_exits(
     }
     done: dict[str, list[Any]] = read_unfinished(out, resume, "exits", settings, _read_samples, {})
     asked = dict(_list_arms(measures, thresholds, knobs, model.config.n_layers))
+    calm = find_technique("calm")
+    ran = {label: record_knobs(calm.settings(chosen)) for label, chosen in asked.items()}
     result: dict[str, Any] = {}
     with show_progress_bar(f"{model.name}: exits", len(asked), quiet) as tick:
         whole = [_run_full_model(model, passage) for passage in found]
@@ -191,7 +194,12 @@ def measure_exits(
                     for at, p in enumerate(found)
                     for s in _run_forced_and_free(model, at, p, whole[at], chosen)
                 ]
-            made = {"settings": settings, "columns": list(ExitSample._fields), "samples": done}
+            made = {
+                "settings": settings,
+                "knobs": ran,
+                "columns": list(ExitSample._fields),
+                "samples": done,
+            }
             shape = {name: getattr(model.config, name) for name in SHAPE}
             result = stamp_result({**made, "config": shape})
             save_result(out, result)

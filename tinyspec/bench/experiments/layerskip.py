@@ -22,7 +22,7 @@ import torch
 from tinyspec import models
 from tinyspec.bench.arms import decode_to_length, disable_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
+from tinyspec.bench.harness import name_dtype, record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.report import Column, Grid, format_speedup, make_grid
 from tinyspec.bench.settings import LayerSkipSettings
 from tinyspec.bench.tasks import find_room, tokenize_openings
@@ -62,7 +62,11 @@ def measure_layerskip(given: LayerSkipSettings, quiet: bool = False) -> dict[str
             for exit in exits:
                 knobs = {"temperature": given.temperature, "exit": exit, "gamma": gamma}
                 runs = [_run_once(model, text, tokens, knobs) for text in prompts]
-                found[name]["exits"][str(exit)] = {**worth[exit - 1], **_sum_rounds(runs, depth)}
+                found[name]["exits"][str(exit)] = {
+                    **worth[exit - 1],
+                    **_sum_rounds(runs, depth),
+                    "knobs": record_knobs(runs[0].knobs),
+                }
                 tick()
     settings = {
         "gamma": gamma,
@@ -79,10 +83,12 @@ class FinishedRun(NamedTuple):
     """A finished run.
 
     new     its tokens
+    knobs   what it ran with
     rounds  of each round: layers run to draft and to verify, draft tokens, draft tokens accepted
     """
 
     new: list[int]
+    knobs: Mapping[str, Any]
     rounds: list[tuple[float, float, int, int]]
 
 
@@ -99,7 +105,7 @@ def _run_once(
         )
         for round in running
     ]
-    return FinishedRun(running.decoder.new, rounds)
+    return FinishedRun(running.decoder.new, running.knobs, rounds)
 
 
 def _compare_exits(

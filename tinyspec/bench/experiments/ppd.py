@@ -26,7 +26,7 @@ import torch
 from tinyspec import models
 from tinyspec.bench.arms import Clock, decode_to_length, disable_eos
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
+from tinyspec.bench.harness import name_dtype, record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.plot import Chart, Lines
 from tinyspec.bench.report import (
     Column,
@@ -83,7 +83,7 @@ def measure_ppd(
             tick()
         counted = {str(k): _count_layer_steps(model, texts, tokens, layer, k) for k in ks}
         tick()
-        samples, same = _time_arms(model, texts, tokens, layer, rounds, clock, tick)
+        samples, same, knobs = _time_arms(model, texts, tokens, layer, rounds, clock, tick)
     made = {
         "model": model.name,
         "n_layers": depth,
@@ -92,6 +92,7 @@ def measure_ppd(
         "ks": list(ks),
         "tokens": tokens,
         "rounds": rounds,
+        "knobs": knobs,
         "ranks": ranks,
         "counted": counted,
         "columns": ["prompt", "round", "arm", "seconds"],
@@ -152,13 +153,14 @@ def _time_arms(
     rounds: int,
     clock: Clock,
     tick: Any,
-) -> tuple[list[list[Any]], bool]:
+) -> tuple[list[list[Any]], bool, dict[str, dict[str, Any]]]:
     """Time every arm on every prompt in turns, and compare the texts.
 
-    Returns the seconds after the prompt's own pass, and whether all wrote the same.
+    Returns the seconds after the prompt's own pass, whether all wrote the same, and the knobs that
+    each arm ran with.
     """
     samples, written, threads = list[list[Any]](), dict[int, list[int]](), torch.get_num_threads()
-    same = True
+    same, knobs = True, dict[str, dict[str, Any]]()
     try:
         for turn in range(-1, rounds):  # the first is to warm up
             for number, text in enumerate(texts):
@@ -174,7 +176,7 @@ def _time_arms(
                     for _ in running:
                         pass
                     seconds = clock() - begun
-                    new = running.result().tokens
+                    new, knobs[name] = running.result().tokens, record_knobs(running.knobs)
                     same = same and written.setdefault(number, new) == new
                     if turn >= 0:
                         samples.append([number, turn, name, seconds])
@@ -182,7 +184,7 @@ def _time_arms(
                     tick()
     finally:
         torch.set_num_threads(threads)
-    return samples, same
+    return samples, same, knobs
 
 
 # ---------------------------------------------------------------------- what follows from it

@@ -13,7 +13,12 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import ratio_of_medians, show_progress_bar, stamp_result
+from tinyspec.bench.harness import (
+    ratio_of_medians,
+    record_knobs,
+    show_progress_bar,
+    stamp_result,
+)
 from tinyspec.bench.plan import PLAIN
 from tinyspec.bench.settings import RaceSettings
 from tinyspec.bench.tasks import read_committed
@@ -26,6 +31,7 @@ def measure_race(
 ) -> dict[str, Any]:
     """Return figures by temperature and prompt, with the seconds per token that they come from."""
     method, knobs, texts = given.method, dict(knobs or {}), read_committed("prompts.json")
+    ran: dict[str, Any] = {}
     model = models.load(given.model)
     draft = models.load(model.config.extra["draft"]) if "draft" in model.config.extra else None
 
@@ -53,6 +59,7 @@ def measure_race(
                 samples[lane.method].append(lane.seconds_per_token)
             tick()
         by = {lane.method: lane for lane in lanes}
+        ran.update(record_knobs(by[method].knobs))
         return {
             "prompt": number,
             "samples": samples,
@@ -66,7 +73,7 @@ def measure_race(
     figures: dict[str, Any] = {
         "model": given.model,
         "method": method,
-        "knobs": knobs,
+        "knobs": ran,
         "tokens": given.tokens,
         "rounds": given.rounds,
         "repetition_penalty": given.repetition_penalty,

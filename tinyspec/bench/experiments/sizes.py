@@ -24,7 +24,7 @@ from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.curve import count_weight_bytes
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.plan_draft import make_requests
-from tinyspec.bench.harness import show_progress_bar, stamp_result
+from tinyspec.bench.harness import record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
 from tinyspec.bench.report import Column, Grid, describe_provenance, format_quartiles, make_grid
@@ -93,6 +93,7 @@ def measure_sizes(
         "settings": settings.as_dict(),
         "gammas": gammas,
         "drafts": rows,
+        "knobs": {arm.label: record_knobs(arm.knobs) for arm in arms},
         **book.list_samples(),
     }
     return stamp_result({**made, "figures": summarize_sizes(made)})

@@ -19,6 +19,7 @@ from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import (
     name_dtype,
     read_unfinished,
+    record_knobs,
     save_result,
     show_progress_bar,
     stamp_result,
@@ -33,7 +34,7 @@ from tinyspec.speculative.drafting.self_speculative import (
     format_skip_set,
     parse_skip_set,
 )
-from tinyspec.technique import Clock
+from tinyspec.technique import Clock, find_technique
 
 METHOD = "self_speculative"
 CHECKS = 3  # how often the best set is timed in the end
@@ -100,7 +101,9 @@ def search_skip_set(
                 turns.append(_time_turn(model, fresh, tokens, plain, skip, number, clock))
                 if what == "checked":
                     tick()
-            checked[what] = {"skip": format_skip_set(skip)} | {
+            text = format_skip_set(skip)
+            knobs = find_technique(METHOD).settings({"skip": text})
+            checked[what] = {"skip": text, "knobs": record_knobs(knobs)} | {
                 figure: median(turn[figure] for turn in turns)
                 for figure in ("speed", "accepted", "seconds", "plain")
             }

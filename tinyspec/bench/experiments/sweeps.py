@@ -15,7 +15,7 @@ from tinyspec.bench import measure, tally
 from tinyspec.bench.arms import Arm, Clock, TechniqueArm, ask_openings, disable_eos
 from tinyspec.bench.book import Sample, SampleBook
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.harness import name_dtype, show_progress_bar, stamp_result
+from tinyspec.bench.harness import name_dtype, record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.plot import Chart, Lines
 from tinyspec.bench.report import Column, Grid, describe_provenance, format_quartiles, make_grid
@@ -75,6 +75,7 @@ def measure_sweeps(
         "settings": settings.as_dict(),
         "init": init,
         "blocks": labels,
+        "knobs": {arm.label: record_knobs(arm.knobs) for arm in arms},
         "sweeps": _trace_sweeps(model, jobs[0].ids, tokens, specs[labels[-1]]),
         **book.list_samples(),
     }

@@ -26,7 +26,13 @@ from tinyspec.bench.experiments.translators import (
     load_translators_by_role,
     make_translator_arms,
 )
-from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
+from tinyspec.bench.harness import (
+    read_unfinished,
+    record_knobs,
+    save_result,
+    show_progress_bar,
+    stamp_result,
+)
 from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plot import Bars, Chart, Lines
 from tinyspec.bench.report import (
@@ -134,6 +140,7 @@ def measure_translation(
     def make_result() -> dict[str, Any]:
         made = {
             "settings": settings,
+            "knobs": {arm.label: record_knobs(arm.knobs) for arm in asked},
             "columns": COLUMNS,
             "samples": [one.as_row() for one in samples],
             "batches": batches,

@@ -15,6 +15,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
+from tinyspec.technique import find_technique
 from tinyspec.training import distilled
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
@@ -42,12 +43,14 @@ class TranslatorArm(NamedTuple):
     one    translates a text
     many   translates several sources at once; None: it has no such form
     width  rows of a batch that a source becomes
+    knobs  the value of every knob of its method
     """
 
     label: str
     one: Callable[[str], Translated]
     many: Callable[[Sequence[Ids]], list[Ids]] | None
     width: int = 1
+    knobs: Mapping[str, Any] = {}
 
 
 def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
@@ -96,7 +99,9 @@ def make_translator_arms(
             )
     else:
         made.append(_make_beam_arm(teacher, 4))
-        made.append(TranslatorArm("teacher, jacobi", _make_one(teacher, "jacobi", None), None))
+        knobs = find_technique("jacobi").settings({})
+        blocks = _make_one(teacher, "jacobi", None, **knobs)
+        made.append(TranslatorArm("teacher, jacobi", blocks, None, knobs=knobs))
         if "nat" in found:
             nat = found["nat"]
             made += [
@@ -157,6 +162,7 @@ def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
         one,
         lambda part: distilled.write_translations(model, part, beam_settings),
         beam,
+        {"beam": beam},
     )
 
 
@@ -183,9 +189,8 @@ def _make_nat_arm(
         ]
         return [canvases.canvas.text(row) for row in best]
 
-    return TranslatorArm(
-        label, _make_one(model, "nat", teacher, samples=samples, fertility=first), many, samples
-    )
+    knobs = find_technique("nat").settings({"samples": samples, "fertility": first})
+    return TranslatorArm(label, _make_one(model, "nat", teacher, **knobs), many, samples, knobs)
 
 
 def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> TranslatorArm:
@@ -193,10 +198,11 @@ def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> Tra
         refiner = MaskPredictRefiner(model, iterations, lengths)
         return translate_sources(model, pad_sequences(part), refiner, [Seeded(0) for _ in part])
 
-    knobs = {"iterations": iterations, "lengths": lengths}
+    knobs = find_technique("mask_predict").settings({"iterations": iterations, "lengths": lengths})
     return TranslatorArm(
         label_mask_predict(iterations, lengths),
         _make_one(model, "mask_predict", None, **knobs),
         many,
         lengths,
+        knobs,
     )

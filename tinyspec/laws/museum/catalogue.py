@@ -23,8 +23,8 @@ CATALOGUE = {
     "B12": "u <= p/q accepts at u = 0 a token of probability 0: read in several",
     "B13": "temperature 0 divides, or switches the temperature off: ggml-org/llama.cpp#5657",
     "B14": "greedy speculation differs from greedy decoding: jaymody/speculative-sampling#3",
-    "B15": "the first guess is never verified: ohdearquant/lattice#243",
-    "B16": "a refusal handled one step late, the wrong row sampled or a word lost: "
+    "B15": "the first draft token is never verified: ohdearquant/lattice#243",
+    "B16": "a rejection handled one step late, the wrong row sampled or a word lost: "
     "openvino.genai#4190",
     "B17": "rollback resets the whole cache: paiml/aprender PR#2014",
     "B18": "a crop of nothing keeps, or takes, everything: huggingface/transformers#47433",
@@ -70,7 +70,7 @@ CATALOGUE = {
     "S9": "speeds compared under different flags: read in Spec-Bench",
     "S10": "epsilon in the normaliser: read in LayerSkip",
     "S11": "no end of text: read in gpt-fast",
-    "S12": "a cascade's middle draws from its own row after a refusal: read in TriForce",
+    "S12": "a cascade's middle draws from its own distribution after a rejection: read in TriForce",
     "slip": "of the kind every implementation should be tried with",
 }
 
@@ -78,7 +78,7 @@ WAITING = {
     "B20": "caches that drop what they can no longer see; here eviction is a visible set, and a "
     "rollback always defined",
     "B25": "drafts made by heads",
-    "B36": "drafts with another tokenizer; today they are refused by name",
+    "B36": "drafts with another tokenizer; today they are an error that names them",
     "B43": "the benchmark, which stands above the laws; its own tests hold it to this",
     "B44": "the benchmark, as above",
     "S2": "typical acceptance and its relatives",

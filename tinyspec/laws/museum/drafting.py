@@ -53,7 +53,7 @@ draft_probs.append([x / sum(coarse) for x in coarse])""",
         law=TRUTHFUL,
     ),
     _chain(
-        "only likely guesses kept",
+        "only likely draft tokens kept",
         "return TokenTree.chain(tokens, draft_probs)",
         """sure = [3 * q[x] > 1 for x, q in zip(tokens, draft_probs, strict=True)]
 n = [*sure, False].index(False)
@@ -61,7 +61,7 @@ return TokenTree.chain(tokens[:n], draft_probs[:n])""",
         law=PRESENCE,
     ),
     _chain(
-        "refused guess proposed again",
+        "rejected draft token proposed again",
         "if self.left_behind or most <= 0:",
         """again, self.again = getattr(self, "again", None), None
 if again and max_draft_depth:
@@ -99,7 +99,7 @@ TREES = [
         law=theorems.DRAW_ORDER,
     ),
     _tree(
-        "child drawn behind the newest token, declared behind its parent",
+        "child drawn after the newest token, declared after its parent",
         DRAWN,
         """drawn = sample_siblings(probs[ROOT], k, rng)
 if node != ROOT:
@@ -116,7 +116,7 @@ return TokenTree(tokens[:n], parents[:n], rows[:n], (False,) * n)""",
         law=PRESENCE,
     ),
     _tree(
-        "equal guesses of one parent merged",
+        "equal draft tokens of one parent merged",
         "return [(rng.draw(q), q) for _ in range(k)]",
         "return [(token, q) for token in {rng.draw(q): None for _ in range(k)}]",
         law=PRESENCE,

@@ -278,10 +278,10 @@ REPORTS = [
         bug="B41",
     ),
     _rate("tokens per call plus one", RATE, RATE.replace("calls if", "calls + 1 if"), bug="B41"),
-    _count("tokens behind a stop counted", EMITTED, f"{EMITTED} + round.truncated", bug="B41"),
+    _count("tokens after a stop counted", EMITTED, f"{EMITTED} + round.truncated", bug="B41"),
     _rate("0 / 0 for no tokens", RATE, RATE.replace("0.0", "math.nan"), bug="B31"),
     Mutant(
-        "acceptance of rounds, not of guesses",
+        "acceptance of rounds, not of draft tokens",
         "self.accepted / self.drafted if self.drafted",
         "self.kept / self.target_calls if self.target_calls",
         Statistics.acceptance,

@@ -243,7 +243,7 @@ self.session.append(newest)
 {COMING}""",
     ),
     _pipeline(
-        "a token behind the last one is begun",
+        "a token after the last one is begun",
         COMING,
         """self.cross_kv = self.upcoming or self.__dict__.get("cross_kv")
 upcoming, self.upcoming = self.cross_kv, None""",
@@ -315,7 +315,7 @@ STOPS = "if not tested[-1].rejected: break choice = candidate"
 MARGIN = "max(0.0, float(delta) - float(total) / n)"
 CALIBRATIONS = [
     _testing(
-        "the testing goes on behind a failure",
+        "the testing goes on after a failure",
         STOPS,
         "if tested[-1].rejected:\n    choice = candidate",
     ),

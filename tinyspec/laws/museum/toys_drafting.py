@@ -238,7 +238,7 @@ return (), rng.draw(p[-1]), ()""",
         law=JOINT,
     ),
     _recycling(
-        "refused rows are thrown away",
+        "rejected distributions are thrown away",
         "order = [*rejected, ROOT,",
         "order = [ROOT,",
         TokenRecyclingDrafter.observe,
@@ -544,7 +544,7 @@ return joint.decoder(SharedSessionDrafter(amateur, gamma), verify)"""
 ADVICE = "tokens_per_second(draft.tar(n), n, draft.step, verify[n])"
 CONTRASTS = [
     _contrast(
-        "the contrast replaces refused tokens alone",
+        "the contrast replaces rejected tokens alone",
         TARGET,
         JUDGED.format("expert", "contrast", "expert"),
         law=contrast_traps.CONTRAST,

@@ -161,7 +161,7 @@ return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
         law=JOINT,
     ),
     _mcsd(
-        "p forgets the refusals",
+        "p forgets the rejections",
         "reject(row, draft_probs",
         "reject(p[accepted[-1] if accepted else ROOT], draft_probs",
         reference.verify_tree,
@@ -395,7 +395,7 @@ return Verdict(tuple(range(worst)), rng.draw(p[worst - 1]), (worst,))""",
         law=bild_traps.ALGORITHM,
     ),
     _bild(
-        "what is behind the first bad token stays unread",
+        "what comes after the first bad token stays unread",
         TAKES_BACK,
         """if own != token:
     return Verdict(path, own, (node,))

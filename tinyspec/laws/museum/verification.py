@@ -64,7 +64,7 @@ RATIOS = [
     _ratio("p and q swapped", RATIO, "return q[token] / row[token] if row[token] else 1"),
     _ratio("root of the ratio", RATIO, "return (row[token] / q[token]) ** 0.5"),
     _ratio("ratio times 1.05", RATIO, "return row[token] / q[token] * 21 / 20"),
-    _walk("first guess not verified", TEST, f"{TEST[:-1]} if accepted else 1)", bug="B15"),
+    _walk("first draft token not verified", TEST, f"{TEST[:-1]} if accepted else 1)", bug="B15"),
     _ratio(
         "a sample of the target for each sibling",
         RATIO,
@@ -110,9 +110,9 @@ return [w / sum(weights) for w in weights]""",
         "reject(row, draft_probs",
         "reject(p[max(accepted[-1] - 1, ROOT) if accepted else ROOT], draft_probs",
     ),
-    _walk("row behind the refused guess", REJECT, "row = p[node]", bug="B16"),
+    _walk("distribution after the rejection", REJECT, "row = p[node]", bug="B16"),
     _walk(
-        "refusal of a sibling forgotten",
+        "rejection of a sibling forgotten",
         "reject(row, draft_probs",
         "reject(p[accepted[-1] if accepted else ROOT], draft_probs",
     ),
@@ -195,7 +195,7 @@ if max(tree.depths(), default=1) == 1 and len(keep) < len(tree.tokens):
         law=theorems.KSEQ,
     ),
     _verify(
-        "half of the guesses not looked at",
+        "half of the draft tokens not looked at",
         WALKED,
         f"""tree = tree if rng.accept(Fraction(1, 2)) else TokenTree()
 {WALKED}""",
@@ -219,7 +219,7 @@ if not verdict.rejected:
         bug="B7",
     ),
     Mutant(
-        "penalty forgets the guesses",
+        "penalty forgets the draft tokens",
         "return [*self.context, *self.tree.tokens_on(self.tree.path(node))]",
         "return self.context",
         TargetProbs._history,
@@ -378,7 +378,7 @@ WRITES = "own = rng.draw(p[at])"
 TAKES_BACK = 'if rule == "paper" or own != token: return Verdict(path, own, (node,))'
 ROLLBACKS = [
     _rollback("distance under the user's temperature", DISTANCE, "p[at][token] < least"),
-    _rollback("distance by the row behind the token", DISTANCE, DISTANCE.replace("at,", "node,")),
+    _rollback("distance by the next distribution", DISTANCE, DISTANCE.replace("at,", "node,")),
     _rollback(
         "distance to the likeliest token",
         DISTANCE,
@@ -387,9 +387,9 @@ ROLLBACKS = [
     _rollback("a certain token is bad", DISTANCE, DISTANCE.replace("<", "<=")),
     _rollback("the bad token stays", "Verdict(path, own,", "Verdict((*path, node), own,"),
     _rollback("the bad token is written again", WRITES, "own = token"),
-    _rollback("the large model writes the place behind", WRITES, "own = rng.draw(p[node])"),
+    _rollback("the large model writes the next position", WRITES, "own = rng.draw(p[node])"),
     _rollback(
-        "the block stays unread behind a bad token",
+        "the block stays unread after a bad token",
         TAKES_BACK,
         """if rule == "paper" or own != token:
     return Verdict(path, own, (node,))
@@ -417,7 +417,7 @@ dists += [small if small and small[x] else row for x, row in each]""",
         law=LEVELS,
     ),
     _middle(
-        "the middle draws again after a refusal",
+        "the middle draws again after a rejection",
         MIDDLE,
         f"""def verify(tree, p, rng, right=decoder.verifier):
     verdict = right(tree, p, rng)
@@ -428,7 +428,7 @@ decoder.verifier = verify
         bug="S12",
     ),
     _nested(
-        "a cascade declares the row behind a token",
+        "a cascade declares the distribution after a token",
         WRITTEN,
         f"{REWRITTEN}return TokenTree.chain(tokens, [*laws[1:], *laws[-1:]])",
         bug="B16",
@@ -441,7 +441,7 @@ n = [*sure, False].index(False)
 return TokenTree.chain(tokens[:n], laws[:n])""",
     ),
     _middle(
-        "the middle of a cascade refuses nothing",
+        "the middle of a cascade rejects nothing",
         MIDDLE,
         f"""decoder.verifier = lambda tree, p, rng: Verdict(
     tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1])
@@ -475,7 +475,7 @@ JOINTS = [
         JointTarget.append,
     ),
     _joint(
-        "the small member's row is a position behind",
+        "the small member's distribution is a position late",
         "[scores.logits[node + 1] for scores in (first, *others)]",
         """[
     first.logits[node + 1],
@@ -496,7 +496,7 @@ JOINTS = [
         "a mask that sees what was taken back", "del self.text[length:]", "", JointTarget.rewind
     ),
     _joint(
-        "a mask that does not see the accepted guesses",
+        "a mask that does not see the accepted draft tokens",
         NEXT,
         "self.text += () if next is None else (next,)",
         JointTarget.commit,
@@ -562,12 +562,12 @@ EQUIVALENT = [
         laws=(JOINT, theorems.ACCEPTANCE, theorems.ROUND_TOKENS, theorems.REJECTION),
     ),
     Equivalent(
-        "a refused point mass tested again",
+        "a rejected point mass tested again",
         "return TokenTree(tokens, parents, rows, (False,) * len(tokens))",
         """twice = [token for token in tokens for _ in range(2)]
 return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))""",
         TreeDrafter.propose,
-        proof="After x was refused as a point mass the law in force gives x nothing: an equal "
+        proof="After x was rejected as a point mass the law in force gives x nothing: an equal "
         "sibling passes with probability 0, and taking x out of a law that has none of it changes "
         "nothing.",
         laws=(JOINT,),

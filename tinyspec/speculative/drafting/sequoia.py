@@ -28,6 +28,10 @@ State: P, c and t are estimated while decoding, from a prior on. With a clock th
 model pair and sampling settings while the target lives. Above temperature 0 the text of a seed
 therefore depends on timing; fix `accepts` and `costs` to prevent that. `estimate_acceptance`
 measures P beforehand, as the paper does.
+Defaults that are not the paper's. The paper measures P, c and t before it decodes; `accepts` and
+`costs` are empty, so here they are learnt, because a reader's pair of models comes without figures.
+The bounds of the search, `nodes` 32, `depth` 8 and `ranks` 8, are ours: on a CPU t(n) rises from
+the first nodes on, so a larger tree seldom pays.
 Tests: tests/speculative/test_sequoia.py (`most_tokens` against what runs and the tree against all
 trees; F against enumerated rounds; P against enumerated draws; the reused noise).
 Left out: trees of hundreds of nodes for offloaded targets; planning time grows with n squared.

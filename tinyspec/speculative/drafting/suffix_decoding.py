@@ -26,6 +26,11 @@ Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against wh
 at most alpha p nodes; both trees serve; a second request is faster than the first).
 Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
 least that probability are run (speculative/lookup.py). `price` 0 is the paper's rule.
+Defaults that are not the paper's. `price` is 0.25, because on a CPU every further position costs
+time. `floor` 0.1 is the least D(N) that the authors' code drafts (ArcticInference,
+suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default too. `most` 32 and
+`depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the first, and the code
+has 64 for the second (vLLM: 24).
 Left out: the hybrid with a draft model, used where the best score is small. The trees are bounded:
 `depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved). The
 paper lets them grow; its code bounds the depth too.
