@@ -186,7 +186,7 @@ def test_no_and_one_new_token(wanted: int) -> None:
 def test_an_end_of_text_inside_a_branch_ends_the_text() -> None:
     stop = StoppingCriteria(eos=frozenset({3}), max_new_tokens=9)
     model = Reciter([1, 2, 3, 4, 1, 2, 3, 4])
-    decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
+    decoder = CARD.make(Request(model.session(), (), GREEDY, stop))
     decoder.extend(model.poem[:5])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))

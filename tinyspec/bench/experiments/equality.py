@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyspec import data, models
-from tinyspec.bench.arms import decode_to_length
+from tinyspec.bench.arms import decode_to_length, resolve_knobs
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
 from tinyspec.bench.measure import count_agreeing
@@ -70,7 +70,7 @@ def compare_on_question(
     for arm in (*methods, REHEARSED):
         if arm == REHEARSED:
             reference = noisy_reference(ids, plain)
-            got, counted = decode_to_length(model, ids, tokens, "llma", [reference], price=0.0)
+            got, counted = decode_to_length(model, ids, tokens, "llma", [reference])
         else:
             got, counted = decode_to_length(model, ids, tokens, arm)
         samples.append(
@@ -108,6 +108,7 @@ def measure_equality(
         "dtype": given.dtype,
         "tokens_each": given.tokens,
         "methods": list(given.methods),
+        "knobs": resolve_knobs(given.methods),
     }
     done: list[EqualitySample] = read_unfinished(
         out, resume, "equality", settings, _read_samples, []

@@ -23,8 +23,8 @@ Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests
 State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
 has its own, because a row must equal the row run alone. Above temperature 0 the text of a seed
 depends on what the trie knows.
-Addition: `price`. The paper runs whatever it finds. Here a draft token is run only if its chance of
-being accepted is at least `price` (speculative/lookup.py). `price` 0 is the paper's rule.
+Addition of ours: with `price` > 0 (off by default) a draft token is run only if its probability to
+be accepted is at least `price` (speculative/lookup.py).
 Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against what runs; each
 procedure alone; one request shortens the next; shared beginnings are checked once).
 Left out: stop words as roots of branches, and a bound for the branches of each first token: one
@@ -41,6 +41,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.speculative.lookup import (
+    GATE_PRICE,
     OUTPUTS,
     AcceptanceTracker,
     RequestForest,
@@ -99,7 +100,7 @@ class LookaheadTrieDrafter(RequestForest):
     length  draft tokens of a round
     branch  tokens of a branch, and of the longest match
     mode    form of the draft: "hierarchical", "parallel" or "single"
-    price   least chance of acceptance of a draft token that is run; 0: all are run
+    price   least probability to be accepted of a draft token that is run; 0: all are run
     """
 
     def __init__(
@@ -210,11 +211,13 @@ def follow_first_branch(tree: TokenTree) -> Branch:
         Knob("bound", 1 << 18, "nodes of the trie of outputs", low=1, high=1 << 24, small=(64, 2)),
         Knob(
             "price",
-            0.25,
-            "least chance of acceptance of a draft token that is run; 0: all",
+            0.0,
+            "least probability to be accepted of a draft token that is run; 0: all, as in the "
+            "paper",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
+            ours=GATE_PRICE,
         ),
         Knob(
             "remember", True, "whether outputs are kept for later requests", choices=(True, False)
