@@ -149,11 +149,11 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2835,
+    "root + show": 2842,
     "_core": 850,
     "lm": 3985,
     "decoding": 1362,
-    "chapters": 5170,
+    "chapters": 5173,
     "laws": 9550,
     "museum": 3424,
     "training": 2565,

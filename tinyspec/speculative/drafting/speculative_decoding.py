@@ -67,13 +67,15 @@ def lenient_verifier(lenience: float) -> Verifier:
     """Return a verifier of chains that accepts with min(1, p(x) / (l q(x))) (appendix A.5).
 
     At temperature 0 a draft token is accepted if p(x) >= l max p, where p is the distribution
-    before it is sharpened.
+    before it is sharpened. The verifier raises TinyspecError if the draft branches, and above
+    temperature 0 if a token declares no distribution.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
         at = ROOT
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
+        for node in tree.chain_nodes("the lenient rule"):
+            token, q = tree.tokens[node], tree.draft_probs[node]
             row = rest = p[at]
             if p.sampling.temperature == 0:
                 soft = p.probs_under(at, replace(p.sampling, temperature=1.0))

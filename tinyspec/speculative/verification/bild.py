@@ -77,13 +77,17 @@ class BildDrafter(ModelDrafter):
 
 
 def rollback_verifier(rollback: float, rule: str) -> Verifier:
-    """Return a verifier that applies the rollback policy and adds one token of the large model."""
+    """Return a verifier that applies the rollback policy and adds one token of the large model.
+
+    It raises TinyspecError if the draft branches.
+    """
     least = math.exp(-rollback)  # -log p(x) > rollback if and only if p(x) < least
 
     def review(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         at = ROOT
         path: tuple[int, ...] = ()
-        for node, token in enumerate(tree.tokens):
+        for node in tree.chain_nodes("BiLD's review"):
+            token = tree.tokens[node]
             if p.probs_under(at, UNCHANGED)[token] < least:
                 own = rng.draw(p[at])
                 if rule == "paper" or own != token:
