@@ -26,6 +26,8 @@ SHORT = {
     "human_eval": "HumanEval",
     "gsm8k": "GSM8K",
 }
+OLD_DEFAULTS = {"price": 0.25, "tree": "ranks"}
+"""Defaults of knobs when results did not record their knobs yet."""
 
 
 class Grid:
@@ -334,7 +336,7 @@ def list_lossy_arms(labels: Sequence[str]) -> list[str]:
 def describe_additions(result: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
     """Return which arms ran with an addition of ours, if any did: one sentence.
 
-    An older result does not tell its knobs. When it was made, every addition was on by default.
+    An older result does not tell its knobs. Then the defaults of that time count.
 
     >>> print(*describe_additions({}, ["auto", "llma", "llma:price=0"]))
     With an addition of ours switched on: `llma` (price 0.25). The paper's rule is price 0.
@@ -345,14 +347,18 @@ def describe_additions(result: Mapping[str, Any], labels: Sequence[str]) -> list
             if knob.ours is None:
                 continue
             known = result.get("knobs", {}).get(spec.label) or dict(spec.knobs)
-            value = known.get(knob.name, knob.ours)
+            value = known.get(knob.name, OLD_DEFAULTS.get(knob.name, knob.default))
             if value != knob.default:
                 ran.append(f"`{spec.label}` ({knob.name} {value})")
-                rules[f"{knob.name} {knob.default:g}"] = None
+                rules[f"{knob.name} {_format_knob(knob.default)}"] = None
     if not ran:
         return []
     arms, paper = ", ".join(ran), ", ".join(rules)
     return [f"With an addition of ours switched on: {arms}. The paper's rule is {paper}."]
+
+
+def _format_knob(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def render_result(result: Mapping[str, Any]) -> RenderableType:
