@@ -24,9 +24,9 @@ Tests: tests/speculative/test_token_recycling.py (`draft_from_matrix` and `updat
 what runs; the matrix holds the candidates last seen, those of rejected nodes too; a second request
 is faster than the first; the tree is the best of its size; the rows of a prompt).
 Additions of ours: with `tree` "ranks" the tree has the `nodes` paths of ranks with the greatest
-products of `RANK_CHANCES`. With `learn_prompt` the matrix also learns the rows of the prompt. That takes
-a product with the output matrix for every token of the prompt. The authors' code reads the prompt
-and drops its logits, so its matrix learns from the first round on; so does ours by default.
+products of `RANK_CHANCES`. With `learn_prompt` the matrix also learns the rows of the prompt. That
+takes a product with the output matrix for every token of the prompt. The authors' code reads the
+prompt and drops its logits, so its matrix learns from the first round on; so does ours by default.
 Left out: a token never scored has no candidates here; the paper's zeros propose id 0.
 """
 
@@ -58,8 +58,8 @@ AUTHORS_TREE = (
     "311001000010100",
     "20010000",
 )
-"""The authors' static tree, template 2.2.2 of their code: by depth, how many children each node has.
-A node with n children has those of rank 0 to n - 1. Together there are 80 nodes, up to depth 6."""
+"""The authors' static tree, template 2.2.2 of their code: how many children each node has, by
+depth. A node with n children has those of rank 0 to n - 1. There are 80 nodes, up to depth 6."""
 PROMPT_CHUNK = 64  # tokens of a prompt whose rows are computed in one pass
 
 StaticTree = tuple[tuple[int, int], ...]
