@@ -293,7 +293,7 @@ class SkipSettings:
     """
 
     model: str = model_setting("storyteller")
-    evaluations: int = setting(100, "Skip sets to be timed.", least=1)
+    evaluations: int = setting(100, "Skip sets to be timed; the paper's are 1,000.", least=1)
     prompts: int = setting(2, "Openings to measure on.", least=1, most=20)
     tokens: int = tokens_setting(32)
     temperature: float = temperature_setting()
