@@ -490,7 +490,7 @@ class TranslationSettings:
     )
     lengths: tuple[int, ...] = setting(
         (),
-        "Lengths that Mask-Predict tries. [default: 3; 1,3,5 for iterations]",
+        "Lengths that Mask-Predict tries. [default: 3,5, the paper's is 5; 1,3,5 for iterations]",
         of=int,
         what="lengths",
     )

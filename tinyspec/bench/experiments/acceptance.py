@@ -22,7 +22,7 @@ from tinyspec.generation import start_generation
 from tinyspec.speculative.drafting.sequoia import estimate_acceptance
 
 
-def measure_acceptance(given: AcceptanceSettings, quiet: bool = False) -> dict[str, Any]:
+def measure_rank_acceptance(given: AcceptanceSettings, quiet: bool = False) -> dict[str, Any]:
     """Return P of a target and a draft model, over every position of some texts."""
     settings = BenchSettings(
         model=given.model, draft=given.draft, dtype=given.dtype, methods=("sequoia",)
@@ -71,4 +71,4 @@ def write_knob(result: Result) -> list[str]:
     ]
 
 
-EXPERIMENT = Experiment(measure_acceptance, closing=write_knob)
+EXPERIMENT = Experiment(measure_rank_acceptance, closing=write_knob)

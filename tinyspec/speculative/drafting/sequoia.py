@@ -417,8 +417,8 @@ def _parse_numbers(knob: str, text: str) -> list[float]:
         Knob(
             "accepts",
             "",
-            "the acceptance vector, as 0.6,0.2,0.1 or a file of `tinyspec bench acceptance`; empty: "
-            "learnt while decoding, which is ours",
+            "the acceptance vector, as 0.6,0.2,0.1 or a file of `tinyspec bench acceptance`; "
+            "empty: learnt while decoding, which is ours",
         ),
         Knob(
             "costs",

@@ -24,9 +24,12 @@ of the residual; its tokens then do not follow the q that they declare.
 Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
 outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
 context). The joint distribution is enumerated on small transformers.
-Left out: choosing new chunks when acceptance falls. To choose chunks takes a query of the target.
-It comes from a round that is run anyway, so the first round has no draft. The defaults are those of
-the authors' code, except `rebuild`, for which they have no fixed number.
+Left out: a small model whose context is shorter than the text. In the paper its positions count
+within its own cache (StreamingLLM), so a model of 2k positions serves a text of 120k. Here they are
+those of the text, and beyond its context the small model drafts nothing. New chunks are not chosen
+when acceptance falls. To choose chunks takes a query of the target. It comes from a round that is
+run anyway, so the first round has no draft. The defaults are those of the authors' code, except
+`rebuild`, for which they have no fixed number.
 """
 
 import warnings

@@ -25,7 +25,8 @@ Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome b
 exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
 and encoder-decoder models. `gamma`, a cap on one turn of the small model, is only in the authors'
-code (10).
+code (10). Their code lets the large model write the first token; here the small model begins, as in
+algorithm 1. The thresholds are the defaults of their code; the paper tunes them for each task.
 """
 
 import math
