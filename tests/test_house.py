@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2843,
-    "_core": 850,
-    "lm": 3985,
-    "decoding": 1362,
-    "chapters": 5163,
-    "laws": 9554,
-    "museum": 3424,
+    "root + show": 2870,
+    "_core": 843,
+    "lm": 4026,
+    "decoding": 1435,
+    "chapters": 5360,
+    "laws": 9581,
+    "museum": 3451,
     "training": 2565,
-    "bench": 5943,
+    "bench": 6059,
     "grade": 3523,
-    "cli": 2462,
+    "cli": 2476,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -31,7 +31,7 @@ PROMPTS = [
 ]
 SETTINGS = {  # how many rows stand in a block
     "speculative_decoding": [{"gamma": 1}, {"gamma": 3}, {"gamma": 7}],
-    "llma": [{"k": 4}, {"k": 15}, {"n": 3}, {"k": 15, "price": 0.0}],
+    "llma": [{"k": 4}, {"k": 15}, {"n": 3}, {"k": 15, "price": 0.25}],
     "auto": [{"k": 4}, {"k": 15}, {"gamma": 1}, {"gamma": 7}],
 }
 METHODS = [

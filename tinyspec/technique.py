@@ -55,6 +55,8 @@ class Knob:
                other one once
     beyond     a value outside the range with a meaning of its own, as inf for "never"
     advised    the card of the draft model may name a better default, under the knob's name
+    ours       a value that turns on an addition of ours, which the paper does not have; a
+               benchmark of the chapter shows it in a row of its own
     """
 
     name: str
@@ -66,6 +68,7 @@ class Knob:
     small: tuple[Any, ...] = ()
     beyond: float | None = None
     advised: bool = False
+    ours: Any = None
 
     @property
     def default_text(self) -> str:

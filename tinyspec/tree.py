@@ -10,6 +10,8 @@ or None. A node with None is verified as a point mass, which is always exact.
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from tinyspec.errors import TinyspecError
+
 Probs: TypeAlias = Any
 """A distribution over the vocabulary, [V], summing to 1: a float64 ndarray on the CPU, a tensor on
 a device, a list of Fractions in the exact laws. Everything that takes Probs takes all three."""
@@ -69,6 +71,22 @@ class TokenTree(NamedTuple):
         (5, 7)
         """
         return tuple(self.tokens[node] for node in path)
+
+    def chain_nodes(self, rule: str) -> list[int]:
+        """Return the nodes of a chain from the first down, without probes.
+
+        Raises TinyspecError, which names the verification rule, if the draft branches.
+
+        >>> TokenTree((5, 9, 7), (-1, -1, 0), (None,) * 3, (False, True, False)).chain_nodes("-")
+        [0, 2]
+        """
+        draft = [node for node, is_probe in enumerate(self.probe) if not is_probe]
+        if [self.parents[node] for node in draft] != [ROOT, *draft][: len(draft)]:
+            raise TinyspecError(
+                f"{rule} judges one chain of draft tokens, and this draft branches: draft a chain, "
+                "or judge it with spectr"
+            )
+        return draft
 
     def depths(self) -> list[int]:
         """Return the depth of every node; a child of ROOT has depth 1."""

@@ -26,7 +26,7 @@ from tinyspec.technique import load_techniques
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chapter of three, so that nothing depends on how many there are."""
+    """A chapter of three techniques, one with two rows; nothing depends on how many there are."""
     monkeypatch.setattr(
         chapters, "list_decoders", lambda name: ["llma", "speculative_decoding", "auto"]
     )
@@ -38,12 +38,12 @@ def test_a_technique_is_an_arm_or_has_a_reason() -> None:
     found, cannot, _ = chapters.select_techniques(
         "speculative", BenchSettings(model="alone"), m, model(ENDING, seed=1), job()
     )
-    assert found.methods == (PLAIN, "llma", "speculative_decoding", "auto")
+    assert found.methods == (PLAIN, "llma", "llma:price=0.25", "speculative_decoding", "auto")
     assert found.draft == ""
     alone, left, _ = chapters.select_techniques(
         "speculative", BenchSettings(model="alone"), m, None, job()
     )
-    assert alone.methods == (PLAIN, "llma", "auto") and alone.draft is None
+    assert alone.methods == (PLAIN, "llma", "llma:price=0.25", "auto") and alone.draft is None
     assert left[0].startswith("speculative_decoding: ") and "draft" in left[0]
     assert any(line.startswith("planner: an analysis") for line in [*cannot, *left])
 

@@ -99,6 +99,21 @@ def test_a_run_writes_everything_that_it_is_recomputed_from(zoo: Zoo, tmp_path: 
     assert "--out" in failed(run("bench", "--resume", str(out), "--out", str(tmp_path / "x.json")))
 
 
+def test_a_run_records_every_knob_and_goes_on_only_with_the_same(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "r.json"
+    call = ["bench", "--model", zoo.big, "--methods", "llma", "--tasks", "edits", "--rounds", "1"]
+    assert run(*call, *QUICK, "--out", str(out)).exit_code == 0
+    found = loaded(out)
+    assert found["knobs"]["llma"]["price"] == 0 and found["knobs"]["llma"]["k"] == 15
+    again = ("bench", "--resume", str(out), "--rounds", "2", "--quiet", "--no-curve", "--no-memory")
+    found["knobs"]["llma"]["price"] = 0.25
+    out.write_text(json.dumps(found), encoding="utf-8")
+    assert "other defaults of knobs" in failed(run(*again))
+    del found["knobs"]
+    out.write_text(json.dumps(found), encoding="utf-8")
+    assert "other defaults of knobs" in failed(run(*again))
+
+
 def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
     zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

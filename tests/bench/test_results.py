@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tinyspec.bench import answers, curve, plot, summary, tally
+from tinyspec.bench import answers, curve, plot, report, summary, tally
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments import parts
 from tinyspec.bench.harness import (
@@ -300,6 +300,21 @@ def test_a_chapter_shows_who_wins_on_some_task_and_counts_the_slow_downs() -> No
     assert "1 are faster in the mean of the groups, the other 2 are slow-downs" in prose
     assert "on every request for 2 of 3" in prose
     assert commands.splitlines()[3:5] == ["begin", "go on"]
+    both = chapter(qa=(1.3, 1.1, 0.9))
+    for rows in (both["figures"]["overall"], both["figures"]["tasks"]["qa"]):
+        rows["once:price=0.25"] = rows.pop("never")
+    assert "2 techniques in 3 rows on 4 requests" in answers.describe_chapter(both, "page.md")[1]
+
+
+def test_a_page_names_the_rows_with_an_addition_of_ours() -> None:
+    """A result that records its knobs is believed; an older one had every addition on."""
+    labels = ["auto", "rest", "rest:price=0.25"]
+    recorded = {"knobs": {"rest": {"price": 0.0}, "rest:price=0.25": {"price": 0.25}}}
+    (new,) = report.describe_additions(recorded, labels)
+    (old,) = report.describe_additions({}, labels)
+    assert "`rest:price=0.25` (price 0.25)" in new and "`rest` (" not in new and "auto" not in new
+    assert "`rest` (price 0.25)" in old and "The paper's rule is price 0." in old
+    assert report.describe_additions({}, ["auto", "rest:price=0"]) == []
 
 
 def test_a_chapter_names_the_knobs_that_have_no_default_value() -> None:

@@ -154,6 +154,11 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert figures["teacher, jacobi"]["bleu"] == figures[PLAIN]["bleu"]
 
 
+def test_without_lengths_the_table_has_rows_of_the_papers_length_beam(zoo: Path) -> None:
+    few = measured(zoo, lengths=(), iterations=(1,), rounds=1, sentences=2)
+    assert {"mask_predict, T 1, 3 lengths", "mask_predict, T 1, 5 lengths"} <= few["figures"].keys()
+
+
 def test_a_large_batch_translates_as_one_sentence_does(zoo: Path) -> None:
     found = {role: _wide(model) for role, model in load_translators_by_role(names(zoo)).items()}
     ids = [found["teacher"].tokenizer.encode(text) for text in ENGLISH[:4]]

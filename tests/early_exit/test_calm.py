@@ -5,7 +5,7 @@ and both ends.
 import math
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -100,6 +100,27 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
     assert float(softmax_response(torch.tensor(row).log())) == pytest.approx(0, abs=1e-12)
     assert probability_gap([1, 0, 0]) == 1 and probability_gap(np.array([1.0])) == 1.0
     assert float(probability_gap(np.array([0.2, 0.5, 0.3]))) == pytest.approx(0.2)
+
+
+def test_thresholds_fall_over_the_tokens_that_the_text_can_get() -> None:
+    """N: the request's limit, or the rest of the context if that is less; without both nothing falls."""
+
+    def asked(stop: StoppingCriteria, positions: int | None) -> list[float]:
+        request = Request(M.session(), sampling=GREEDY, stop=stop, positions=positions)
+        decoder = CARD.make(request, threshold=1.0, tau=4.0, decay="t5x")
+        decoder.extend(PROMPT)
+        threshold = cast(Any, decoder.target).rule.threshold
+        return [threshold(t) for t in (0, 4)]
+
+    def fallen(n: float) -> list[float]:
+        return [pytest.approx(0.9 + 0.1 * math.exp(-4 * t / n)) for t in (0, 4)]
+
+    room = len(PROMPT) + 16
+    assert asked(StoppingCriteria(max_new_tokens=8), None) == fallen(8)
+    assert asked(StoppingCriteria(max_new_tokens=8), room) == fallen(8)
+    assert asked(StoppingCriteria(), room) == fallen(16)
+    assert asked(StoppingCriteria(max_new_tokens=64), room) == fallen(16)
+    assert asked(StoppingCriteria(), None) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("setting", ON_TABLES, ids=str)

@@ -228,7 +228,7 @@ def test_probes_are_skipped_and_a_tree_raises_a_named_error() -> None:
         0,
         2,
     )
-    with pytest.raises(TinyspecError, match="branches: judge it with spectr"):
+    with pytest.raises(TinyspecError, match="branches: draft a chain, or judge it with spectr"):
         verify_tree_by_block(
             TokenTree([0, 1], [ROOT, ROOT], [q, q], [False] * 2), {ROOT: q}, Seeded(0)
         )

@@ -39,11 +39,10 @@ def finish(d: Decoder, prompt: list[int], seed: int = 0) -> Decoder:
 
 
 def made(target: Table, references: list[list[int]], wanted: int, **knobs: object) -> Decoder:
-    """By the paper's rule: whatever is found is run."""
     request = Request(
         target, sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=wanted), references=references
     )
-    return CARD.make(request, **{"price": 0.0, **knobs})
+    return CARD.make(request, **knobs)
 
 
 @pytest.mark.parametrize(("n", "longest"), [(1, 1), (1, 3), (2, 3)])

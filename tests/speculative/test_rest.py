@@ -69,7 +69,7 @@ def test_released_sampling_branch_has_the_bias_of_the_docstring() -> None:
 
     def biased() -> Decoder:
         request = Request(Constant(3), references=[[2, 0, 2, 1, 2, 0]])
-        return CARD.make(request, shortest=1, length=1, price=0.0)
+        return CARD.make(request, shortest=1, length=1)
 
     with find_toy("rest", "a draw a path").applied():
         found = exact_law(biased, 1, (2,))
@@ -90,7 +90,7 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
     assert (
         exact_law(
             lambda: CARD.make(
-                Request(Table(3), sampling=sampling, references=references), shortest=1, price=0
+                Request(Table(3), sampling=sampling, references=references), shortest=1
             ),
             3,
         )
@@ -166,7 +166,7 @@ def test_a_draft_keeps_to_the_room_and_to_its_document() -> None:
 def test_of_a_file_and_references_the_longer_match_decides(tmp_path: Path) -> None:
     write_datastore(tmp_path / "store", [[1, 2, 3, 4], [5, 6, 7]])
     request = Request(Reciter([8, 2, 3, 9]).session(), references=[[8, 2, 3, 9], [5, 6, 1]])
-    drafter: Any = CARD.make(request, datastore=str(tmp_path / "store"), price=0).drafter
+    drafter: Any = CARD.make(request, datastore=str(tmp_path / "store")).drafter
     assert drafter.propose([8, 2, 3], 9, GREEDY, Seeded(0)).tokens == [9]
     assert drafter.propose([1, 2, 3], 9, GREEDY, Seeded(0)).tokens == [4]
     assert drafter.propose([5, 6], 9, GREEDY, Seeded(0)).tokens == [7]
@@ -369,9 +369,7 @@ def test_nothing_or_one_token_is_made_where_that_is_asked_for(zoo: Zoo, tokens: 
 def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
     poem = [1, 2, 3, 4, 5]
     stop = StoppingCriteria(eos=frozenset({4}), max_new_tokens=9)
-    d = CARD.make(
-        Request(Reciter(poem).session(), sampling=GREEDY, stop=stop, references=[poem]), price=0
-    )
+    d = CARD.make(Request(Reciter(poem).session(), sampling=GREEDY, stop=stop, references=[poem]))
     d.extend(poem[:2])
     while not d.finished:
         d.step(Seeded(d.rounds))

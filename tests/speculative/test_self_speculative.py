@@ -260,9 +260,9 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
         search.tell(frozenset(), 1.0)
         for number in range(6):
             if number == stop_at:  # interrupted: another object is told the same
-                told, search = search.told, SkipSetSearch(2, seed=3)
-                for skip, speeds in told.items():
-                    search.tell(skip, speeds[0])
+                old, search = search, SkipSetSearch(2, seed=3)
+                for skip, speeds in old.told.items():
+                    search.tell(skip, speeds[0], old.points[skip])
             found.append(search.suggest())
             search.tell(found[-1], 1.0 + 0.1 * len(found[-1]))
         return found
@@ -270,6 +270,35 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
     whole = asked(None)
     assert whole == asked(3)
     assert len(set(whole)) == 6 and frozenset(range(4)) not in whole and frozenset() not in whole
+
+
+def test_the_optimiser_is_told_the_point_that_it_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the corner that the point is rounded to; both stand for the same set."""
+    search, registered = SkipSetSearch(3, seed=1), list[Any]()
+    whole = search.library.BayesianOptimization
+
+    def spy(*how: Any, **more: Any) -> Any:
+        optimizer = whole(*how, **more)
+        register = optimizer.register
+        registered.clear()
+
+        def note(point: Any, speed: float) -> None:
+            registered.append((list(point), speed))
+            register(point, speed)
+
+        optimizer.register = note
+        return optimizer
+
+    monkeypatch.setattr(search.library, "BayesianOptimization", spy)
+    search.tell(frozenset({2}), 1.0)
+    for number in range(8):
+        search.tell(search.suggest(), 1.0 + 0.1 * number)
+    search.suggest()
+    told = [(search.points[skip], speed) for skip, (speed,) in search.told.items()]
+    assert registered == told and registered[0] == ([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
+    for skip, point in search.points.items():
+        assert {bit for bit in range(6) if point[bit] > 0.5} == skip
+    assert any(0 < x < 1 for point, _ in told for x in point)
 
 
 def test_a_search_of_a_model_of_one_layer_has_three_sets() -> None:

@@ -2,9 +2,11 @@
 fresh noise every round.
 """
 
+import json
 from collections.abc import Sequence
 from fractions import Fraction as F
 from itertools import pairwise, product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,10 +80,14 @@ SHARES = st.lists(st.integers(0, 10), min_size=1, max_size=4).map(
 
 @given(SHARES)
 def test_printed_algorithm_is_what_runs(accepts: list[float]) -> None:
-    """`most_tokens` is the table that `solve_tree_dp` fills, for every size and depth."""
+    """The paper's recursion is the table that `solve_tree_dp` fills, for every size and depth.
+
+    The table has exactly so many nodes, or -inf where no tree has; the recursion at most so many.
+    """
     best, _ = solve_tree_dp(tuple(accepts), 9, 4)
     for nodes, depth in product(range(10), range(5)):
-        assert most_tokens(accepts, nodes, depth) == pytest.approx(best[depth, nodes + 1])
+        expected = max(best[depth, 1 : nodes + 2])
+        assert most_tokens(tuple(accepts), nodes, depth) == pytest.approx(expected)
 
 
 @given(SHARES, st.integers(1, 7), st.integers(1, 4))
@@ -154,6 +160,18 @@ def test_the_vector_of_two_models_is_monotone_enough_and_all_of_p_where_they_are
         assert estimate_acceptance(one, one, texts, sampling, 3, Seeded(0))[0] == pytest.approx(1)
         shares = estimate_acceptance(one, other, texts, sampling, 5, Seeded(0))
         assert len(shares) == 5 and 0 < sum(shares) <= 1 + 1e-9
+
+
+def test_the_knob_takes_the_file_of_a_measurement(tmp_path: Path) -> None:
+    file = tmp_path / "accepts.json"
+    file.write_text(json.dumps({"accepts": [0.5, 0.25, 0.125]}))
+    assert made(accepts=str(file), ranks=2).drafter.learnt.accepts == (0.5, 0.25)
+    for content in ("[]", "{", '{"accepts": 3}'):
+        file.write_text(content)
+        with pytest.raises(TinyspecError, match="no result of `tinyspec bench acceptance`"):
+            made(accepts=str(file))
+    with pytest.raises(TinyspecError, match="no result of `tinyspec bench acceptance`"):
+        made(accepts=str(tmp_path / "missing.json"))
 
 
 def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_is_flatter() -> None:

@@ -142,7 +142,7 @@ def test_no_and_one_new_token(wanted: int) -> None:
 def test_an_end_of_text_inside_a_draft_ends_the_text() -> None:
     model = Reciter([1, 2, 3, 4, 5, 1, 2, 3, 4, 5])
     stop = StoppingCriteria(eos=frozenset({4}), max_new_tokens=9)
-    decoder = CARD.make(Request(model.session(), (), GREEDY, stop), price=0.0)
+    decoder = CARD.make(Request(model.session(), (), GREEDY, stop))
     decoder.extend(model.poem[:7])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))

@@ -16,13 +16,17 @@ from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import token_recycling as traps
+from tinyspec.speculative.drafting import token_recycling
 from tinyspec.speculative.drafting.token_recycling import (
+    AUTHORS_TREE,
     NO_CANDIDATE,
     AdjacencyMatrix,
     TokenRecyclingDrafter,
     build_static_tree,
     draft_from_matrix,
+    read_static_tree,
     update_matrix,
 )
 from tinyspec.technique import Request, find_technique, per_model_state
@@ -30,12 +34,13 @@ from tinyspec.tree import ROOT
 
 CARD = find_technique("token_recycling")
 GREEDY = SamplingParams(temperature=0.0)
-SMALL = {"k": 2, "nodes": 6, "depth": 2}
+SMALL = {"k": 2, "tree": "ranks", "nodes": 6, "depth": 2}
 
 
 def test_printed_algorithm_is_what_runs() -> None:
     """Drafts and matrix of a decoder, and those of `draft_from_matrix` and `update_matrix`."""
-    decoder, matrix = CARD.make(Request(Table(3, 5)), k=3, nodes=9, depth=3), np.zeros((5, 3), int)
+    small = {"k": 3, "tree": "ranks", "nodes": 9, "depth": 3}
+    decoder, matrix = CARD.make(Request(Table(3, 5)), **small), np.zeros((5, 3), int)
     decoder.extend((0,))
     tree = build_static_tree(9, 3, 3)
     decoder.drafter.matrix.learn(range(5), matrix.tolist(), 5)
@@ -68,6 +73,60 @@ def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
 def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
     assert exact_law(lambda: CARD.make(Request(Table(3), sampling=sampling), **SMALL), 4) == plain
+
+
+def test_the_authors_tree_has_their_80_nodes() -> None:
+    """By depth 8, 21, 25, 15, 8 and 3 nodes, as their README counts; the last ones as their code names them."""
+    shape = read_static_tree(AUTHORS_TREE)
+    paths: list[tuple[int, ...]] = []
+    for up, rank in shape:
+        paths.append((*(() if up == ROOT else paths[up]), rank))
+    assert [sum(len(path) == depth for path in paths) for depth in range(1, 7)] == [
+        8,
+        21,
+        25,
+        15,
+        8,
+        3,
+    ]
+    assert len(set(paths)) == 80 and max(map(max, paths)) == 7
+    assert paths[-3:] == [(0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 1), (0, 0, 0, 1, 0, 0)]
+    assert {(0, 7, 0), (0, 2, 1), (0, 0, 4, 0)} <= set(paths)
+    assert CARD.make(Request(Table(3))).drafter.shape == shape  # it is the default
+
+
+MARKOV = ((1, 4, 3, 0), (3, 0, 1, 5), (2, 4, 0, 1), (5, 1, 3, 1))
+
+
+@pytest.mark.parametrize("chunk", [64, 2])
+@pytest.mark.parametrize("prompt", [(0, 1, 0), (2, 3, 1, 2), (1, 1, 2, 0, 3)])
+def test_with_learn_prompt_its_rows_are_learnt_before_the_first_round(
+    prompt: tuple[int, ...], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of every token but the last; without the knob none."""
+    monkeypatch.setattr(token_recycling, "PROMPT_CHUNK", chunk)
+    model = TableModel(vocabulary=4, rows=lambda text: MARKOV[text[-1]])
+    best = [sorted(range(4), key=lambda x: (-row[x], x))[:2] for row in MARKOV]
+    for learns in (False, True):
+        decoder = CARD.make(Request(model.session()), **SMALL, learn_prompt=learns)
+        decoder.extend(prompt)
+        known = decoder.drafter.matrix.candidates_of
+        read = set(prompt[:-1]) if learns else set()
+        assert {x for x in range(4) if known(x) == best[x]} == read
+        drafted = decoder.step(Seeded(0)).tree.tokens
+        assert list(drafted[:2]) == (best[prompt[-1]] if prompt[-1] in read else [])
+        decoder.rewind(1)
+        decoder.extend((3, 0))  # forced text in the middle of a request is read alike
+        assert not learns or known(3) == best[3]
+        assert decoder.context == [prompt[0], 3, 0] and decoder.target.cache_exact
+
+
+def test_learning_the_prompt_changes_no_distribution() -> None:
+    def recycling() -> Decoder:
+        return CARD.make(Request(Table(3)), **SMALL, learn_prompt=True)
+
+    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 3, (0, 1, 0))
+    assert exact_law(recycling, 3, (0, 1, 0)) == plain
 
 
 def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
@@ -148,6 +207,8 @@ def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: 
     )
     assert first.tokens == second.tokens == plain.tokens
     assert second.stats.target_calls <= first.stats.target_calls
+    learnt = generate(model, prompt, max_new_tokens=24, method="token_recycling", learn_prompt=True)
+    assert learnt.tokens == plain.tokens
     known = per_model_state(model.session(), ("token_recycling", 8), lambda: AdjacencyMatrix(8))
     assert (known.rows[3] != NO_CANDIDATE).all()
 

@@ -1,6 +1,7 @@
 """TriForce: what is retrieved, the three levels, the residual, and what a large budget means."""
 
 import warnings
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -247,6 +248,66 @@ def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
         visible = streaming.streaming_plan(length).visible
         assert visible.layers[0] == (frozenset({0, 1}),) * 2
         assert visible.since == length - 8
+
+
+SHORT = replace(LLAMA, max_positions=16)
+
+
+def long_request(prompt: list[int], tokens: int = 30, **knobs: int) -> Decoder:
+    """A target of 64 positions, and a small model of 16."""
+    small = model(SHORT, seed=2).session()
+    request = Request(
+        model(LLAMA, seed=1).session(), [small], SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens),
+        positions=64, draft_max_lengths=[16],
+    )  # fmt: skip
+    d = CARD.make(request, **{**KNOBS, "gamma1": 2, "window": 64, **knobs})
+    d.extend(prompt)
+    return d
+
+
+def greedy_text(prompt: list[int]) -> list[int]:
+    stop = StoppingCriteria(max_new_tokens=30)
+    session, greedy = model(LLAMA, seed=1).session(), SamplingParams(0.0)
+    return finish(Decoder(session, BaseDrafter(), verify_tree, sampling=greedy, stop=stop), prompt)
+
+
+def test_a_window_within_a_short_context_keeps_the_text() -> None:
+    d = long_request(TEXT * 2, sink=2, window=4)
+    while not d.finished:
+        d.step(Seeded(0))
+        assert d.drafter.decoder.drafter.session.plan.visible is not None
+    assert d.new == greedy_text(TEXT * 2)
+
+
+@pytest.mark.parametrize("prompt", [TEXT, TEXT * 2], ids=["grows", "starts long"])
+def test_a_small_model_of_a_short_context_serves_a_long_text(prompt: list[int]) -> None:
+    """It drafts in every inner round after the first, and reads the first and the latest tokens."""
+    d = long_request(prompt, sink=2)
+    streaming, session = d.drafter.decoder.drafter, d.drafter.decoder.drafter.session
+    gaps = set()
+    while not d.finished:
+        d.step(Seeded(0))
+        text, gap = streaming.text, streaming.gap
+        assert text == d.context and len(session) + 2 <= 16
+        assert list(session.text) == text[:2] + text[2 + gap :]
+        gaps.add(gap)
+        tree = streaming.propose(d.context, 9, SamplingParams(), Seeded(0))
+        expected = SamplingParams().probs(session.model.logits(list(session.text))[-1], d.context)
+        assert len(tree.tokens) == 2
+        assert list(tree.draft_probs[0]) == pytest.approx(list(expected), abs=1e-9)
+    assert d.new == greedy_text(prompt) and len(gaps) > 2
+
+
+def test_what_a_long_text_leaves_out_follows_its_length_alone() -> None:
+    """Taken back and written again it reads the same as a fresh one."""
+    for length in range(1, 40):
+        text = [(7 * at * at + at) % 13 for at in range(40)]
+        lived, fresh = long_request(text), long_request(text[:length])
+        for d in (lived, fresh):
+            d.drafter.decoder.drafter.rewind(length)
+        one, other = (d.drafter.decoder.drafter for d in (lived, fresh))
+        assert (one.text, one.gap, one.length) == (other.text, other.gap, other.length)
+        assert list(one.session.text) == list(other.session.text)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])

@@ -6,13 +6,14 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
-from tinyspec.bench.plan import PLAIN
+from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
     SAME_TEXT,
     SHORT,
     Column,
     Grid,
     count_things,
+    describe_additions,
     format_speedup,
     gather_arms,
     list_speedup_columns,
@@ -102,7 +103,7 @@ def list_speedups(result: Result) -> dict[str, float]:
 
 
 def count_slow_downs(result: Result) -> int:
-    """Return how many techniques are slower than plain decoding in the mean of the groups."""
+    """Return how many rows are slower than plain decoding in the mean of the groups."""
     return sum(round(mean, 2) < 1 for mean in list_speedups(result).values())
 
 
@@ -125,11 +126,14 @@ def describe_chapter(result: Result, page: str) -> list[str]:
         Column("tokens per forward pass", "tau", ".2f"),
     ]
     most = max(means, key=lambda name: float(arms[name]["tau"]))
+    methods = len({ArmSpec.parse(label).name for label in means})
     same = sum(arms[name]["identical"] == arms[name]["jobs"] for name in means)
     slow = count_slow_downs(result)
     return [
         write_table(columns, fast),
-        f"{len(means)} techniques on {arms[most]['jobs']} requests ({', '.join(tasks)}), greedy, "
+        f"{count_things(methods, 'technique')}"
+        f"{'' if methods == len(means) else f' in {len(means)} rows'} on "
+        f"{arms[most]['jobs']} requests ({', '.join(tasks)}), greedy, "
         f"{count_things(settings['rounds'], 'round')}; times as fast as plain decoding. "
         f"{len(means) - slow} are faster"
         f"{' in the mean of the groups' if len(tasks) > 1 else ''}, the other {slow} are "
@@ -137,6 +141,7 @@ def describe_chapter(result: Result, page: str) -> list[str]:
         "[below](#when-is-it-slower). Most tokens per forward pass of the target: "
         f"`{most}`, {arms[most]['tau']:.2f}. The text is plain decoding's on every request for "
         f"{same} of {len(means)}. {describe_unusual_knobs(result)}All of it: [{page}]({page}).",
+        *describe_additions(result, settings.get("methods", ())),
         list_commands(result),
     ]
 
@@ -376,6 +381,7 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
         f"*Same text*: answers that equal plain decoding's. {describe_unusual_knobs(result)}"
         "Quartiles, counts, memory and every "
         f"peer against every other: [{page}]({page}).",
+        *describe_additions(result, settings["methods"]),
     ]
     if ratios := dict(list_ratios(result)):
         blocks.append(

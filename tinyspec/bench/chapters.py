@@ -2,7 +2,8 @@
 
 The draft models are those that the model's card names, or one of the zoo that was made for it. If
 a technique needs something built (a datastore), `stores.py` builds it, and the result names it. A
-technique that cannot run on this model stands under `skipped` with the reason.
+technique that cannot run on this model stands under `skipped` with the reason. A technique with an
+addition of ours (`Knob.ours`) has two rows: the paper's rule, and the addition.
 """
 
 import time
@@ -40,6 +41,17 @@ def list_decoders(name: str) -> list[str]:
     return [method for method in _list_kind(name, "decoder") if method != PLAIN]
 
 
+def list_rows(method: str) -> list[ArmSpec]:
+    """Return a technique's rows in a table: the paper's rule, then each addition of ours.
+
+    >>> [spec.label for spec in list_rows("llma")]
+    ['llma', 'llma:price=0.25']
+    """
+    knobs = find_technique(method).knobs
+    additions = [ArmSpec(method, ((k.name, k.ours),)) for k in knobs if k.ours is not None]
+    return [ArmSpec(method), *additions]
+
+
 def list_analyses(name: str) -> list[str]:
     """Return the names of a chapter's analyses, which decode nothing."""
     return _list_kind(name, "analysis")
@@ -57,25 +69,25 @@ def _list_kind(chapter: str, kind: str) -> list[str]:
 def select_techniques(
     name: str, settings: BenchSettings, model: Model, draft: Draft, job: Job
 ) -> tuple[BenchSettings, list[str], dict[str, str]]:
-    """Return the settings with all techniques that run here, reasons for the others, and builds.
+    """Return the settings with all rows that run here, reasons for the others, and builds.
 
-    job  the longest one. Each technique is tried on it first, so one that fails costs its own row
-         and not the whole table hours later.
+    job  the longest one. Each row is tried on it first, so one that fails costs its own row and not
+         the whole table hours later.
     """
     can, cannot, built = list[str](), list[str](), dict[str, str]()
     short = job._replace(tokens=min(job.tokens, TRIED))
-    for method in list_decoders(name):
+    for spec in [row for method in list_decoders(name) for row in list_rows(method)]:
         try:
-            need = prepare_arm(ArmSpec(method), model)
-            arm = TechniqueArm(ArmSpec(method), model, settings, draft)
-            check_token_balance(arm.run(short, 0, time.perf_counter), short, method)
+            need = prepare_arm(spec, model)
+            arm = TechniqueArm(spec, model, settings, draft)
+            check_token_balance(arm.run(short, 0, time.perf_counter), short, spec.label)
         except Exception as error:
             kind = "" if isinstance(error, TinyspecError) else f"{type(error).__name__}: "
-            cannot.append(f"{method}: {kind}{' '.join(str(error).split())}")
+            cannot.append(f"{spec.label}: {kind}{' '.join(str(error).split())}")
             continue
-        can.append(method)
+        can.append(spec.label)
         if need.built:
-            built[method] = need.built
+            built[spec.name] = need.built
     cannot += [
         f"{method}: an analysis, it decodes nothing ({find_technique(method).title})"
         for method in list_analyses(name)

@@ -26,6 +26,8 @@ SHORT = {
     "human_eval": "HumanEval",
     "gsm8k": "GSM8K",
 }
+OLD_DEFAULTS = {"price": 0.25, "tree": "ranks"}
+"""Defaults of knobs when results did not record their knobs yet."""
 
 
 class Grid:
@@ -302,6 +304,7 @@ def list_notes(result: Mapping[str, Any]) -> list[str]:
             "begins each round with nothing and keeps what it sees in that round"
         )
         lines += list_lossy_arms(settings["methods"])
+    lines += describe_additions(result, settings["methods"])
     lines += [f"built for {arm}: {what}" for arm, what in result.get("built", {}).items()]
     lines += [f"left out: {reason}" for reason in result["skipped"]]
     for label, curve in result.get("curve_figures", {}).get("curves", {}).items():
@@ -365,6 +368,34 @@ def list_lossy_arms(labels: Sequence[str]) -> list[str]:
         elif card.promise(**dict(spec.knobs)) in (Guarantee.LOSSY, Guarantee.APPROX):
             lines.append(f"{label}: lossy at these settings, so its text may be another")
     return lines
+
+
+def describe_additions(result: Mapping[str, Any], labels: Sequence[str]) -> list[str]:
+    """Return which arms ran with an addition of ours, if any did: one sentence.
+
+    An older result does not tell its knobs. Then the defaults of that time count.
+
+    >>> print(*describe_additions({}, ["auto", "llma", "llma:price=0"]))
+    With an addition of ours switched on: `llma` (price 0.25). The paper's rule is price 0.
+    """
+    ran, rules = list[str](), dict[str, None]()
+    for spec in map(ArmSpec.parse, labels):
+        for knob in find_technique(spec.name).knobs:
+            if knob.ours is None:
+                continue
+            known = result.get("knobs", {}).get(spec.label) or dict(spec.knobs)
+            value = known.get(knob.name, OLD_DEFAULTS.get(knob.name, knob.default))
+            if value != knob.default:
+                ran.append(f"`{spec.label}` ({knob.name} {value})")
+                rules[f"{knob.name} {_format_knob(knob.default)}"] = None
+    if not ran:
+        return []
+    arms, paper = ", ".join(ran), ", ".join(rules)
+    return [f"With an addition of ours switched on: {arms}. The paper's rule is {paper}."]
+
+
+def _format_knob(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
 
 
 def render_result(result: Mapping[str, Any]) -> RenderableType:

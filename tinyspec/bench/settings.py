@@ -276,6 +276,30 @@ class SizeSettings:
     dtype: str = dtype_setting("bfloat16")
 
 
+@command("acceptance")
+@dataclass(frozen=True)
+class AcceptanceSettings:
+    """Sequoia's acceptance vector: how often the draft's child of each rank is the accepted one.
+
+    The knob takes the file of --out. Without it sequoia learns the vector while it decodes.
+
+    \b
+    Examples:
+      tinyspec bench acceptance --model storyteller --out accepts.json
+      tinyspec bench acceptance --temperature 0.8 --prompts 40
+      tinyspec generate --method sequoia --accepts accepts.json "Once upon a time"
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    draft: str | None = setting(None, "The draft. [default: the one that the card names]")
+    prompts: int = setting(20, "Openings of the valid books.", least=1)
+    tokens: int = setting(64, "Tokens that the target adds to each.", least=1)
+    ranks: int = setting(8, "Children of a node.", least=1, most=64)
+    temperature: float = temperature_setting()
+    seed: int = setting(0, "Seed of the texts and of the children.")
+    dtype: str = dtype_setting("bfloat16")
+
+
 @command("skip", resumes=RESUME)
 @dataclass(frozen=True)
 class SkipSettings:
@@ -293,7 +317,7 @@ class SkipSettings:
     """
 
     model: str = model_setting("storyteller")
-    evaluations: int = setting(100, "Skip sets to be timed.", least=1)
+    evaluations: int = setting(100, "Skip sets to be timed; the paper's are 1,000.", least=1)
     prompts: int = setting(2, "Openings to measure on.", least=1, most=20)
     tokens: int = tokens_setting(32)
     temperature: float = temperature_setting()
@@ -466,7 +490,7 @@ class TranslationSettings:
     )
     lengths: tuple[int, ...] = setting(
         (),
-        "Lengths that Mask-Predict tries. [default: 3; 1,3,5 for iterations]",
+        "Lengths that Mask-Predict tries. [default: 3,5, the paper's is 5; 1,3,5 for iterations]",
         of=int,
         what="lengths",
     )

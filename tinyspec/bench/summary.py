@@ -27,7 +27,7 @@ QUOTED = (
     "race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval",
     "sizes", "exits", "translation", "translation-iterations", "dialects", "equality", "peer",
     "bench", "bench-float32", "parts", "parts-storyteller", "parts-apprentice", "peer-torch",
-    "layerskip", "ppd", "sweeps", "laws_thorough", "laws_seeds",
+    "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
 )  # fmt: skip
 """The results that the page quotes."""
 UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds")

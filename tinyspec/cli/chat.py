@@ -19,7 +19,7 @@ HELP = "/reset forgets the conversation, /stats shows the last answer's figures,
 
 @click.command("chat", cls=base.KnobCommand)
 @option("--model", "-m", default="smollm2", help="A model with a chat template.")
-@option("--method", default="llma", help="See `tinyspec methods`.")
+@option("--method", default="auto", help="See `tinyspec methods`.")
 @base.draft_option
 @base.knob_option
 @option("--system", help="The system message.")

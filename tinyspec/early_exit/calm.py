@@ -17,6 +17,10 @@ with probability 1 - epsilon, whole texts stay within delta of the full model's.
     t5x          lambda_t = lambda (0.9 + 0.1 exp(-tau t / N))                 the authors' code
     constant     lambda_t = lambda
 
+N is the greatest number of new tokens that the text can get: the limit of the request, or the rest
+of the context, whichever is less. The paper has a fixed output length for each task. Where nothing
+limits a text, the threshold does not fall.
+
 Training. The classifier alone, by `tinyspec train exits`; the model is frozen. Label: does this
 layer's likeliest token agree with the last layer's (not with the text)? Loss: cross-entropy, where
 in each layer those that agree weigh as much as those that do not, averaged over the layers below
@@ -28,7 +32,8 @@ layer instead of the state; a threshold that only looked best on the examples.
 Tests: tests/early_exit/test_calm.py (`run_until_confident` against what runs, layer by layer; both
 ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
 Left out: the encoder of the paper's T5, which it runs in full, is the prompt here; the classifier
-trained by a geometric-like loss, an ablation of the paper.
+trained by a geometric-like loss, an ablation of the paper. The default threshold, 0.9, is ours: the
+paper calibrates one for each task and tolerance, as `tinyspec calibrate` does.
 """
 
 import math
@@ -169,6 +174,19 @@ def _doubles(vector: Any) -> Any:
 # ------------------------------ the threshold (section 3.4, equation 5)
 
 
+def find_longest_output(request: Request, prompt: int) -> float:
+    """Return N, the most new tokens that a text of `prompt` tokens can get; inf if nothing limits.
+
+    >>> from tinyspec.decoding.stopping import StoppingCriteria
+    >>> request = Request(None, stop=StoppingCriteria(max_new_tokens=64), positions=100)
+    >>> find_longest_output(request, 20), find_longest_output(request, 60)
+    (64, 40)
+    """
+    room = None if request.positions is None else request.positions - prompt
+    left = request.stop.tokens_left(0, room)
+    return math.inf if left is None else left[0]
+
+
 def decay_threshold(form: str, threshold: float, tau: float, t: int, n: float) -> float:
     """Return the threshold lambda_t of new token t (from 0) of at most n.
 
@@ -280,18 +298,18 @@ def calm(
 ) -> Decoder:
     """Return a decoder that runs for each token only the layers that it needs."""
     session: Any = request.target
-    model, limit = session.model, request.stop.max_new_tokens or request.positions or math.inf
-    depth = model.config.n_layers
+    model, depth = session.model, session.model.config.n_layers
     if min_exit > depth:
         raise TinyspecError(f"min_exit is {min_exit}: {model.name} has {depth} layers")
     rule = ExitRule()
     if threshold < math.inf:
         layers = range(min_exit, depth, interval)
-        rule = ConfidenceRule(
-            find_measure(measure, model),
-            lambda t: decay_threshold(decay, threshold, tau, t, limit),
-            layers,
-        )
-    return replace(request, target=ExitTarget(session, rule, "copy")).decoder(
-        BaseDrafter(), verify_tree
-    )
+
+        def threshold_of(t: int) -> float:
+            return decay_threshold(
+                decay, threshold, tau, t, find_longest_output(request, target.start)
+            )
+
+        rule = ConfidenceRule(find_measure(measure, model), threshold_of, layers)
+    target = ExitTarget(session, rule, "copy")
+    return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

@@ -6,6 +6,7 @@ ragged: each has its own number of rows and its own cache. Rows may start at dif
 because some were partly computed before.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -350,8 +351,10 @@ class ForwardBatch:
         if visible is None or heads is None:
             return 1, self.seen if len(rows) == len(self.seen) else [self.seen[row] for row in rows]
         if heads not in self._seen_by_heads:
+            # Sorted once for a layer, not for every row: a set may have thousands of positions.
+            sets = [(chosen, sorted(chosen or ())) for chosen in heads]
             self._seen_by_heads[heads] = [
-                [_restrict(seen, slot, chosen, visible.since) for chosen in heads]
+                [_restrict(seen, slot, *chosen, visible.since) for chosen in sets]
                 for seen, slot in zip(self.seen, self.slots, strict=True)
             ]
         return len(heads), [entry for row in rows for entry in self._seen_by_heads[heads][row]]
@@ -382,8 +385,16 @@ ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
 """A forward pass: `Transformer.forward`, or a `BatchBarrier` in front of it."""
 
 
-def _restrict(seen: SeenSlots, slot: int, chosen: frozenset[int] | None, since: int) -> SeenSlots:
+def _restrict(
+    seen: SeenSlots,
+    slot: int,
+    chosen: frozenset[int] | None,
+    ordered: Sequence[int],
+    since: int,
+) -> SeenSlots:
     """Return what a visible set leaves of `seen`. A row always attends to itself.
+
+    ordered  the chosen positions from the lowest up
 
     Committed tokens stand where slot == position.
     """
@@ -391,7 +402,7 @@ def _restrict(seen: SeenSlots, slot: int, chosen: frozenset[int] | None, since: 
         return seen
     prefix, extra = seen
     recent = range(min(max(since, 0), prefix), prefix)
-    old = [position for position in sorted(chosen) if position < recent.start]
+    old = ordered[: bisect_left(ordered, recent.start)]
     drafted = [s for at, s in enumerate(extra, prefix) if at >= since or at in chosen or s == slot]
     own = [slot] if slot < prefix and slot not in recent and slot not in chosen else []
     return 0, (*old, *own, *recent, *drafted)

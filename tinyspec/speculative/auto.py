@@ -1,7 +1,8 @@
 """auto: measure what a forward pass costs and what draft tokens yield, and draft as much as pays.
 
-Paper: none of its own. The objective is the goodput of SmartSpec (Liu et al. 2024, arXiv
-2406.14066), for one request instead of a batch. Nothing is trained.
+Paper: none, this is our own design. Its objective, goodput, is that of SmartSpec (Liu et al. 2024,
+arXiv 2406.14066), which plans for a batch; the sources, the trials, the estimates of costs and the
+rules below are ours. Nothing is trained.
 
 Idea. Choose the draft with the most expected tokens per expected second. Plain decoding is one of
 the choices, and is taken unless another one is 3 % better.
@@ -345,7 +346,7 @@ def zero_clock() -> float:
 @technique(
     title="auto: measure, then draft as much as pays",
     summary="measures, then drafts what pays",
-    paper="goodput: Liu et al. 2024, arXiv 2406.14066",
+    paper="our own design",
     family="planning",
     guarantee=Guarantee.EXACT,
     point_masses=True,

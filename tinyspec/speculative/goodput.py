@@ -1,9 +1,10 @@
 """Choose the draft with the greatest goodput: expected tokens per expected second.
 
-This is the model of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request. Two things are
-learned as exponential averages that start from a prior: the seconds of a round, by its number of
-draft tokens, and the acceptance of a draft model's tokens, by their position. The acceptance of
-looked-up tokens comes from speculative/lookup.py. The technique is `auto`.
+The objective is that of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of a
+batch. The estimates are ours. Two things are learned as exponential averages that start from a
+prior: the seconds of a round, by its number of draft tokens, and the acceptance of a draft model's
+tokens, by their position. The acceptance of looked-up tokens comes from speculative/lookup.py. The
+technique is `auto`.
 """
 
 from collections.abc import Sequence

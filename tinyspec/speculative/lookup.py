@@ -1,8 +1,9 @@
 """Decide which looked-up draft tokens are run, and keep the texts in which they are looked up.
 
 A looked-up token costs nothing to draft, but running it costs a position of the target's forward
-pass. A drafter with `price` > 0 runs a token only if its estimated acceptance probability is at
-least `price`:
+pass. The papers run all of them, which is `price` 0, the default of every technique. The *price
+gate* is an addition of ours: a drafter with `price` > 0 runs a token only if its estimated
+acceptance probability is at least `price`:
 
     share * first(match) * further(match)^(depth - 1)
 
@@ -30,6 +31,7 @@ from tinyspec.lm.forward import Scores
 from tinyspec.technique import Clock, per_model_state
 from tinyspec.tree import ROOT, TokenTree
 
+GATE_PRICE = 0.25  # price of the gated rows in tables: about what a position costs, in passes
 EMA_RATE = 0.1  # weight of the newest outcome; low, because one hit is no habit
 FIRST_PRIOR = {8: 0.7, 5: 0.5, 3: 0.3, 2: 0.15, 1: 0.05}
 """Least length of a match -> `first` before anything is known."""

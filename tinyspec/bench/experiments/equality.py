@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyspec import data, models
-from tinyspec.bench.arms import decode_to_length
+from tinyspec.bench.arms import decode_to_length, resolve_knobs
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import (
     read_unfinished,
@@ -35,7 +35,6 @@ from tinyspec.technique import find_technique
 
 REHEARSED = "rehearsed"  # the arm that copies from the plain answer
 CHANGED = 7  # in that answer, every seventh token is changed
-COPY_ALL = {"price": 0.0}  # llma's knobs in that arm: whatever it finds is verified
 
 
 class EqualitySample(NamedTuple):
@@ -77,7 +76,7 @@ def compare_on_question(
     for arm in (*methods, REHEARSED):
         if arm == REHEARSED:
             reference = noisy_reference(ids, plain)
-            got, counted = decode_to_length(model, ids, tokens, "llma", [reference], **COPY_ALL)
+            got, counted = decode_to_length(model, ids, tokens, "llma", [reference])
         else:
             got, counted = decode_to_length(model, ids, tokens, arm)
         samples.append(
@@ -115,6 +114,7 @@ def measure_equality(
         "dtype": given.dtype,
         "tokens_each": given.tokens,
         "methods": list(given.methods),
+        "knobs": resolve_knobs(given.methods),
     }
     done: list[EqualitySample] = read_unfinished(
         out, resume, "equality", settings, _read_samples, []
@@ -157,7 +157,7 @@ def _make_result(settings: dict[str, Any], samples: Sequence[EqualitySample]) ->
                     arm: record_knobs(find_technique(arm).settings({}))
                     for arm in settings["methods"]
                 },
-                REHEARSED: record_knobs(find_technique("llma").settings(COPY_ALL)),
+                REHEARSED: record_knobs(find_technique("llma").settings({})),
             },
             "columns": list(EqualitySample._fields),
             "rows": [list(sample) for sample in samples],

@@ -15,7 +15,7 @@ from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.arms import disable_eos
-from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiment import Experiment, Result
 from tinyspec.bench.harness import (
     name_dtype,
     read_unfinished,
@@ -24,6 +24,7 @@ from tinyspec.bench.harness import (
     show_progress_bar,
     stamp_result,
 )
+from tinyspec.bench.report import format_speedup
 from tinyspec.bench.settings import SkipSettings
 from tinyspec.bench.tasks import find_room, tokenize_openings
 from tinyspec.generation import start_generation
@@ -79,7 +80,7 @@ def search_skip_set(
     )
     search, first = SkipSetSearch(n_layers, given.seed), initial_skip_sets(n_layers)
     for entry in done:
-        search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"])
+        search.tell(parse_skip_set(entry["skip"], n_layers), entry["speed"], entry.get("point"))
     plain = {"method": "autoregressive", "temperature": given.temperature}
     title, steps = f"{model.name}: {2 * n_layers} sublayers", given.evaluations + CHECKS
     with show_progress_bar(title, steps, quiet) as tick:
@@ -89,7 +90,7 @@ def search_skip_set(
                 entry = _time_turn(model, asked, tokens, plain, skip, number, clock)
                 search.tell(skip, entry["speed"])
                 best = max(entry["speed"], *(before["best"] for before in done[-1:]), 0.0)
-                done.append({**entry, "best": best})
+                done.append({**entry, "best": best, "point": search.points[skip]})
                 skip_text = format_skip_set(search.best)
                 save_result(out, stamp_result({**settings, "skip": skip_text, "evaluations": done}))
             tick()
@@ -165,4 +166,15 @@ def _read_evaluations(found: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-EXPERIMENT = Experiment(search_skip_set)
+def compare_with_default(result: Result) -> list[str]:
+    """Return how fast the found set and the default are on prompts that the search never saw."""
+    found, default = result["checked"]["speed"], result["default"]["speed"]
+    verdict = "no faster than the default" if found <= default else "faster than the default"
+    return [
+        f"found after {len(result['evaluations'])} evaluations: {result['skip']}",
+        f"on fresh prompts, against plain decoding: the found set {format_speedup(found, 'x')}, "
+        f"the default set {format_speedup(default, 'x')}: the found set is {verdict}",
+    ]
+
+
+EXPERIMENT = Experiment(search_skip_set, closing=compare_with_default)

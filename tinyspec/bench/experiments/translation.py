@@ -119,7 +119,7 @@ def measure_translation(
         found,
         given.samples,
         given.iterations or (range(1, 11) if whole else (1, 4, 10)),
-        given.lengths or ((1, 3, 5) if whole else (3,)),
+        given.lengths or ((1, 3, 5) if whole else (3, 5)),
     )
     settings = {
         "experiment": experiment,

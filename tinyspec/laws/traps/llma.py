@@ -1,7 +1,6 @@
 """LLMA (Yang et al. 2023): it copies from references, which prompt lookup does not."""
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
@@ -60,14 +59,9 @@ def copies_the_longer_match(build: Build) -> Iterator[int]:
         yield 0
 
 
-def build_as_published() -> Build:
-    """Return the technique by the paper's rule: every match that is found is run."""
-    return partial(card("llma")(), price=0.0)
-
-
 TRAPS = [
-    Trap(OUTSIDE, uses_what_is_not_in_the_prompt, build_as_published),
-    Trap(BLOCKS, copies_in_blocks, build_as_published),
-    Trap(ONCE, reads_once, build_as_published),
-    Trap(LONGEST, copies_the_longer_match, build_as_published),
+    Trap(OUTSIDE, uses_what_is_not_in_the_prompt, card("llma")),
+    Trap(BLOCKS, copies_in_blocks, card("llma")),
+    Trap(ONCE, reads_once, card("llma")),
+    Trap(LONGEST, copies_the_longer_match, card("llma")),
 ]

@@ -28,7 +28,7 @@ def begin_lookup(
     """Return a decoder that has read a prompt, under a clock that stands still."""
     stop = StoppingCriteria(max_new_tokens=most)
     request = Request(model.session(), (), GREEDY, stop, clock=lambda: 0.0)
-    decoder = build(request, price=0.0, **knobs)
+    decoder = build(request, **knobs)
     decoder.extend(prompt)
     return decoder
 

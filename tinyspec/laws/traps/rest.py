@@ -27,7 +27,7 @@ def prefers_the_longest(build: Build) -> Iterator[int]:
     poem = [1, 2, 7, 8]
     for often in (1, 2, 3):
         references = [poem, *([9, 2, 5, 5] for _ in range(often))]
-        rounds = recite_until(build, poem, 2, references, shortest=1, nodes=2, price=0.0).rounds
+        rounds = recite_until(build, poem, 2, references, shortest=1, nodes=2).rounds
         case = {"prompt": poem[:2], "text_to_come": poem[2:], "references": references}
         expect_equal(LONGEST, 1, rounds, **case, counted="calls")
         yield 0
@@ -64,13 +64,7 @@ def is_the_heaviest(build: Build) -> Iterator[int]:
             if weight:
                 break
         expected = sorted(weight, key=lambda path: (-weight[path], len(path), path))[:nodes]
-        knobs: dict[str, Any] = {
-            "shortest": 1,
-            "longest": 3,
-            "length": 3,
-            "nodes": nodes,
-            "price": 0.0,
-        }
+        knobs: dict[str, Any] = {"shortest": 1, "longest": 3, "length": 3, "nodes": nodes}
         got = _draft_paths(build, texts, prompt, **knobs)
         expect_equal(WEIGHED, expected, got, references=texts, prompt=prompt, nodes=nodes)
         yield 0
@@ -80,7 +74,7 @@ def is_the_heaviest(build: Build) -> Iterator[int]:
 def law_of_two_continuations(build: Build) -> Iterator[int]:
     """Check the first tokens where both 0 and 1 followed: their distribution is the target's."""
     texts = [[2, 0, 1, 2, 1, 0]]
-    knobs: dict[str, Any] = {"shortest": 1, "longest": 2, "length": 2, "price": 0.0}
+    knobs: dict[str, Any] = {"shortest": 1, "longest": 2, "length": 2}
     for weights in ((5, 3, 2), (1, 1, 1), (1, 0, 3)):
         model = table_model((weights,))
         case = {"p": weights, "references": texts}

@@ -24,7 +24,7 @@ right wherever it stands.
 
 def _begin_markov(build: Build) -> Decoder:
     model = TableModel(vocabulary=4, rows=lambda text: ROWS[text[-1]])
-    return begin_decoder(build, [model], (0,), SAMPLED, 12, k=2, nodes=6, depth=2)
+    return begin_decoder(build, [model], (0,), SAMPLED, 12, k=2, tree="ranks", nodes=6, depth=2)
 
 
 @collect_evidence(RECYCLED)

@@ -209,11 +209,13 @@ def lenient_review(lenience: float) -> Verifier:
 
     A token is accepted with min(1, l p(x) / q(x)), where q is its writer's distribution. At
     temperature 0 the reviewer's distribution before it is sharpened decides, and q(x) counts as 1.
+    The verifier raises TinyspecError if the draft branches.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
-        at = ROOT
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
+        at, path = ROOT, list[int]()
+        for node in tree.chain_nodes("a lenient review"):
+            token, q = tree.tokens[node], tree.draft_probs[node]
             row, written = p[at], 1 if q is None else q[token]
             if p.sampling.temperature == 0:
                 soft = p.probs_under(at, replace(p.sampling, temperature=1.0))
@@ -226,9 +228,10 @@ def lenient_review(lenience: float) -> Verifier:
                     if q is None
                     else residual(row, [x / lenience for x in q])
                 )
-                return Verdict(tuple(range(node)), rng.draw(rest), (node,))
+                return Verdict(tuple(path), rng.draw(rest), (node,))
+            path.append(node)
             at = node
-        return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[at]))
+        return Verdict(tuple(path), rng.draw(p[at]))
 
     return judge
 

@@ -20,10 +20,10 @@ Tests: tests/speculative/test_rest.py (`retrieve_continuations` against what run
 decides; the heaviest tree by brute force; the distribution with two competing continuations; a
 datastore of another tokenizer is an error). tests/core/test_suffixes.py holds the suffix array to a
 search through the text.
-Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
-least that probability are run (speculative/lookup.py), so the step is plain decoding if matches
-lately failed. A lookup at a few places decides that. After eight lookups without such a token only
-every fourth round looks up. `price` 0 is the paper's rule. `tinyspec data datastore STORE FILES...`
+Additions of ours: with `price` > 0 (off by default) only the draft tokens that are expected to be
+accepted with at least that probability are run (speculative/lookup.py), so the step is plain
+decoding if matches lately failed. A lookup at a few places decides that. After eight lookups
+without such a token only every fourth round looks up. `tinyspec data datastore STORE FILES...`
 builds a file, which is mapped and not read: opening it takes the same time for 10^4 tokens and for
 10^7. It names its tokenizer. References are indexed in memory. The longer match decides; of equal
 ones it is the file's.
@@ -46,7 +46,7 @@ from tinyspec.speculative.drafting.datastore import (
     index_texts,
     open_datastore,
 )
-from tinyspec.speculative.lookup import AcceptanceTracker
+from tinyspec.speculative.lookup import GATE_PRICE, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -154,11 +154,13 @@ class RestDrafter(BaseDrafter):
         Knob("matches", 5000, "places that are read", low=1, high=1_000_000, small=(9, 1)),
         Knob(
             "price",
-            0.25,
-            "least probability to be accepted of a draft token that is run; 0: all",
+            0.0,
+            "least probability to be accepted of a draft token that is run; 0: all, as in the "
+            "paper",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
+            ours=GATE_PRICE,
         ),
     ),
 )

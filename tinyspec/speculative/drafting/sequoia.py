@@ -10,9 +10,8 @@ is the accepted one. A tree T is then expected to commit
 
     F(T) = sum over nodes v, root included, of the product of P[rank] along the path to v
 
-tokens. Dynamic programming finds the best tree of every size n and depth d: the first child's
-subtree takes some of the nodes, the later children share the others. n and d are chosen to minimize
-the time per token
+tokens. Dynamic programming finds the best tree of every size n and depth d. n and d are chosen to
+minimize the time per token
 
     (d c + t(n)) / F(n, d)        c: time of a draft pass
                                   t(n): time of a target pass over n draft tokens
@@ -26,8 +25,8 @@ Pitfall: the released code samples its noise once and reuses it in every round. 
 still right; the joint distribution of two tokens is not. Here every round samples fresh noise.
 State: P, c and t are estimated while decoding, from a prior on. With a clock they are kept per
 model pair and sampling settings while the target lives. Above temperature 0 the text of a seed
-therefore depends on timing; fix `accepts` and `costs` to prevent that. `estimate_acceptance`
-measures P beforehand, as the paper does.
+therefore depends on timing; fix `accepts` and `costs` to prevent that. The paper measures P
+beforehand: `tinyspec bench acceptance` does, and the knob `accepts` takes its file.
 Defaults that are not the paper's. The paper measures P, c and t before it decodes; `accepts` and
 `costs` are empty, so here they are learnt, because a reader's pair of models comes without figures.
 The bounds of the search, `nodes` 32, `depth` 8 and `ranks` 8, are ours: on a CPU t(n) rises from
@@ -37,9 +36,11 @@ trees; F against enumerated rounds; P against enumerated draws; the reused noise
 Left out: trees of hundreds of nodes for offloaded targets; planning time grows with n squared.
 """
 
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,34 +71,42 @@ PRIOR_WEIGHT = 16  # observed nodes that the prior counts for: soon outweighed
 ACCEPTS_DIGITS = 3  # P is rounded to these decimals, so that equal trees are planned only once
 
 
-def most_tokens(accepts: Sequence[float], nodes: int, depth: int) -> float:
-    """Return F(n, d), the tokens committed by the best tree of n draft tokens and at most depth d.
+@cache
+def most_tokens(accepts: tuple[float, ...], nodes: int, depth: int) -> float:
+    """Return the tokens committed by the best tree of at most so many draft tokens and levels.
 
     accepts  P: accepts[k] is the probability that the k-th child is the accepted one
 
-    The drafter runs `solve_tree_dp`, which computes all n and d at once. A test compares them.
+        T(n, d) = 1 + max over n_1 + n_2 + ... = n of the sum of P[k] T(n_k - 1, d - 1)
+
+    The nodes are given to the children; one of those that a child gets is the child itself. This is
+    the paper's recursion. `solve_tree_dp` computes all n and d at once. A test compares the two.
 
     >>> round(most_tokens((0.6, 0.3), 3, 2), 2)  # two children of the root, one below the first
     2.26
     """
-
-    @cache
-    def subtree(n: int, d: int) -> float:  # of n nodes, the root included
-        return 1 + children(n - 1, 0, d)
-
-    @cache
-    def children(n: int, rank: int, d: int) -> float:  # n nodes for children from this rank on
-        if n == 0:
-            return 0.0
-        if rank == len(accepts) or d == 0:
-            return -math.inf  # no child can take the nodes
-        return max(
-            accepts[rank] * subtree(size, d - 1) + children(n - size, rank + 1, d)
-            for size in range(1, n + 1)
-            if subtree(size, d - 1) > -math.inf
+    if nodes == 0 or depth == 0:
+        return 1.0
+    return 1 + max(
+        sum(
+            p * most_tokens(accepts, n - 1, depth - 1) for p, n in zip(accepts, sizes, strict=False)
         )
+        for sizes in split_nodes(nodes, len(accepts))
+    )
 
-    return subtree(nodes + 1, depth)
+
+def split_nodes(nodes: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield every way to give all nodes to at most `most` children in order, none without a node.
+
+    >>> list(split_nodes(3, 2))
+    [(1, 2), (2, 1), (3,)]
+    """
+    if nodes == 0:
+        yield ()
+    elif most:
+        for first in range(1, nodes + 1):
+            for rest in split_nodes(nodes - first, most - 1):
+                yield (first, *rest)
 
 
 # ------------------------------ the acceptance vector
@@ -184,7 +193,9 @@ def expected_tree_tokens(tree: Shape, accepts: Sequence[Any]) -> Any:
 def solve_tree_dp(
     accepts: tuple[float, ...], nodes: int, depth: int
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Solve `most_tokens` for all sizes and depths, in O(depth ranks nodes^2).
+    """Solve the recursion of `most_tokens` for all sizes and depths, in O(depth ranks nodes^2).
+
+    The first child's subtree takes some of the nodes, and the later children share the others.
 
     Returns
     best   [depth + 1, nodes + 2] F of the best subtree of so many nodes, its root included, and at
@@ -359,7 +370,20 @@ class SequoiaDrafter(TreeDrafter):
                 )
 
 
+def _read_acceptance(path: str) -> str:
+    """Return the vector that `tinyspec bench acceptance` has written."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        return ",".join(f"{share}" for share in found["accepts"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise TinyspecError(
+            f"{path} is no result of `tinyspec bench acceptance` ({type(error).__name__})"
+        ) from error
+
+
 def _parse_numbers(knob: str, text: str) -> list[float]:
+    if knob == "accepts" and str(text).endswith(".json"):
+        text = _read_acceptance(str(text))
     try:
         numbers = [float(word) for word in str(text).split(",")]
     except ValueError:
@@ -394,7 +418,12 @@ def _parse_numbers(knob: str, text: str) -> list[float]:
         Knob("nodes", 32, "most tokens in a tree", low=1, high=1024, small=(1, 2)),
         Knob("depth", 8, "greatest depth of a tree", low=1, high=64, small=(2,)),
         Knob("ranks", 8, "most children of a node", low=1, high=64, small=(2,)),
-        Knob("accepts", "", "the acceptance vector, as 0.6,0.2,0.1; empty: learnt while decoding"),
+        Knob(
+            "accepts",
+            "",
+            "the acceptance vector, as 0.6,0.2,0.1 or a file of `tinyspec bench acceptance`; "
+            "empty: learnt while decoding, which is ours",
+        ),
         Knob(
             "costs",
             "",

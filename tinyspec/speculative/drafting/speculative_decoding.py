@@ -23,7 +23,9 @@ two models only.
 Tests: tests/speculative/test_speculative_decoding.py (the joint distribution; `verify_chain`
 against what runs, outcome by outcome; 1 - total variation; the predicted tokens against brute
 force; the bound of lenience).
-Left out: beam search, which the paper only sketches.
+Left out: beam search, which the paper only sketches. The paper computes gamma from alpha and c for
+each pair; `planner` and `tinyspec bench plan-draft` do. The default, 3, is the smallest of its 3, 5
+and 7, because a small target gains little from a longer draft.
 """
 
 from collections.abc import Iterable
@@ -67,13 +69,15 @@ def lenient_verifier(lenience: float) -> Verifier:
     """Return a verifier of chains that accepts with min(1, p(x) / (l q(x))) (appendix A.5).
 
     At temperature 0 a draft token is accepted if p(x) >= l max p, where p is the distribution
-    before it is sharpened.
+    before it is sharpened. The verifier raises TinyspecError if the draft branches, and above
+    temperature 0 if a token declares no distribution.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
         at = ROOT
-        for node, (token, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
+        for node in tree.chain_nodes("the lenient rule"):
+            token, q = tree.tokens[node], tree.draft_probs[node]
             row = rest = p[at]
             if p.sampling.temperature == 0:
                 soft = p.probs_under(at, replace(p.sampling, temperature=1.0))

@@ -19,7 +19,14 @@ Pitfall: a fixed tree, or n-grams that draft for the target: each leaves out one
 Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; the tree is the same without
 n-grams, and costs more passes; on a biased table it beats fixed trees of its size; one target pass
 per round).
-Left out: nothing known. The paper's tree sizes were not available, so the defaults are ours.
+Left out: sampling and judging in stage two. In the paper the n-gram model samples tokens, and the
+draft model accepts or rejects them by the rule of speculative decoding. Here the n-gram model's
+most likely tokens only choose what one pass of the draft model computes; the draft's own draw
+decides, and a token that was foreseen spares a pass. Both keep the draft's distribution. They
+differ in how often a pass is spared: with the probability of the foreseen token here, with
+1 - TV(draft, n-gram) there. The paper counts its n-grams in a long run of the draft model that is
+kept. Here `sample` tokens are sampled once for each loaded model and not written to a file. The
+paper's tree sizes were not available: `budget`, `width`, `guesses` and `sample` are ours.
 """
 
 from collections.abc import Callable, Sequence

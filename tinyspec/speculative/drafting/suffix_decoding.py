@@ -24,13 +24,12 @@ batch, where a row must equal the row run alone, each request has its own. What 
 changes the speed and never the text of a seed.
 Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
 at most alpha p nodes; both trees serve; a second request is faster than the first).
-Additions of ours: with `price` > 0 only the draft tokens that are expected to be accepted with at
-least that probability are run (speculative/lookup.py). `price` 0 is the paper's rule.
-Defaults that are not the paper's. `price` is 0.25, because on a CPU every further position costs
-time. `floor` 0.1 is the least D(N) that the authors' code drafts (ArcticInference,
-suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default too. `most` 32 and
-`depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the first, and the code
-has 64 for the second (vLLM: 24).
+Additions of ours: with `price` > 0 (off by default) only the draft tokens that are expected to be
+accepted with at least that probability are run (speculative/lookup.py).
+Defaults that are not the paper's. `floor` 0.1 is the least D(N) that the authors' code drafts
+(ArcticInference, suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default
+too. `most` 32 and `depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the
+first, and the code has 64 for the second (vLLM: 24).
 Left out: the hybrid with a draft model, used where the best score is small. The trees are bounded:
 `depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved). The
 paper lets them grow; its code bounds the depth too.
@@ -47,6 +46,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.lookup import (
+    GATE_PRICE,
     OUTPUTS,
     AcceptanceTracker,
     LookupDraft,
@@ -191,11 +191,13 @@ class SuffixDecodingDrafter(RequestForest):
         Knob("bound", 1 << 20, "nodes of the tree of outputs", low=1, high=1 << 28, small=(64, 2)),
         Knob(
             "price",
-            0.25,
-            "least probability to be accepted of a draft token that is run; 0: all",
+            0.0,
+            "least probability to be accepted of a draft token that is run; 0: all, as in the "
+            "paper",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
+            ours=GATE_PRICE,
         ),
         Knob(
             "remember", True, "whether outputs are kept for later requests", choices=(True, False)

@@ -12,9 +12,8 @@ candidate of a first candidate is worth more than the eighth of an eighth.
     M[t]      = the k most likely tokens after t, in the last pass in which t was scored    [V, k]
     draft(v)  = M[draft(parent of v)][rank of v]
 
-The static tree: of all paths of ranks, the `nodes` with the greatest product of `RANK_CHANCES`. If
-a token stands at several nodes of one pass, the last one written counts; the positions of the
-accepted text are written last.
+The static tree is the authors' of 80 nodes (`AUTHORS_TREE`). If a token stands at several nodes of
+one pass, the last one written counts; the positions of the accepted text are written last.
 
 Guarantee: EXACT. A candidate is a point mass, so verification is exact at any temperature, whatever
 the matrix holds.
@@ -23,12 +22,16 @@ State: the matrix outlives the request (`persistent`), one per model and k, whil
 In a batch, where requests run side by side, each has its own.
 Tests: tests/speculative/test_token_recycling.py (`draft_from_matrix` and `update_matrix` against
 what runs; the matrix holds the candidates last seen, those of rejected nodes too; a second request
-is faster than the first; the tree is the best of its size).
-Left out: the prompt's positions. Reading a prompt here computes no logits, so the matrix learns
-from the first round on. A token never scored has no candidates; the paper's zeros propose id 0.
+is faster than the first; the tree is the best of its size; the rows of a prompt).
+Additions of ours: with `tree` "ranks" the tree has the `nodes` paths of ranks with the greatest
+products of `RANK_CHANCES`. With `learn_prompt` the matrix also learns the rows of the prompt. That
+takes a product with the output matrix for every token of the prompt. The authors' code reads the
+prompt and drops its logits, so its matrix learns from the first round on; so does ours by default.
+Left out: a token never scored has no candidates here; the paper's zeros propose id 0.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from heapq import heappop, heappush
 from typing import Any
@@ -39,13 +42,25 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.lm.forward import Scores
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, TokenTree
 
 NO_CANDIDATE = -1  # in the matrix: no candidate of this rank is known
 RANK_CHANCES = (0.28, 0.11, 0.03, 0.025, 0.02, 0.015, 0.012, 0.01)
-"""Chance of a candidate by its rank; further ranks share the last. They shape the static tree and
-never change the output. They are ours: the paper fixes its own tree."""
+"""Chance of a candidate by its rank; further ranks share the last. They shape our static tree and
+never change the output."""
+AUTHORS_TREE = (
+    "8",
+    "84321111",
+    "832111112100100101100",
+    "5211100010010000001001100",
+    "311001000010100",
+    "20010000",
+)
+"""The authors' static tree, template 2.2.2 of their code: how many children each node has, by
+depth. A node with n children has those of rank 0 to n - 1. There are 80 nodes, up to depth 6."""
+PROMPT_CHUNK = 64  # tokens of a prompt whose rows are computed in one pass
 
 StaticTree = tuple[tuple[int, int], ...]
 """For every node, parents first: (index of the parent or ROOT, rank among the parent's
@@ -109,6 +124,23 @@ def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
     return tuple(shape)
 
 
+@cache
+def read_static_tree(levels: Sequence[str]) -> StaticTree:
+    """Return the tree in which each node has as many children as its digit says, by depth.
+
+    >>> read_static_tree(("2", "10"))
+    ((-1, 0), (-1, 1), (0, 0))
+    """
+    shape: list[tuple[int, int]] = []
+    above = [ROOT]
+    for digits in levels:
+        first = len(shape)
+        for parent, n in zip(above, map(int, digits), strict=True):
+            shape += [(parent, rank) for rank in range(n)]
+        above = list(range(first, len(shape)))
+    return tuple(shape)
+
+
 class AdjacencyMatrix:
     """The k candidates after each token, the most likely first.
 
@@ -138,11 +170,25 @@ class AdjacencyMatrix:
 
 
 class TokenRecyclingDrafter(BaseDrafter):
-    """Read the draft off the matrix, and write the candidates of every pass back into it."""
+    """Read the draft off the matrix, and write the candidates of every pass back into it.
 
-    def __init__(self, matrix: AdjacencyMatrix, nodes: int, depth: int, ends: frozenset[int]):
-        self.matrix, self.depth, self.ends = matrix, depth, ends
+    nodes, depth  size of our static tree
+    ends          tokens that end a text
+    tree          "ranks": our static tree; "paper": the authors'
+    """
+
+    def __init__(
+        self,
+        matrix: AdjacencyMatrix,
+        nodes: int,
+        depth: int,
+        ends: frozenset[int],
+        tree: str = "ranks",
+    ):
+        self.matrix, self.ends = matrix, ends
         self.shape = build_static_tree(nodes, depth, matrix.k)
+        if tree == "paper":
+            self.shape = read_static_tree(AUTHORS_TREE)
         self.newest = NO_CANDIDATE  # the token that the tree hangs from
 
     def propose(
@@ -180,6 +226,70 @@ class TokenRecyclingDrafter(BaseDrafter):
         self.matrix.learn(tokens, [found[node + 1] for node in order], len(round.scores.logits[0]))
 
 
+class PromptLearner:
+    """A target that also computes the rows of the prompt, and writes them into a matrix.
+
+    text  the committed tokens
+    """
+
+    def __init__(self, target: Any, matrix: AdjacencyMatrix):
+        self.target, self.matrix = target, matrix
+        self.text: list[int] = []
+        self.tree = TokenTree()  # the last one scored
+
+    @property
+    def model(self) -> Any:
+        """Return the target's model."""
+        return self.target.model
+
+    @property
+    def cache_exact(self) -> bool:
+        """Return whether the keys and values are those of a fresh pass."""
+        return bool(self.target.cache_exact)
+
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
+        """Commit forced tokens, and learn the row of each but the last."""
+        left = list(tokens)
+        if not self.text:
+            self.append(left[:1])
+            del left[:1]
+        for at in range(0, len(left), PROMPT_CHUNK):
+            *block, last = left[at : at + PROMPT_CHUNK]
+            read = [self.text[-1], *block]
+            logits = self.score(TokenTree.chain(block)).logits
+            found = top_k_rows(logits, range(len(read)), self.matrix.k)
+            self.matrix.learn(read, found, len(logits[0]))
+            self.commit(range(len(block)), last)
+        scores: Scores = self.target.extend((), hidden_layers)
+        return scores
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Commit forced tokens and run nothing yet."""
+        self.target.append(tokens)
+        self.text += tokens
+
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        """Return the rows of the newest token and the tree."""
+        self.tree = tree
+        scores: Scores = self.target.score(tree, hidden_layers)
+        return scores
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        """Commit the accepted path and the next token."""
+        self.target.commit(path, next)
+        self.text += [*self.tree.tokens_on(path), *(() if next is None else (next,))]
+
+    def rewind(self, length: int) -> None:
+        """Forget the text after `length` tokens."""
+        self.target.rewind(length)
+        del self.text[length:]
+
+    def end(self) -> None:
+        """End the request."""
+        self.target.end()
+        self.text = []
+
+
 @technique(
     title="Token Recycling",
     summary="reuses earlier top-k candidates",
@@ -190,11 +300,27 @@ class TokenRecyclingDrafter(BaseDrafter):
     persistent=True,
     knobs=(
         Knob("k", 8, "candidates kept for a token", low=1, high=1024, small=(2, 1)),
-        Knob("nodes", 80, "nodes of the static tree", low=1, high=1024, small=(3, 1)),
-        Knob("depth", 6, "depth of the static tree", low=1, high=64),
+        Knob(
+            "tree",
+            "paper",
+            "the static tree: the authors' of 80 nodes, or the best one by rank",
+            choices=("paper", "ranks"),
+            small=("ranks",),
+            ours="ranks",
+        ),
+        Knob("nodes", 80, "nodes of the tree by rank", low=1, high=1024, small=(3, 1)),
+        Knob("depth", 6, "depth of the tree by rank", low=1, high=64),
+        Knob(
+            "learn_prompt",
+            False,
+            "whether the rows of the prompt are learnt too; the authors' code drops them",
+            choices=(True, False),
+        ),
     ),
 )
-def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Decoder:
+def token_recycling(
+    request: Request, *, k: int, tree: str, nodes: int, depth: int, learn_prompt: bool
+) -> Decoder:
     """Return a decoder that drafts from the matrix.
 
     A request that runs alone keeps the matrix for later ones.
@@ -202,6 +328,8 @@ def token_recycling(request: Request, *, k: int, nodes: int, depth: int) -> Deco
     matrix = AdjacencyMatrix(k)
     if request.clock is not None:  # the request runs alone
         matrix = per_model_state(request.target, ("token_recycling", k), lambda: matrix)
+    if learn_prompt:
+        request = replace(request, target=PromptLearner(request.target, matrix))
     return request.decoder(
-        TokenRecyclingDrafter(matrix, nodes, depth, request.stop.eos), verify_tree
+        TokenRecyclingDrafter(matrix, nodes, depth, request.stop.eos, tree), verify_tree
     )

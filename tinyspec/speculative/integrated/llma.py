@@ -15,12 +15,14 @@ Every n-gram is indexed once; adding a token costs O(longest).
 Guarantee: EXACT. The paper decodes greedily; a copied token is a point mass, so verification is
 exact at any temperature.
 Pitfall: searching the prompt alone (that is prompt lookup); building the index anew for each token.
-Addition: `price`. The paper runs all k tokens. Here a copied token is run only if its chance of
-being accepted is at least `price` (speculative/lookup.py), so where copies lately failed the step
-is plain decoding. `price` 0 is the paper's rule.
+Addition of ours: with `price` > 0 (off by default) a copied token is run only if its probability
+to be accepted is at least `price` (speculative/lookup.py), so where copies lately failed the step
+is plain decoding.
 Tests: tests/speculative/test_llma.py (`copy_after_match` against what runs, on all short texts; the
 calls of a text copied whole; a reference outside the prompt; the longest match; the index).
-Left out: nothing. The paper reports about 2x on LLaMA 7B to 30B with k about 15.
+Left out: nothing. The paper reports about 2x on LLaMA 7B to 30B with k about 15, our default; the
+authors' scripts take n = 1 and k = 20. Which of several matches is copied (`which`) and how long a
+match may be (`longest`) are ours, and so is the growing text as a reference (`own`).
 """
 
 from collections.abc import Sequence
@@ -31,7 +33,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
-from tinyspec.speculative.lookup import FIRST_PRIOR, AcceptanceTracker
+from tinyspec.speculative.lookup import FIRST_PRIOR, GATE_PRICE, AcceptanceTracker
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
 
@@ -70,7 +72,7 @@ class LlmaDrafter(BaseDrafter):
     k           tokens copied in a round
     which       occurrence to copy from: "first", "last" or "frequent"
     own         whether the text as it grows is a reference too
-    price       least chance of acceptance of a token that is run; 0: all are run
+    price       least probability to be accepted of a token that is run; 0: all are run
     """
 
     def __init__(
@@ -143,11 +145,13 @@ class LlmaDrafter(BaseDrafter):
         Knob("own", True, "whether the text as it grows is a reference too", choices=(True, False)),
         Knob(
             "price",
-            0.25,
-            "least chance of acceptance of a token that is run; 0: all",
+            0.0,
+            "least probability to be accepted of a draft token that is run; 0: all, as in the "
+            "paper",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
+            ours=GATE_PRICE,
         ),
     ),
 )

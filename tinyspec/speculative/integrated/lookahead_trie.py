@@ -11,9 +11,13 @@ technique:
     branch inserting       a branch of `branch_length` tokens is stored after every position
     branch eliminating     the branches of a prompt are removed when its request ends
     node pruning           beyond `bound` nodes all counts are halved; a count of 0 is removed
-    multi-stage retrieval  the longest match first, one token less until there are `branch_length`
-                           draft tokens; of too many the most frequent, half of the draft reserved
-                           for outputs and the rest filled from the prompt first
+    multi-stage retrieval  the longest match first; while it has fewer than `branch_length` draft
+                           tokens, one token less. The last stage is the draft; of too many tokens
+                           the most frequent, half of the draft reserved for outputs and the rest
+                           filled from the prompt first
+
+*Stop words* are tokens that say little about what follows. No branch of an output begins at one,
+and a stop word alone is not looked up. The default is none, as in the authors' code.
 
 Branches are checked as a tree (hierarchical), side by side (parallel), or the best alone (single).
 
@@ -23,16 +27,19 @@ Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests
 State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
 has its own, because a row must equal the row run alone. What the trie knows changes the speed
 and never the text of a seed.
-Addition: `price`. The paper runs whatever it finds. Here a draft token is run only if its chance of
-being accepted is at least `price` (speculative/lookup.py). `price` 0 is the paper's rule.
+Addition of ours: with `price` > 0 (off by default) a draft token is run only if its probability to
+be accepted is at least `price` (speculative/lookup.py). Then the stages are joined, because a token
+that also follows a longer match is more likely.
 Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against what runs; each
 procedure alone; one request shortens the next; shared beginnings are checked once).
-Left out: stop words as roots of branches, and a bound for the branches of each first token: one
-bound is set for all. Matches of all stages are joined; the paper takes those of the last stage,
-which are the same windows in another order.
+Left out: bounds for the branches of each first token (the authors' code: 65,536 nodes, of them 512
+of outputs, looked at when 1,024 first tokens were changed). Here one `bound` is set for all outputs
+and held after every round. The code fills the second half by 0.9999 prompt + 0.0001 output counts;
+here by the prompt's counts, then by those of outputs, so only ties differ. Its count of the draft
+tokens that are enough includes the newest token, and half as many are enough for a single branch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 
 from tinyspec._core import Forest
@@ -40,9 +47,12 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.errors import TinyspecError
 from tinyspec.speculative.lookup import (
+    GATE_PRICE,
     OUTPUTS,
     AcceptanceTracker,
+    LookupDraft,
     RequestForest,
     shared_forest,
 )
@@ -59,6 +69,7 @@ def retrieve_branches(
     text: Sequence[int],
     branch_length: int,
     decoding_length: int,
+    stop_words: Collection[int] = (),
 ) -> list[Branch]:
     """Return the draft, as the branches that end at its nodes (multi-stage retrieval, section 4.2).
 
@@ -67,6 +78,7 @@ def retrieve_branches(
     text             the prompt and the output so far
     branch_length    tokens of the longest match, and draft tokens that are enough
     decoding_length  draft tokens of a round
+    stop_words       tokens at which no branch of an output begins, and no match of one token
 
     Half of the draft is reserved for outputs; the rest is filled from the prompt first. A parent
     occurs at least as often as its children, so every branch follows the branch that it extends.
@@ -75,20 +87,19 @@ def retrieve_branches(
     >>> retrieve_branches({}, windows, [7, 1], branch_length=2, decoding_length=2)
     [(2,), (3,)]
     """
-    stages = (
-        (outputs, decoding_length // 2),
-        (prompt, decoding_length),
-        (outputs, decoding_length),
-    )
-    draft = list[Branch]()
+    half, draft = decoding_length // 2, list[Branch]()
     for size in range(min(branch_length, len(text)), 0, -1):  # the longest match first
-        match = tuple(text[len(text) - size :])
-        for windows, budget in stages:
+        match, stage = tuple(text[len(text) - size :]), list[Branch]()
+        sources = [(outputs, half), (prompt, decoding_length), (outputs, decoding_length)]
+        if match[0] in stop_words:
+            sources = [(prompt, decoding_length)] if size > 1 else []
+        for windows, budget in sources:
             found = {w[size:]: n for w, n in windows.items() if w[:size] == match and w != match}
             for branch in sorted(found, key=lambda branch: (-found[branch], len(branch))):
-                if len(draft) < budget and branch not in draft:
-                    draft.append(branch)
-        if len(draft) >= min(branch_length, decoding_length):
+                if len(stage) < budget and branch not in stage:
+                    stage.append(branch)
+        draft = stage or draft
+        if len(stage) >= min(branch_length, decoding_length):
             break  # enough: a shorter match is a weaker one
     return draft
 
@@ -96,10 +107,11 @@ def retrieve_branches(
 class LookaheadTrieDrafter(RequestForest):
     """Propose the branches that follow the last tokens, from the prompt and from all outputs.
 
-    length  draft tokens of a round
-    branch  tokens of a branch, and of the longest match
-    mode    form of the draft: "hierarchical", "parallel" or "single"
-    price   least chance of acceptance of a draft token that is run; 0: all are run
+    length      draft tokens of a round
+    branch      tokens of a branch, and of the longest match
+    mode        form of the draft: "hierarchical", "parallel" or "single"
+    price       least probability to be accepted of a draft token that is run; 0: all are run
+    stop_words  tokens at which no branch of an output begins, and no match of one token
     """
 
     def __init__(
@@ -110,9 +122,11 @@ class LookaheadTrieDrafter(RequestForest):
         branch: int,
         mode: str,
         price: float,
+        stop_words: Collection[int] = frozenset(),
     ):
         super().__init__(forest, prompts)
         self.budget, self.branch, self.mode = length, branch, mode
+        self.stop_words = stop_words
         self.trust = AcceptanceTracker(price)
 
     def propose(
@@ -126,15 +140,36 @@ class LookaheadTrieDrafter(RequestForest):
             return TokenTree()
         self.count_outputs()
         suffix, deepest = context[-self.branch :], min(self.branch, max_draft_depth)
-        # A few nodes tell whether a draft would be worth its cost; growing all of it takes longer.
-        plan = [(self.own, 2), (OUTPUTS, 4)]
-        tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
-        if not tokens or not self.trust.is_worth_running(shares, matches[0]):
-            return self.trust.record_without_running(tokens, parents, matches)
-        plan = [(OUTPUTS, self.budget // 2), (self.own, self.budget), (OUTPUTS, self.budget)]
         enough = min(self.branch, self.budget)
-        draft = self.forest.gather(plan, suffix, self.branch, enough, deepest)
+        if self.trust.price > 0:
+            # A few nodes tell whether a draft would be worth its cost; growing it takes longer.
+            plan = [(self.own, 2), (OUTPUTS, 4)]
+            tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
+            if not tokens or not self.trust.is_worth_running(shares, matches[0]):
+                return self.trust.record_without_running(tokens, parents, matches)
+        draft = self.retrieve(suffix, enough, deepest)
         return reshape_branches(self.trust.select_tree(*draft), self.mode, self.budget)
+
+    def retrieve(self, suffix: Sequence[int], enough: int, deepest: int) -> LookupDraft:
+        """Return the branches of the last stage; with a price, of all stages, joined."""
+        prompts = [(self.own, self.budget)]
+        both = [(OUTPUTS, self.budget // 2), *prompts, (OUTPUTS, self.budget)]
+        found: LookupDraft = ([], [], [], [])
+        size = len(suffix)
+        while size > 0:
+            is_stop = suffix[-size] in self.stop_words
+            if is_stop and size == 1:
+                break
+            plan, least = prompts if is_stop else both, enough if self.trust.price > 0 else 1
+            stage: LookupDraft = self.forest.gather(plan, suffix, size, least, deepest)
+            match = stage[3][0] if stage[3] else 0
+            if match == size:
+                found = stage
+                if len(stage[0]) >= enough or self.trust.price > 0:
+                    break
+            # A longer match than the one found has no branch in any tree that was asked.
+            size = size - 1 if is_stop or match == size else match
+        return found
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
@@ -182,6 +217,20 @@ def follow_first_branch(tree: TokenTree) -> Branch:
     return tuple(tokens)
 
 
+def parse_stop_words(text: str) -> frozenset[int]:
+    """Return the token ids of a list with commas. Raises TinyspecError if it is none.
+
+    >>> sorted(parse_stop_words("13, 7"))
+    [7, 13]
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in words):
+        raise TinyspecError(
+            f"stop_words is '{text}': write token ids with commas, such as 13,29892"
+        )
+    return frozenset(map(int, words))
+
+
 @technique(
     title="Lookahead with a trie of branches",
     summary="copies branches from a trie",
@@ -208,14 +257,29 @@ def follow_first_branch(tree: TokenTree) -> Branch:
             "form of the branches",
             choices=("hierarchical", "parallel", "single"),
         ),
-        Knob("bound", 1 << 18, "nodes of the trie of outputs", low=1, high=1 << 24, small=(64, 2)),
+        Knob(
+            "stop_words",
+            "",
+            "ids of stop words, with commas: no branch of an output begins at one",
+            small=("", "1"),
+        ),
+        Knob(
+            "bound",
+            1 << 18,
+            "nodes of the trie of outputs; ours, the authors' bounds are for each first token",
+            low=1,
+            high=1 << 24,
+            small=(64, 2),
+        ),
         Knob(
             "price",
-            0.25,
-            "least chance of acceptance of a draft token that is run; 0: all",
+            0.0,
+            "least probability to be accepted of a draft token that is run; 0: all, as in the "
+            "paper",
             low=0.0,
             high=1.0,
             small=(0.0, 0.25),
+            ours=GATE_PRICE,
         ),
         Knob(
             "remember", True, "whether outputs are kept for later requests", choices=(True, False)
@@ -228,6 +292,7 @@ def lookahead_trie(
     decoding_length: int,
     branch_length: int,
     mode: str,
+    stop_words: str,
     bound: int,
     price: float,
     remember: bool,
@@ -236,7 +301,8 @@ def lookahead_trie(
     forest, prompts = shared_forest(
         request.target, request.clock, "lookahead_trie", branch_length + 1, bound, remember
     )
+    stops = parse_stop_words(str(stop_words))
     return request.decoder(
-        LookaheadTrieDrafter(forest, prompts, decoding_length, branch_length, mode, price),
+        LookaheadTrieDrafter(forest, prompts, decoding_length, branch_length, mode, price, stops),
         verify_tree,
     )

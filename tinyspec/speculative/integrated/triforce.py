@@ -24,9 +24,13 @@ of the residual; its tokens then do not follow the q that they declare.
 Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
 outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
 context). The joint distribution is enumerated on small transformers.
-Left out: choosing new chunks when acceptance falls. To choose chunks takes a query of the target.
-It comes from a round that is run anyway, so the first round has no draft. The defaults are those of
-the authors' code, except `rebuild`, for which they have no fixed number.
+Left out: the rolling cache of StreamingLLM. There the small model's latest keys stay as they were
+computed, after tokens that are gone, and are rotated to their place in the cache. Here keys are
+rotated once. If the text outgrows the small model's context, it reads the first and latest tokens
+anew, as one text, whenever half of its room is used up. New chunks are not chosen when acceptance
+falls. To choose chunks takes a query of the target. It comes from a round that is run anyway, so
+the first round has no draft. The defaults are those of the authors' code, except `rebuild`, for
+which they have no fixed number.
 """
 
 import warnings
@@ -90,6 +94,13 @@ class StreamingDrafter(ModelDrafter):
 
     The window moves in steps of an eighth of itself, because positions that were computed under
     another plan are computed again.
+
+    A text that is longer than the model's context has its middle left out: the model reads the
+    first `sink` tokens and the latest ones as one text, so its positions count within what it
+    reads. What is left out grows in steps of half the room; then the latest tokens are read anew.
+
+    text  all tokens
+    gap   tokens that are left out after the first `sink`
     """
 
     def __init__(
@@ -103,6 +114,47 @@ class StreamingDrafter(ModelDrafter):
     ):
         super().__init__(session, gamma, ends, positions)
         self.session, self.sink, self.window = session, sink, window
+        self.text: list[int] = []
+        self.gap = 0
+
+    def find_gap(self) -> int:
+        """Return how many tokens must be left out, so that a draft fits into the context."""
+        most = len(self.text) if self.positions is None else self.positions - self.gamma
+        step = max((most - self.sink) // 2, 1)
+        return max(-((most - len(self.text)) // step), 0) * step
+
+    def _count(self, tokens: Sequence[int]) -> bool:
+        """Count these tokens. Return whether the model, which has read the others, reads on."""
+        self.text += tokens
+        self.length += len(tokens)
+        if self.find_gap() == self.gap:
+            return True
+        self.read_anew()
+        return False
+
+    def read_anew(self) -> None:
+        """Give the model the first and the latest tokens, with what is left out now."""
+        self.gap = self.find_gap()
+        read = self.text[: self.sink] + self.text[self.sink + self.gap :]
+        shared = min(self.sink, len(self.session), len(read))  # these stay where they are
+        self.session.rewind(shared)
+        self.session.set_plan(self.streaming_plan(len(read)))
+        self.session.append(read[shared:])
+        self.session.extend(())
+        self.length = len(read)
+
+    def rewind(self, length: int) -> None:
+        if length >= len(self.text):
+            return
+        del self.text[length:]
+        if self.find_gap() == self.gap:
+            super().rewind(length - self.gap)
+        else:
+            self.read_anew()
+
+    def end(self) -> None:
+        super().end()
+        self.text, self.gap = [], 0
 
     def propose(
         self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
@@ -338,7 +390,10 @@ def triforce(
     session: Any = request.target
     small: Any = request.drafts[0]
     ends = request.stop.eos
-    drafter = StreamingDrafter(small, gamma1, ends, request.draft_max_length, sink, window)
+    limit = request.draft_max_length
+    if limit is not None:
+        sink = min(sink, max(limit - gamma1, 2) // 2)
+    drafter = StreamingDrafter(small, gamma1, ends, limit, sink, window)
     middle = Decoder(
         session.view(Plan()),
         drafter,

@@ -25,7 +25,8 @@ Tests: tests/speculative/test_bild.py (`write_turn` against what runs, outcome b
 exact ends; fewer calls of the large model as either threshold is relaxed).
 Left out: aligning the small model to the large one's outputs before use, which is training a draft,
 and encoder-decoder models. `gamma`, a cap on one turn of the small model, is only in the authors'
-code (10).
+code (10). Their code lets the large model write the first token; here the small model begins, as in
+algorithm 1. The thresholds are the defaults of their code; the paper tunes them for each task.
 """
 
 import math
@@ -77,13 +78,17 @@ class BildDrafter(ModelDrafter):
 
 
 def rollback_verifier(rollback: float, rule: str) -> Verifier:
-    """Return a verifier that applies the rollback policy and adds one token of the large model."""
+    """Return a verifier that applies the rollback policy and adds one token of the large model.
+
+    It raises TinyspecError if the draft branches.
+    """
     least = math.exp(-rollback)  # -log p(x) > rollback if and only if p(x) < least
 
     def review(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         at = ROOT
         path: tuple[int, ...] = ()
-        for node, token in enumerate(tree.tokens):
+        for node in tree.chain_nodes("BiLD's review"):
+            token = tree.tokens[node]
             if p.probs_under(at, UNCHANGED)[token] < least:
                 own = rng.draw(p[at])
                 if rule == "paper" or own != token:

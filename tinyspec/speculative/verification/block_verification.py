@@ -40,7 +40,6 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict
-from tinyspec.errors import TinyspecError
 from tinyspec.speculative.verification.vectors import acceptance_ratio, as_probs, as_vectors
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
@@ -121,13 +120,7 @@ def _pass_probability(extra: Any, weight: Any) -> Any:
 
 def _draft_nodes(tree: TokenTree) -> list[int]:
     """Return the nodes of a chain from the first down, without probes."""
-    draft = [node for node, probe in enumerate(tree.probe) if not probe]
-    if [tree.parents[node] for node in draft] != [ROOT, *draft][: len(draft)]:
-        raise TinyspecError(
-            "block verification judges one chain of draft tokens, and this draft branches: judge "
-            "it with spectr"
-        )
-    return draft
+    return tree.chain_nodes("block verification")
 
 
 @technique(

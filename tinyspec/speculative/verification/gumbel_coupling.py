@@ -26,7 +26,7 @@ Tests: tests/speculative/test_gumbel_coupling.py (`couple_round` against what ru
 drafter, one text; P(equal), its bounds and its integral). Shared noise cannot be enumerated, so
 laws/suites.py proves two halves: the same tokens with any drafter, and what a race samples.
 Left out: the paper's other coupling, by weighted min-wise hashing, and its variant for parties that
-exchange a few bits.
+exchange a few bits. The default gamma is that of `speculative_decoding`.
 """
 
 from collections.abc import Callable, Sequence

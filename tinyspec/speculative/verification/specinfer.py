@@ -141,7 +141,9 @@ def verify_tree_multi_step(tree: TokenTree, p: TargetProbs, rng: RandomSource) -
     path, rejected = list[int](), list[int]()
     row, here = p[ROOT], {ROOT}
     while untested := [
-        node for node, up in enumerate(tree.parents) if up in here and node not in rejected
+        node
+        for node, up in enumerate(tree.parents)
+        if up in here and not tree.probe[node] and node not in rejected
     ]:
         node = untested[_draw_index(len(untested), rng)]
         token, q = tree.tokens[node], tree.draft_probs[node]
