@@ -124,8 +124,8 @@ class Kernels:
         TinyspecError if a draft token is outside of the vocabulary.
         """
         vocabulary = len(p[ROOT])
-        for token in tree.tokens:
-            if not 0 <= token < vocabulary:
+        for token, is_probe in zip(tree.tokens, tree.probe, strict=True):
+            if not is_probe and not 0 <= token < vocabulary:
                 raise TinyspecError(
                     f"drafted token {token} is outside of the target's vocabulary of {vocabulary}"
                 )
