@@ -110,7 +110,8 @@ def choose_verdict(
 ) -> Verdict:
     """Return a random verdict, so that every path is accepted on some text.
 
-    It accepts a random path. Then it ends the round there, or adds a token that was not proposed.
+    It accepts a random path. Then it ends the round there, or adds a token that was not proposed
+    (any token if all were).
     """
     accepted, children = list[int](), _find_children(tree, ROOT)
     while children and choice.random() < ACCEPT_SHARE:
@@ -118,9 +119,9 @@ def choose_verdict(
         children = _find_children(tree, accepted[-1])
     if accepted and choice.random() < END_SHARE:
         return Verdict(tuple(accepted), None)
-    proposed = {tree.tokens[child] for child in children}
-    others = [token for token in range(WALK_VOCABULARY) if token not in proposed]
-    return Verdict(tuple(accepted), choice.choice(others), tuple(children))
+    vocabulary, proposed = range(WALK_VOCABULARY), {tree.tokens[child] for child in children}
+    others = [token for token in vocabulary if token not in proposed]
+    return Verdict(tuple(accepted), choice.choice(others or vocabulary), tuple(children))
 
 
 def walk_texts(
@@ -272,7 +273,7 @@ def _compare_drafts(proposal: Proposal, expected: TokenTree) -> DraftDifference 
         q, declared = expected.draft_probs[node], got.draft_probs[node]
         if (q is None) != (declared is None):
             return DraftDifference(shown, *pair)
-        if q is not None and (gap := _gap(q, declared)) > FEATURE_TOLERANCE:
+        if q is not None and not (gap := _gap(q, declared)) <= FEATURE_TOLERANCE:
             return DraftDifference(shown | {"largest difference": gap}, *pair)
     return None
 
@@ -300,7 +301,7 @@ def _compare_with_forward(
         q = _softmax(logits, proposal.sampling.temperature)
         q[[tree.tokens[s] for s in siblings if not declared[tree.tokens[s]]]] = 0
         q /= q.sum()
-        if (gap := _gap(q, declared)) > FEATURE_TOLERANCE:
+        if not (gap := _gap(q, declared)) <= FEATURE_TOLERANCE:
             case = proposal.case | {"largest difference": gap}
             return DraftDifference(case, {(*drafted, tree.tokens[node]): q.tolist()}, got)
     return None
@@ -316,6 +317,7 @@ def _softmax(logits: Array, temperature: float) -> Array:
 
 
 def _gap(one: Any, other: Any) -> float:
+    """Return the largest difference of two distributions; NaN if one has a NaN."""
     return float(np.abs(np.asarray(one) - np.asarray(other)).max())
 
 
