@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tinyspec.decoding.device import verify_on_device
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
 from tinyspec.decoding.sampling import DEVICE, EXACT, HOST, SamplingParams
 from tinyspec.decoding.verify import Verdict, exclude_token, residual, verify_tree
@@ -154,6 +155,24 @@ def test_all_nodes_that_spell_the_path_are_alive_and_probes_are_not():
     )
     verdict = verify_tree(tree, {ROOT: one, 0: two, 4: one}, Replay([0.5] * 9))
     assert verdict == Verdict((0, 4), 1, (2,))
+
+
+WITH_PROBES = (1, 2, 2), (-1, -1, 0), (False, True, True)  # V = 2: the id 2 is a probe's
+
+
+@pytest.mark.parametrize("q", [None, np.array([0.5, 0.5])])
+def test_the_id_of_a_probe_may_be_beyond_the_vocabulary(q):
+    tokens, parents, probe = WITH_PROBES
+    rows = dict.fromkeys(range(-1, 3), np.array([0.5, 0.5]))
+    tree = TokenTree(tokens, parents, (q, None, None), probe)
+    assert verify_tree(tree, rows, Replay([0.9, 0.9])).accepted == (0,)
+
+
+def test_the_id_of_a_probe_may_be_beyond_the_vocabulary_on_a_device():
+    tokens, parents, probe = WITH_PROBES
+    rows = torch.full((4, 2), 0.5, dtype=torch.float64)
+    draft_probs, uniforms = (rows[0], None, None), [0.9, 0.9, 0.9, 0.9]
+    assert verify_on_device(tokens, parents, draft_probs, probe, rows, None, uniforms)[0] == (0,)
 
 
 def test_only_the_rows_of_accepted_nodes_are_read():

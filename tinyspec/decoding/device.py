@@ -154,8 +154,8 @@ def verify_on_device(
     rows  [n + 1, V] the target's distributions
     tops  [n + 1] the highest logit of each row, for `LogitCheck`; None: the rows are distributions
     """
-    for token in tokens:
-        if not 0 <= token < rows.shape[1]:
+    for token, is_probe in zip(tokens, probe, strict=True):
+        if not is_probe and not 0 <= token < rows.shape[1]:
             raise TinyspecError(
                 f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}"
             )

@@ -127,8 +127,8 @@ class Kernels:
         if greedy_token is not None and (first := greedy_token(ROOT)) is not None:
             return lambda node, depth: first if node == ROOT else greedy_token(node)
         vocabulary = len(p[ROOT])
-        for token in tree.tokens:
-            if not 0 <= token < vocabulary:
+        for token, is_probe in zip(tree.tokens, tree.probe, strict=True):
+            if not is_probe and not 0 <= token < vocabulary:
                 raise TinyspecError(
                     f"drafted token {token} is outside of the target's vocabulary of {vocabulary}"
                 )
