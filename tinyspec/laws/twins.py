@@ -89,8 +89,8 @@ def small_races() -> Iterator[KernelCase]:
         for noise in product((0.0, 1.0, np.inf), repeat=len(row)):
             yield {"row": row, "noise": np.array(noise)}
     # Two arrival times with one whole part, 2.1 and 2.4: the earlier one wins, wherever it stands.
-    for noise in ([1.05, 1.2], [1.2, 1.05]):
-        yield {"row": np.full(2, 1 / 2), "noise": np.array(noise)}
+    for pair in ((1.05, 1.2), (1.2, 1.05)):
+        yield {"row": np.full(2, 1 / 2), "noise": np.array(pair)}
 
 
 SETTINGS: list[KernelCase] = [
