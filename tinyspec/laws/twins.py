@@ -103,7 +103,7 @@ SETTINGS: list[KernelCase] = [
     {"top_p": 0.9},
     {"min_p": 0.5},
     {"history": [0], "penalty": 2.0},
-    {"history": [0, 1, 0], "penalty": 0.5},
+    {"history": [0, 1, 0, -1, 9], "penalty": 0.5},  # -1 and 9 name no token
     {"history": [1], "penalty": 2.0, "temperature": 0.0},
     {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
 ]
