@@ -89,8 +89,8 @@ def small_races() -> Iterator[KernelCase]:
         for noise in product((0.0, 1.0, np.inf), repeat=len(row)):
             yield {"row": row, "noise": np.array(noise)}
     # Two arrival times with one whole part, 2.1 and 2.4: the earlier one wins, wherever it stands.
-    for noise in ([1.05, 1.2], [1.2, 1.05]):
-        yield {"row": np.full(2, 1 / 2), "noise": np.array(noise)}
+    for pair in ((1.05, 1.2), (1.2, 1.05)):
+        yield {"row": np.full(2, 1 / 2), "noise": np.array(pair)}
 
 
 SETTINGS: list[KernelCase] = [
@@ -103,7 +103,7 @@ SETTINGS: list[KernelCase] = [
     {"top_p": 0.9},
     {"min_p": 0.5},
     {"history": [0], "penalty": 2.0},
-    {"history": [0, 1, 0], "penalty": 0.5},
+    {"history": [0, 1, 0, -1, 9], "penalty": 0.5},  # -1 and 9 name no token
     {"history": [1], "penalty": 2.0, "temperature": 0.0},
     {"temperature": 0.5, "top_k": 2, "top_p": 0.9},
 ]
