@@ -521,8 +521,8 @@ MATCHED = [
     ),
     Mutant(
         "a draft without probabilities is not matched",
-        "matched = all(q is None for q in tree.draft_probs)",
-        "matched = not tree.tokens",
+        "if all(q is None for q in tree.draft_probs):",
+        "if not tree.tokens:",
         verify_tree,
         law=PLAIN_TEXT,
     ),
