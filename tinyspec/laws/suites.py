@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import product, takewhile
+from itertools import chain, product, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -27,12 +27,15 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Exhaustive, RandomSource, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws
+from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, FunctionDrafter, likeliest_token
 from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, after_rewind, format_sampling
+from tinyspec.laws.verification_laws import hand_made_trees
 from tinyspec.technique import Card, Guarantee
 from tinyspec.tree import TokenTree
 
@@ -340,7 +343,7 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     if card.coupled:
         first = _coupled_cases(card, seed)
     elif card.guarantee is not Guarantee.GREEDY:
-        first = _exact_cases(card, seed)
+        first = chain(_verifier_cases(card, seed), _exact_cases(card, seed))
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 
@@ -369,6 +372,40 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
         for law in rewriting_laws.REFINE_LAWS:
             run = partial(rewriting_laws.hold_on_sources, law, card, knobs, seed)
             yield SuiteCase(law, title, run)
+
+
+# ---------------------------------------------------------------------- its verifier alone
+
+
+def _verifier_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield the cases of a technique's verifier on trees that its small drafts do not make.
+
+    They come first: a verifier that takes a probe for a draft token makes the whole decoder fail.
+    """
+    stage = _seeded_stage(card, seed)
+    verifier = stage.decoder().verifier
+    for kind in _tree_kinds(stage, verifier):
+        run = partial(hand_made_trees, verifier, kind)
+        yield SuiteCase(JOINT, f"its verifier, {TREE_KINDS[kind]}", run)
+
+
+def _tree_kinds(stage: Stage, verifier: Any) -> Sequence[str]:
+    """Return the kinds of trees that a verifier judges.
+
+    The shared one judges all; one of a technique's own judges chains, and siblings that are drawn
+    independently where the technique drafts siblings.
+    """
+    if verifier is verify_tree:
+        return tuple(TREE_KINDS)
+    chains = ("chain", "point masses")
+    small = [{knob.name: value} for knob in stage.card.knobs for value in knob.small]
+    for knobs in ({}, *small):
+        decoder = replace(stage, knobs=knobs).decoder()
+        decoder.extend(stage.prompt)
+        tree = decoder.drafter.propose(decoder.context, 4, decoder.sampling, Seeded(0))
+        if len(set(tree.parents)) < len(tree.parents):
+            return (*chains, "siblings")
+    return chains
 
 
 # ---------------------------------------------------------------------- EXACT

@@ -156,7 +156,7 @@ def check(
                 left -= search.prove(seed, corners, left)
             for search in searches:
                 search.explore(seed, left / len(searches))
-                evidence.append(search.evidence())
+                evidence.append(search.evidence(in_full=True))
         except LawViolated as accused:
             counterexample = accused.counterexample
             break
@@ -212,7 +212,8 @@ class _Coverage:
         if isinstance(case, CheckCase):
             facts = {"V": case.vocabulary, "gamma": case.gamma}
         if isinstance(case, ShapedCase):
-            facts["siblings"] = most_siblings(case.shape)
+            if (siblings := most_siblings(case.shape)) > 1:
+                facts["siblings"] = siblings
             self.seen.setdefault("settings", set()).add(case.sampling)
         if isinstance(form, GenerationForm):
             facts["tokens"] = case.tokens
@@ -315,8 +316,8 @@ class _Search:
             self.raise_crash(*self.crash)
         self.took += time.perf_counter() - began
 
-    def evidence(self) -> Evidence:
-        """Return what was looked at."""
+    def evidence(self, in_full: bool = False) -> Evidence:
+        """Return what was looked at; with what was covered beside the fixed cases, and what not."""
         notes = [self.form.about, self.exactness, str(self.fixed), self.form.rare]
         if not self.is_proved:
             notes.insert(3, f"{self.fixed.cases} of {len(self.cases)} fixed cases")
@@ -326,7 +327,7 @@ class _Search:
             self.fixed.branches,
             self.took,
             [note for note in notes if note],
-            self.describe_coverage(),
+            self.describe_coverage() if in_full else [],
             self.is_proved,
         )
 
@@ -348,7 +349,7 @@ class _Search:
             lines.append(f"then {counts} ({self.random})")
         if self.left_out:
             lines.append(f"{self.left_out} more random cases had over {MOST_OUTCOMES} outcomes")
-        limits = f"{self.form.limits}; a fault that begins later than after {self.calls} calls"
+        limits = f"{self.form.limits}; a fault that begins after call {self.calls}"
         return [*lines, f"not covered: {limits}"]
 
     def judge_cases(self, cases: Iterable[Any], coverage: _Coverage) -> None:
