@@ -212,7 +212,7 @@ def draw_row(rng: random.Random, tokens: Sequence[int], vocabulary: int, whole: 
     return tuple(Fraction(weights.get(token, 0), whole) for token in range(vocabulary))
 
 
-def draw_rows(
+def draw_row_pair(
     rng: random.Random, vocabulary: int, whole: int, drafted: int, more: int = 2
 ) -> tuple[Exact, Exact]:
     """Return p and q for one position.
@@ -246,7 +246,7 @@ def draw_deep_round(rng: random.Random, vocabulary: int, gamma: int, whole: int)
     else:
         sizes = draw_support_sizes(rng, vocabulary, gamma)
     more = vocabulary if gamma <= 2 else 2
-    pairs = [draw_rows(rng, vocabulary, whole, size, more) for size in (*sizes, 2)]
+    pairs = [draw_row_pair(rng, vocabulary, whole, size, more) for size in (*sizes, 2)]
     p, q = ([pair[i] for pair in pairs] for i in range(2))
     return CheckCase(SmallModel(tuple(p)), SmallModel(tuple(q[:gamma])), gamma, gamma + 1)
 
@@ -290,7 +290,9 @@ def draw_deep_generation(
     for place in places + "a" * gamma:
         x, y = rng.sample(range(vocabulary), 2)
         ones = [draw_row(rng, (token,), vocabulary, 1) for token in (x, x if place == "a" else y)]
-        pairs.append((ones[0], ones[1]) if place != "o" else draw_rows(rng, vocabulary, whole, 2))
+        pairs.append(
+            (ones[0], ones[1]) if place != "o" else draw_row_pair(rng, vocabulary, whole, 2)
+        )
     p, q = (SmallModel(tuple(pair[i] for pair in pairs)) for i in range(2))
     return CheckCase(p, q, gamma, len(places))
 
@@ -331,7 +333,7 @@ def draw_deep_draft(
         sizes = [2] * _count_texts(2, length - 1)
     else:
         sizes = [2] * len(context) + draw_support_sizes(rng, vocabulary, gamma)
-    rows = tuple(draw_rows(rng, vocabulary, whole, size)[1] for size in sizes)
+    rows = tuple(draw_row_pair(rng, vocabulary, whole, size)[1] for size in sizes)
     q = SmallModel(rows, "text" if by_text else "length")
     return CheckCase(q, q, gamma, gamma, context)
 

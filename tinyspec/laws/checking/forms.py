@@ -52,7 +52,7 @@ from tinyspec.laws.checking.trees import (
     ShapedCase,
     deep_tree_cases,
     describe_shape,
-    draw_tree,
+    draw_shape_tokens,
     plain_shape,
     random_tree_cases,
 )
@@ -465,7 +465,7 @@ class HouseVerifierForm(VerifierForm):
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        tree = draw_tree(case, self.shape(case), rng.split("draft", 0))
+        tree = draw_shape_tokens(case, self.shape(case), rng.split("draft", 0))
         rows = [None if row is None else convert_rows(row, numbers) for row in tree.draft_probs]
         given = TokenTree(tuple(tree.tokens), tuple(tree.parents), rows, tuple(tree.probe))
         p = make_target_probs(given, case, numbers)

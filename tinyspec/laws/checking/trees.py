@@ -18,7 +18,7 @@ from tinyspec.laws.checking.cases import (
     PRIMES,
     CheckCase,
     SmallModel,
-    draw_rows,
+    draw_row_pair,
 )
 from tinyspec.laws.exact.law import apply_warpers
 from tinyspec.laws.exact.rational import without_token
@@ -76,7 +76,7 @@ class ShapedCase(CheckCase):
     sampling: SamplingParams = UNCHANGED
 
     @cached_property
-    def target(self) -> SmallModel:  # type: ignore[override]
+    def target(self) -> SmallModel:
         """Return the model whose distribution the output must have."""
         if self.sampling == UNCHANGED:
             return self.p
@@ -109,7 +109,7 @@ def plain_shape(kind: str, depth: int) -> Shape:
     return (*first, *below)
 
 
-def draw_tree(case: CheckCase, shape: Shape, rng: Any) -> TokenTree:
+def draw_shape_tokens(case: CheckCase, shape: Shape, rng: Any) -> TokenTree:
     """Return a tree of this shape whose tokens are drawn from q; rows in Fractions.
 
     A sibling is missing, and all below it, where nothing is left to be drawn without replacement.
@@ -222,7 +222,7 @@ def draw_shaped_case(
         most = max(n for n in range(1, vocabulary + 1) if n == 1 or n ** max(drawn, 1) <= left)
         by_depth.append(rng.randint(min(most, 2), most))
         left //= by_depth[-1] ** drawn
-    pairs = [draw_rows(rng, vocabulary, whole, size) for size in (*by_depth, 2)]
+    pairs = [draw_row_pair(rng, vocabulary, whole, size) for size in (*by_depth, 2)]
     p, q = (SmallModel(tuple(pair[i] for pair in pairs)) for i in range(2))
     return ShapedCase(p, q, max(depths), max(depths) + 1, shape=shape, sampling=sampling)
 
@@ -236,7 +236,7 @@ def deep_tree_cases(kind: str) -> Iterator[ShapedCase]:
                 yield draw_shaped_case(rng, shape, 3 + turn % 2, whole, sampling)
 
 
-def draw_shape(rng: random.Random, kind: str) -> Shape:
+def draw_random_shape(rng: random.Random, kind: str) -> Shape:
     """Return a random shape of a kind."""
     if kind in ("chain", "point masses"):
         return plain_shape(kind, rng.randint(1, MOST_GAMMA))
@@ -256,6 +256,6 @@ def random_tree_cases(kind: str, seed: int) -> Iterator[ShapedCase]:
     """Yield random cases of a kind without end."""
     rng = random.Random(f"{kind} {seed}")
     while True:
-        shape, vocabulary = draw_shape(rng, kind), rng.randint(2, MOST_VOCABULARY)
+        shape, vocabulary = draw_random_shape(rng, kind), rng.randint(2, MOST_VOCABULARY)
         sampling = rng.choice(TREE_SAMPLINGS)
         yield draw_shaped_case(rng, shape, vocabulary, rng.choice(PRIMES), sampling)
