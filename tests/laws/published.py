@@ -346,6 +346,9 @@ DEEP_VERIFIERS: dict[str, Callable[..., Any]] = {
         )
     ),
     "residual of the likeliest four tokens": late(rest=top_4),
+    "the sixth token always accepted": late(
+        ratio=lambda p, q, i, x: p[i][x] / q[i][x] if i != 5 else 1
+    ),
     "wrong from the 100,000th call on": late(ratio=accept_all, begins=100_000),
     "right on Fractions, wrong on floats": late(
         ratio=lambda p, q, i, x: p[i][x] / q[i][x] if is_exact(p[i]) else 1

@@ -390,22 +390,23 @@ def _verifier_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
 
 
 def _tree_kinds(stage: Stage, verifier: Any) -> Sequence[str]:
-    """Return the kinds of trees that a verifier judges.
+    """Return the kinds of trees that a verifier is held to.
 
-    The shared one judges all; one of a technique's own judges chains, and siblings that are drawn
-    independently where the technique drafts siblings.
+    The shared one judges all. One of a technique's own need not judge more than its drafts: chains,
+    point masses, and siblings that are drawn independently, where it drafts them.
     """
     if verifier is verify_tree:
         return tuple(TREE_KINDS)
-    chains = ("chain", "point masses")
+    kinds = set[str]()
     small = [{knob.name: value} for knob in stage.card.knobs for value in knob.small]
     for knobs in ({}, *small):
         decoder = replace(stage, knobs=knobs).decoder()
         decoder.extend(stage.prompt)
         tree = decoder.drafter.propose(decoder.context, 4, decoder.sampling, Seeded(0))
-        if len(set(tree.parents)) < len(tree.parents):
-            return (*chains, "siblings")
-    return chains
+        for parent, q in zip(tree.parents, tree.draft_probs, strict=True):
+            is_alone = list(tree.parents).count(parent) == 1
+            kinds.add("point masses" if q is None else "chain" if is_alone else "siblings")
+    return [kind for kind in TREE_KINDS if kind in kinds]
 
 
 # ---------------------------------------------------------------------- EXACT
