@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.laws import breaches, hosted
+from tests.laws import hosted, published
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
@@ -265,9 +265,13 @@ def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
 
 
 def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
-    """Of a decoder: the shortest text that comes out wrongly, and p and q along it."""
     with pytest.raises(LawViolated) as caught:
-        prove_technique(broken(SPECULATIVE, breaches.decoder(breaches.Argmax)))
+        prove_technique(
+            broken(
+                SPECULATIVE,
+                lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row),
+            )
+        )
     told = caught.value.counterexample
     assert len(told.case["text"]) == 2
     assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2
@@ -275,11 +279,12 @@ def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
     assert json.dumps(told.as_dict())
 
 
-def test_a_wrong_verifier_is_shown_by_itself() -> None:
-    """Before any decoder that uses it, on a tree made by hand."""
+def test_a_verifier_of_its_own_is_tried_on_longer_chains_than_it_is_given() -> None:
+    """The draft has two tokens; the verifier is wrong about a third."""
+    verifier = published.walk(accepts=lambda ratio, place, depth: 1 if depth == 3 else ratio)
 
     def build(request: Request) -> Decoder:
-        return request.decoder(draft_of(request), no_bonus_from_the_right_row)
+        return request.decoder(draft_of(request), verifier)
 
     with pytest.raises(LawViolated) as caught:
         prove_technique(broken(SPECULATIVE, build))

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from itertools import chain, product, takewhile
+from itertools import product, takewhile
 from time import perf_counter
 from typing import Any
 
@@ -343,7 +343,7 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     if card.coupled:
         first = _coupled_cases(card, seed)
     elif card.guarantee is not Guarantee.GREEDY:
-        first = chain(_verifier_cases(card, seed), _exact_cases(card, seed))
+        first = _exact_cases(card, seed)
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
 
 
@@ -377,13 +377,8 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
 # ---------------------------------------------------------------------- its verifier alone
 
 
-def _verifier_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield the cases of a technique's verifier on trees that its small drafts do not make.
-
-    They come first: a verifier that takes a probe for a draft token makes the whole decoder fail.
-    """
-    stage = _seeded_stage(card, seed)
-    verifier = stage.decoder().verifier
+def _verifier_cases(stage: Stage, verifier: Any) -> Iterator[SuiteCase]:
+    """Yield the cases of a technique's verifier on trees that its small drafts do not make."""
     for kind in _tree_kinds(stage, verifier):
         run = partial(hand_made_trees, verifier, kind)
         yield SuiteCase(JOINT, f"its verifier, {TREE_KINDS[kind]}", run)
@@ -413,7 +408,24 @@ def _tree_kinds(stage: Stage, verifier: Any) -> Sequence[str]:
 
 
 def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield cases of the joint distribution: under every warper, stop, draft and past."""
+    """Yield cases of the joint distribution: of its verifier, and under every warper, stop, draft
+    and past.
+
+    The shared walk down a tree is judged before any decoder: where it takes a probe for a draft
+    token, the whole decoder fails. A verifier of its own comes last, for a decoder's counterexample
+    says more about a technique.
+    """
+    base = _seeded_stage(card, seed)
+    verifier = base.decoder().verifier
+    if verifier is verify_tree:
+        yield from _verifier_cases(base, verifier)
+    yield from _decoder_cases(card, seed)
+    if verifier is not verify_tree:
+        yield from _verifier_cases(base, verifier)
+
+
+def _decoder_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield cases of the joint distribution of a decoder's tokens."""
     base = _seeded_stage(card, seed)
     three = StoppingCriteria(max_new_tokens=3)
     if card.hidden:

@@ -56,10 +56,13 @@ class DeepVerifierForm(HouseVerifierForm):
 
 
 def hand_made_trees(verifier: TreeVerifier, kind: str) -> Evidence:
-    """Check a verifier on wide, deep or mixed trees, in Fractions and in float64."""
+    """Check a verifier on wide, deep or mixed trees, in Fractions and in float64.
+
+    An exception of the verifier goes through, with its file and line.
+    """
     form = DeepVerifierForm(verifier)
     form.kind = kind
-    found = prove_form(form, seconds=SLOWEST)
+    found = prove_form(form, seconds=SLOWEST, through=(Exception,))
     if not found.is_proved:
         raise TinyspecError(f"the verifier took more than {SLOWEST:g} s on {TREE_KINDS[kind]}")
     return found

@@ -468,10 +468,10 @@ class _Search:
                     if numbers == "torch":  # numpy warns of a function that hands it tensors
                         warnings.simplefilter("ignore", DeprecationWarning)
                     outcomes = self.enumerate(case, numbers, zero, most, times)
-            except self.through:
-                raise
             except _NotRepeated:
                 self.judge_not_repeated(case, numbers)
+            except self.through:
+                raise
             except Exception as error:  # whatever the reader's code raises
                 errors[numbers] = error
                 continue
