@@ -377,11 +377,22 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
 # ---------------------------------------------------------------------- its verifier alone
 
 
-def _verifier_cases(stage: Stage, verifier: Any) -> Iterator[SuiteCase]:
-    """Yield the cases of a technique's verifier on trees that its small drafts do not make."""
-    for kind in _tree_kinds(stage, verifier):
-        run = partial(hand_made_trees, verifier, kind)
-        yield SuiteCase(JOINT, f"its verifier, {TREE_KINDS[kind]}", run)
+def _verifier_case(stage: Stage, is_shared: bool) -> SuiteCase:
+    """Return the case of a technique's verifier on trees that its small drafts do not make.
+
+    is_shared  whether it judges the shared walk or a technique's own verifier; it judges nothing
+               where the technique has the other one
+    """
+
+    def run() -> Evidence:
+        verifier, found = stage.decoder().verifier, Evidence(JOINT)
+        if (verifier is verify_tree) == is_shared:
+            for kind in _tree_kinds(stage, verifier):
+                found += hand_made_trees(verifier, kind)
+        return found
+
+    title = "the shared walk" if is_shared else "its own"
+    return SuiteCase(JOINT, f"its verifier alone, if it is {title}", run)
 
 
 def _tree_kinds(stage: Stage, verifier: Any) -> Sequence[str]:
@@ -416,12 +427,9 @@ def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
     says more about a technique.
     """
     base = _seeded_stage(card, seed)
-    verifier = base.decoder().verifier
-    if verifier is verify_tree:
-        yield from _verifier_cases(base, verifier)
+    yield _verifier_case(base, is_shared=True)
     yield from _decoder_cases(card, seed)
-    if verifier is not verify_tree:
-        yield from _verifier_cases(base, verifier)
+    yield _verifier_case(base, is_shared=False)
 
 
 def _decoder_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
