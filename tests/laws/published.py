@@ -8,13 +8,18 @@ import bisect
 import random
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import torch
 
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.verify import Verdict, exclude_token, residual
 from tinyspec.laws import check
 from tinyspec.laws.evidence import Counterexample
+from tinyspec.tree import ROOT
 
 Rows = Any
 
@@ -282,6 +287,214 @@ WRONG_DRAFTERS: dict[str, Callable[..., Any]] = {
 }
 
 
+# ---------------------------------------------------------------------- wrong where small cases do not reach
+
+
+def late(
+    ratio: Callable[..., Any] = lambda p, q, i, x: p[i][x] / q[i][x],
+    rest: Callable[[Any], Any] = lambda rest: rest,
+    bonus: Callable[[Any, Any], Any] = lambda p, q: p[-1],
+    begins: int = 0,
+    pause: float = 0.0,
+) -> Callable[..., list[int]]:
+    """Speculative sampling, with a place for each mistake; it is right before the call `begins`."""
+    calls = 0
+
+    def verify(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
+        nonlocal calls
+        calls += 1
+        wait_until = time.process_time() + pause
+        while time.process_time() < wait_until:
+            pass
+        if calls < begins:
+            return textbook(p, q, draft, rng)
+        for i, x in enumerate(draft):
+            if not rng.random() < ratio(p, q, i, x):
+                left = rest([max(a - b, 0) for a, b in zip(p[i], q[i], strict=True)])
+                return [*draft[:i], rng.choice(len(left), p=[x / sum(left) for x in left])]
+        row = bonus(p, q)
+        return [*draft, rng.choice(len(row), p=row)]
+
+    return verify
+
+
+def is_exact(row: Any) -> bool:
+    return isinstance(row[0], Fraction)
+
+
+def top_4(rest: list[Any]) -> list[Any]:
+    least = sorted(rest)[-4:][0]
+    return [x if x >= least else 0 * x for x in rest]
+
+
+def accept_all(p: Rows, q: Rows, i: int, x: int) -> int:
+    return 1
+
+
+DEEP_VERIFIERS: dict[str, Callable[..., Any]] = {
+    "bonus from q at gamma 4": late(bonus=lambda p, q: q[-1] if len(q) == 4 else p[-1]),
+    "the fourth token and later ones always accepted": late(
+        ratio=lambda p, q, i, x: p[i][x] / q[i][x] if i < 3 else 1
+    ),
+    "accepted where the target is sure": late(
+        ratio=lambda p, q, i, x: 1 if float(max(p[i])) >= 0.85 else p[i][x] / q[i][x]
+    ),
+    "the denominator of the ratio is 0.15 at least": late(
+        ratio=lambda p, q, i, x: (
+            p[i][x] / max(q[i][x], Fraction(15, 100))
+            if is_exact(p[i])
+            else p[i][x] / max(q[i][x], 0.15)
+        )
+    ),
+    "residual of the likeliest four tokens": late(rest=top_4),
+    "the sixth token always accepted": late(
+        ratio=lambda p, q, i, x: p[i][x] / q[i][x] if i != 5 else 1
+    ),
+    "wrong from the 100,000th call on": late(ratio=accept_all, begins=100_000),
+    "right on Fractions, wrong on floats": late(
+        ratio=lambda p, q, i, x: p[i][x] / q[i][x] if is_exact(p[i]) else 1
+    ),
+}
+"""Mistakes of a verifier that no chain of three over four tokens shows."""
+
+slow_and_wrong = late(ratio=accept_all, begins=30, pause=0.2)
+"""Right for as long as a check has time for."""
+
+
+def walk(
+    accepts: Callable[..., Any] = lambda ratio, place, depth: ratio,
+    restarts: bool = False,
+    tests_probes: bool = False,
+    point: Callable[[Any, Any, int], Any] = lambda row, fresh, x: row[x],
+    bonus: Callable[[Any, int], Any] = lambda p, node: p[node],
+) -> Callable[..., Verdict]:
+    """The library's rule for trees, with a place for each mistake.
+
+    accepts   (ratio, number among its siblings, depth) -> the probability of acceptance
+    restarts  the residual is made of p again at the third sibling
+    point     (p after the rejections, p, token) -> the probability of accepting a point mass
+    """
+
+    def verify(tree: Any, p: Any, rng: RandomSource) -> Verdict:
+        accepted, rejected = list[int](), list[int]()
+        here, row, untested = {ROOT}, p[ROOT], True
+        while untested:
+            fresh = p[accepted[-1]] if accepted else p[ROOT]
+            siblings = [
+                node
+                for node, parent in enumerate(tree.parents)
+                if parent in here and (tests_probes or not tree.probe[node])
+            ]
+            untested = False
+            for place, node in enumerate(siblings):
+                x, q = tree.tokens[node], tree.draft_probs[node]
+                row = fresh if restarts and place == 2 else row
+                ratio = point(row, fresh, x) if q is None else row[x] / q[x]
+                if rng.accept(accepts(ratio, place, len(accepted) + 1)):
+                    accepted.append(node)
+                    here = {twin for twin in siblings if tree.tokens[twin] == x}
+                    row, untested = p[node], True
+                    break
+                rejected.append(node)
+                row = exclude_token(row, x) if q is None else residual(row, q)
+        is_leaf = accepted and not any(parent in here for parent in tree.parents)
+        row = bonus(p, accepted[-1]) if is_leaf else row
+        return Verdict(tuple(accepted), rng.draw(row), tuple(rejected))
+
+    return verify
+
+
+DEEP_TREES: dict[str, tuple[Callable[..., Verdict], str]] = {
+    "residual restarts at the third sibling": (walk(restarts=True), "joint law"),
+    "third sibling accepted free": (
+        walk(accepts=lambda ratio, place, depth: 1 if place == 2 else ratio),
+        "joint law",
+    ),
+    "a node at depth 3 accepted free": (
+        walk(accepts=lambda ratio, place, depth: 1 if depth == 3 else ratio),
+        "joint law",
+    ),
+    "probes verified as drafts": (walk(tests_probes=True), "tokens of a round"),
+    "a point mass after a drawn sibling judged by p": (
+        walk(point=lambda row, fresh, x: fresh[x]),
+        "joint law",
+    ),
+    "bonus without the sampling settings": (
+        walk(bonus=lambda p, node: p.probs_under(node, SamplingParams())),
+        "joint law",
+    ),
+}
+"""Mistakes of a verifier of trees that two siblings do not show, and the law that sees each."""
+
+
+def wrong_from_round(first: int) -> Callable[..., list[int]]:
+    """Return speculative decoding whose draft tokens are all accepted from a round on."""
+
+    def generate(p: Any, q: Any, gamma: int, n: int, rng: Any) -> list[int]:
+        text, rounds = list[int](), 0
+        while len(text) < n:
+            rounds += 1
+            draft = list[int]()
+            for _ in range(gamma):
+                row = q([*text, *draft])
+                draft.append(int(rng.choice(len(row), p=row)))
+            p_rows = [p([*text, *draft[:i]]) for i in range(gamma + 1)]
+            q_rows = [q([*text, *draft[:i]]) for i in range(gamma)]
+            verify = late(ratio=accept_all) if rounds >= first else textbook
+            text += verify(p_rows, q_rows, draft, rng)
+        return text
+
+    return generate
+
+
+def third_is_argmax(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+    """The third token is the likeliest one, declared as drawn."""
+    tokens, declared = list[int](), list[Any]()
+    for place in range(gamma):
+        row = q([*context, *tokens])
+        tokens.append(likeliest(row, rng) if place == 2 else int(rng.choice(len(row), p=row)))
+        declared.append(row)
+    return tokens, declared
+
+
+def drops_rare(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+    """A token of less than 1/8 ends the draft, and is dropped."""
+    return draft_tokens(keep=lambda row, token: 8 * row[token] >= 1)(q, context, gamma, rng)
+
+
+def forgets_context(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+    """Draws as if the text began here, and declares what it should have drawn from."""
+    tokens, declared = list[int](), list[Any]()
+    for _ in range(gamma):
+        row = q(tokens)
+        tokens.append(int(rng.choice(len(row), p=row)))
+        declared.append(q([*context, *tokens[:-1]]))
+    return tokens, declared
+
+
+def keeps_its_tail() -> Callable[..., Any]:
+    """What was drafted after the first token is proposed in the next round again."""
+    tail = list[tuple[int, Any]]()
+
+    def draft(q: Any, context: list[int], gamma: int, rng: Any) -> Any:
+        known = tail or list(
+            zip(*draft_tokens()(q, context, gamma, rng), strict=True)  # tokens and rows
+        )
+        tail[:] = [] if tail else known[1:]
+        return [token for token, _ in known], [row for _, row in known]
+
+    return draft
+
+
+DEEP_DRAFTERS: dict[str, tuple[Callable[..., Any], str]] = {
+    "the third token is the argmax, declared as drawn": (third_is_argmax, "truthful drafter"),
+    "a rare token ends the draft and is dropped": (drops_rare, "presence"),
+    "another distribution after a context": (forgets_context, "truthful drafter"),
+    "state kept across rounds": (keeps_its_tail(), "the same choices make the same run"),
+}
+"""Mistakes of a drafter that two tokens after the empty context do not show."""
+
+
 def seconds(**function: Any) -> tuple[float, Counterexample | None]:
     """How long a check computed, and what it found."""
     began = time.process_time()
@@ -294,6 +507,10 @@ if __name__ == "__main__":
         ("verifier", WRONG_VERIFIERS),
         ("generate", WRONG_DECODING),
         ("drafter", WRONG_DRAFTERS),
+        ("verifier", DEEP_VERIFIERS),
+        ("verifier", {name: function for name, (function, _) in DEEP_TREES.items()}),
+        ("generate", {"wrong from round 4": wrong_from_round(4)}),
+        ("drafter", {name: function for name, (function, _) in DEEP_DRAFTERS.items()}),
     ):
         for name, function in mistakes.items():
             took, found = seconds(**{form: function})

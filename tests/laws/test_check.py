@@ -1,10 +1,12 @@
 """`check`: right samplers of every dialect pass, published mistakes are refuted by a small case."""
 
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction as F
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,20 @@ import pytest
 import torch
 
 from tests.laws import published
-from tests.laws.published import RIGHT, WRONG_DECODING, WRONG_DRAFTERS, WRONG_VERIFIERS
+from tests.laws.published import (
+    DEEP_DRAFTERS,
+    DEEP_TREES,
+    DEEP_VERIFIERS,
+    RIGHT,
+    WRONG_DECODING,
+    WRONG_DRAFTERS,
+    WRONG_VERIFIERS,
+)
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.verify import Verdict, residual, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
+from tinyspec.laws.checking.cases import random_round_cases
 from tinyspec.laws.evidence import Counterexample
 from tinyspec.tree import ROOT
 
@@ -36,7 +47,7 @@ EXACTLY = (published.textbook, published.by_hand, published.no_bonus, published.
 @pytest.mark.parametrize("verifier", RIGHT)
 def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None:
     result = check(
-        verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=3
+        verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=2
     )
     assert result.evidence[0].cases > 100
     assert result.evidence[0].branches > 4 * 100
@@ -47,20 +58,20 @@ def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None
 
 
 def test_a_loop_that_rejects_is_followed_until_it_does_not_matter() -> None:
+    """It has so many outcomes that the time ends before the fixed cases do: nothing wrong, and no proof."""
     result = check(published.rejections, seconds=2)
+    assert result.counterexample is None
     assert result.evidence[0].cases >= 2
     assert "in floating point" in str(result)
 
 
 def test_a_right_decoding_function_passes() -> None:
-    assert check(generate=published.decoding()).evidence[0].cases > 100
+    assert check(generate=published.decoding(), seconds=5).evidence[0].cases > 100
 
 
 def test_right_drafters_pass_and_none_may_propose_anything() -> None:
-    assert check(drafter=published.draft_tokens()).evidence[0].notes == [
-        "exactly",
-        "V 2-3, gamma 1-2",
-    ]
+    result = check(drafter=published.draft_tokens(), seconds=1)
+    assert result.evidence[0].notes == ["exactly", "V 2-8, gamma 1-4, 0-3 tokens of context"]
     for mistake in WRONG_DRAFTERS.values():
 
         def points(*given: Any, mistake: Any = mistake) -> Any:
@@ -68,7 +79,8 @@ def test_right_drafters_pass_and_none_may_propose_anything() -> None:
             return tokens, [None] * len(laws)
 
         assert check(
-            drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng)
+            drafter=lambda q, context, gamma, rng, points=points: points(q, context, gamma, rng),
+            seconds=1,
         )
 
 
@@ -81,7 +93,7 @@ def test_a_token_that_float32_sums_let_out_of_range_too_rarely_is_noted() -> Non
         sums = np.cumsum(np.asarray(p[0], np.float64)) * (1 - 3e-8)
         return [int(np.searchsorted(sums, rng.random(), side="right"))]
 
-    assert "e-08 returns [" in str(check(off))
+    assert "e-08 returns [" in str(check(off, seconds=3))
     assert not check(off, tolerance=1e-9)
 
 
@@ -125,7 +137,7 @@ def test_a_uniform_of_exactly_zero_must_not_bring_out_what_p_forbids(name: str) 
     if name == "<= for <":
         assert "u < p / q" in found.case["hint"]
         assert "corners=False" in found.case["hint"]
-        assert check(WRONG_VERIFIERS[name], corners=False)
+        assert check(WRONG_VERIFIERS[name], corners=False, seconds=3)
 
 
 @pytest.mark.parametrize("name", WRONG_DECODING)
@@ -152,8 +164,74 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
     def stale(context: list[int], source: Any) -> Any:
         return [source.draw(q(context))], [q(context[:-1])]
 
-    assert check(drafter=draft).evidence[0].cases == 7
+    assert check(drafter=draft, seconds=1).evidence[0].cases == 15
     assert accused(drafter=stale).case["context"] == [1]
+
+
+# ---------------------------------------------------------------------- what small cases do not show
+
+
+@pytest.mark.parametrize("name", [name for name in DEEP_VERIFIERS if "100,000" not in name])
+def test_a_mistake_of_long_chains_many_tokens_or_rare_ones_is_found(name: str) -> None:
+    assert accused(verifier=DEEP_VERIFIERS[name]).law == "joint law"
+
+
+def test_a_mistake_of_floats_alone_says_so() -> None:
+    found = accused(verifier=DEEP_VERIFIERS["right on Fractions, wrong on floats"])
+    assert found.case["rows"] == "float64 (on Fractions it is right)"
+
+
+def test_a_fault_that_begins_late_is_found_by_many_calls() -> None:
+    """With the default of ten seconds on a machine that makes 100,000 calls in that time."""
+    late = published.late(ratio=published.accept_all, begins=100_000)
+    found = check(late, seconds=60).counterexample
+    assert found is not None and found.law == "joint law"
+
+
+def test_time_that_runs_out_is_no_proof() -> None:
+    result = check(published.slow_and_wrong, seconds=2)
+    assert not result
+    assert result.counterexample is None
+    assert str(result).startswith("joint law: not proved, time ran out; nothing wrong in ")
+    assert repr(result) == "<CheckResult not proved: joint law>"
+
+
+@pytest.mark.parametrize("name", DEEP_TREES)
+def test_a_mistake_of_wider_deeper_or_mixed_trees_is_found(name: str) -> None:
+    verifier, law = DEEP_TREES[name]
+    assert accused(verifier=verifier).law == law
+
+
+def test_the_right_walk_beside_them_is_not_accused() -> None:
+    assert check(published.walk(), seconds=8)
+
+
+def test_a_mistake_of_the_fourth_round_is_found() -> None:
+    assert accused(generate=published.wrong_from_round(4)).law == "joint law"
+    assert check(generate=published.wrong_from_round(99), seconds=4)
+
+
+@pytest.mark.parametrize("name", DEEP_DRAFTERS)
+def test_a_mistake_of_long_drafts_rare_tokens_contexts_or_state_is_found(name: str) -> None:
+    drafter, law = DEEP_DRAFTERS[name]
+    assert accused(drafter=drafter).law == law
+
+
+def test_the_report_says_what_was_covered_and_what_not() -> None:
+    lines = str(check(published.textbook, seconds=3)).splitlines()
+    assert lines[0].endswith("(exactly; V 2-8, gamma 1-5)")
+    assert lines[1] == "  the same on float64 rows: 668 cases"
+    assert re.fullmatch(r"  then \d+ random cases, \d+ outcomes \(V 2-8, gamma 1-6\)", lines[2])
+    assert re.fullmatch(
+        "  not covered: larger vocabularies and longer drafts; "
+        r"a fault that begins after call \d+",
+        lines[-1],
+    )
+
+
+def test_the_random_cases_of_a_seed_are_always_the_same() -> None:
+    first, again, other = (list(islice(random_round_cases(seed), 9)) for seed in (1, 1, 2))
+    assert first == again != other
 
 
 # ---------------------------------------------------------------------- the house's own form
@@ -169,13 +247,17 @@ def greedy_siblings(tree: Any, p: Any, source: RandomSource) -> Verdict:
 
 
 def test_the_librarys_walk_is_proved_on_every_kind_of_tree() -> None:
-    result = check(verify_tree)
-    assert len(result.evidence) == 4
-    assert all(found.notes[1:] == ["exactly", "V 2-4, gamma 1-2"] for found in result.evidence)
+    result = check(verify_tree, seconds=8)
+    assert result and len(result.evidence) == 5
+    for found in result.evidence:
+        exactness, coverage = found.notes[1:]
+        assert exactness == "exactly"
+        assert coverage.startswith("V 2-4, gamma 1-")
+        assert coverage.endswith("7 sampling settings")
 
 
 def test_a_verifier_that_is_right_on_chains_is_refuted_on_siblings() -> None:
-    assert check(greedy_siblings, trees=("chain",))
+    assert check(greedy_siblings, trees=("chain",), seconds=3)
     found = accused(verifier=greedy_siblings, trees=("siblings",))
     assert "two siblings" in found.case["tree"]
     with pytest.raises(TinyspecError, match="no trees of the kind"):
@@ -269,8 +351,8 @@ def test_no_global_state_moves_and_every_generator_is_put_back() -> None:
         torch.Tensor.multinomial,
     )
     states = global_states()
-    assert check(published.global_generators)
-    assert check(published.in_torch, seconds=1)
+    assert check(published.global_generators, seconds=3)
+    assert check(published.in_torch, seconds=5)
     assert not check(WRONG_VERIFIERS["always accept"])
     now = (
         np.random.random,
@@ -288,11 +370,11 @@ def test_no_global_state_moves_and_every_generator_is_put_back() -> None:
 
 
 def test_check_prints_a_proof_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
-    result = check(published.textbook)
+    result = check(published.textbook, seconds=3)
     assert result
     assert result.counterexample is None
     assert capsys.readouterr().out == f"{result}\n"
-    assert str(result).startswith("joint law: kept in 616 cases, 2455 outcomes, ")
+    assert str(result).startswith("joint law: kept in 668 cases, ")
     assert repr(result) == "<CheckResult kept: joint law>"
 
 
@@ -305,7 +387,8 @@ def test_check_prints_a_counterexample_and_returns_it(capsys: pytest.CaptureFixt
 
 
 def test_what_was_kept_before_a_counterexample_is_said_too() -> None:
-    result = check(published.textbook, drafter=WRONG_DRAFTERS["proposed only if token 0"])
+    wrong = WRONG_DRAFTERS["proposed only if token 0"]
+    result = check(published.textbook, drafter=wrong, seconds=3)
     assert not result
     assert str(result).startswith("joint law: kept in ")
     assert "\nbroken: presence\n" in str(result)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.laws import hosted
+from tests.laws import hosted, published
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
@@ -19,8 +19,11 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws, suites
 from tinyspec.laws.evidence import Evidence, LawViolated
 from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.museum.rows import Mutant
+from tinyspec.laws.museum.verification import WIDE_AND_DEEP
 from tinyspec.laws.parts import Siblings
 from tinyspec.laws.prove import Profile, prove_technique
+from tinyspec.laws.stage import Stage
 from tinyspec.laws.suites import (
     GREEDY,
     KNOB_COST,
@@ -233,6 +236,31 @@ def test_they_accuse_what_is_broken(name: str) -> None:
     assert name != "keys left where they were" or "transformer" in str(caught.value.__notes__)
 
 
+SHARED_WALK = [
+    name
+    for name, known in load_techniques().items()
+    if known.kind == "decoder" and known.guarantee in (Guarantee.EXACT, Guarantee.LOSSY)
+    if known.build.__module__.startswith("tinyspec.speculative.") and not known.coupled
+    if Stage(known).decoder().verifier is verify_tree
+]
+"""Techniques of chapter 1 whose verifier is the shared walk down a tree."""
+
+
+@pytest.mark.parametrize("mutant", WIDE_AND_DEEP[:4], ids=lambda mutant: mutant.name)
+@pytest.mark.parametrize("name", SHARED_WALK)
+def test_a_wrong_shared_walk_is_accused_for_every_technique_that_uses_it(
+    name: str, mutant: Mutant
+) -> None:
+    """By its verifier's own cases: no small draft has three siblings or a third node in a row."""
+    with mutant.applied(), pytest.raises(LawViolated) as caught:
+        prove_technique(find_technique(name))
+    assert "its verifier" in str(caught.value.__notes__)
+
+
+def test_most_techniques_of_chapter_1_use_the_shared_walk() -> None:
+    assert len(SHARED_WALK) >= 13
+
+
 def test_a_greedy_promise_is_judged_at_temperature_0() -> None:
     def build(request: Request) -> Decoder:
         return request.decoder(BaseDrafter(), lambda tree, p, rng: Verdict((), len(p.context) % 3))
@@ -255,6 +283,19 @@ def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
     assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2
     assert len(told.case["p along the text"][0]) == 2  # V
     assert json.dumps(told.as_dict())
+
+
+def test_a_verifier_of_its_own_is_tried_on_longer_chains_than_it_is_given() -> None:
+    """The draft has two tokens; the verifier is wrong about a third."""
+    verifier = published.walk(accepts=lambda ratio, place, depth: 1 if depth == 3 else ratio)
+
+    def build(request: Request) -> Decoder:
+        return request.decoder(draft_of(request), verifier)
+
+    with pytest.raises(LawViolated) as caught:
+        prove_technique(broken(SPECULATIVE, build))
+    assert {"p", "q", "tree", "draft"} <= caught.value.counterexample.case.keys()
+    assert "its verifier alone, if it is its own" in str(caught.value.__notes__)
 
 
 def test_the_race_law_sees_a_race_that_is_none() -> None:

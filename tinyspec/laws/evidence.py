@@ -64,18 +64,25 @@ class LawViolated(AssertionError):
 
 @dataclass
 class Evidence:
-    """What a law looked at when it found nothing wrong. Adds up."""
+    """What a law looked at when it found nothing wrong. Adds up.
+
+    notes      how it looked, in one line;  coverage  what else it covered and what not, in lines
+    is_proved  whether it looked at all of its fixed cases: time may have run out
+    """
 
     law: str
     cases: int = 0
     branches: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
+    coverage: list[str] = field(default_factory=list)
+    is_proved: bool = True
 
     def __str__(self) -> str:
         notes = f" ({'; '.join(self.notes)})" if self.notes else ""
         counts = f"{self.cases} cases, {self.branches} outcomes, {self.seconds:.1f} s"
-        return f"{self.law}: kept in {counts}{notes}"
+        verdict = "kept in" if self.is_proved else "not proved, time ran out; nothing wrong in"
+        return "\n  ".join([f"{self.law}: {verdict} {counts}{notes}", *self.coverage])
 
     def __add__(self, other: "Evidence") -> "Evidence":
         return Evidence(
@@ -84,12 +91,14 @@ class Evidence:
             self.branches + other.branches,
             self.seconds + other.seconds,
             [*self.notes, *other.notes],
+            [*self.coverage, *other.coverage],
+            self.is_proved and other.is_proved,
         )
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of `check`: true if everything holds.
+    """The result of `check`: true if every law was looked at to its end, and none was broken.
 
     evidence        what was looked at and kept, one entry a law
     counterexample  the smallest case that broke a law, or None
@@ -99,7 +108,7 @@ class CheckResult:
     counterexample: Counterexample | None = None
 
     def __bool__(self) -> bool:
-        return self.counterexample is None
+        return self.counterexample is None and all(found.is_proved for found in self.evidence)
 
     def __str__(self) -> str:
         lines = [str(found) for found in self.evidence]
@@ -108,7 +117,9 @@ class CheckResult:
         )
 
     def __repr__(self) -> str:
-        laws = [f"kept: {found.law}" for found in self.evidence]
+        laws = [
+            f"{'kept' if found.is_proved else 'not proved'}: {found.law}" for found in self.evidence
+        ]
         laws += [] if self.counterexample is None else [f"broken: {self.counterexample.law}"]
         return f"<CheckResult {', '.join(laws)}>"
 

@@ -182,6 +182,7 @@ def all_judges() -> dict[str, PartsLaw]:
         verification_laws.FACTOR: lambda parts: verification_laws.least_factor(
             parts.k_seq, ks=(1, 2)
         ),
+        verification_laws.TREES: lambda parts: verification_laws.trees_of_every_kind(parts.walk),
         verification_laws.GREEDY_VERDICT: lambda parts: verification_laws.greedy_verdict(
             parts.walk
         ),

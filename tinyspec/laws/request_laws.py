@@ -13,8 +13,10 @@ import numpy as np
 import torch
 
 from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.laws.checking.uniforms import Noise
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import run_dense
 from tinyspec.laws.loop_laws import (
@@ -25,6 +27,7 @@ from tinyspec.laws.loop_laws import (
     Table,
     format_table,
     table_model,
+    table_reference,
 )
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.row_laws import normalize_weights
@@ -37,6 +40,8 @@ LOGPROBS = "logprobs are the targets"
 SAME_SEED = "same seed same output"
 NO_GLOBAL_RANDOMNESS = "global randomness is untouched"
 NO_TRACE = "a request leaves no trace"
+INDEPENDENT = "concurrent requests are independent"
+ALL_CALLS = "every call is in a round"
 
 REPORT_SEEDS = range(4)
 REPORT_TABLES: list[tuple[Table, Table]] = [
@@ -166,7 +171,65 @@ def logprobs_are_the_targets(parts: Parts) -> Iterator[int]:
         yield 0
 
 
+@collect_evidence(ALL_CALLS)
+def every_call_is_reported(parts: Parts) -> Iterator[int]:
+    """Check that every forward pass after the prompt is reported by a round: no cost is hidden."""
+    for most, (p, q), gamma, seed in product(range(1, 4), REPORT_TABLES, (1, 2), REPORT_SEEDS):
+        forward_log: list[Any] = []
+        drafter = parts.drafter(table_model(q).session(forward_log), gamma, frozenset())
+        decoder = parts.decoder(
+            table_model(p).session(forward_log),
+            drafter,
+            parts.walk,
+            stop=parts.stop(max_new_tokens=most),
+            forward_log=forward_log,
+        )
+        decoder.extend((0,))
+        before = len(forward_log)
+        rounds = run_to_end(decoder, parts.seeded(seed))
+        reported = [call for one in rounds for call in (*one.draft_calls, *one.calls)]
+        case = format_case(p, q, gamma, max_new_tokens=most, seed=seed)
+        expect_equal(ALL_CALLS, forward_log[before:], reported, **case)
+        yield 0
+
+
 # ------------------------------------------------------------------ what stays of a request
+
+
+@collect_evidence(INDEPENDENT)
+def requests_are_independent(parts: Parts) -> Iterator[int]:
+    """Check that the texts of two requests that take turns are independent of each other.
+
+    Their joint distribution is the product of the target's with itself. Each text alone may be
+    distributed as it should be, and yet be drawn with the other's noise, or from its drafts.
+    """
+    pairs = [pair for pair in SMALL_TABLES if len(pair[0][0]) == 2]
+    for (p, q), gamma in product(pairs, (0, 1)):
+
+        def run(rng: Exhaustive, p: Table = p, q: Table = q, gamma: int = gamma) -> Any:
+            noise, target, draft = Noise(rng), table_model(p), table_model(q)
+            both = list[Decoder]()
+            for _ in range(2):
+                drafter: Any = ConstantDrafter(())
+                if gamma:
+                    drafter = parts.drafter(draft.session(), gamma, frozenset())
+                both.append(parts.decoder(target.session(), drafter, parts.walk))
+                both[-1].extend((0,))
+            sources = [noise.split("request", number) for number in range(2)]
+            while any(len(decoder.new) < 2 for decoder in both):
+                for decoder, source in zip(both, sources, strict=True):
+                    if len(decoder.new) < 2:
+                        decoder.step(source)
+            return tuple(tuple(decoder.new[:2]) for decoder in both)
+
+        walked, got = 0, dict[Any, Any]()
+        for texts, mass in Exhaustive.walk(run):
+            walked, got[texts] = walked + 1, got.get(texts, 0) + mass
+        alone = table_reference(p).law(2)
+        expected = {(a, b): alone[a] * alone[b] for a, b in product(alone, repeat=2)}
+        case = format_case(p, q, gamma, compared="the texts of two tokens of both requests")
+        expect_equal(INDEPENDENT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+        yield walked
 
 
 @collect_evidence(SAME_SEED)
@@ -245,6 +308,8 @@ REPORT_LAWS = {
     ORIGINS: origins_name_what_happened,
     OUTPUT_PROBS: output_probs_are_the_targets,
     LOGPROBS: logprobs_are_the_targets,
+    ALL_CALLS: every_call_is_reported,
+    INDEPENDENT: requests_are_independent,
     SAME_SEED: same_seed_of_parts,
     NO_GLOBAL_RANDOMNESS: global_randomness_of_parts,
     NO_TRACE: a_request_leaves_no_trace,

@@ -28,12 +28,15 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Exhaustive, RandomSource, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws
+from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, FunctionDrafter, likeliest_token
 from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, after_rewind, format_sampling
+from tinyspec.laws.verification_laws import hand_made_trees
 from tinyspec.technique import Card, Guarantee
 from tinyspec.tree import TokenTree
 
@@ -381,11 +384,66 @@ def _rewriting(card: Card, seed: int) -> Iterator[SuiteCase]:
             yield SuiteCase(law, title, run)
 
 
+# ---------------------------------------------------------------------- its verifier alone
+
+
+def _verifier_case(stage: Stage, is_shared: bool) -> SuiteCase:
+    """Return the case of a technique's verifier on trees that its small drafts do not make.
+
+    is_shared  whether it judges the shared walk or a technique's own verifier; it judges nothing
+               where the technique has the other one
+    """
+
+    def run() -> Evidence:
+        verifier, found = stage.decoder().verifier, Evidence(JOINT)
+        if (verifier is verify_tree) == is_shared:
+            for kind in _tree_kinds(stage, verifier):
+                found += hand_made_trees(verifier, kind)
+        return found
+
+    title = "the shared walk" if is_shared else "its own"
+    return SuiteCase(JOINT, f"its verifier alone, if it is {title}", run)
+
+
+def _tree_kinds(stage: Stage, verifier: Any) -> Sequence[str]:
+    """Return the kinds of trees that a verifier is held to.
+
+    The shared one judges all. One of a technique's own need not judge more than its drafts: chains,
+    point masses, and siblings that are drawn independently, where it drafts them.
+    """
+    if verifier is verify_tree:
+        return tuple(TREE_KINDS)
+    kinds = set[str]()
+    small = [{knob.name: value} for knob in stage.card.knobs for value in knob.small]
+    for knobs in ({}, *small):
+        decoder = replace(stage, knobs=knobs).decoder()
+        decoder.extend(stage.prompt)
+        tree = decoder.drafter.propose(decoder.context, 4, decoder.sampling, Seeded(0))
+        for parent, q in zip(tree.parents, tree.draft_probs, strict=True):
+            is_alone = list(tree.parents).count(parent) == 1
+            kinds.add("point masses" if q is None else "chain" if is_alone else "siblings")
+    return [kind for kind in TREE_KINDS if kind in kinds]
+
+
 # ---------------------------------------------------------------------- EXACT
 
 
 def _exact_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
-    """Yield cases of the joint distribution: under every warper, stop, draft and past."""
+    """Yield cases of the joint distribution: of its verifier, and under every warper, stop, draft
+    and past.
+
+    The shared walk down a tree is judged before any decoder: where it takes a probe for a draft
+    token, the whole decoder fails. A verifier of its own comes last, for a decoder's counterexample
+    says more about a technique.
+    """
+    base = _seeded_stage(card, seed)
+    yield _verifier_case(base, is_shared=True)
+    yield from _decoder_cases(card, seed)
+    yield _verifier_case(base, is_shared=False)
+
+
+def _decoder_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield cases of the joint distribution of a decoder's tokens."""
     base = _seeded_stage(card, seed)
     three = StoppingCriteria(max_new_tokens=3)
     if card.hidden:

@@ -22,7 +22,11 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import HOST, SamplingParams, sample_inverse_cdf
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.evidence import Evidence, accuse, expect_equal
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.checking.check import prove_form
+from tinyspec.laws.checking.forms import HouseVerifierForm
+from tinyspec.laws.checking.trees import TREE_KINDS, ShapedCase, deep_tree_cases
+from tinyspec.laws.evidence import Evidence, LawViolated, accuse, expect_equal
 from tinyspec.laws.exact.models import FunctionDrafter
 from tinyspec.laws.exact.rational import Exact, distribution_pairs, overlap_mass
 from tinyspec.laws.loop_laws import Table, format_table, table_model
@@ -39,7 +43,44 @@ BLOCK_EMITTED = (
     "the tokens of a block have the target's distribution (block verification, arXiv 2403.10444)"
 )
 
+SLOWEST = 300.0  # seconds for the trees of one kind, which take half a second
+TREES = "a verifier keeps the target's distribution on trees of every kind"
+
 Tokens = tuple[int, ...]
+
+
+class DeepVerifierForm(HouseVerifierForm):
+    """A verifier on the hand-made trees of one kind that reach beyond two siblings."""
+
+    def cases(self, seed: int) -> Iterator[ShapedCase]:
+        return deep_tree_cases(self.kind)
+
+
+def hand_made_trees(verifier: TreeVerifier, kind: str) -> Evidence:
+    """Check a verifier on wide, deep or mixed trees, in Fractions and in float64.
+
+    An exception of the verifier goes through, with its file and line.
+    """
+    form = DeepVerifierForm(verifier)
+    form.kind = kind
+    found = prove_form(form, seconds=SLOWEST, through=(Exception,))
+    if not found.is_proved:
+        raise TinyspecError(f"the verifier took more than {SLOWEST:g} s on {TREE_KINDS[kind]}")
+    return found
+
+
+def trees_of_every_kind(
+    verifier: TreeVerifier, kinds: Sequence[str] = tuple(TREE_KINDS)
+) -> Evidence:
+    """Check a verifier on the hand-made trees of all kinds."""
+    found = Evidence(TREES)
+    try:
+        for kind in kinds:
+            found += hand_made_trees(verifier, kind)
+    except LawViolated as violated:
+        broken = violated.counterexample
+        accuse(TREES, broken.expected, broken.got, **broken.case, part=broken.law)
+    return found
 
 
 class TokensKept(NamedTuple):

@@ -1,13 +1,29 @@
-"""The small targets and drafts that a reader's function is tried on, the smallest first."""
+"""The small targets and drafts that a reader's function is tried on, the smallest first.
+
+The fixed cases come first: all small ones, then a few that reach further (chains of four, eight
+tokens, rare tokens, contexts, several rounds; those of trees are in trees.py). The random ones have
+no end: `check` takes as many as its time allows. A deep case has few outcomes because most of its
+probabilities are 0: its distributions have few tokens.
+"""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from itertools import product
+from itertools import pairwise, product
+from math import comb
 from typing import Any
 
 from tinyspec.laws.exact.rational import Exact, distributions
+
+PRIMES = (5, 7, 11, 13, 101, 1009)
+"""Denominators of deep cases: rounding does not hide, and no threshold is met by accident."""
+MOST_VOCABULARY, MOST_GAMMA, MOST_TOKENS = 8, 6, 8
+"""How large a random case may be: tokens of the vocabulary, of a draft, and of a text."""
+DEEP_DRAFTS = 60
+"""How many drafts q may make in a deep case, about: each has a few outcomes."""
+SIMPLER_ROWS = 150
+"""How many simpler distributions are tried for one when a case is made smaller."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +76,25 @@ class SmallModel:
 
 @dataclass(frozen=True)
 class CheckCase:
-    """A target p, a draft q, gamma draft tokens, and how many output tokens are compared."""
+    """A target p, a draft q, gamma draft tokens, and how many output tokens are compared.
+
+    context  the text that a drafter continues
+    """
 
     p: SmallModel
     q: SmallModel
     gamma: int
     tokens: int
+    context: tuple[int, ...] = ()
+
+    @property
+    def target(self) -> SmallModel:
+        """Return the model whose distribution the output must have."""
+        return self.p
+
+    def smaller_cases(self) -> "Iterator[CheckCase]":
+        """Yield cases with less in them, for a counterexample."""
+        return iter(())
 
     @property
     def vocabulary(self) -> int:
@@ -168,21 +197,198 @@ def draft_cases(seed: int) -> Iterator[CheckCase]:
             yield replace(case, p=case.q)
 
 
+# ---------------------------------------------------------------------- cases that reach further
+
+
+def draw_row(rng: random.Random, tokens: Sequence[int], vocabulary: int, whole: int) -> Exact:
+    """Return a random distribution over these tokens with the denominator `whole`.
+
+    >>> row = draw_row(random.Random(0), (0, 2), 3, 7)
+    >>> sum(row) == 1, row[1] == 0, min(row[0], row[2]) > 0
+    (True, True, True)
+    """
+    cuts = sorted(rng.sample(range(1, whole), len(tokens) - 1))
+    weights = dict(zip(tokens, (b - a for a, b in pairwise((0, *cuts, whole))), strict=True))
+    return tuple(Fraction(weights.get(token, 0), whole) for token in range(vocabulary))
+
+
+def draw_row_pair(
+    rng: random.Random, vocabulary: int, whole: int, drafted: int, more: int = 2
+) -> tuple[Exact, Exact]:
+    """Return p and q for one position.
+
+    q has `drafted` tokens; p has most of them, and at most `more` others.
+    """
+    of_q = rng.sample(range(vocabulary), drafted)
+    of_p = [token for token in of_q if rng.random() < 0.7] or of_q[:1]
+    others = [token for token in range(vocabulary) if token not in of_q]
+    least = min(len(others), 1 if len(of_p) == 1 else 0)
+    of_p += rng.sample(others, rng.randint(least, min(len(others), more)))
+    whole = next(prime for prime in PRIMES if prime >= max(whole, vocabulary))
+    p, q = (draw_row(rng, sorted(tokens), vocabulary, whole) for tokens in (of_p, of_q))
+    return p, q
+
+
+def draw_support_sizes(rng: random.Random, vocabulary: int, places: int) -> list[int]:
+    """Return how many tokens q may draft at each position: few drafts in all."""
+    left, sizes = DEEP_DRAFTS, list[int]()
+    for _ in range(places):
+        sizes.append(rng.randint(1, max(1, min(vocabulary, left))))
+        left //= sizes[-1]
+    rng.shuffle(sizes)
+    return sizes
+
+
+def draw_deep_round(rng: random.Random, vocabulary: int, gamma: int, whole: int) -> CheckCase:
+    """Return a case of one round with few outcomes, however long its chain."""
+    if vocabulary == 2 and gamma <= 5 and whole < 1000:
+        sizes = [2] * gamma
+    else:
+        sizes = draw_support_sizes(rng, vocabulary, gamma)
+    more = vocabulary if gamma <= 2 else 2
+    pairs = [draw_row_pair(rng, vocabulary, whole, size, more) for size in (*sizes, 2)]
+    p, q = ([pair[i] for pair in pairs] for i in range(2))
+    return CheckCase(SmallModel(tuple(p)), SmallModel(tuple(q[:gamma])), gamma, gamma + 1)
+
+
+def deep_round_cases() -> Iterator[CheckCase]:
+    """Yield the fixed cases of one round that reach beyond the small ones."""
+    for vocabulary, gamma, whole, count in (
+        (2, 1, 101, 8),
+        (3, 1, 1009, 4),
+        (6, 1, 13, 6),
+        (8, 1, 13, 4),
+        (2, 3, 5, 6),
+        (2, 4, 7, 8),
+        (3, 4, 5, 6),
+        (5, 2, 11, 4),
+        (2, 5, 101, 2),
+        (8, 4, 13, 4),
+    ):
+        rng = random.Random(f"deep {vocabulary} {gamma} {whole}")
+        for _ in range(count):
+            yield draw_deep_round(rng, vocabulary, gamma, whole)
+
+
+def random_round_cases(seed: int) -> Iterator[CheckCase]:
+    """Yield random cases of one round without end."""
+    rng = random.Random(f"round {seed}")
+    while True:
+        vocabulary, gamma = rng.randint(2, MOST_VOCABULARY), rng.randint(1, MOST_GAMMA)
+        yield draw_deep_round(rng, vocabulary, gamma, rng.choice(PRIMES))
+
+
+def draw_deep_generation(
+    rng: random.Random, vocabulary: int, gamma: int, whole: int, places: str
+) -> CheckCase:
+    """Return a case of several rounds, for a decoding function.
+
+    places  one letter for each token of the text: "a", its draft token is always accepted; "r",
+            always rejected, so that a round ends there; "o", open: p and q are distributions
+    """
+    pairs = list[tuple[Exact, Exact]]()
+    for place in places + "a" * gamma:
+        x, y = rng.sample(range(vocabulary), 2)
+        ones = [draw_row(rng, (token,), vocabulary, 1) for token in (x, x if place == "a" else y)]
+        pairs.append(
+            (ones[0], ones[1]) if place != "o" else draw_row_pair(rng, vocabulary, whole, 2)
+        )
+    p, q = (SmallModel(tuple(pair[i] for pair in pairs)) for i in range(2))
+    return CheckCase(p, q, gamma, len(places))
+
+
+def deep_generation_cases() -> Iterator[CheckCase]:
+    """Yield the fixed cases of several rounds that reach beyond the small ones."""
+    for vocabulary, gamma, places in (
+        (2, 1, "rrroo"),
+        (2, 1, "rrrroo"),
+        (2, 2, "rrrrrroo"),
+        (3, 1, "aaaaaaoo"),
+        (3, 4, "aaoro"),
+        (8, 3, "oro"),
+    ):
+        rng = random.Random(f"rounds {vocabulary} {gamma} {places}")
+        for whole in (5, 7, 101):
+            yield draw_deep_generation(rng, vocabulary, gamma, whole, places)
+
+
+def random_generation_cases(seed: int) -> Iterator[CheckCase]:
+    """Yield random cases of several rounds without end."""
+    rng = random.Random(f"generation {seed}")
+    while True:
+        vocabulary, gamma = rng.randint(2, MOST_VOCABULARY), rng.randint(1, MOST_GAMMA)
+        places = [rng.choice("aarrr") for _ in range(rng.randint(2, MOST_TOKENS))]
+        for _ in range(3):
+            places[rng.randrange(len(places))] = "o"
+        yield draw_deep_generation(rng, vocabulary, gamma, rng.choice(PRIMES), "".join(places))
+
+
+def draw_deep_draft(
+    rng: random.Random, vocabulary: int, gamma: int, whole: int, context: tuple[int, ...]
+) -> CheckCase:
+    """Return a case for a drafter: a row for each length of the text, or for each text of few."""
+    length = len(context) + gamma
+    by_text = vocabulary == 2 and length <= 4
+    if by_text:
+        sizes = [2] * _count_texts(2, length - 1)
+    else:
+        sizes = [2] * len(context) + draw_support_sizes(rng, vocabulary, gamma)
+    rows = tuple(draw_row_pair(rng, vocabulary, whole, size)[1] for size in sizes)
+    q = SmallModel(rows, "text" if by_text else "length")
+    return CheckCase(q, q, gamma, gamma, context)
+
+
+def deep_draft_cases() -> Iterator[CheckCase]:
+    """Yield the fixed cases for a drafter that reach beyond the small ones."""
+    for vocabulary, gamma, whole, context in (
+        (2, 1, 101, ()),
+        (2, 3, 5, ()),
+        (2, 4, 7, ()),
+        (3, 3, 5, ()),
+        (8, 1, 13, ()),
+        (2, 1, 5, (0,)),
+        (2, 2, 7, (1,)),
+        (2, 2, 5, (1, 0)),
+        (3, 3, 7, (2, 0, 1)),
+        (8, 2, 13, (7, 7)),
+    ):
+        rng = random.Random(f"draft {vocabulary} {gamma} {whole} {context}")
+        for _ in range(3):
+            yield draw_deep_draft(rng, vocabulary, gamma, whole, context)
+
+
+def random_draft_cases(seed: int) -> Iterator[CheckCase]:
+    """Yield random cases for a drafter without end."""
+    rng = random.Random(f"drafter {seed}")
+    while True:
+        vocabulary, gamma = rng.randint(2, MOST_VOCABULARY), rng.randint(1, MOST_GAMMA)
+        context = tuple(rng.randrange(vocabulary) for _ in range(rng.randint(0, 5)))
+        yield draw_deep_draft(rng, vocabulary, gamma, rng.choice(PRIMES), context)
+
+
 def _count_texts(vocabulary: int, length: int) -> int:
     """Return how many texts of up to `length` tokens there are."""
     return sum(vocabulary**n for n in range(length + 1))
 
 
 def _simpler_cases(case: CheckCase) -> Iterator[CheckCase]:
-    """Yield the case with one of its distributions replaced by one of smaller denominators."""
+    """Yield smaller cases, then those with one distribution replaced by a simpler one."""
+    yield from case.smaller_cases()
     for name in ("p", "q"):
         model: SmallModel = getattr(case, name)
         for place, row in enumerate(model.probs):
-            largest = max(x.denominator for x in row)
-            for simpler in distributions_up_to(case.vocabulary, largest - 1):
+            largest = max(x.denominator for x in row) - 1
+            while _count_distributions(case.vocabulary, largest) > SIMPLER_ROWS:
+                largest -= 1
+            for simpler in distributions_up_to(case.vocabulary, largest):
                 probs = (*model.probs[:place], simpler, *model.probs[place + 1 :])
                 changes: dict[str, Any] = {name: replace(model, probs=probs)}
                 yield replace(case, **changes)
+
+
+def _count_distributions(vocabulary: int, whole: int) -> int:
+    """Return about how many distributions have a denominator of at most `whole`."""
+    return sum(comb(n + vocabulary - 1, n) for n in range(1, whole + 1))
 
 
 def shrink_case(case: CheckCase, broken: Callable[[CheckCase], bool]) -> CheckCase:

@@ -13,23 +13,32 @@ the function cannot compute with those, float64 arrays of numpy, or else tensors
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from tinyspec.decoding.decode import TargetProbs
 from tinyspec.decoding.exhaustive import Exhaustive
-from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.cases import (
     CheckCase,
     SmallModel,
+    deep_draft_cases,
+    deep_generation_cases,
+    deep_round_cases,
     draft_cases,
     generation_cases,
+    random_draft_cases,
+    random_generation_cases,
+    random_round_cases,
     round_cases,
 )
 from tinyspec.laws.checking.generators import (
@@ -37,8 +46,19 @@ from tinyspec.laws.checking.generators import (
     replace_generators,
     replace_torch_generators,
 )
+from tinyspec.laws.checking.trees import (
+    TREE_KINDS,
+    Shape,
+    ShapedCase,
+    deep_tree_cases,
+    describe_shape,
+    draw_shape_tokens,
+    plain_shape,
+    random_tree_cases,
+)
 from tinyspec.laws.evidence import Counterexample
-from tinyspec.laws.exact.rational import without_token
+from tinyspec.laws.stage import format_sampling
+from tinyspec.lm.forward import Scores
 from tinyspec.tree import ROOT, TokenTree
 
 Tokens = tuple[int, ...]
@@ -47,6 +67,9 @@ GENERATORS = (
     "source", "rng", "generator", "random_state", "uniforms", "random", "u", "us", "chance",
 )  # fmt: skip
 """Names under which a function may take its generator."""
+
+
+MOST_TEXTS_SHOWN = 16  # of a counterexample; where more were compared, those that differ
 
 
 class Misfit(TinyspecError):
@@ -125,6 +148,7 @@ def parameters_of(function: Callable[..., Any]) -> Mapping[str, inspect.Paramete
         return {}
 
 
+@lru_cache(64)
 def takes_random_source(function: Callable[..., Any]) -> bool:
     """Return whether a function expects the library's `RandomSource` as its generator.
 
@@ -144,6 +168,7 @@ def count_required(function: Callable[..., Any]) -> int:
     return sum(x.default is x.empty and x.kind in kinds for x in parameters)
 
 
+@lru_cache(64)
 def find_generator(function: Callable[..., Any], given: int) -> str | None:
     """Return how a function takes its generator beside `given` arguments.
 
@@ -189,9 +214,16 @@ class Form:
     what = "function"
     law = "joint law"
     about = ""  # a note for the evidence
+    limits = ""  # what no case covers
+    numbers = NUMBERS  # what rows may be made of
     corner_hint = ""  # what to do about a counterexample that needs a uniform of exactly 0
 
     def cases(self, seed: int) -> Iterator[Any]:
+        """Yield the fixed cases, the smallest first, then the deep ones."""
+        raise NotImplementedError
+
+    def random_cases(self, seed: int) -> Iterator[Any]:
+        """Yield random cases that reach beyond the fixed ones."""
         raise NotImplementedError
 
     def play(
@@ -205,16 +237,21 @@ class Form:
     def shown(self, case: Any) -> dict[str, Any]:
         return {"p": case.p.shown(case.gamma), "q": case.q.shown(case.gamma - 1)}
 
+    @contextmanager
+    def replaced_generators(self, dice: EnumeratedGenerator) -> Iterator[None]:
+        """Answer every generator that the function may draw from inside the block."""
+        with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
+            yield
+
     def call(self, dice: EnumeratedGenerator, *given: Any) -> Any:
         """Call the function on these arguments, the generator last, by name, or not at all."""
         keyword = find_generator(self.function, len(given))
         generator: Any = dice.rng if takes_random_source(self.function) else dice
-        with np.errstate(all="ignore"), replace_generators(dice), replace_torch_generators(dice):
-            if keyword is None:
-                return self.function(*given)
-            if keyword == "":
-                return self.function(*given, generator)
-            return self.function(*given, **{keyword: generator})
+        if keyword is None:
+            return self.function(*given)
+        if keyword == "":
+            return self.function(*given, generator)
+        return self.function(*given, **{keyword: generator})
 
     def same(self, expected: Any, got: Any) -> bool:
         """Return whether two numbers agree: as Fractions, or as floats up to the tolerance.
@@ -250,7 +287,7 @@ class Form:
         for draft, tokens, _, _ in outcomes:
             for place, token in enumerate(tokens[: case.tokens]):
                 is_token = 0 <= token < case.vocabulary
-                if not is_token or case.p.next_probs(tokens[:place])[token] > 0:
+                if not is_token or case.target.next_probs(tokens[:place])[token] > 0:
                     continue
                 shown = self.shown(case) | ({"draft": list(draft)} if draft else {})
                 which = ORDINALS[number] if number < len(ORDINALS) else f"{number + 1}th"
@@ -262,17 +299,37 @@ class Form:
                 return Counterexample("impossible token", shown, expected, list(tokens))
         return None
 
+    def follows_target(self, case: CheckCase, outcomes: OutcomeProbs) -> bool:
+        """Return whether the token after any text that the output goes beyond has distribution p.
+
+        It is so if and only if the output, continued with p, has the target's joint distribution;
+        and it is seen without listing all texts.
+        """
+        beyond, emitted = dict[Tokens, Any](), dict[Tokens, Any]()
+        for outcome, mass in outcomes.items():
+            tokens = outcome.tokens[: case.tokens]
+            for n in range(len(tokens)):
+                beyond[tokens[:n]] = beyond.get(tokens[:n], 0) + mass
+                emitted[tokens[: n + 1]] = emitted.get(tokens[: n + 1], 0) + mass
+        return all(
+            self.same(mass * x, emitted.get((*text, token), 0))
+            for text, mass in beyond.items()
+            for token, x in enumerate(case.target.next_probs(text))
+        )
+
     def compare(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         """Compare the distribution of the first token, of the first two, ... with the target's.
 
         Outputs that are shorter are continued with p.
         """
+        if self.follows_target(case, outcomes):
+            return None
         for count in range(1, case.tokens + 1):
-            expected, got = case.p.joint(count), dict[Tokens, Any]()
+            expected, got = case.target.joint(count), dict[Tokens, Any]()
             for outcome, mass in outcomes.items():
                 texts = {outcome.tokens[:count]: mass}
                 if len(outcome.tokens) < count:
-                    texts = case.p.joint(count, outcome.tokens, mass)
+                    texts = case.target.joint(count, outcome.tokens, mass)
                 for text, x in texts.items():
                     got[text] = got.get(text, 0) + x
             if all(
@@ -316,6 +373,13 @@ class Form:
         else:
             first = f"the distribution of the first {count} tokens"
             shown["compared"] = f"{first} (where a round gives fewer, p goes on)"
+            if len(texts) > MOST_TEXTS_SHOWN:
+                shown["compared"] += "; shown are the texts that differ"
+                texts = [
+                    text
+                    for text in texts
+                    if not self.same(expected.get(text, Fraction(0)), got.get(text, 0))
+                ]
         both: list[Any] = []
         for probs in (expected, got):
             row = {text: to_small_fraction(probs.get(text, Fraction(0))) for text in texts}
@@ -331,9 +395,14 @@ class VerifierForm(Form):
     """A verifier of a chain: verify(p_rows, q_rows, draft, rng) -> tokens."""
 
     what = "verifier"
+    limits = "larger vocabularies and longer drafts"
 
     def cases(self, seed: int) -> Iterator[CheckCase]:
-        return round_cases(seed)
+        yield from round_cases(seed)
+        yield from deep_round_cases()
+
+    def random_cases(self, seed: int) -> Iterator[CheckCase]:
+        return random_round_cases(seed)
 
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
@@ -361,90 +430,89 @@ class HouseVerifierForm(VerifierForm):
     tree."""
 
     kind = "chain"
+    numbers = ("fractions", "numpy")
+    limits = "larger trees and vocabularies, and repetition penalties"
 
     def cases(self, seed: int) -> Iterator[CheckCase]:
         cases = [case for case in round_cases(seed) if case.gamma < 3]
-        return iter(cases if self.kind == "chain" else cases[::4])
+        yield from cases if self.kind == "chain" else cases[::4]
+        yield from deep_tree_cases(self.kind)
+
+    def random_cases(self, seed: int) -> Iterator[CheckCase]:
+        return random_tree_cases(self.kind, seed)
 
     def shown(self, case: CheckCase) -> dict[str, Any]:
-        return super().shown(case) | {"tree": TREE_KINDS[self.kind]}
+        shown = super().shown(case)
+        if isinstance(case, ShapedCase) and case.sampling != UNCHANGED:
+            shown["sampling"] = format_sampling(case.sampling)
+        if isinstance(case, ShapedCase) or self.kind == "mixed":
+            return shown | {"tree": describe_shape(self.shape(case))}
+        words = TREE_KINDS[self.kind]
+        return shown | {"tree": f"two {words}" if words.startswith("siblings") else words}
+
+    def shape(self, case: CheckCase) -> Shape:
+        """Return the shape of the case's tree."""
+        if isinstance(case, ShapedCase):
+            return case.shape
+        return plain_shape(self.kind, case.gamma)
+
+    @contextmanager
+    def replaced_generators(self, dice: EnumeratedGenerator) -> Iterator[None]:
+        """Replace nothing: such a verifier draws from the source that it is given."""
+        with np.errstate(all="ignore"):
+            yield
 
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        tree = self.tree(case, numbers, rng.split("draft", 0))
-        p = HouseTargetProbs(tree, case, numbers)
-        verdict: Verdict = self.function(tree, p, rng.split("verify", 0))
+        tree = draw_shape_tokens(case, self.shape(case), rng.split("draft", 0))
+        rows = [None if row is None else convert_rows(row, numbers) for row in tree.draft_probs]
+        given = TokenTree(tuple(tree.tokens), tuple(tree.parents), rows, tuple(tree.probe))
+        p = make_target_probs(given, case, numbers)
+        verdict: Verdict = self.function(given, p, rng.split("verify", 0))
         if not hasattr(verdict, "accepted"):
             raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
-        path, problem, text = tuple(verdict.accepted), "", tuple[int, ...]()
-        for node in path:  # siblings may be equal: a child of either goes on
-            is_node = 0 <= node < len(tree.tokens)
-            if not is_node or tree.tokens_on(tree.path(tree.parents[node])) != text:
-                parents = list(tree.parents)
-                problem = f"a path down the tree with parents {parents}, not the nodes {list(path)}"
-                break
-            text = (*text, tree.tokens[node])
-        tokens = () if problem else tree.tokens_on(path)
+        problem = find_wrong_path(tree, verdict)
+        tokens = () if problem else tree.tokens_on(verdict.accepted)
         output = (*tokens, *(() if verdict.next is None else (verdict.next,)))
         return RunOutcome(tuple(tree.tokens), output, (), problem)
 
-    def tree(self, case: CheckCase, numbers: str, rng: Exhaustive) -> TokenTree:
-        """Draw a draft of this kind; two siblings at the root, each with a child where gamma is
-        2."""
-        if self.kind in ("chain", "point masses"):
-            chain = draw_chain(case, rng)
-            texts = [chain[:place] for place in range(case.gamma)]
-            rows = [convert_rows(case.q.next_probs(text), numbers) for text in texts]
-            return TokenTree.chain(chain, rows if self.kind == "chain" else None)
-        tokens, parents, declared = list[int](), list[int](), list[Any]()
 
-        def add(parent: int, row: Any) -> None:
-            tokens.append(rng.draw(row))
-            parents.append(parent)
-            declared.append(row)
-
-        row: Any = case.q.next_probs(())
-        for _ in range(2):
-            if row is None:
-                break
-            add(ROOT, row)
-            row = row if self.kind == "siblings" else without_token(row, tokens[-1])
-        for node, token in enumerate(tuple(tokens)) if case.gamma > 1 else ():
-            add(node, case.q.next_probs((token,)))
-        rows = [convert_rows(row, numbers) for row in declared]
-        return TokenTree(tokens, parents, rows, (False,) * len(tokens))
+def find_wrong_path(tree: TokenTree, verdict: Verdict) -> str:
+    """Return what a verdict should have been where its nodes are no path, or probes; else ""."""
+    text: Tokens = ()
+    for node in verdict.accepted:  # siblings may be equal: a child of either goes on
+        is_node = 0 <= node < len(tree.tokens)
+        if not is_node or tree.tokens_on(tree.path(tree.parents[node])) != text:
+            nodes = list(verdict.accepted)
+            return f"a path down the tree with parents {list(tree.parents)}, not the nodes {nodes}"
+        text = (*text, tree.tokens[node])
+    tested = [node for node in (*verdict.accepted, *verdict.rejected) if tree.probe[node]]
+    return f"no probe accepted or rejected: nodes {tested} are probes" if tested else ""
 
 
-TREE_KINDS = {
-    "chain": "a chain drawn from q, its distributions declared",
-    "point masses": "a chain without distributions: each token is judged as a point mass",
-    "siblings": "two siblings drawn from q, independently",
-    "without replacement": "two siblings drawn from q without replacement",
-}
-
-
-class HouseTargetProbs:
-    """The target's rows as such a verifier reads them: p[ROOT], p[node]."""
-
-    def __init__(self, tree: TokenTree, case: CheckCase, numbers: str):
-        self.tree, self.case, self.numbers, self.sampling = tree, case, numbers, SamplingParams()
-
-    def __getitem__(self, node: int) -> Any:
-        text = self.tree.tokens_on(self.tree.path(node))
-        return convert_rows(self.case.p.next_probs(text), self.numbers)
-
-    def probs_under(self, node: int, sampling: SamplingParams) -> Any:
-        return self[node]
+def make_target_probs(tree: TokenTree, case: CheckCase, numbers: str) -> TargetProbs:
+    """Return the target's distributions as a decoder gives them to its verifier."""
+    texts = [tree.tokens_on(tree.path(node)) for node in range(ROOT, len(tree.tokens))]
+    rows: Any = [list(case.p.next_probs(text)) for text in texts]
+    if numbers != "fractions":
+        rows = np.log(np.array(rows, np.float64))
+    sampling = case.sampling if isinstance(case, ShapedCase) else UNCHANGED
+    return TargetProbs(Scores(rows, None, ()), sampling, (), tree)  # type: ignore[arg-type]
 
 
 class GenerationForm(Form):
     """A decoding function: generate(p, q, gamma, n, rng) -> tokens."""
 
     what = "decoding function"
+    limits = "larger vocabularies, longer drafts and texts, and texts after a prompt"
 
     def cases(self, seed: int) -> Iterator[CheckCase]:
-        return generation_cases(seed)
+        yield from generation_cases(seed)
+        yield from deep_generation_cases()
+
+    def random_cases(self, seed: int) -> Iterator[CheckCase]:
+        return random_generation_cases(seed)
 
     def shown(self, case: CheckCase) -> dict[str, Any]:
         shown = {}
@@ -483,17 +551,25 @@ class DrafterForm(Form):
     """A drafter: draft(q, context, gamma, rng) -> (tokens, distributions)."""
 
     what, law = "drafter", "truthful drafter"
+    limits = "larger vocabularies, longer drafts and contexts"
 
     def cases(self, seed: int) -> Iterator[CheckCase]:
-        return draft_cases(seed)
+        yield from draft_cases(seed)
+        yield from deep_draft_cases()
+
+    def random_cases(self, seed: int) -> Iterator[CheckCase]:
+        return random_draft_cases(seed)
 
     def shown(self, case: CheckCase) -> dict[str, Any]:
-        return {"q": case.q.shown(case.gamma - 1), "gamma": case.gamma}
+        context = {"context": list(case.context)} if case.context else {}
+        q = case.q.shown(len(case.context) + case.gamma - 1)
+        return {"q": q} | context | {"gamma": case.gamma}
 
     def play(
         self, case: CheckCase, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
-        return self.outcome(self.call(dice, as_function(case.q, numbers), [], case.gamma))
+        q, context = as_function(case.q, numbers), list(case.context)
+        return self.outcome(self.call(dice, q, context, case.gamma))
 
     def outcome(self, result: Any) -> RunOutcome:
         """Return what a drafter returned as an outcome; raises Misfit if it is of another form."""
@@ -570,8 +646,13 @@ class DraftContext:
 class OwnDrafterForm(DrafterForm):
     """A drafter with a model of its own: draft(context, rng) -> (tokens, distributions)."""
 
+    limits = "other tokens than 0 and 1 in the context, and longer contexts"
+
     def cases(self, seed: int) -> Iterator[DraftContext]:  # type: ignore[override]
-        return (DraftContext(text) for text in ((), (0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1)))
+        return _binary_contexts(range(4))
+
+    def random_cases(self, seed: int) -> Iterator[DraftContext]:  # type: ignore[override]
+        return _binary_contexts(range(4, 9))
 
     def shown(self, case: DraftContext) -> dict[str, Any]:  # type: ignore[override]
         return {"context": list(case.text)}
@@ -580,3 +661,10 @@ class OwnDrafterForm(DrafterForm):
         self, case: DraftContext, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
         return self.outcome(self.call(dice, list(case.text)))
+
+
+def _binary_contexts(lengths: Sequence[int]) -> Iterator[DraftContext]:
+    """Yield every text of these lengths over the tokens 0 and 1."""
+    for length in lengths:
+        for text in product((0, 1), repeat=length):
+            yield DraftContext(text)

@@ -54,6 +54,10 @@ class EnumeratedGenerator:
     def __init__(self, rng: Exhaustive, zero: int | None = None, length: int | None = None) -> None:
         self._begin(_SharedStreams(rng, zero), object(), length)
 
+    def restart(self, rng: Exhaustive) -> None:
+        """Begin a new run: every stream starts afresh, and the pinned uniform is the same."""
+        self._begin(_SharedStreams(rng, self._shared.zero), object(), self._length)
+
     def _begin(self, shared: _SharedStreams, key: Any, length: int | None = None) -> None:
         self._shared, self._length, self._given = shared, length, list[LazyUniform]()
         self._start(key)

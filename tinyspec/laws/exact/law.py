@@ -79,7 +79,7 @@ def exact_law(
         replay = partial(_replay, factory, prompt, done)
         for choices, probability in waiting.values():
             joint.states += 1
-            for (decoder, before), after, taken in _walk_below(replay, choices):
+            for (decoder, before), after, taken in walk_below(replay, choices):
                 joint.branches += 1
                 first = first or (taken, tuple(decoder.context), after)
                 mass = probability * (after / before)
@@ -95,7 +95,7 @@ def exact_law(
         waiting, done = ahead, done + 1
     if first is not None:  # the first branch again, now that all others have been walked
         replay = partial(_replay, factory, prompt, 0)
-        (decoder, _), after, _ = next(iter(_walk_below(replay, first[0])))
+        (decoder, _), after, _ = next(iter(walk_below(replay, first[0])))
         got = (tuple(decoder.context), after)
         expect_equal(REPEATS, first[1:], got, choices_so_far=[at for at, _ in first[0]])
     if _global_noise() != noise:
@@ -135,7 +135,7 @@ class _Path(_Script):
         return super().branch(options)
 
 
-def _walk_below(
+def walk_below(
     function: Callable[[Exhaustive], Any], fixed: list[BranchChoice]
 ) -> Iterator[tuple[Any, Any, list[BranchChoice]]]:
     """Walk every outcome below a fixed beginning; also yield the choices of each outcome."""

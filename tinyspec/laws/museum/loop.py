@@ -8,6 +8,7 @@ from tinyspec._core import fallback, reference
 from tinyspec.decoding import rng, trace
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.kernels import HostKernels
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -16,6 +17,7 @@ from tinyspec.laws import suites
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Mutant
+from tinyspec.laws.request_laws import ALL_CALLS, INDEPENDENT
 
 _probs = partial(Mutant, law="warp is its definition", function=HostKernels.probs)
 _truncate = partial(Mutant, law="warp is its definition", function=reference.filter_tokens)
@@ -185,6 +187,22 @@ key = blake2b(""",
         bug="B33",
         law="same seed same output",
     ),
+    _streams(
+        "requests of one model draft with one noise",
+        DRAFTS,
+        'vars(self.target.model).setdefault("noise", rng).split("draft", self.rounds)',
+        bug="B33",
+        law=INDEPENDENT,
+    ),
+    Mutant(
+        "requests share what was drafted for a text",
+        "token = rng.draw(q)",
+        """drawn, text = vars(self.model.model).setdefault("drawn", {}), (*context, *tokens)
+token = drawn[text] if text in drawn else drawn.setdefault(text, rng.draw(q))""",
+        ModelDrafter.propose,
+        bug="B45",
+        law=INDEPENDENT,
+    ),
     Mutant(
         "global generator used",
         "claim_stream(self._asked, role, round)",
@@ -270,7 +288,15 @@ for kept, token in enumerate(fresh):""",
 EMITTED = "self.emitted += len(round.tokens)"
 RATE = "return self.emitted / self.target_calls if self.target_calls else 0.0"
 ROWS = "rows = _rows(round)"
+DRAFT_CALLS = "tuple(self.forward_log[passes_before:passes_drafted])"
 REPORTS = [
+    _step("the draft's passes not reported", DRAFT_CALLS, "()", law=ALL_CALLS),
+    _step(
+        "a pass after the report",
+        "self.drafter.observe(round)",
+        "self.drafter.observe(round)\nself.target.score(type(tree)())",
+        law=ALL_CALLS,
+    ),
     _count(
         "tokens per call without the bonus",
         EMITTED,

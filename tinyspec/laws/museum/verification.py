@@ -23,6 +23,7 @@ from tinyspec.laws.verification_laws import (
     GREEDY_VERDICT,
     PLAIN_TEXT,
     SELECTED,
+    TREES,
 )
 from tinyspec.speculative.integrated.speculative_contrastive import JointTarget
 from tinyspec.speculative.nested import NestedDrafter
@@ -47,6 +48,7 @@ _walk = partial(Mutant, law=JOINT, function=reference.verify_tree)
 _ratio = partial(Mutant, law=JOINT, function=reference.acceptance_ratio)
 _residual = partial(Mutant, law=JOINT, function=reference.residual)
 _verify = partial(Mutant, law=JOINT, function=Kernels.verify_tree)
+_tree = partial(Mutant, law=TREES, function=reference.verify_tree)
 _greedy = partial(Mutant, law=GREEDY_VERDICT, function=match_tree)
 _position = partial(Mutant, law=JOINT, bug="S1", function=Kernels.token_sampler)
 _step = partial(Mutant, law=JOINT, function=Decoder.step)
@@ -232,6 +234,43 @@ if not verdict.rejected:
         PROBS.replace("self.sampling", "SamplingParams(self.sampling.temperature or 1.0)"),
         bug="B14, S5",
         law="greedy equality",
+    ),
+]
+
+# ------------------------------------------------------------------ wide, deep and mixed trees
+
+TESTED = "len(siblings) - len(untested)"  # of the siblings, before this one
+FRESH = "p[accepted[-1] if accepted else ROOT]"  # before any rejection
+UNLESS = "accept({} else acceptance_ratio(row, draft_probs[node], token))"
+WIDE_AND_DEEP = [
+    _tree(
+        "residual restarts at the third sibling",
+        REJECT,
+        f"{REJECT}\nif untested and {TESTED} == 2:\n    row = {FRESH}",
+    ),
+    _tree("third sibling accepted free", TEST, UNLESS.format(f"1 if {TESTED} == 2")),
+    _tree("a node at depth 3 accepted free", TEST, UNLESS.format("1 if len(accepted) == 2")),
+    _tree(
+        "probes verified as drafts",
+        "if parent in nodes and not probe[child]",
+        "if parent in nodes",
+        function=reference.children_of,
+    ),
+    _tree(
+        "a point mass after a drawn sibling judged by p",
+        TEST,
+        UNLESS.format(f"{FRESH}[token] if draft_probs[node] is None"),
+    ),
+    _tree(
+        "bonus without the sampling settings",
+        WALKED,
+        f"""from tinyspec.decoding.sampling import UNCHANGED
+{WALKED.replace("return", "accepted, token, rejected =")}
+if accepted and accepted[-1] not in tree.parents:
+    token = rng.draw(p.probs_under(accepted[-1], UNCHANGED))
+return accepted, token, rejected""",
+        function=Kernels.verify_tree,
+        bug="B7",
     ),
 ]
 
@@ -545,6 +584,7 @@ MUTANTS = [
     *LAST_TOKENS,
     *SHAPES,
     *ROWS,
+    *WIDE_AND_DEEP,
     *BLOCKS,
     *DRAFTS,
     *RACES,
