@@ -22,7 +22,7 @@ from tinyspec.lm import families
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import ConfigReader, from_hf
 from tinyspec.lm.ops import rotary_frequencies
-from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.tokenizer import Tokenizer, catch_panics
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -64,7 +64,8 @@ def read_gguf(
         _unpermute_all(config, theirs)
     weights = families.from_checkpoint(config, theirs, str(path), gguf=True)
     try:
-        tokenizer = build_tokenizer(metadata, str(path))
+        with catch_panics():
+            tokenizer = build_tokenizer(metadata, str(path))
     except TinyspecError:
         raise
     except Exception as error:  # tokens that are not text, ids out of range, and so on
