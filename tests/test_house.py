@@ -151,7 +151,7 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 2834,
     "_core": 850,
-    "lm": 4260,
+    "lm": 4295,
     "decoding": 1362,
     "chapters": 5163,
     "laws": 9550,

@@ -198,9 +198,11 @@ def _infer_llama3_scaling(config: Config, factors: Tensor, source: str) -> dict[
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    guess = rotary_frequencies(replace(config, rope_scaling=scaling))
-    if factors.shape != guess.shape or not torch.allclose(
-        rotary_frequencies(config) / factors, guess, rtol=1e-5
+    # The number of factors is compared first: a damaged head_dim may be 2**31.
+    if factors.shape != (config.head_dim // 2,) or not torch.allclose(
+        rotary_frequencies(config) / factors,
+        rotary_frequencies(replace(config, rope_scaling=scaling)),
+        rtol=1e-5,
     ):
         raise TinyspecError(
             f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; "
