@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeAlias
 
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.familiar import hint_argument
 from tinyspec.technique import Card
 
@@ -19,22 +19,6 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 PROMPT = "a text, a list of token ids, or a list of chat messages"
 IDS = "a list of token ids"
 TOP_K_LIMIT = 2**63 - 1  # the largest number that the compiled sampler can hold
-
-
-def describe_value(value: Any) -> str:
-    """Return a value as an error shows it: short, on one line.
-
-    >>> describe_value("0.8"), describe_value(list(range(50)))
-    ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
-    """
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return (
-            f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
-        )
-    if type(value).__module__ != "builtins":
-        return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 42 else text[:39] + "..."
 
 
 def wrong_argument(name: str, value: Any, expected: str) -> TinyspecError:

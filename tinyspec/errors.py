@@ -4,6 +4,7 @@ prints them bare.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class TinyspecError(Exception):
@@ -19,3 +20,22 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean '{close[0]}'? " if close else "") + "known: " + ", ".join(names)
+
+
+def describe_value(value: Any) -> str:
+    """Return a value as an error shows it: short, on one line.
+
+    >>> describe_value("0.8"), describe_value(list(range(50)))
+    ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return (
+            f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+        )
+    if type(value).__module__ != "builtins":
+        return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of 5,000 digits, lists in lists without end, a broken __repr__
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 42 else text[:39] + "..."
