@@ -149,7 +149,7 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2864,
+    "root + show": 2904,
     "_core": 850,
     "lm": 4295,
     "decoding": 1362,

@@ -66,7 +66,9 @@ def check_sampling(
 def check_budget(max_new_tokens: Any, seed: Any) -> None:
     """Raise TinyspecError unless the number of tokens and the seed are whole numbers."""
     if max_new_tokens is not None:
-        check_whole("max_new_tokens", max_new_tokens, "a whole number of at least 0")
+        expected = "a whole number of at least 0"
+        if check_whole("max_new_tokens", max_new_tokens, expected) < 0:
+            raise wrong_argument("max_new_tokens", max_new_tokens, "0 or more")
     check_whole("seed", seed, "a whole number (the same seed gives the same text)")
 
 
@@ -139,10 +141,13 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
             name, given, f"a text, or a list of texts and lists of token ids, such as {example}"
         )
     expected = f"a text or a list of token ids, such as {name}={example}"
-    return [
+    texts = [
         x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected)
         for i, x in enumerate(given)
     ]
+    if name == "stop" and (empty := [i for i, text in enumerate(texts) if not text]):
+        raise TinyspecError(f"stop[{empty[0]}] is empty: it would stop before the first token")
+    return texts
 
 
 def check_names(
