@@ -149,9 +149,9 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2904,
+    "root + show": 2926,
     "_core": 850,
-    "lm": 4295,
+    "lm": 4296,
     "decoding": 1362,
     "chapters": 5163,
     "laws": 9550,
@@ -159,7 +159,7 @@ CODE_LINES = {
     "training": 2565,
     "bench": 5850,
     "grade": 3520,
-    "cli": 2460,
+    "cli": 2462,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

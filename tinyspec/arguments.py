@@ -136,7 +136,8 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
     """Return texts or token sequences as a list; None is none, a single text is a list of one."""
     if given is None or isinstance(given, str):
         return [] if given is None else [given]
-    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+    is_array = hasattr(given, "dtype") and hasattr(given, "shape")
+    if isinstance(given, (bytes, Mapping)) or is_array or not isinstance(given, Iterable):
         raise wrong_argument(
             name, given, f"a text, or a list of texts and lists of token ids, such as {example}"
         )

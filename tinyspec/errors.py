@@ -6,9 +6,24 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
+MESSAGE_LIMIT = 1200  # characters of an error: about ten lines of a terminal
+
 
 class TinyspecError(Exception):
-    """Report something wrong in the input; the message is one line that says what to do."""
+    """Report something wrong in the input; the message is one line that says what to do.
+
+    What an error quotes may come from a damaged file. So line breaks and control characters are
+    shown as escapes, and of a very long message the middle is left out.
+
+    >>> print(TinyspecError("no such file: a\\nb"))
+    no such file: a\\nb
+    """
+
+    def __init__(self, message: str = ""):
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))
+        if len(text) > MESSAGE_LIMIT:
+            text = f"{text[: MESSAGE_LIMIT - 400]} ... {text[-395:]}"
+        super().__init__(text)
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:

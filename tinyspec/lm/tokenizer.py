@@ -369,7 +369,9 @@ class Tokenizer:
 
     def _id_of(self, name: str) -> int | None:
         text = self._named_tokens().get(name)
-        return None if text is None else self.backend.token_to_id(text)
+        with suppress(UnicodeError):  # half a character: no token has it
+            return None if text is None else self.backend.token_to_id(text)
+        return None
 
 
 def _probe(backend: tokenizers.Tokenizer) -> None:
