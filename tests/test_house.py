@@ -159,7 +159,7 @@ CODE_LINES = {
     "training": 2565,
     "bench": 5850,
     "grade": 3520,
-    "cli": 2462,
+    "cli": 2464,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -108,7 +108,7 @@ def damage_json(rng: Random, value: Any) -> Any:
             )
         elif change == 3 and isinstance(inner[key], str):
             inner[key] = damage_text(rng, inner[key])
-        elif change == 3 and isinstance(inner[key], (int, float)) and math.isfinite(inner[key]):
+        elif change == 3 and isinstance(inner[key], (int, float)):
             inner[key] = rng.choice([-inner[key], inner[key] * 2, inner[key] + 1, inner[key] // 2])
         else:
             inner[key] = draw_json_value(rng)
