@@ -26,7 +26,7 @@ words:  ## print how functions are named and docstrings begin
 mutants:  ## change FILE=tinyspec/... in small ways, one at a time, and see which changes no law catches (needs `pip install cosmic-ray`)
 	$(PYTHON) .ci/mutants.py $(FILE)
 
-fuzz:  ## try 10,000 damaged inputs of every class (about 5 minutes on two cores; SEED= repeats a run, INPUTS= changes the number)
+fuzz:  ## try 10,000 damaged inputs of every class (about 3 minutes on two cores; SEED= repeats a run, INPUTS= changes the number)
 	$(PYTHON) -m tests.fuzz $(or $(INPUTS),10000) $(SEED)
 
 book:  ## execute the lessons and bind them as HTML pages
