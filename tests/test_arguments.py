@@ -15,7 +15,9 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import familiar, generation, models
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.model import Model
+from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import find_technique, load_techniques
 
 
@@ -110,6 +112,14 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"max_new_tokens": "5"}, "max_new_tokens is '5'"),
     ({"stop": [5]}, r"stop\[0\] is 5: it must be a text or a list of token ids, such as stop="),
     ({"stop": 5}, "stop is 5: "),
+    ({"stop": np.array(3)}, r"stop is an array of int64 with shape \(\): it must be a text"),
+    ({"references": np.array([1, 2]), "method": "llma"}, "references is an array of int64"),
+    ({"stop": ["a", ""]}, r"stop\[1\] is empty"),
+    ({"max_new_tokens": -1}, "max_new_tokens is -1: it must be 0 or more"),
+    (
+        {"draft": np.array([]), "method": "speculative_decoding"},
+        "draft is an array of float64 with shape",
+    ),
     ({"chat": "yes"}, "chat is 'yes': it must be True or False"),
     ({"references": [5], "method": "llma"}, r"references\[0\] is 5"),
     ({"method": None}, "method is None: it must be the name of a technique"),
@@ -150,6 +160,38 @@ def test_what_is_no_model_is_named(given: Any) -> None:
         match=r"^model is .*: it must be a name, a folder, or what tinyspec.load_trans",
     ):
         tinyspec.translate(given, "A dog.")
+
+
+WRONG_LOADS: list[tuple[dict[str, Any], str]] = [
+    ({"device": []}, r"unknown device \[\]: expected cpu, cuda, or cuda:0"),
+    ({"device": None}, "unknown device None"),
+    ({"device": "meta"}, "unknown device 'meta'"),
+    ({"dtype": [1]}, r"dtype is \[1\]: it must be one of"),
+    ({"dtype": "x" * 5000}, "dtype 'xxx"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), WRONG_LOADS)
+def test_a_wrong_device_or_dtype_is_named(zoo: Zoo, options: dict[str, Any], words: str) -> None:
+    with pytest.raises(TinyspecError, match=f"^{words}"):
+        tinyspec.load(zoo.big, **options)
+
+
+@pytest.mark.parametrize(
+    "name", [None, 5, ["x"], b"x", "\x00", "a\nb", "x" * 10**5, "~no-such-user/x"]
+)
+def test_what_is_no_name_of_a_model_is_refused(name: Any) -> None:
+    for load in (tinyspec.load, tinyspec.load_translator):
+        with pytest.raises(TinyspecError, match="is no name of a model and no path"):
+            load(name)
+
+
+@pytest.mark.parametrize("method", [5, np.array([1, 2]), ["plain"]])
+def test_a_method_of_a_translation_that_is_no_text_is_named(method: Any) -> None:
+    sizes = {"d_model": 8, "n_heads": 2, "d_ff": 8, "encoder_layers": 1, "decoder_layers": 1}
+    translator = Seq2Seq.create(Seq2SeqConfig(20, **sizes), torch.Generator().manual_seed(0))
+    with pytest.raises(TinyspecError, match=r"^method is "):
+        tinyspec.translate(translator, [5, 6], method=method)
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,11 @@ def test_a_mistake_is_told_in_one_line(zoo: Zoo, here: Path, words: str, says: s
     assert says in failed(run(*args))
 
 
+def test_chat_checks_its_options_before_the_first_message(zoo: Zoo) -> None:
+    done = run("chat", "--model", zoo.big, "--top-k", "0", stdin="/stats\nhello\n")
+    assert "top_k must be a whole number of at least 1" in failed(done)
+
+
 def test_a_path_is_checked_before_a_model_is_loaded(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

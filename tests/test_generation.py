@@ -423,6 +423,41 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
     assert len({id(decoder) for decoder in ended}) == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "says"),
+    [
+        (["the cat", [1] * 97], r"^prompt\[1\]: the prompt has 97 tokens"),
+        (["the cat", "the", "\ud800"], r"^prompt\[2\]: this text cannot be encoded"),
+        ([[3], [2**40], [4]], r"^prompt\[1\]: "),
+        ([[3], [4], [-1]], r"^prompt\[2\]: "),
+    ],
+)
+def test_a_row_that_fails_ends_the_batch_with_an_error_that_names_it(
+    model: Model, rows: list[str | list[int]], says: str
+) -> None:
+    with pytest.raises(TinyspecError, match=says) as error:
+        tinyspec.generate(model, rows, max_new_tokens=4)
+    assert "\n" not in str(error.value)
+
+
+def test_a_defect_in_a_row_names_the_row(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Decoder.step
+
+    def fails(self: Decoder, rng: Any) -> Any:
+        return 1 / 0 if self.context[0] == 7 else step(self, rng)
+
+    monkeypatch.setattr(Decoder, "step", fails)
+    with pytest.raises(ZeroDivisionError) as error:
+        tinyspec.generate(model, [[1, 2], [7, 7], [3]], max_new_tokens=4)
+    assert error.value.__notes__ == ["in prompt[1] of the batch"]
+
+
+def test_what_is_wrong_in_every_row_names_no_row(model: Model) -> None:
+    for options in ({"method": "calm", "threshold": 3}, {"stop": [""]}, {"max_new_tokens": -1}):
+        with pytest.raises(TinyspecError, match=r"^(threshold|stop\[0\]|max_new_tokens) is "):
+            tinyspec.generate(model, ["the cat", "the dog"], **options)
+
+
 def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Model) -> None:
     """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of
     an abandoned request's.

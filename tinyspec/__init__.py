@@ -148,7 +148,8 @@ def generate(
 
     Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list
     of them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit
-    for bit, elsewhere but for ties within rounding.
+    for bit, elsewhere but for ties within rounding. A row that fails ends the batch with an error
+    that names it (prompt[2]: ...).
 
     Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
     """

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from numbers import Real
 from typing import Any, TypeAlias
 
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.familiar import hint_argument
 from tinyspec.technique import Card
 
@@ -19,22 +19,6 @@ Prompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, str]]
 PROMPT = "a text, a list of token ids, or a list of chat messages"
 IDS = "a list of token ids"
 TOP_K_LIMIT = 2**63 - 1  # the largest number that the compiled sampler can hold
-
-
-def describe_value(value: Any) -> str:
-    """Return a value as an error shows it: short, on one line.
-
-    >>> describe_value("0.8"), describe_value(list(range(50)))
-    ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
-    """
-    if hasattr(value, "dtype") and hasattr(value, "shape"):
-        return (
-            f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
-        )
-    if type(value).__module__ != "builtins":
-        return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 42 else text[:39] + "..."
 
 
 def wrong_argument(name: str, value: Any, expected: str) -> TinyspecError:
@@ -82,7 +66,9 @@ def check_sampling(
 def check_budget(max_new_tokens: Any, seed: Any) -> None:
     """Raise TinyspecError unless the number of tokens and the seed are whole numbers."""
     if max_new_tokens is not None:
-        check_whole("max_new_tokens", max_new_tokens, "a whole number of at least 0")
+        expected = "a whole number of at least 0"
+        if check_whole("max_new_tokens", max_new_tokens, expected) < 0:
+            raise wrong_argument("max_new_tokens", max_new_tokens, "0 or more")
     check_whole("seed", seed, "a whole number (the same seed gives the same text)")
 
 
@@ -150,15 +136,19 @@ def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:
     """Return texts or token sequences as a list; None is none, a single text is a list of one."""
     if given is None or isinstance(given, str):
         return [] if given is None else [given]
-    if isinstance(given, (bytes, Mapping)) or not isinstance(given, Iterable):
+    is_array = hasattr(given, "dtype") and hasattr(given, "shape")
+    if isinstance(given, (bytes, Mapping)) or is_array or not isinstance(given, Iterable):
         raise wrong_argument(
             name, given, f"a text, or a list of texts and lists of token ids, such as {example}"
         )
     expected = f"a text or a list of token ids, such as {name}={example}"
-    return [
+    texts = [
         x if isinstance(x, str) else check_ids(f"{name}[{i}]", x, expected)
         for i, x in enumerate(given)
     ]
+    if name == "stop" and (empty := [i for i, text in enumerate(texts) if not text]):
+        raise TinyspecError(f"stop[{empty[0]}] is empty: it would stop before the first token")
+    return texts
 
 
 def check_names(

@@ -4,10 +4,26 @@ prints them bare.
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
+
+MESSAGE_LIMIT = 1200  # characters of an error: about ten lines of a terminal
 
 
 class TinyspecError(Exception):
-    """Report something wrong in the input; the message is one line that says what to do."""
+    """Report something wrong in the input; the message is one line that says what to do.
+
+    What an error quotes may come from a damaged file. So line breaks and control characters are
+    shown as escapes, and of a very long message the middle is left out.
+
+    >>> print(TinyspecError("no such file: a\\nb"))
+    no such file: a\\nb
+    """
+
+    def __init__(self, message: str = ""):
+        text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))
+        if len(text) > MESSAGE_LIMIT:
+            text = f"{text[: MESSAGE_LIMIT - 400]} ... {text[-395:]}"
+        super().__init__(text)
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:
@@ -19,3 +35,22 @@ def suggest_nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     return (f"did you mean '{close[0]}'? " if close else "") + "known: " + ", ".join(names)
+
+
+def describe_value(value: Any) -> str:
+    """Return a value as an error shows it: short, on one line.
+
+    >>> describe_value("0.8"), describe_value(list(range(50)))
+    ("'0.8'", '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...')
+    """
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        return (
+            f"an array of {str(value.dtype).removeprefix('torch.')} with shape {tuple(value.shape)}"
+        )
+    if type(value).__module__ != "builtins":
+        return f"of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a number of 5,000 digits, lists in lists without end, a broken __repr__
+        return f"a {type(value).__name__} that cannot be shown"
+    return text if len(text) <= 42 else text[:39] + "..."

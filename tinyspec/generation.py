@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,7 +35,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, advised_knobs, drafts_for
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import Card, Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
 """A loaded model, or the name or path of one; a name is loaded once and kept."""
@@ -180,17 +181,21 @@ def start_generation(
     **knobs: Any,
 ) -> GenerationRun:
     """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
-    card = find_technique(method)
-    check_names(card, knobs, start_generation.__kwdefaults__ or (), temperature)
-    card.settings(knobs)
+    card, sampling, texts, stops = check_options(
+        method=method,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=stop,
+        chat=chat,
+        references=references,
+        **knobs,
+    )
     prompt = check_prompt(prompt)
-    check_budget(max_new_tokens, seed)
-    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
-    texts = check_texts("references", references, "['a text to copy from']")
-    stops = check_texts("stop", stop, "['\\n', [198]]")
-    if not isinstance(chat, bool):
-        raise wrong_argument("chat", chat, "True or False")
-    sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty)
     model = load_model(model)
     drafts = drafts_for(model, card, draft)
     knobs = card.settings({**advised_knobs(card, drafts), **knobs})
@@ -201,10 +206,6 @@ def start_generation(
         raise TinyspecError(
             f"the prompt has {len(ids)} tokens, the context of {model.name} "
             f"{model.config.max_positions}: shorten it"
-        )
-    if texts and not card.copies:
-        raise TinyspecError(
-            f"{card.name} copies from no references: use a method that does, such as llma"
         )
     forward_log: list[ForwardRecord] = []
     request = Request(
@@ -221,6 +222,42 @@ def start_generation(
         clock=None if barrier else time.perf_counter,  # in a batch a call's time is the others' too
     )
     return GenerationRun(card.make(request, **knobs), model, ids, seed, knobs)
+
+
+def check_options(
+    *,
+    method: str = "autoregressive",
+    draft: Draft = None,
+    max_new_tokens: int | None = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    seed: int = 0,
+    stop: str | Sequence[str | Sequence[int]] | None = (),
+    chat: bool = False,
+    references: str | Sequence[str | Sequence[int]] = (),
+    **knobs: Any,
+) -> tuple[Card, SamplingParams, list[str | list[int]], list[str | list[int]]]:
+    """Return the card, the sampling settings, the references and the stops that options name.
+
+    Raises TinyspecError for whatever is wrong with them, whatever the model and the prompt are.
+    """
+    card = find_technique(method)
+    check_names(card, knobs, start_generation.__kwdefaults__ or (), temperature)
+    card.settings(knobs)
+    check_budget(max_new_tokens, seed)
+    check_sampling(temperature, top_k, top_p, min_p, repetition_penalty)
+    texts = check_texts("references", references, "['a text to copy from']")
+    stops = check_texts("stop", stop, "['\\n', [198]]")
+    if not isinstance(chat, bool):
+        raise wrong_argument("chat", chat, "True or False")
+    if texts and not card.copies:
+        raise TinyspecError(
+            f"{card.name} copies from no references: use a method that does, such as llma"
+        )
+    return card, SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty), texts, stops
 
 
 def load_model(model: ModelName) -> Model:
@@ -244,22 +281,29 @@ def generate(
     A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone
     with that seed; on a CPU in float32 and bfloat16 to the bit, for no row of the compiled
     transformer depends on what is computed beside it.
+
+    A row that fails ends the batch: the error names the row, `prompt[2]: ...`, and no row has a
+    result.
     """
     if not is_batch(prompt):
         return _finish(start_generation(model, prompt, **options))  # type: ignore[arg-type]
     rows, model, seed = check_batch(prompt), load_model(model), options.pop("seed", 0)
-    check_budget(None, seed)
-    drafts = drafts_for(
-        model, find_technique(options.get("method", "autoregressive")), options.get("draft")
-    )
+    card = check_options(seed=seed, **options)[0]  # what is wrong in every row names no row
+    drafts = drafts_for(model, card, options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
-    def job(row: int) -> Any:
-        return lambda barrier: _finish(
-            start_generation(model, rows[row], seed=seed + row, barrier=barrier, **options)
-        )
+    def run_row(row: int, barrier: BatchBarrier) -> Generation:
+        try:
+            return _finish(
+                start_generation(model, rows[row], seed=seed + row, barrier=barrier, **options)
+            )
+        except TinyspecError as error:
+            raise TinyspecError(f"prompt[{row}]: {error}") from error
+        except Exception as error:
+            error.add_note(f"in prompt[{row}] of the batch")
+            raise
 
-    return run_together([job(row) for row in range(len(rows))])
+    return run_together([partial(run_row, row) for row in range(len(rows))])
 
 
 @dataclass

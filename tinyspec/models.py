@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import MODELS
 
 if TYPE_CHECKING:
@@ -76,9 +76,19 @@ def _is_checkpoint(path: Path) -> bool:
 def find_model(name: str | Path) -> Path | None:
     """Return the path of a model on this machine, or None.
 
-    A folder that only shares a known model's name is passed over.
+    A folder that only shares a known model's name is passed over. Raises TinyspecError for what can
+    be no name and no path.
     """
-    path = Path(name).expanduser()
+    try:
+        path = Path(name).expanduser()
+        path.exists()
+        if not str(name).isprintable():
+            raise ValueError
+    except (TypeError, ValueError, RuntimeError, OSError):  # a NUL, no such user, too long a name
+        raise TinyspecError(
+            f"{describe_value(name)} is no name of a model and no path: give a text on one line, "
+            "such as 'storyteller'"
+        ) from None
     if _is_checkpoint(path):
         return path
     if path.name == str(name):  # a bare name
@@ -348,10 +358,12 @@ def _device(device: "str | torch.device") -> "torch.device":
 
     try:
         where = torch.device(device)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise TinyspecError(
-            f"unknown device {str(device)!r}: expected cpu, cuda, or cuda:0"
+            f"unknown device {describe_value(device)}: expected cpu, cuda, or cuda:0"
         ) from error
+    if where.type not in ("cpu", "cuda"):
+        raise TinyspecError(f"unknown device {str(where)!r}: expected cpu, cuda, or cuda:0")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise TinyspecError(
             f"device {device}: this machine has no CUDA device that torch can use; "
@@ -368,11 +380,13 @@ def _device(device: "str | torch.device") -> "torch.device":
 def _dtype(dtype: "str | torch.dtype | None") -> "torch.dtype | None":
     import torch
 
-    name = str(dtype).removeprefix("torch.")
     if dtype is None:
         return None
+    if not isinstance(dtype, (str, torch.dtype)):
+        raise TinyspecError(f"dtype is {describe_value(dtype)}: it must be one of {DTYPES}")
+    name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        raise TinyspecError(f"dtype {name!r}: " + suggest_nearest(name, DTYPES))
+        raise TinyspecError(f"dtype {describe_value(name)}: " + suggest_nearest(name[:99], DTYPES))
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

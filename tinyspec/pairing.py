@@ -35,8 +35,10 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         draft is None and card.drafts
     ):  # the card is silent: a draft on this machine that was made for it
         draft = next(iter(models.find_drafts_of(model.name)), None)
-    given = [draft] if isinstance(draft, (Model, str, Path)) else draft or ()
-    for named in given if isinstance(given, Sequence) else [given]:
+    given: Sequence[Any] = () if draft is None else [draft]
+    if isinstance(draft, Sequence) and not isinstance(draft, str):
+        given = draft
+    for named in given:
         if not isinstance(named, (Model, str, Path)):
             raise wrong_argument(
                 "draft", named, "a loaded model, a name, a path, or a list of these"

@@ -7,25 +7,30 @@ a file adds the technique to `tinyspec methods`, to `--method`, to the benchmark
 import importlib
 import math
 import pkgutil
+import re
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Real
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, TypeVar, cast
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
-
+TEXT_LIMIT = 1 << 16  # characters of a knob that is a text: the costs of 1,024 calls are 10,000
 
 Clock = Callable[[], float]
 """() -> time in seconds, from any starting point."""
@@ -86,33 +91,61 @@ class Knob:
         if isinstance(self.default, bool) and isinstance(value, str):  # from the command line
             words = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
             value = words.get(value, value)
-        if self.choices:
-            if value not in self.choices:
-                raise TinyspecError(
-                    f"{self.name} is {value!r}: it must be one of "
-                    f"{', '.join(map(str, self.choices))}"
-                )
-            return value
-        if isinstance(self.default, bool) or not isinstance(self.default, (int, float)):
-            return value
+        choices = self.choices or ((True, False) if isinstance(self.default, bool) else ())
+        if choices:
+            plain = isinstance(value, (str, Real, np.bool_))
+            for choice in choices if plain else ():
+                if value == choice:
+                    return choice
+            raise self._error(value, f"one of {', '.join(map(str, choices))}")
+        if isinstance(self.default, (int, float)):
+            return self._check_number(value)
+        if isinstance(self.default, str):
+            self._check_text(value)
+        return value
+
+    def _check_number(self, value: Any) -> int | float:
+        whole = isinstance(self.default, int)
+        span = f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+        span = "a number" if self.low is None else span
+        span += "" if self.beyond is None else f", or {self.beyond}"
         try:
-            if isinstance(value, bool):
+            if isinstance(value, bool) or not isinstance(value, (Real, str)):
                 raise TypeError
             number = float(value)
         except (TypeError, ValueError):
-            raise TinyspecError(f"{self.name} is {value!r}: it must be a number") from None
-        if isinstance(self.default, int) and number != round(number):
-            raise TinyspecError(f"{self.name} is {value!r}: it must be a whole number")
+            raise self._error(value, "a number") from None
+        except OverflowError:  # a whole number beyond every float
+            raise self._error(value, span) from None
         outside = (self.low is not None and not number >= self.low) or (
             self.high is not None and not number <= self.high
         )
-        if outside and number != self.beyond:
-            span = (
-                f"at least {self.low}" if self.high is None else f"from {self.low} to {self.high}"
+        if (outside or math.isnan(number)) and number != self.beyond:
+            raise self._error(value, span)
+        if whole and not number.is_integer():  # also infinity
+            raise self._error(value, "a whole number")
+        return int(number) if whole else number
+
+    def _check_text(self, value: Any) -> None:
+        """Raise TinyspecError unless a value is a text, or what the command line makes of one.
+
+        Every technique reads numbers in its own texts. Here they are kept to 18 digits, which no
+        reader of numbers refuses and no computer counts to.
+        """
+        if isinstance(value, bool) or not isinstance(
+            value, (str, int, float, Path, list, tuple, range, set, frozenset, NoneType)
+        ):
+            raise self._error(value, "a text")
+        text = str(value)
+        if not text.isprintable() or len(text) > TEXT_LIMIT or re.search(r"\d{19}", text):
+            raise self._error(
+                value,
+                f"a text on one line of at most {TEXT_LIMIT} characters, with numbers of at most "
+                "18 digits",
             )
-            span += "" if self.beyond is None else f", or {self.beyond}"
-            raise TinyspecError(f"{self.name} is {value}: it must be {span}")
-        return type(self.default)(number)
+
+    def _error(self, value: Any, expected: str) -> TinyspecError:
+        return TinyspecError(f"{self.name} is {describe_value(value)}: it must be {expected}")
 
 
 @dataclass

@@ -342,7 +342,8 @@ def registry_name(model: Seq2Seq, method: str | None) -> str:
     """
     if method is None:
         method = str(model.config.extra.get("trained_for", "plain"))
-    return AUTOREGRESSIVE if method in ("plain", "teacher") else method
+    plain = isinstance(method, str) and method in ("plain", "teacher")
+    return AUTOREGRESSIVE if plain else method  # find_technique names what is no text
 
 
 def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Seq2Seq:

@@ -32,6 +32,7 @@ from tinyspec.lm import checkpoint
             {"hidden_size": "big"},
             "config.json: hidden_size is 'big', expected a whole number",
         ),
+        (LLAMA, {"model_type": ["llama"]}, r"unknown architecture \['llama'\]"),
         (LLAMA, {"hidden_size": "absent"}, "config.json: hidden_size is missing"),
         (LLAMA, {"num_attention_heads": 0}, "num_attention_heads is 0, expected"),
         (
@@ -187,6 +188,18 @@ def test_weights_that_are_not_floats_are_refused(tmp_path):
     tensors = load_file(path / "model.safetensors")
     save_file({name: w.to(torch.int8) for name, w in tensors.items()}, path / "model.safetensors")
     refused(path, "is int8, expected float32, bfloat16")
+
+
+@pytest.mark.parametrize("text", ["a\nb\x1b[31m", "a" * 5000])
+def test_what_a_file_says_is_quoted_on_one_short_line(tmp_path, text):
+    path = folder(tmp_path)
+    (path / "model.safetensors").write_bytes(
+        header({"a": {"dtype": text, "shape": [1], "data_offsets": [0, 4]}}) + b"0000"
+    )
+    with pytest.raises(TinyspecError, match="truncated or damaged") as error:
+        checkpoint.read_checkpoint(path)
+    assert str(error.value).isprintable() and len(str(error.value)) <= 1200
+    assert str(error.value).endswith("fetch or save it again")
 
 
 def test_an_extra_tensor_is_refused_by_name(tmp_path):

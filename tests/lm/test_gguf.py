@@ -262,6 +262,39 @@ def test_what_we_would_compute_wrongly_is_refused_by_field(tmp_path, metadata, s
     refused(tmp_path / "model.gguf", says)
 
 
+def set_number(path: Path, key: str, value: int) -> None:
+    """Overwrite a uint32 of the metadata: it stands after its key and four bytes of its type."""
+    data = bytearray(path.read_bytes())
+    at = data.index(key.encode()) + len(key) + 4
+    data[at : at + 4] = value.to_bytes(4, "little")
+    path.write_bytes(data)
+
+
+NUMBERS = {
+    "llama.context_length": "llama.context_length is 0, expected a whole number",
+    "llama.embedding_length": "llama.embedding_length is 0, expected a whole number",
+    "llama.block_count": "llama.block_count is 0, expected a whole number",
+    "llama.feed_forward_length": "llama.feed_forward_length is 0, expected a whole number",
+    "llama.attention.head_count": "llama.attention.head_count is 0, expected a whole number",
+    "llama.attention.head_count_kv": "llama.attention.head_count_kv is 0, expected a whole number",
+    "llama.attention.key_length": "llama.attention.key_length is 0, expected a whole number",
+}
+
+
+@pytest.mark.parametrize("key", NUMBERS)
+def test_a_number_of_zero_is_refused_by_its_name(tmp_path, key):
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32)
+    set_number(tmp_path / "model.gguf", key, 0)
+    refused(tmp_path / "model.gguf", NUMBERS[key])
+
+
+def test_zero_heads_of_length_zero_are_refused(tmp_path):
+    write(tmp_path / "model.gguf", CONFIG, Quant.F32)
+    for key in ("head_count", "key_length"):
+        set_number(tmp_path / "model.gguf", f"llama.attention.{key}", 0)
+    refused(tmp_path / "model.gguf", "llama.attention.head_count is 0")
+
+
 def test_an_unknown_architecture_lists_the_known(tmp_path):
     writer = GGUFWriter(tmp_path / "model.gguf", "mamba")
     writer.write_header_to_file()

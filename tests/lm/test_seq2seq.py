@@ -470,6 +470,10 @@ def damaged(folder: Path, **changes: object) -> Path:
     ("changes", "says"),
     [
         ({"d_model": "big"}, "config.json: d_model is 'big', expected a whole number"),
+        (
+            {"max_positions": 10**7},
+            "max_positions is 10000000, expected a whole number from 1 to 65536",
+        ),
         ({"d_model": 15}, "n_heads is 4, expected a divisor of d_model 15"),
         ({"n_heads": 3}, "n_heads is 3, expected a divisor of d_model 16"),
         (

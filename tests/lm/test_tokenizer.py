@@ -292,13 +292,54 @@ def test_the_template_may_stand_in_the_config_alone_or_among_named_ones(tmp_path
         ("tokenizer.json", "{", "tokenizer.json: not a tokenizer"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", "[]", "expected a JSON object"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: not valid JSON"),
+        ("tokenizer_config.json", "\xff", "tokenizer_config.json: not valid JSON"),
+        ("chat_template.jinja", "\xff{{ 1 }}", "chat_template.jinja: not a text in UTF-8"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path: Path, file, content, says):
     byte_level().save(tmp_path)
-    (tmp_path / file).write_text(content)
+    (tmp_path / file).write_text(content, encoding="latin-1")
     with pytest.raises(TinyspecError, match=says):
         Tokenizer.from_folder(tmp_path)
+
+
+PANICS = {
+    "a charsmap that is no charsmap": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
+    "a charsmap that is missing": {"type": "Precompiled", "precompiled_charsmap": None},
+    "a charsmap that points outside": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP//////////"},
+    "an empty text": {"type": "Replace", "pattern": {"String": ""}, "content": "x"},
+    "an empty expression": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"},
+    "an optional expression": {"type": "Replace", "pattern": {"Regex": "q?"}, "content": "x"},
+}  # fmt: skip
+"""Normalizers at which the library panics: with an exception that is no Exception."""
+
+
+@pytest.mark.parametrize("normalizer", PANICS.values(), ids=PANICS)
+def test_a_tokenizer_that_panics_is_refused_in_one_line(tmp_path: Path, capfd, normalizer):
+    byte_level().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": normalizer}))
+    with pytest.raises(
+        TinyspecError, match=r"tokenizer.json: not a tokenizer .*fetch or save"
+    ) as e:
+        Tokenizer.from_folder(tmp_path)
+    assert "\n" not in str(e.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_panic_at_one_text_is_an_error_of_that_text(tmp_path: Path):
+    """The expression `(a+)+$` takes exponential time at `aa...ab`: the library gives up and panics."""
+    byte_level().save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    slow = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}
+    file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": slow}))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    text = "a" * 40 + "b"
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_all(["fine", text])):
+        with pytest.raises(TinyspecError, match="this text cannot be encoded") as error:
+            encode(text)
+        assert "\n" not in str(error.value)
 
 
 def test_a_folder_without_tokenizer_json_says_how_to_convert(tmp_path: Path):

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, model
-from tinyspec.lm import ops
+from tinyspec.lm import blocks, engine, ops
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Plan, VisibleSet
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
+from tinyspec.lm.static import CudaGraphRunner
 from tinyspec.tree import ROOT, TokenTree
 
 L, V = LLAMA.n_layers, LLAMA.vocab_size
@@ -273,3 +274,81 @@ def test_a_model_describes_itself_and_moves() -> None:
 def test_a_model_moves_with_its_extras() -> None:
     m = Model(LLAMA, model().weights, extras={"exits.bias": torch.zeros(1)})
     assert m.to(device="meta").extras["exits.bias"].device.type == "meta"
+
+
+# ------------------------------------------------------------------ tables of cos and sin
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [2, 6, 64])
+def test_no_bit_of_a_rotation_depends_on_how_long_the_tables_are(
+    dtype: torch.dtype, width: int
+) -> None:
+    config = replace(LLAMA, head_dim=width)
+    whole = ops.rotary_tables(config, dtype, torch.device("cpu"), 20_000)
+    for n in (1, 3, 64, 4096, 8192, 19_999):
+        for part, all_of_it in zip(
+            ops.rotary_tables(config, dtype, torch.device("cpu"), n), whole, strict=True
+        ):
+            assert len(part) == n and torch.equal(part, all_of_it[:n])
+
+
+def test_tables_double_up_to_the_context() -> None:
+    """4096 positions at first; then 8192, 16384, ...; never more than the context has."""
+    endless = replace(LLAMA, max_positions=2**31)
+    assert [ops.rotary_rows(endless, n) for n in (0, 4096, 4097, 9000)] == [4096, 4096, 8192, 16384]
+    assert [ops.rotary_rows(LLAMA, n) for n in (0, 5000)] == [LLAMA.max_positions] * 2
+
+
+PATHS = {
+    "blocks": (torch.float64, False),
+    "engine": (torch.float32, False),
+    "engine, half": (torch.bfloat16, False),
+    "steps of fixed shape": (torch.float64, True),
+}
+
+
+@pytest.mark.parametrize(("dtype", "fixed"), PATHS.values(), ids=PATHS)
+def test_a_text_that_outgrows_the_tables_has_the_bits_of_whole_tables(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, fixed: bool
+) -> None:
+    """A context of 2**31 positions, tables of 8 at first, and a text of 150 tokens."""
+    ids = [(7 * i) % V for i in range(150)]
+    expected = model(replace(LLAMA, max_positions=512), dtype=dtype)
+    want = expected.session()
+    monkeypatch.setattr(ops, "ROTARY_ROWS", 8)
+    grown = model(replace(LLAMA, max_positions=2**31), dtype=dtype)
+    if fixed:
+        grown._static = CudaGraphRunner(grown._path)  # type: ignore[arg-type]
+    got = grown.session()
+    for first in range(0, len(ids), 10):  # many short passes, and a tree after each
+        for session in (want, got):
+            session.extend(ids[first : first + 10])
+        a, b = want.score(TREE).logits, got.score(TREE).logits
+        assert torch.allclose(a, b, rtol=0, atol=1e-10) if fixed else torch.equal(a, b)
+    assert torch.equal(grown.logits(ids), expected.logits(ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_tables_grow_between_passes_and_not_in_layers(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """200 tokens, one a pass, through three layers: larger tables are made once each."""
+    monkeypatch.setattr(ops, "ROTARY_ROWS", 8)
+    sizes: list[int] = []
+    for module in (engine, blocks):
+        make = module.rotary_tables
+        monkeypatch.setattr(
+            module,
+            "rotary_tables",
+            lambda *given, make=make: (sizes.append(given[3]), make(*given))[1],
+        )
+    session = model(replace(LLAMA, max_positions=2**31), dtype=dtype).session()
+    session.extend([0])
+    session.score(TokenTree())
+    sizes.clear()  # those of loading
+    for i in range(200):
+        session.extend([i % V])
+        session.score(TokenTree())
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == 256

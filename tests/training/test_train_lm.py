@@ -16,7 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.model import Model
 from tinyspec.training import corpus
-from tinyspec.training.recipe import read_recipe
+from tinyspec.training.recipe import read_recipe, read_translation_recipe
 from tinyspec.training.train_lm import distillation_loss, train_lm
 
 RECIPE = """
@@ -183,3 +183,15 @@ def test_the_zoo_fits_its_budget(name: str) -> None:
     limit = {"storyteller": 18e6, "apprentice": 6e6}[name]
     assert 2 * recipe.config().parameters() < limit, "bytes in bfloat16; together at most 24 MB"
     assert Model.random(recipe.config()).config.max_positions == 512
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[", "\xff", "seed = " + "9" * 5000, "a = " + "[" * 5000, "[train]\nsteps = []", "a = 1"],
+)
+def test_a_recipe_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, text: str) -> None:
+    (tmp_path / "recipe.toml").write_text(text, encoding="latin-1")
+    for read in (read_recipe, read_translation_recipe):
+        with pytest.raises(TinyspecError, match=r"recipe\.toml: ") as error:
+            read(tmp_path / "recipe.toml")
+        assert "\n" not in str(error.value)

@@ -42,6 +42,8 @@ def chat(ctx: click.Context, /, method: str, system: str | None, stats: bool, **
       tinyspec chat
       tinyspec chat --model path/to/folder -t 0.7 --top-p 0.9 --system "Answer in one sentence."
     """
+    from tinyspec.generation import check_options
+
     chosen = base.GenerateOptions.take(ctx, given, method)
     target, drafts = chosen.load()
     if not target.tokenizer.has_chat:
@@ -51,6 +53,7 @@ def chat(ctx: click.Context, /, method: str, system: str | None, stats: bool, **
         )
     opening = [{"role": "system", "content": system}] if system else []
     options = {"method": method, "draft": drafts, **chosen.settings, **chosen.knobs[0]}
+    check_options(**options)
     Conversation(target, opening, options, stats).run()
 
 

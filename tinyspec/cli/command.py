@@ -33,6 +33,9 @@ class OneLine(click.ClickException):
 
     exit_code = 2
 
+    def __init__(self, message: str):
+        super().__init__(str(TinyspecError(message)))  # on one line, whatever it quotes
+
     def show(self, file: Any = None) -> None:
         click.echo(f"tinyspec: {self.message}", file=file or sys.stderr)
 
@@ -56,6 +59,8 @@ def error_in_one_line(error: Exception) -> str:
         return message
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, MemoryError):
+        return "memory is out: use a smaller model, fewer --max-new-tokens, or smaller knobs"
     if type(error).__name__ == "OutOfMemoryError":  # torch's; torch may not even be loaded here
         return (
             "CUDA is out of memory: use --dtype bfloat16, fewer --max-new-tokens, "

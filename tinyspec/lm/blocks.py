@@ -21,7 +21,15 @@ from torch.nn import functional as F
 
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.lm.ops import attend, attend_causal, linear, rotary_tables, rotate, scatter_logits
+from tinyspec.lm.ops import (
+    attend,
+    attend_causal,
+    linear,
+    rotary_rows,
+    rotary_tables,
+    rotate,
+    scatter_logits,
+)
 
 AttendFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries over keys and values, and over what was cached before: [..., q_dim]."""
@@ -55,8 +63,13 @@ class Blocks:
         self.head_ids = (
             torch.tensor(config.head_ids, device=self.device) if config.head_ids else None
         )
-        self.rotary = rotary_tables(config, weights["embed"].dtype, self.device)
+        self.rotary = self._make_rotary(0)
         self.bind_weights()
+
+    def _make_rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return tables of cos and sin that hold so many positions, or all of the context."""
+        rows = rotary_rows(self.config, positions)
+        return rotary_tables(self.config, self.weights["embed"].dtype, self.device, rows)
 
     def bind_weights(self) -> None:
         """Look up the tensors of every layer in `weights`."""
@@ -79,11 +92,18 @@ class Blocks:
 
     # ------------------------------------------------------------------ the parts of a layer
 
-    def rotary_at(self, positions: slice | Tensor | list[int]) -> tuple[Tensor, Tensor]:
+    def reserve_rotary(self, positions: int) -> tuple[Tensor, Tensor]:
+        """Return the tables of cos and sin, after they were grown to so many positions."""
+        if len(self.rotary[0]) < min(positions, self.config.max_positions):
+            self.rotary = self._make_rotary(positions)
+        return self.rotary
+
+    def rotary_at(self, positions: slice | list[int]) -> tuple[Tensor, Tensor]:
         """Return cos and sin of these positions; empty tables if positions are learned."""
         if self.config.positions != "rope":
             return self.rotary
-        cos, sin = self.rotary
+        last = positions.stop if isinstance(positions, slice) else max(positions) + 1
+        cos, sin = self.reserve_rotary(last)
         return cos[positions], sin[positions]
 
     def normalize(self, x: Tensor, gain: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,7 +7,9 @@ The packed weights are the only copy: a weight that is read by name is unpacked.
 """
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -20,7 +22,7 @@ from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
 from tinyspec.lm.host import trim_heap
-from tinyspec.lm.ops import rotary_tables
+from tinyspec.lm.ops import rotary_rows, rotary_tables
 
 NextTokenFn = Callable[[Any], int | None]
 """Logits [V], an array or without compiled layers a tensor -> the next token; None: stop."""
@@ -175,15 +177,14 @@ class Engine:
             )
             for i in range(config.n_layers)
         ]
-        rotary = config.positions == "rope"
-        cos, sin = rotary_tables(config, torch.float32, torch.device("cpu"))
         own: dict[str, Any] = {}
         if config.qk_norm:
             pairs = [
                 [_norm_arrays(plain, f"{i}.{p}_norm")[0] for p in "qk"] for i in range(len(layers))
             ]
             own["head_norms"] = pairs
-        self._compiled: Any = _core.compute.Engine(
+        self._make_compiled = partial(
+            _core.compute.Engine,
             layers,
             _norm_arrays(plain, "norm"),
             ours["embed" if config.tied else "head"],
@@ -197,10 +198,27 @@ class Engine:
             half=self.embed.dtype == torch.bfloat16,
             eps=config.norm_eps,
             scale=1 / math.sqrt(config.head_dim),
-            cos=cos[:, 0].numpy() if rotary else None,
-            sin=sin[:, 0].numpy() if rotary else None,
             **own,
         )
+        self._reach = 0
+        self._reserve_rotary(1)
+
+    def _reserve_rotary(self, slots: int) -> None:
+        """Grow the tables of cos and sin to the slots of a cache: no position is above its slot.
+
+        The compiled layers are made anew, so that a pass in another thread keeps its own tables.
+        They only point to the weights.
+        """
+        if slots <= self._reach:
+            return
+        config, tables = self.config, dict[str, Any]()
+        rows = rotary_rows(config, slots)
+        if config.positions == "rope":
+            cos, sin = rotary_tables(config, torch.float32, torch.device("cpu"), rows)
+            tables = {"cos": cos[:, 0].numpy(), "sin": sin[:, 0].numpy()}
+        self._compiled: Any = self._make_compiled(**tables)
+        whole = config.positions != "rope" or rows == config.max_positions
+        self._reach = sys.maxsize if whole else rows
 
     def _wrap_matrix(
         self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]
@@ -270,6 +288,7 @@ class Engine:
 
         seen  what `ForwardBatch.visible_slots` returns
         """
+        self._reserve_rotary(cache.capacity)
         session = cache.address, cache.capacity, slots, positions, seen, None
         self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 
@@ -326,6 +345,7 @@ class Engine:
         # A visible set may change with the layer: then each layer is a call of its own.
         layered = any(feed.plan.visible is not None for feed, _ in group)
         marks = [first, *range(first // 2 * 2 + 2, last, 2), last] if layered else [first, last]
+        self._reserve_rotary(max(feed.cache.capacity for feed, _ in group))
         for begin, end in pairwise(marks):
             sessions = [self._describe_session(feed, chosen, begin // 2) for feed, chosen in group]
             self._compiled.run(numbers, begin, end, sessions, torch.get_num_threads(), copying)

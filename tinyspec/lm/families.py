@@ -102,7 +102,7 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
             f"{source}: an encoder-decoder, which translates and extends no text: "
             "use `tinyspec translate`, or tinyspec.load_translator and translate"
         )
-    if family not in FAMILIES:
+    if not isinstance(family, str) or family not in FAMILIES:
         raise TinyspecError(
             f"{source}: unknown architecture {family!r} (model_type); known: "
             + ", ".join(f"{name} ({known.architecture})" for name, known in FAMILIES.items())

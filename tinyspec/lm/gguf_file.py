@@ -22,7 +22,7 @@ from tinyspec.lm import families
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import ConfigReader, from_hf
 from tinyspec.lm.ops import rotary_frequencies
-from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.lm.tokenizer import Tokenizer, catch_panics
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -64,7 +64,8 @@ def read_gguf(
         _unpermute_all(config, theirs)
     weights = families.from_checkpoint(config, theirs, str(path), gguf=True)
     try:
-        tokenizer = build_tokenizer(metadata, str(path))
+        with catch_panics():
+            tokenizer = build_tokenizer(metadata, str(path))
     except TinyspecError:
         raise
     except Exception as error:  # tokens that are not text, ids out of range, and so on
@@ -197,9 +198,11 @@ def _infer_llama3_scaling(config: Config, factors: Tensor, source: str) -> dict[
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    guess = rotary_frequencies(replace(config, rope_scaling=scaling))
-    if factors.shape != guess.shape or not torch.allclose(
-        rotary_frequencies(config) / factors, guess, rtol=1e-5
+    # The number of factors is compared first: a damaged head_dim may be 2**31.
+    if factors.shape != (config.head_dim // 2,) or not torch.allclose(
+        rotary_frequencies(config) / factors,
+        rotary_frequencies(replace(config, rope_scaling=scaling)),
+        rtol=1e-5,
     ):
         raise TinyspecError(
             f"{source}: {_ROPE_FACTORS} is not the llama3 scaling known here; "

@@ -137,14 +137,30 @@ def _scale_llama3(freq: Tensor, scaling: dict[str, float]) -> Tensor:
     return torch.where(between, mixed, stretched)
 
 
-def rotary_tables(
-    config: Config, dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Return cos and sin of every position, each [max_positions, 1, hd]; sin has the sign in it.
+ROTARY_ROWS = 4096  # positions of the first tables of cos and sin: a millisecond, a few megabytes
 
-    The axis of size 1 broadcasts over heads. A model with learned positions gets empty tables.
+
+def rotary_rows(config: Config, positions: int) -> int:
+    """Return how many positions the tables of cos and sin have, where so many are needed.
+
+    The number doubles from ROTARY_ROWS on. What config.json calls the context may be larger by far
+    than any text, and its number may be damaged: tables of 2**31 positions fill no memory here.
     """
-    n = config.max_positions if config.positions == "rope" else 0
+    rows = ROTARY_ROWS
+    while rows < positions:
+        rows *= 2
+    return min(rows, config.max_positions)
+
+
+def rotary_tables(
+    config: Config, dtype: torch.dtype, device: torch.device, n: int
+) -> tuple[Tensor, Tensor]:
+    """Return cos and sin of positions 0..n-1, each [n, 1, hd]; sin has the sign in it.
+
+    The axis of size 1 broadcasts over heads. A model with learned positions gets empty tables. No
+    bit of a row depends on n.
+    """
+    n = n if config.positions == "rope" else 0
     precise = torch.float64 if dtype == torch.float64 else torch.float32
     angles = torch.outer(
         torch.arange(n, dtype=precise), rotary_frequencies(config).to(precise)

@@ -48,6 +48,9 @@ class FixedShapePass:
     def __init__(self, blocks: Blocks, store: Tensor, size: int):
         self.blocks, self.store, self.size = blocks, store, size
         device, slots = store.device, store.shape[3]
+        # A position is never above its slot. A graph reads these tables wherever they lie, so the
+        # pass holds them, also after the model has made larger ones.
+        self.rotary = blocks.reserve_rotary(slots)
         self.inputs = torch.zeros(3, size, dtype=torch.long, device=device)
         self.visible = torch.ones(size, slots, dtype=torch.bool, device=device)
         self.states = self.normed = self.logits = torch.empty(0)
@@ -60,7 +63,9 @@ class FixedShapePass:
         x = F.embedding(tokens, blocks.embed)
         if c.positions == "learned":
             x = x + blocks.weights["positions"][positions]
-        rotary = blocks.rotary_at(positions)
+        rotary = self.rotary
+        if c.positions == "rope":
+            rotary = rotary[0][positions], rotary[1][positions]
         mask = additive_mask(self.visible, c.n_heads // c.n_kv_heads, x.dtype)
         states = [x]
         for block, (keys, values) in zip(blocks.layers, self.store, strict=True):

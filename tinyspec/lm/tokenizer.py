@@ -5,22 +5,20 @@ No character of a text is lost on the way.
 
 import codecs
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from datetime import datetime
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, Self
+from typing import Any, Protocol, Self
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.chat_template import Message, render_chat
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
@@ -93,72 +91,6 @@ class WindowStream:
         return new
 
 
-Message = Mapping[str, str]
-
-
-class _Generation(Extension):
-    """`{% generation %}` marks the assistant's part for training; for us it is its content."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_template_error(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, >, & and ' for HTML; a prompt is not HTML.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def render_chat(
-    template: str,
-    messages: Sequence[Message],
-    add_generation_prompt: bool,
-    tokens: Mapping[str, str],
-) -> str:
-    """Return messages as one text, by the checkpoint's template.
-
-    tokens  variables of the template: `bos_token`, `eos_token`, ...
-
-    Raises TinyspecError for a message without text, and for what the template itself rejects.
-    """
-    plain = []
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(k), str) for k in ("role", "content")
-        ):
-            raise TinyspecError(
-                f'chat message {i}: expected {{"role": text, "content": text}}, got {message!r}'
-            )
-        plain.append({str(k): v for k, v in message.items()})
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    variables = {**tokens, "messages": plain, "add_generation_prompt": add_generation_prompt}
-    try:
-        return environment.from_string(template).render(tools=None, documents=None, **variables)
-    except jinja2.TemplateError as error:
-        raise TinyspecError(f"the chat template refuses these messages: {error.message}") from error
-    except (TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
-        raise TinyspecError(f"the chat template fails on these messages: {error}") from error
-
-
 def _byte_alphabet() -> dict[str, int]:
     """Return the byte of each character in GPT-2's byte alphabet.
 
@@ -179,6 +111,38 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_alphabet()
+
+
+PROBE = "Aé 1 中\n\U0001f600"  # letters, a digit, spaces, and characters of two to four bytes
+_stderr = threading.Lock()
+
+
+@contextmanager
+def catch_panics() -> Iterator[None]:
+    """Turn a panic of the `tokenizers` library into a ValueError.
+
+    The library is written in Rust, where a failed assertion is a *panic*. In Python it is a
+    BaseException, so that `except Exception` lets it pass.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+@contextmanager
+def _mute_panics() -> Iterator[None]:
+    """Keep what Rust prints of a panic from standard error, by itself and with a backtrace."""
+    with _stderr, ExitStack() as stack:
+        with suppress(OSError):  # there is no standard error: nothing to keep clean
+            kept = os.dup(2)
+            stack.callback(os.close, kept)
+            stack.callback(os.dup2, kept, 2)
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), 2)
+        yield
 
 
 class Tokenizer:
@@ -211,17 +175,21 @@ class Tokenizer:
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
             )
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
+            with _mute_panics(), catch_panics():
+                backend = tokenizers.Tokenizer.from_file(str(file))
+                _probe(backend)
         except Exception as error:  # the library raises bare Exception for a file it cannot parse
             raise TinyspecError(
-                f"{file}: not a tokenizer ({error}); fetch or save it again"
+                f"{file}: not a tokenizer ({_shorten(error)}); fetch or save it again"
             ) from error
         config: dict[str, Any] = {}
         if (path_config := folder / "tokenizer_config.json").is_file():
             try:
                 config = json.loads(path_config.read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise TinyspecError(f"{path_config}: not valid JSON ({error})") from error
+            except (ValueError, RecursionError) as error:
+                raise TinyspecError(
+                    f"{path_config}: not valid JSON ({error}); fetch or save it again"
+                ) from error
             if not isinstance(config, dict):
                 raise TinyspecError(
                     f"{path_config}: expected a JSON object, got {type(config).__name__}"
@@ -235,7 +203,12 @@ class Tokenizer:
             }
             template = named.get("default")
         if (path_template := folder / "chat_template.jinja").is_file():
-            template = path_template.read_text(encoding="utf-8")
+            try:
+                template = path_template.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise TinyspecError(
+                    f"{path_template}: not a text in UTF-8 ({error}); fetch or save it again"
+                ) from error
         return cls(backend, config, template if isinstance(template, str) else None)
 
     def save(self, path: str | Path) -> None:
@@ -259,24 +232,24 @@ class Tokenizer:
         # The library means by this: encode special tokens as ordinary text.
         self.backend.encode_special_tokens = not special
         try:
-            return list(self.backend.encode(text, add_special_tokens=False).ids)
+            with catch_panics():
+                return list(self.backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeError) as error:
             raise TinyspecError(
                 f"this text cannot be encoded ({error}); pass a str without lone surrogates"
             ) from error
         except Exception as error:  # the vocabulary lacks a character and has no unk token
             raise TinyspecError(
-                f"this text cannot be encoded with this vocabulary: {error}"
+                f"this text cannot be encoded with this vocabulary: {_shorten(error)}"
             ) from error
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on all cores."""
         self.backend.encode_special_tokens = True
         try:
-            return [
-                list(one.ids)
-                for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-            ]
+            with catch_panics():
+                ran = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [list(one.ids) for one in ran]
         except Exception:  # one of them cannot be encoded: say which error it is
             return [self.encode(text) for text in texts]
 
@@ -286,10 +259,15 @@ class Tokenizer:
         Ids beyond the vocabulary, which a padded embedding has, have no text.
         """
         try:
-            return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
+            with catch_panics():
+                return str(self.backend.decode(list(ids), skip_special_tokens=skip_special))
         except (OverflowError, TypeError) as error:
             raise TinyspecError(
                 f"token ids are whole numbers from 0 to {self.vocab_size - 1}: {error}"
+            ) from error
+        except Exception as error:  # a decoder that fails on these tokens
+            raise TinyspecError(
+                f"these tokens cannot be decoded: {_shorten(error)}; fetch tokenizer.json again"
             ) from error
 
     def stream(self, skip_special: bool = True) -> Detokeniser:
@@ -391,4 +369,24 @@ class Tokenizer:
 
     def _id_of(self, name: str) -> int | None:
         text = self._named_tokens().get(name)
-        return None if text is None else self.backend.token_to_id(text)
+        with suppress(UnicodeError):  # half a character: no token has it
+            return None if text is None else self.backend.token_to_id(text)
+        return None
+
+
+def _probe(backend: tokenizers.Tokenizer) -> None:
+    """Encode and decode PROBE: some tokenizers can be read, and then panic at every text.
+
+    That a vocabulary lacks its characters is no fault.
+    """
+    ids = list(range(min(backend.get_vocab_size(), 8)))
+    with suppress(Exception):
+        ids = backend.encode(PROBE, add_special_tokens=True).ids or ids
+    with suppress(Exception):
+        backend.decode(ids)
+
+
+def _shorten(error: Exception) -> str:
+    """Return what the library says, on one line of at most 200 characters."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."

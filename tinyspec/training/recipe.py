@@ -212,8 +212,8 @@ def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such recipe") from None
     except (
-        *(TinyspecError, tomllib.TOMLDecodeError, UnicodeDecodeError, TypeError, AttributeError),
-    ) as error:
+        *(TinyspecError, ValueError, TypeError, AttributeError, RecursionError, OSError),
+    ) as error:  # ValueError: no TOML, no UTF-8, a number of 5,000 digits
         raise TinyspecError(f"{path}: {error}") from error
 
 

@@ -415,9 +415,9 @@ def _parse_numbers(knob: str, text: str) -> list[float]:
     drafts=1,
     timed=True,
     knobs=(
-        Knob("nodes", 32, "most tokens in a tree", low=1, high=1024, small=(1, 2)),
-        Knob("depth", 8, "greatest depth of a tree", low=1, high=64, small=(2,)),
-        Knob("ranks", 8, "most children of a node", low=1, high=64, small=(2,)),
+        Knob("nodes", 32, "most tokens in a tree", low=1, high=512, small=(1, 2)),
+        Knob("depth", 8, "greatest depth of a tree", low=1, high=32, small=(2,)),
+        Knob("ranks", 8, "most children of a node", low=1, high=16, small=(2,)),
         Knob(
             "accepts",
             "",

@@ -201,7 +201,7 @@ class StagedDrafter(ModelDrafter):
     guarantee=Guarantee.EXACT,
     drafts=1,
     knobs=(
-        Knob("budget", 8, "nodes of the tree", low=1, high=1024, small=(3, 4)),
+        Knob("budget", 8, "nodes of the tree", low=1, high=512, small=(3, 4)),
         Knob("width", 2, "children that a leaf gets at a time", low=1, high=1024, small=(2, 1)),
         Knob("children", "drawn", "how they are found", choices=("drawn", "likeliest")),
         Knob(

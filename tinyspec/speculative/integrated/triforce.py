@@ -275,7 +275,7 @@ def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
             [F.rms_norm(q, (c.head_dim,), gain, c.norm_eps) for q, gain in normed]
         )
     if c.positions == "rope":
-        cos, sin = rotary_tables(c, states.dtype, states.device)
+        cos, sin = rotary_tables(c, states.dtype, states.device, position + 1)
         queries = rotate(queries, cos[position], sin[position])
     return queries
 
