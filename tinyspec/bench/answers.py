@@ -374,7 +374,7 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
         f"{arms[PLAIN]['jobs']} requests, {count_things(settings['rounds'], 'round')}. "
         "*Same text*: answers that equal plain decoding's. Quartiles, counts, memory and every "
         f"peer against every other: [{page}]({page}).",
-        *describe_additions(result, settings["methods"]),
+        *describe_additions(result, settings.get("methods", ())),
     ]
     if ratios := dict(list_ratios(result)):
         blocks.append(
