@@ -381,7 +381,7 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
         f"*Same text*: answers that equal plain decoding's. {describe_unusual_knobs(result)}"
         "Quartiles, counts, memory and every "
         f"peer against every other: [{page}]({page}).",
-        *describe_additions(result, settings["methods"]),
+        *describe_additions(result, settings.get("methods", ())),
     ]
     if ratios := dict(list_ratios(result)):
         blocks.append(
