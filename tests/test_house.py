@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2870,
+    "root + show": 2961,
     "_core": 843,
-    "lm": 4026,
+    "lm": 4339,
     "decoding": 1435,
     "chapters": 5360,
-    "laws": 9792,
-    "museum": 3451,
+    "laws": 10502,
+    "museum": 3511,
     "training": 2565,
     "bench": 6059,
     "grade": 3523,
-    "cli": 2476,
+    "cli": 2482,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

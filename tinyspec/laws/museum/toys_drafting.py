@@ -5,6 +5,7 @@ from functools import partial
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.kernels import Kernels
 from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
@@ -236,6 +237,7 @@ found = found._replace(tokens=tokens, parents=parents, weights=weights)""",
 return (), rng.draw(p[-1]), ()""",
         Kernels.verify_tree,
         law=JOINT,
+        also=(Patch(verify_tree, "all(q is None for q in tree.draft_probs)", "False"),),
     ),
     _recycling(
         "rejected distributions are thrown away",
