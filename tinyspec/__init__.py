@@ -142,8 +142,8 @@ def generate(
     chat     treat a text prompt as a user's message in the model's chat template
     references      texts that a method may copy from (llma)
     seed     the same seed gives the same text, whatever ran before. Methods whose drafts have no
-             probabilities (as llma) write plain decoding's text with that seed; above temperature 0,
-             methods that plan by the clock do not keep their text. `tinyspec methods NAME` says
+             probabilities (as llma) write plain decoding's text with that seed. Above temperature
+             0, methods that plan by the clock do not keep their text. `tinyspec methods NAME` says
              what one seed promises
 
     Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list

@@ -228,8 +228,8 @@ class Card:
     lossy           the knob that trades the guarantee for speed, and its neutral value
     kind            decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing
     hidden          reads hidden states, so it is proved on small transformers, not on tables
-    point_masses    no node of its own declares a distribution: above temperature 0 too, a seed gives
-                    plain decoding's text (unless a draft model takes part)
+    point_masses    no node of its own declares a distribution: a seed gives plain decoding's text,
+                    at any temperature (unless a draft model takes part)
     coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
                     by path
     persistent      its state outlives a request

@@ -63,7 +63,8 @@ def _tabulate_claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -
     rows = [
         "| lossless | greedy text identical to plain decoding's on "
         f"{answers.count_identical(bits)} of {bits['questions']} "
-        f"Spec-Bench questions, in {bits['dtype']} (a property of our CPU kernels) | `tinyspec bench equality` |",
+        f"Spec-Bench questions, in {bits['dtype']} (a property of our CPU kernels) "
+        "| `tinyspec bench equality` |",
         f"| faster | `auto` on SmolLM2-135M: {report.format_speedup(auto, 'x')} on Spec-Bench, "
         f"{report.format_speedup(edits, 'x')} on text edits "
         f"| `tinyspec bench --methods auto`, [settings]({tutorials}results/bench.md) |",

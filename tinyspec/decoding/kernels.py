@@ -120,8 +120,8 @@ class Kernels:
     def token_sampler(self, tree: TokenTree, p: Any, rng: "RandomSource") -> TokenSampler:
         """Return (node, depth) -> the target's token after a node: greedy, or sampled from p[node].
 
-        A sampled token's uniform belongs to its position in the text, which is len(p.context) + depth. Raises
-        TinyspecError if a draft token is outside of the vocabulary.
+        A sampled token's uniform belongs to its position in the text, len(p.context) + depth.
+        Raises TinyspecError if a draft token is outside of the vocabulary.
         """
         greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: needs no distribution
         if greedy_token is not None and (first := greedy_token(ROOT)) is not None:
