@@ -254,12 +254,12 @@ def test_samples_of_one_arm_have_the_same_knobs(tmp_path: Path) -> None:
         again.note_knobs({"llma": {"k": 5}})
 
 
-def test_no_knobs_are_claimed_for_samples_that_came_without_a_record(tmp_path: Path) -> None:
+def test_samples_that_came_without_their_knobs_are_not_added_to(tmp_path: Path) -> None:
     hand, path = Hand(), tmp_path / "r.json"
     done(begun(path), hand, arms(hand))
     old = reopened(path)
-    old.note_knobs({"llma": {"k": 4}})
-    assert "knobs" not in old.as_dict()
+    with pytest.raises(TinyspecError, match="does not tell the knobs .* start anew"):
+        old.note_knobs({"llma": {"k": 4}})
 
 
 # ------------------------------------------------------------- books that do not balance (B41, B44)

@@ -173,7 +173,7 @@ def finish_layer(c: Config, w: Weights, x: Tensor, mixed: Tensor) -> Tensor:
 
 def run_dense_layer(c: Config, w: Weights, x: Tensor) -> Tensor:
     """Return the layer's outputs [n, d] of a whole text, with a causal mask."""
-    cos, sin = rotary_tables(c, x.dtype, x.device)
+    cos, sin = rotary_tables(c, x.dtype, x.device, c.max_positions)
     q, k, v = project(c, w, x, cos[: len(x)], sin[: len(x)])
     return finish_layer(c, w, x, attend_causal(q[None], k[None], v[None])[0])
 
@@ -186,7 +186,9 @@ class LayerRows:
 
     def __init__(self, config: Config, weights: Weights):
         self.config, self.weights = config, weights
-        self.cos, self.sin = rotary_tables(config, torch.float64, torch.device("cpu"))
+        self.cos, self.sin = rotary_tables(
+            config, torch.float64, torch.device("cpu"), config.max_positions
+        )
         self.rows: list[tuple[int, int, Tensor, Tensor, Tensor]] = []
 
     def run(self, x: Tensor, parent: int) -> int:

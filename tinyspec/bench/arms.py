@@ -11,14 +11,14 @@ are counted from the ids that came back, by one counter for all arms.
 import copy
 import gc
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from tinyspec import models
-from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings, read_arms
+from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.stores import prepare_arm
 from tinyspec.bench.tasks import Job, choose_items, list_jobs
 from tinyspec.decoding.rng import Seeded
@@ -29,7 +29,7 @@ from tinyspec.generation import start_generation
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft
-from tinyspec.technique import Request, find_technique, json_number
+from tinyspec.technique import Request, find_technique
 
 Clock = Callable[[], float]
 
@@ -290,22 +290,6 @@ def make_technique_arms(settings: BenchSettings, model: Model, draft: Draft) -> 
     for spec in specs:
         find_technique(spec.name).settings(dict(spec.knobs))
     return [TechniqueArm(spec, model, settings, draft) for spec in specs]
-
-
-def resolve_knobs(labels: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return every knob's value of our arms, by label. A result records them.
-
-    >>> resolve_knobs(["speculative_decoding:gamma=2"])["speculative_decoding:gamma=2"]["gamma"]
-    2
-    """
-    return {
-        spec.label: {
-            name: json_number(value)
-            for name, value in find_technique(spec.name).settings(dict(spec.knobs)).items()
-        }
-        for spec in read_arms(labels)
-        if not spec.is_peer
-    }
 
 
 def make_plain_decoder(model: Model, known: dict[str, list[int]]) -> Callable[[Job], list[int]]:

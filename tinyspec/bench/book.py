@@ -130,11 +130,14 @@ class SampleBook:
     def note_knobs(self, knobs: Mapping[str, Mapping[str, Any]]) -> None:
         """Record the knobs that each arm runs with.
 
-        Nothing is recorded for a file whose samples were taken without a record: theirs are not
-        known. Raises TinyspecError if an arm would go on with other values than its samples have.
+        Raises TinyspecError if an arm would go on with other values than its samples have, or if
+        the file has samples and does not tell their knobs.
         """
         if self.samples and "knobs" not in self.rest:
-            return
+            raise TinyspecError(
+                f"{self.path}: it does not tell the knobs that its samples were taken with, and "
+                "defaults have changed since: start anew"
+            )
         noted = self.rest.setdefault("knobs", {})
         for arm, now in knobs.items():
             then = noted.setdefault(arm, dict(now))

@@ -71,12 +71,6 @@ def run_bench(
         )
         book.rest |= {"chapter": chapter, "built": built}
     contestants = own.make_technique_arms(book.settings, model, draft)
-    knobs = own.resolve_knobs(book.settings.methods)
-    if book.samples and book.rest.get("knobs") != knobs:
-        raise TinyspecError(
-            "--resume: the file's samples were taken with other defaults of knobs; start anew"
-        )
-    book.rest["knobs"] = knobs
     room = max(curve.CACHED + max(curve.KS), *(len(job.ids) + job.tokens for job in jobs)) + 1
     contestants += peers.make_peer_arms(
         [spec for spec in book.settings.arms if spec.is_peer], book.settings, model, room

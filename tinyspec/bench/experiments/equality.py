@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyspec import data, models
-from tinyspec.bench.arms import decode_to_length, resolve_knobs
+from tinyspec.bench.arms import decode_to_length
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import (
     read_unfinished,
@@ -114,7 +114,10 @@ def measure_equality(
         "dtype": given.dtype,
         "tokens_each": given.tokens,
         "methods": list(given.methods),
-        "knobs": resolve_knobs(given.methods),
+        "knobs": {
+            **{arm: record_knobs(find_technique(arm).settings({})) for arm in given.methods},
+            REHEARSED: record_knobs(find_technique("llma").settings({})),
+        },
     }
     done: list[EqualitySample] = read_unfinished(
         out, resume, "equality", settings, _read_samples, []
@@ -151,13 +154,6 @@ def _make_result(settings: dict[str, Any], samples: Sequence[EqualitySample]) ->
             "tokens_per_call": {
                 arm: round(tokens * len(own) / sum(sample.calls for sample in own), 3)
                 for arm, own in by_arm.items()
-            },
-            "knobs": {
-                **{
-                    arm: record_knobs(find_technique(arm).settings({}))
-                    for arm in settings["methods"]
-                },
-                REHEARSED: record_knobs(find_technique("llma").settings({})),
             },
             "columns": list(EqualitySample._fields),
             "rows": [list(sample) for sample in samples],
