@@ -158,7 +158,7 @@ CODE_LINES = {
     "lm": 4339,
     "decoding": 1435,
     "chapters": 5360,
-    "laws": 10502,
+    "laws": 10664,
     "museum": 3511,
     "training": 2565,
     "bench": 6059,

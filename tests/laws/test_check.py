@@ -220,7 +220,7 @@ def test_a_mistake_of_long_drafts_rare_tokens_contexts_or_state_is_found(name: s
 def test_the_report_says_what_was_covered_and_what_not() -> None:
     lines = str(check(published.textbook, seconds=3)).splitlines()
     assert lines[0].endswith("(exactly; V 2-8, gamma 1-5)")
-    assert lines[1] == "  the same on float64 rows: 668 cases"
+    assert lines[1] == "  the same on float64 rows: 690 cases"
     assert re.fullmatch(r"  then \d+ random cases, \d+ outcomes \(V 2-8, gamma 1-6\)", lines[2])
     assert re.fullmatch(
         "  not covered: larger vocabularies and longer drafts; "
@@ -374,7 +374,7 @@ def test_check_prints_a_proof_and_returns_it(capsys: pytest.CaptureFixture[str])
     assert result
     assert result.counterexample is None
     assert capsys.readouterr().out == f"{result}\n"
-    assert str(result).startswith("joint law: kept in 668 cases, ")
+    assert str(result).startswith("joint law: kept in 690 cases, ")
     assert repr(result) == "<CheckResult kept: joint law>"
 
 

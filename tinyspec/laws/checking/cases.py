@@ -20,10 +20,21 @@ PRIMES = (5, 7, 11, 13, 101, 1009)
 """Denominators of deep cases: rounding does not hide, and no threshold is met by accident."""
 MOST_VOCABULARY, MOST_GAMMA, MOST_TOKENS = 8, 6, 8
 """How large a random case may be: tokens of the vocabulary, of a draft, and of a text."""
+RARE = 8
+"""The largest weight of a rare token, of 1009: below 1/100."""
 DEEP_DRAFTS = 60
 """How many drafts q may make in a deep case, about: each has a few outcomes."""
 SIMPLER_ROWS = 150
 """How many simpler distributions are tried for one when a case is made smaller."""
+
+
+def texts_up_to(vocabulary: int, length: int) -> list[tuple[int, ...]]:
+    """Return every text of up to `length` tokens, the shortest first.
+
+    >>> texts_up_to(2, 1)
+    [(), (0,), (1,)]
+    """
+    return [text for n in range(length + 1) for text in product(range(vocabulary), repeat=n)]
 
 
 @dataclass(frozen=True)
@@ -66,11 +77,7 @@ class SmallModel:
             return [
                 list(self.probs[min(length, len(self.probs) - 1)]) for length in range(depth + 1)
             ]
-        texts = [
-            text
-            for length in range(depth + 1)
-            for text in product(range(len(self.probs[0])), repeat=length)
-        ]
+        texts = texts_up_to(len(self.probs[0]), depth)
         return {text: list(self.next_probs(text)) for text in texts}
 
 
@@ -78,7 +85,7 @@ class SmallModel:
 class CheckCase:
     """A target p, a draft q, gamma draft tokens, and how many output tokens are compared.
 
-    context  the text that a drafter continues
+    context  the text before, which a drafter continues
     """
 
     p: SmallModel
@@ -247,8 +254,7 @@ def draw_deep_round(rng: random.Random, vocabulary: int, gamma: int, whole: int)
         sizes = draw_support_sizes(rng, vocabulary, gamma)
     more = vocabulary if gamma <= 2 else 2
     pairs = [draw_row_pair(rng, vocabulary, whole, size, more) for size in (*sizes, 2)]
-    p, q = ([pair[i] for pair in pairs] for i in range(2))
-    return CheckCase(SmallModel(tuple(p)), SmallModel(tuple(q[:gamma])), gamma, gamma + 1)
+    return make_round_case(pairs)
 
 
 def deep_round_cases() -> Iterator[CheckCase]:
@@ -270,12 +276,91 @@ def deep_round_cases() -> Iterator[CheckCase]:
             yield draw_deep_round(rng, vocabulary, gamma, whole)
 
 
+def move_unit(rng: random.Random, row: Exact, whole: int) -> Exact:
+    """Return the distribution with 1/whole less of one token, and 1/whole more of another.
+
+    >>> row = move_unit(random.Random(0), (Fraction(2, 7), Fraction(5, 7)), 7)
+    >>> sorted(row) in ([Fraction(1, 7), Fraction(6, 7)], [Fraction(3, 7), Fraction(4, 7)])
+    True
+    """
+    less = rng.choice([token for token, x in enumerate(row) if x * whole > 1])
+    more = rng.choice([token for token in range(len(row)) if token != less])
+    changes = {less: Fraction(-1, whole), more: Fraction(1, whole)}
+    return tuple(x + changes.get(token, 0) for token, x in enumerate(row))
+
+
+def draw_near_pairs(
+    rng: random.Random, vocabulary: int, whole: int, places: int
+) -> list[tuple[Exact, Exact]]:
+    """Return p and q for some positions: all are alike, and one token is rare.
+
+    A rule that takes what is close for equal, or what is rare for impossible, is wrong on them.
+    """
+    rare, rest = rng.randint(1, min(RARE, whole // 10)), list(range(vocabulary))
+    token = rest.pop(rng.randrange(vocabulary))
+    row = list(draw_row(rng, rest, vocabulary, whole - rare))
+    row = [x * (whole - rare) / whole for x in row]
+    row[token] = Fraction(rare, whole)
+    pairs = list[tuple[Exact, Exact]]()
+    for _ in range(places):
+        q = move_unit(rng, tuple(row), whole)
+        pairs.append((move_unit(rng, q, whole), q))
+    return pairs
+
+
+def draw_wide_pair(rng: random.Random, vocabulary: int, whole: int) -> tuple[Exact, Exact]:
+    """Return p and q for one position: p has all tokens, and q has one."""
+    tokens = range(vocabulary)
+    return draw_row(rng, tokens, vocabulary, whole), draw_row(
+        rng, rng.sample(tokens, 1), vocabulary, 1
+    )
+
+
+def make_round_case(pairs: Sequence[tuple[Exact, Exact]]) -> CheckCase:
+    """Return a case of one round with p and q for each position; the last one has no draft."""
+    p, q = (SmallModel(tuple(pair[i] for pair in pairs)) for i in range(2))
+    return CheckCase(p, replace(q, probs=q.probs[:-1]), len(pairs) - 1, len(pairs))
+
+
+def near_round_cases() -> Iterator[CheckCase]:
+    """Yield the fixed cases of one round in which p and q are close, and positions are alike."""
+    for vocabulary, gamma, whole in (
+        (2, 1, 101),
+        (2, 1, 1009),
+        (3, 1, 1009),
+        (4, 1, 1009),
+        (3, 2, 1009),
+        (4, 2, 101),
+    ):
+        rng = random.Random(f"near {vocabulary} {gamma} {whole}")
+        for _ in range(3):
+            yield make_round_case(draw_near_pairs(rng, vocabulary, whole, gamma + 1))
+
+
+def wide_round_cases() -> Iterator[CheckCase]:
+    """Yield the fixed cases of one round in which almost all tokens are left after a rejection."""
+    rng = random.Random("wide")
+    for vocabulary in range(5, MOST_VOCABULARY + 1):
+        yield make_round_case([draw_wide_pair(rng, vocabulary, 101) for _ in range(2)])
+
+
+def empty_draft_cases() -> Iterator[CheckCase]:
+    """Yield cases without a draft token: a round of plain decoding."""
+    for row in distributions_up_to(3, 3):
+        yield CheckCase(SmallModel((row,)), SmallModel((row,)), 0, 1)
+
+
 def random_round_cases(seed: int) -> Iterator[CheckCase]:
     """Yield random cases of one round without end."""
     rng = random.Random(f"round {seed}")
     while True:
         vocabulary, gamma = rng.randint(2, MOST_VOCABULARY), rng.randint(1, MOST_GAMMA)
         yield draw_deep_round(rng, vocabulary, gamma, rng.choice(PRIMES))
+        if rng.random() < 0.25:
+            near = rng.randint(2, 4), rng.choice(PRIMES[-2:]), rng.randint(2, 3)
+            yield make_round_case(draw_near_pairs(rng, *near))
+        if rng.random() < 0.1:
+            yield make_round_case([draw_wide_pair(rng, vocabulary, 101) for _ in range(2)])
 
 
 def draw_deep_generation(
@@ -310,12 +395,35 @@ def deep_generation_cases() -> Iterator[CheckCase]:
         rng = random.Random(f"rounds {vocabulary} {gamma} {places}")
         for whole in (5, 7, 101):
             yield draw_deep_generation(rng, vocabulary, gamma, whole, places)
+    for gamma, tokens in ((2, 3), (2, 4), (3, 4), (4, 5)):
+        rng = random.Random(f"texts {gamma} {tokens}")
+        for _ in range(8):
+            yield draw_text_generation(rng, 2, gamma, tokens, 7)
+
+
+def draw_text_generation(
+    rng: random.Random, vocabulary: int, gamma: int, tokens: int, whole: int
+) -> CheckCase:
+    """Return a case of several rounds in which every text has a distribution of its own.
+
+    After most texts p and q have one token, so that there are few outcomes. The first position is
+    open: then later drafts differ from earlier ones in their first token alone.
+    """
+    rows = list[Exact]()
+    for text in range(2 * _count_texts(vocabulary, tokens - 1)):
+        is_open = text % 2 == 0 and rng.random() < 0.35
+        of_row = rng.sample(range(vocabulary), 2 if is_open or text < 2 else 1)
+        rows.append(draw_row(rng, sorted(of_row), vocabulary, whole))
+    p, q = (SmallModel(tuple(rows[model::2]), "text") for model in range(2))
+    return CheckCase(p, q, gamma, tokens)
 
 
 def random_generation_cases(seed: int) -> Iterator[CheckCase]:
     """Yield random cases of several rounds without end."""
     rng = random.Random(f"generation {seed}")
     while True:
+        if rng.random() < 0.3:
+            yield draw_text_generation(rng, 2, rng.randint(2, 4), rng.randint(3, 5), 7)
         vocabulary, gamma = rng.randint(2, MOST_VOCABULARY), rng.randint(1, MOST_GAMMA)
         places = [rng.choice("aarrr") for _ in range(rng.randint(2, MOST_TOKENS))]
         for _ in range(3):

@@ -2,10 +2,11 @@
 
 The function is run on every outcome of its random choices, on small targets and drafts. The fixed
 cases come first: many of two to four tokens, then a few with eight tokens, chains of five, several
-siblings, contexts or rounds. They are a proof: exact in Fractions where the function computes with
-them, and in float64 up to a tolerance. The rest of the time goes to random cases that reach
-further. A refutation is a small case, in the words of the task. Where time runs out before the
-fixed cases are done, the verdict is "not proved".
+siblings, contexts or rounds, and rows that are almost equal. They are a proof: exact in Fractions
+where the function computes with them, and in float64 up to a tolerance. An empty draft is tried
+too, if the function takes one. The rest of the time goes to random cases that reach further. A
+refutation is a small case, in the words of the task. Where time runs out before the fixed cases are
+done, the verdict is "not proved".
 """
 
 import inspect
@@ -272,6 +273,7 @@ class _Search:
         self.cases = list[Any]()
         self.fixed, self.floats, self.random = _Coverage(), _Coverage(), _Coverage()
         self.exactness, self.left_out, self.is_proved = "", 0, False
+        self.fails_on = ""  # an empty draft, if the function cannot do without one
 
     def start_clocks(self, seconds: float) -> None:
         """Begin a part of the search that may compute so long."""
@@ -288,6 +290,8 @@ class _Search:
             self.judge_cases(self.cases, self.fixed)
             if self.crash is None and corners:
                 self.try_corners()
+            if self.crash is None:
+                self.try_empty_drafts()
             self.exactness, self.fixed.branches = self.describe_exactness(), self.branches
             if self.crash is None:
                 self.judge_in_floats()
@@ -349,7 +353,7 @@ class _Search:
             lines.append(f"then {counts} ({self.random})")
         if self.left_out:
             lines.append(f"{self.left_out} more random cases had over {MOST_OUTCOMES} outcomes")
-        limits = f"{self.form.limits}; a fault that begins after call {self.calls}"
+        limits = f"{self.form.limits}{self.fails_on}; a fault that begins after call {self.calls}"
         return [*lines, f"not covered: {limits}"]
 
     def judge_cases(self, cases: Iterable[Any], coverage: _Coverage) -> None:
@@ -367,14 +371,19 @@ class _Search:
     def judge_in_floats(self) -> None:
         """Judge a function that computes with Fractions on float64 rows too.
 
-        That it takes no arrays is no fault.
+        That it takes no arrays is no fault. Every function is judged on the cases of floats alone.
         """
-        if self.worked != "fractions" or "numpy" not in self.numbers:
+        if "numpy" not in self.numbers:
+            return
+        if self.worked != "fractions":
+            self.judge_cases(self.form.float_cases(), self.fixed)
             return
         before, self.numbers = self.numbers, ("numpy",)
         self.told = {"rows": "float64 (on Fractions it is right)"}
         self.judge_cases(self.cases, self.floats)
-        self.numbers, self.worked, self.told = before, "fractions", {}
+        self.told = {}
+        self.judge_cases(self.form.float_cases(), self.floats)
+        self.numbers, self.worked = before, "fractions"
         if not self.floats.cases:
             self.crash = None
 
@@ -421,6 +430,15 @@ class _Search:
         ]
         for case in small[:CORNERS]:
             self.try_zero_uniforms(case)
+
+    def try_empty_drafts(self) -> None:
+        """Judge a function without a draft too. If it fails there, that is noted, and no fault."""
+        before, coverage = (self.numbers, self.worked), _Coverage()
+        self.judge_cases(self.form.empty_cases(), coverage)
+        if self.crash is not None:
+            error = list(self.crash[1].values())[-1]
+            self.fails_on = f"; an empty draft, where it ends in {type(error).__name__}"
+        (self.numbers, self.worked), self.crash = before, None
 
     def raise_crash(self, case: Any, errors: dict[str, Exception]) -> None:
         """Raise TinyspecError with the case at which the function failed, and how it failed.

@@ -14,7 +14,7 @@ the function cannot compute with those, float64 arrays of numpy, or else tensors
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from itertools import product
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from tinyspec.decoding.decode import TargetProbs
-from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.exhaustive import Exhaustive, _Script
 from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
@@ -35,11 +35,14 @@ from tinyspec.laws.checking.cases import (
     deep_generation_cases,
     deep_round_cases,
     draft_cases,
+    empty_draft_cases,
     generation_cases,
+    near_round_cases,
     random_draft_cases,
     random_generation_cases,
     random_round_cases,
     round_cases,
+    wide_round_cases,
 )
 from tinyspec.laws.checking.generators import (
     EnumeratedGenerator,
@@ -53,6 +56,8 @@ from tinyspec.laws.checking.trees import (
     deep_tree_cases,
     describe_shape,
     draw_shape_tokens,
+    empty_tree_cases,
+    penalty_cases,
     plain_shape,
     random_tree_cases,
 )
@@ -69,6 +74,8 @@ GENERATORS = (
 """Names under which a function may take its generator."""
 
 
+ROUND_TOKENS = "tokens of a round"
+POSITIONS = "each position of the text has a uniform of its own"
 MOST_TEXTS_SHOWN = 16  # of a counterexample; where more were compared, those that differ
 
 
@@ -77,12 +84,16 @@ class Misfit(TinyspecError):
 
 
 class RunOutcome(NamedTuple):
-    """The end of one run: the draft, the output, the declared distributions, and what is wrong."""
+    """The end of one run: the draft, the output, the declared distributions, and what is wrong.
+
+    law  the one that the problem breaks
+    """
 
     draft: Tokens
     tokens: Tokens
     draft_probs: tuple[Any, ...] = ()
     problem: str = ""
+    law: str = ROUND_TOKENS
 
 
 OutcomeProbs = dict[RunOutcome, Any]
@@ -226,6 +237,14 @@ class Form:
         """Yield random cases that reach beyond the fixed ones."""
         raise NotImplementedError
 
+    def float_cases(self) -> Iterator[Any]:
+        """Yield fixed cases that have no exact form: they are judged on float64 rows alone."""
+        return iter(())
+
+    def empty_cases(self) -> Iterator[Any]:
+        """Yield cases without a draft, for functions that take one; others are not accused."""
+        return iter(())
+
     def play(
         self, case: Any, numbers: str, dice: EnumeratedGenerator, rng: Exhaustive
     ) -> RunOutcome:
@@ -284,7 +303,7 @@ class Form:
         self, case: Any, outcomes: OutcomeProbs, number: int
     ) -> Counterexample | None:
         """Find a token that p forbids but that comes out where a uniform is exactly 0."""
-        for draft, tokens, _, _ in outcomes:
+        for draft, tokens, *_ in outcomes:
             for place, token in enumerate(tokens[: case.tokens]):
                 is_token = 0 <= token < case.vocabulary
                 if not is_token or case.target.next_probs(tokens[:place])[token] > 0:
@@ -400,6 +419,11 @@ class VerifierForm(Form):
     def cases(self, seed: int) -> Iterator[CheckCase]:
         yield from round_cases(seed)
         yield from deep_round_cases()
+        yield from near_round_cases()
+        yield from wide_round_cases()
+
+    def empty_cases(self) -> Iterator[CheckCase]:
+        return empty_draft_cases()
 
     def random_cases(self, seed: int) -> Iterator[CheckCase]:
         return random_round_cases(seed)
@@ -410,18 +434,19 @@ class VerifierForm(Form):
         draft = draw_chain(case, rng)
         texts = [draft[:place] for place in range(case.gamma + 1)]
         p = convert_rows([case.p.next_probs(text) for text in texts], numbers)
-        q = convert_rows([case.q.next_probs(text) for text in texts[:-1]], numbers)
+        q = convert_rows([case.q.next_probs(text) for text in texts], numbers)[:-1]  # [gamma, V]
         result = self.call(dice, p, q, list(draft))
         return RunOutcome(draft, read_token_ids(result, self.what))
 
     def judge(self, case: CheckCase, outcomes: OutcomeProbs) -> Counterexample | None:
         for outcome, mass in outcomes.items():
-            fits = 1 <= len(outcome.tokens) <= case.tokens and self.has_ids(case, outcome)
+            least = min(1, case.gamma)  # without a draft, a rule without a bonus token says nothing
+            fits = least <= len(outcome.tokens) <= case.tokens and self.has_ids(case, outcome)
             if (outcome.problem or not fits) and not self.too_rare(outcome, mass):
                 due = f"1 to {case.tokens} token ids below {case.vocabulary}"
                 expected, got = outcome.problem or due, list(outcome.tokens)
                 shown = self.shown(case) | {"draft": list(outcome.draft)}
-                return Counterexample("tokens of a round", shown, expected, got)
+                return Counterexample(outcome.law, shown, expected, got)
         return self.compare(case, outcomes)
 
 
@@ -431,18 +456,26 @@ class HouseVerifierForm(VerifierForm):
 
     kind = "chain"
     numbers = ("fractions", "numpy")
-    limits = "larger trees and vocabularies, and repetition penalties"
+    limits = "larger trees and vocabularies"
 
     def cases(self, seed: int) -> Iterator[CheckCase]:
         cases = [case for case in round_cases(seed) if case.gamma < 3]
         yield from cases if self.kind == "chain" else cases[::4]
         yield from deep_tree_cases(self.kind)
 
+    def empty_cases(self) -> Iterator[CheckCase]:
+        return empty_tree_cases() if self.kind == "chain" else iter(())
+
+    def float_cases(self) -> Iterator[CheckCase]:
+        return penalty_cases(self.kind)
+
     def random_cases(self, seed: int) -> Iterator[CheckCase]:
         return random_tree_cases(self.kind, seed)
 
     def shown(self, case: CheckCase) -> dict[str, Any]:
         shown = super().shown(case)
+        if case.context:
+            shown["context"] = list(case.context)
         if isinstance(case, ShapedCase) and case.sampling != UNCHANGED:
             shown["sampling"] = format_sampling(case.sampling)
         if isinstance(case, ShapedCase) or self.kind == "mixed":
@@ -469,13 +502,40 @@ class HouseVerifierForm(VerifierForm):
         rows = [None if row is None else convert_rows(row, numbers) for row in tree.draft_probs]
         given = TokenTree(tuple(tree.tokens), tuple(tree.parents), rows, tuple(tree.probe))
         p = make_target_probs(given, case, numbers)
-        verdict: Verdict = self.function(given, p, rng.split("verify", 0))
+        source = PositionSource(rng._script)
+        verdict: Verdict = self.function(given, p, source)
         if not hasattr(verdict, "accepted"):
             raise Misfit(f"verify(tree, p, rng) returns a Verdict; this one returned {verdict!r}")
         problem = find_wrong_path(tree, verdict)
         tokens = () if problem else tree.tokens_on(verdict.accepted)
         output = (*tokens, *(() if verdict.next is None else (verdict.next,)))
-        return RunOutcome(tuple(tree.tokens), output, (), problem)
+        law = ROUND_TOKENS
+        if not problem and (problem := source.find_wrong_positions(len(case.context), len(output))):
+            law = POSITIONS
+        return RunOutcome(tuple(tree.tokens), output, (), problem, law)
+
+
+class PositionSource(Exhaustive):
+    """An exhaustive source that notes the positions of the text for which it drew.
+
+    A uniform that is drawn for another position, or twice, is shared by two tokens. In one round
+    this need not show: the next round may be the second.
+    """
+
+    def __init__(self, script: _Script) -> None:
+        super().__init__(script)
+        self.positions = list[int]()
+
+    def draw_at(self, row: Any, position: int) -> int:
+        self.positions.append(position)
+        return self.draw(row)
+
+    def find_wrong_positions(self, start: int, count: int) -> str:
+        """Return what the positions should have been in a round of `count` tokens; else ""."""
+        due = range(start, start + count)
+        if len(set(self.positions)) == len(self.positions) and set(self.positions) <= set(due):
+            return ""
+        return f"uniforms of the positions {list(due)}, each once, not of {self.positions}"
 
 
 def find_wrong_path(tree: TokenTree, verdict: Verdict) -> str:
@@ -498,7 +558,8 @@ def make_target_probs(tree: TokenTree, case: CheckCase, numbers: str) -> TargetP
     if numbers != "fractions":
         rows = np.log(np.array(rows, np.float64))
     sampling = case.sampling if isinstance(case, ShapedCase) else UNCHANGED
-    return TargetProbs(Scores(rows, None, ()), sampling, (), tree)  # type: ignore[arg-type]
+    scores = Scores(rows, None, ())  # type: ignore[arg-type]
+    return TargetProbs(scores, sampling, case.context, tree)
 
 
 class GenerationForm(Form):
@@ -510,6 +571,7 @@ class GenerationForm(Form):
     def cases(self, seed: int) -> Iterator[CheckCase]:
         yield from generation_cases(seed)
         yield from deep_generation_cases()
+        yield from (case for case in near_round_cases() if case.gamma == 1)  # others: rare runs
 
     def random_cases(self, seed: int) -> Iterator[CheckCase]:
         return random_generation_cases(seed)
@@ -556,6 +618,8 @@ class DrafterForm(Form):
     def cases(self, seed: int) -> Iterator[CheckCase]:
         yield from draft_cases(seed)
         yield from deep_draft_cases()
+        for case in near_round_cases():
+            yield replace(case, p=case.q, tokens=case.gamma)
 
     def random_cases(self, seed: int) -> Iterator[CheckCase]:
         return random_draft_cases(seed)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.laws.checking.cases import (
     DEEP_DRAFTS,
@@ -18,7 +20,11 @@ from tinyspec.laws.checking.cases import (
     PRIMES,
     CheckCase,
     SmallModel,
+    draw_near_pairs,
+    draw_row,
     draw_row_pair,
+    make_round_case,
+    texts_up_to,
 )
 from tinyspec.laws.exact.law import apply_warpers
 from tinyspec.laws.exact.rational import without_token
@@ -26,6 +32,10 @@ from tinyspec.tree import ROOT, TokenTree
 
 DRAWN, LEFT, HIDDEN = "drawn", "drawn without replacement", "drawn, not declared"
 POINT, PROBE = "a point mass", "a probe"
+FOLLOWS = "a point mass that follows its sibling"
+
+OF_TOKEN = (POINT, FOLLOWS, PROBE)
+"""The ways in which a node has a token that is not drawn."""
 
 TREE_KINDS = {
     "chain": "a chain drawn from q, its distributions declared",
@@ -50,11 +60,14 @@ TREE_SAMPLINGS = (
 )
 """Sampling settings of the target. No threshold is met exactly by a prime denominator."""
 
+PENALTIES = (SamplingParams(repetition_penalty=1.5), SamplingParams(0.0, repetition_penalty=1.5))
+"""Settings that act on logits, and so have no exact form in Fractions."""
+
 
 class ShapeNode(NamedTuple):
     """A node of a shape: its parent, and where its token comes from.
 
-    token  of a point mass and of a probe
+    token  of a point mass and of a probe; of one that follows its sibling, how far it is from it
     """
 
     parent: int
@@ -80,7 +93,18 @@ class ShapedCase(CheckCase):
         """Return the model whose distribution the output must have."""
         if self.sampling == UNCHANGED:
             return self.p
-        rows = (apply_warpers(row, (), self.sampling) for row in self.p.probs)
+        rows: Any = (apply_warpers(row, (), self.sampling) for row in self.p.probs)
+        if self.sampling.repetition_penalty != 1:  # acts on logits, and differs from text to text
+            with np.errstate(divide="ignore"):
+                rows = [
+                    apply_warpers(
+                        np.log(np.array(self.p.next_probs(text), float)),
+                        (*self.context, *text),
+                        self.sampling,
+                    )
+                    for text in texts_up_to(self.vocabulary, self.gamma)
+                ]
+            return SmallModel(tuple(tuple(row) for row in rows), "text")
         return replace(self.p, probs=tuple(tuple(row) for row in rows))
 
     def smaller_cases(self) -> Iterator[CheckCase]:
@@ -131,6 +155,9 @@ def draw_shape_tokens(case: CheckCase, shape: Shape, rng: Any) -> TokenTree:
             token = rng.draw(row)
             if how == LEFT:
                 left[parent] = without_token(row, token)
+        if how == FOLLOWS:
+            siblings = [x for x, above in zip(tokens, parents, strict=True) if above == parent]
+            token += siblings[-1] if siblings else 0
         numbers[number] = len(tokens)
         tokens.append(token % case.vocabulary)
         parents.append(parent)
@@ -145,11 +172,17 @@ def describe_shape(shape: Shape) -> str:
     >>> describe_shape(plain_shape("mixed", 1))
     'parents [-1, -1]; node 0 drawn, node 1 a point mass (token 1)'
     """
+    if not shape:
+        return "no draft"
     nodes = [
-        f"node {number} {how}" + (f" (token {token})" if how in (POINT, PROBE) else "")
+        f"node {number} {how}" + (f" ({_describe_token(how, token)})" if how in OF_TOKEN else "")
         for number, (_, how, token) in enumerate(shape)
     ]
     return f"parents {[node.parent for node in shape]}; {', '.join(nodes)}"
+
+
+def _describe_token(how: str, token: int) -> str:
+    return f"the sibling's token + {token}" if how == FOLLOWS else f"token {token}"
 
 
 def shape_depths(shape: Shape) -> list[int]:
@@ -169,9 +202,10 @@ def most_siblings(shape: Shape) -> int:
 def _parse_shape(words: str) -> Shape:
     """Return the shape of a line such as "-D -P1 0D": parent, kind, and token of each node.
 
-    D is drawn, L drawn without replacement, P a point mass, X a probe.
+    D is drawn, L drawn without replacement, P a point mass, F one that follows its sibling, X a
+    probe.
     """
-    hows = {"D": DRAWN, "L": LEFT, "P": POINT, "X": PROBE}
+    hows = {"D": DRAWN, "L": LEFT, "P": POINT, "F": FOLLOWS, "X": PROBE}
     nodes = list[ShapeNode]()
     for word in words.split():
         at = next(place for place, letter in enumerate(word) if letter in hows)
@@ -202,6 +236,8 @@ DEEP_SHAPES: dict[str, tuple[Shape, ...]] = {
                 "-D 0P1 0D 0X0 2D 2P1",
                 "-X2 -P1 1D 2X0 2D",
                 "-D 0D 1P1 1D 3X1",
+                "-D -F1",
+                "-D 0D -F1 0F1 2D",
             ),
         )
     ),
@@ -216,8 +252,7 @@ def draw_shaped_case(
     depths, by_depth, left = shape_depths(shape), list[int](), DEEP_DRAFTS
     for depth in range(1, max(depths) + 1):
         drawn = sum(
-            at == depth and node.how not in (POINT, PROBE)
-            for at, node in zip(depths, shape, strict=True)
+            at == depth and node.how not in OF_TOKEN for at, node in zip(depths, shape, strict=True)
         )
         most = max(n for n in range(1, vocabulary + 1) if n == 1 or n ** max(drawn, 1) <= left)
         by_depth.append(rng.randint(min(most, 2), most))
@@ -234,6 +269,25 @@ def deep_tree_cases(kind: str) -> Iterator[ShapedCase]:
         for turn, whole in enumerate((5, 7, 101)):
             for sampling in (UNCHANGED, TREE_SAMPLINGS[1 + (number + 2 * turn) % 6]):
                 yield draw_shaped_case(rng, shape, 3 + turn % 2, whole, sampling)
+    for number, shape in enumerate(DEEP_SHAPES[kind][:2]):
+        rng, depth = random.Random(f"near {kind} {number}"), max(shape_depths(shape))
+        near = make_round_case(draw_near_pairs(rng, 3 - number, 1009, depth + 1))
+        yield ShapedCase(near.p, near.q, depth, depth + 1, (1, 0), shape)
+
+
+def empty_tree_cases() -> Iterator[ShapedCase]:
+    """Yield cases with an empty tree: a round of plain decoding."""
+    model = SmallModel((draw_row(random.Random("empty"), range(3), 3, 7),))
+    for sampling in TREE_SAMPLINGS:
+        yield ShapedCase(model, model, 0, 1, sampling=sampling)
+
+
+def penalty_cases(kind: str) -> Iterator[ShapedCase]:
+    """Yield cases with a repetition penalty, which reads the text and the node's own path."""
+    for number, shape in enumerate(DEEP_SHAPES[kind][:4]):
+        rng = random.Random(f"penalty {kind} {number}")
+        for sampling in PENALTIES:
+            yield replace(draw_shaped_case(rng, shape, 3, 7, sampling), context=(1,))
 
 
 def draw_random_shape(rng: random.Random, kind: str) -> Shape:
@@ -241,7 +295,7 @@ def draw_random_shape(rng: random.Random, kind: str) -> Shape:
     if kind in ("chain", "point masses"):
         return plain_shape(kind, rng.randint(1, MOST_GAMMA))
     hows = {"siblings": (DRAWN,), "without replacement": (LEFT,)}.get(
-        kind, (DRAWN, DRAWN, LEFT, POINT, PROBE)
+        kind, (DRAWN, DRAWN, LEFT, POINT, FOLLOWS, PROBE)
     )
     shape: list[ShapeNode] = []
     for _ in range(rng.randint(2, MOST_NODES)):
