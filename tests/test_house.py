@@ -150,7 +150,7 @@ def test_every_folder_is_installed() -> None:
 
 CODE_LINES = {
     "root + show": 2834,
-    "_core": 850,
+    "_core": 970,
     "lm": 3985,
     "decoding": 1362,
     "chapters": 5163,
