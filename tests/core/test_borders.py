@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -208,6 +209,18 @@ def test_a_text_is_one_row_of_whole_numbers(core: Any, text: Any, error: type[Ex
 
 
 @cores
+def test_a_length_that_is_wrong_takes_no_memory(core: Any) -> None:
+    class Lying(list[int]):
+        def __len__(self) -> int:
+            return 2**40
+
+    index = core.NgramIndex(2)
+    index.append(0, Lying([1, 2, 1]))
+    assert (index.length(0), index.lookup([1], 9)) == (3, [2, 1])
+    assert core.depths(Lying([-1, 0])).tolist() == [1, 2]
+
+
+@cores
 def test_an_append_that_fails_half_way_appends_nothing(core: Any) -> None:
     def failing() -> Iterator[int]:
         yield from (1, 2, 1)
@@ -402,6 +415,9 @@ print("sound")
 
 @compiled
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is limited as on Linux")
+@pytest.mark.skipif(
+    "libasan" in os.environ.get("LD_PRELOAD", ""), reason="a sanitizer takes all addresses"
+)
 @pytest.mark.parametrize("what", ["index", "forest"])
 def test_what_memory_has_no_room_for_is_not_appended_by_half(what: str) -> None:
     ran = subprocess.run(

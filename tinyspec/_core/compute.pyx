@@ -42,6 +42,14 @@ cdef const Kernel *find_kernel(str name) except NULL:
     return found
 
 
+cdef float[:, ::1] writable(array) except *:
+    """Return an array of rows [n, numbers] that a result can be written to."""
+    try:
+        return array
+    except BufferError as error:
+        raise ValueError(f"a result needs an array that can be written: {error}") from None
+
+
 cdef How on_threads(int threads) noexcept:
     return How(chosen, min(max(threads, 1), <int> MOST_THREADS))
 
@@ -109,9 +117,10 @@ cdef class Packed:
         self.matrix.out, self.matrix.inputs = out, inputs
         self._held = (flat, bias)
 
-    def product(self, const float[:, ::1] x, float[:, ::1] y, int threads):
+    def product(self, const float[:, ::1] x, y, int threads):
         """y [k, out] = x [k, in] W' + bias."""
-        if x.shape[1] != self.matrix.inputs or y.shape[1] != self.matrix.out or x.shape[0] != y.shape[0]:
+        cdef float[:, ::1] result = writable(y)
+        if x.shape[1] != self.matrix.inputs or result.shape[1] != self.matrix.out or x.shape[0] != result.shape[0]:
             raise ValueError(f"{x.shape[0]} rows of {x.shape[1]} do not fit a matrix [{self.matrix.out}, {self.matrix.inputs}]")
         cdef How how = on_threads(threads)
         cdef int failed = 0
@@ -119,18 +128,19 @@ cdef class Packed:
             raise ValueError(f"at most {MOST_NUMBERS} rows, got {x.shape[0]}")
         if x.shape[0]:
             with nogil:
-                failed = compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &y[0, 0])
+                failed = compute_product(how, &self.matrix, &x[0, 0], <int>x.shape[0], &result[0, 0])
         if failed:
             raise MemoryError
 
-    def rows(self, ids, float[:, ::1] to):
+    def rows(self, ids, to):
         """Rows of the matrix by number, as float32, into `to` [n, in]: an embedding is looked up in the packed head."""
+        cdef float[:, ::1] result = writable(to)
         cdef int inputs = self.matrix.inputs, id, i
         cdef size_t base
         cdef const float *whole = <const float *>self.matrix.data
         cdef const uint16_t *bits = <const uint16_t *>self.matrix.data
         cdef const int[::1] numbers = read_ids(ids)
-        if to.shape[0] != numbers.shape[0] or to.shape[1] != inputs:
+        if result.shape[0] != numbers.shape[0] or result.shape[1] != inputs:
             raise ValueError(f"{numbers.shape[0]} rows of {inputs} do not fit")
         cdef Py_ssize_t at
         for at in range(numbers.shape[0]):
@@ -141,10 +151,10 @@ cdef class Packed:
             id = id % 16
             if self.matrix.half:
                 for i in range(inputs):
-                    to[at, i] = widen(bits[base + <size_t>(i // 2) * 32 + 2 * id + i % 2])
+                    result[at, i] = widen(bits[base + <size_t>(i // 2) * 32 + 2 * id + i % 2])
             else:
                 for i in range(inputs):
-                    to[at, i] = whole[base + <size_t>i * 16 + id]
+                    result[at, i] = whole[base + <size_t>i * 16 + id]
 
 
 cdef int _norm(Norm *norm, const float[::1] gain, const float[::1] bias, int d, list held) except -1:
@@ -186,7 +196,7 @@ cdef class Engine:
                 and heads // shared * width <= MOST_GROUP and 1 <= hidden <= MOST_NUMBERS):
             raise ValueError(f"no model has {heads} heads, {shared} key/value heads, {width} numbers a head, {hidden} hidden ones: "
                              "all are at least 1, and the key/value heads divide the heads")
-        layers = tuple(layers)  # a list could grow, or forget a layer
+        layers = [layer for layer in layers]  # another's list could grow, or forget a layer
         self._layers = <Layer *>calloc(max(len(layers), 1), sizeof(Layer))
         if self._layers == NULL:
             raise MemoryError
@@ -205,7 +215,7 @@ cdef class Engine:
             if shapes != [((<int64_t> heads + 2 * shared) * width, s.d), (s.d, <int64_t> heads * width),
                           ((1 + gated) * hidden, s.d), (s.d, hidden)]:
                 raise ValueError(f"layer {i} has matrices {shapes}")
-        gains = () if head_norms is None else tuple(head_norms)
+        gains = () if head_norms is None else [pair for pair in head_norms]
         if gains and len(gains) != s.layers:
             raise ValueError(f"{len(gains)} norms of heads for {s.layers} layers")
         for i, (q_gain, k_gain) in enumerate(gains):
@@ -221,7 +231,7 @@ cdef class Engine:
                 raise ValueError(f"turns of {self.cos.shape[1]} for heads of {width}")
 
     @cython.boundscheck(True)  # what a feed is made of may run any code when it is read
-    def run(self, float[:, ::1] x, int first, int last, list feeds not None, int threads, bint mute=False):
+    def run(self, x, int first, int last, list feeds not None, int threads, bint mute=False):
         """Sublayers first..last-1 over all rows x [n, d] in place (mute: leave keys and values, keep x).
 
         feeds   one a session: (address of its cache, capacity, slots, positions, sight, probe prefix)
@@ -231,6 +241,7 @@ cdef class Engine:
         An address cannot be checked: it must be that of memory [layers, 2, shared, capacity, width] of float32, or of
         bfloat16 where the engine is `half`, which stays where it is. All else that does not fit raises ValueError.
         """
+        cdef float[:, ::1] state = writable(x)
         cdef int n, heads = 1, at = 0, entry = 0, position, capacity
         cdef Py_ssize_t entries = 0, total = 0, given = 0, used = 0
         cdef Stack *s = &self.stack
@@ -243,11 +254,11 @@ cdef class Engine:
         cdef How how = on_threads(threads)
         cdef int failed
         cdef list held = []
-        if x.shape[0] > MOST_NUMBERS:
-            raise ValueError(f"at most {MOST_NUMBERS} rows, got {x.shape[0]}")
-        n = <int>x.shape[0]
-        if not 0 <= first <= last <= 2 * s.layers or x.shape[1] != s.d:
-            raise ValueError(f"sublayers {first} to {last} over rows of {x.shape[1]}")
+        if state.shape[0] > MOST_NUMBERS:
+            raise ValueError(f"at most {MOST_NUMBERS} rows, got {state.shape[0]}")
+        n = <int>state.shape[0]
+        if not 0 <= first <= last <= 2 * s.layers or state.shape[1] != s.d:
+            raise ValueError(f"sublayers {first} to {last} over rows of {state.shape[1]}")
         if n == 0:
             return
         for _, _, slots, _, (own, seen), _ in feeds:
@@ -262,7 +273,7 @@ cdef class Engine:
         if entries != <Py_ssize_t> heads * n or heads not in (1, s.shared):
             raise ValueError(f"{entries} lists of visible slots for {n} rows and {s.shared} key/value heads")
         total = sum([len(more) for _, _, _, _, (_, seen), _ in feeds for _, more in seen])
-        if entries + total > MOST_NUMBERS * 16:
+        if entries + total > 4 * MOST_NUMBERS:
             raise ValueError(f"{entries} lists of {total} visible slots are more than fit into memory")
         rows = <Row *>calloc(n, sizeof(Row))
         prefix = <int *>malloc((2 * entries + 1 + total + 1) * sizeof(int))
@@ -322,30 +333,31 @@ cdef class Engine:
             if at != n or entry != entries:
                 raise ValueError(CHANGED)
             with nogil:
-                failed = compute_layers(how, &self.stack, first, last, rows, n, sight, mute, &x[0, 0])
+                failed = compute_layers(how, &self.stack, first, last, rows, n, sight, mute, &state[0, 0])
             if failed:
                 raise MemoryError
         finally:
             free(rows)
             free(prefix)
 
-    def head(self, const float[:, ::1] x, float[:, ::1] normed, float[:, ::1] logits, int threads):
+    def head(self, const float[:, ::1] x, normed, logits, int threads):
         """The final norm of rows x [n, d] into `normed`, and their logits [n, vocabulary] (None: not wanted)."""
         cdef How how = on_threads(threads)
+        cdef float[:, ::1] states = writable(normed), scores = writable(logits)
         cdef float *to = NULL
         cdef int failed
-        if normed.shape[0] != x.shape[0] or x.shape[1] != self.stack.d or normed.shape[1] != self.stack.d:
+        if states.shape[0] != x.shape[0] or x.shape[1] != self.stack.d or states.shape[1] != self.stack.d:
             raise ValueError(f"rows of {x.shape[1]} for a model of {self.stack.d}")
         if x.shape[0] > MOST_NUMBERS:
             raise ValueError(f"at most {MOST_NUMBERS} rows, got {x.shape[0]}")
         if x.shape[0] == 0:
             return
-        if logits is not None:
-            if logits.shape[0] != x.shape[0] or logits.shape[1] != self.stack.head.out:
+        if scores is not None:
+            if scores.shape[0] != x.shape[0] or scores.shape[1] != self.stack.head.out:
                 raise ValueError(f"logits are [{x.shape[0]}, {self.stack.head.out}]")
-            to = &logits[0, 0]
+            to = &scores[0, 0]
         with nogil:
-            failed = compute_head(how, &self.stack, &x[0, 0], <int>x.shape[0], &normed[0, 0], to)
+            failed = compute_head(how, &self.stack, &x[0, 0], <int>x.shape[0], &states[0, 0], to)
         if failed:
             raise MemoryError
 

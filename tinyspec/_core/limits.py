@@ -27,7 +27,8 @@ def read_ids(values: Iterable[int]) -> "array[int]":
     >>> read_ids([5, -1]).tolist()
     [5, -1]
     """
-    return array("i", list(values))
+    plain = type(values) is list or type(values) is tuple
+    return array("i", values if plain else (value for value in values))  # no length is believed
 
 
 def read_int(value: int) -> int:
