@@ -290,9 +290,6 @@ def retrieve(tokens, order, suffix, int shortest, int longest, int length, int m
                 high = text.first(pattern + given - m, m, True)
                 length = min(length, SORTED - m)  # beyond, the order is that of places
                 taken = min(matches, high - low)
-                if taken < 1:
-                    with gil:
-                        raise TinyspecError("the order of the index is not sorted: it is damaged, build it again")
                 nodes = <Node*> malloc(<size_t> taken * length * sizeof(Node))
                 kept = <int*> malloc(<size_t> (min(most, taken * length) + 1) * sizeof(int))
                 if nodes == NULL or kept == NULL:
