@@ -258,7 +258,8 @@ class Objects:
 
     def living(self, method: str) -> Call:
         state: list[Any] = [None, 0]
-        others = list(self.methods.values())
+        growing = [self.methods[name] for name in ("open", "append") if name in self.methods]
+        others = [*self.methods.values(), *growing * 5]
 
         def call(dice: Dice) -> Any:
             if state[1] == 0:
@@ -296,7 +297,7 @@ INDEX = Objects(
     {
         "append": lambda d, x: x.append(text_of(d), d.ids(20)),
         "length": lambda d, x: x.length(text_of(d)),
-        "rewind": lambda d, x: x.rewind(text_of(d), d.or_bad(d.upto(9))),
+        "rewind": lambda d, x: x.rewind(text_of(d), d.or_bad(d.upto(3))),
         "lookup": lambda d, x: x.lookup(
             d.ids(6),
             d.or_bad(d.upto(9)),
@@ -314,10 +315,9 @@ FOREST = Objects(
     {
         "open": lambda d, x: x.open(tree_of(d)),
         "append": lambda d, x: x.append(text_of(d), d.ids(12)),
-        "append ": lambda d, x: x.append(text_of(d), d.ids(30)),
         "close": lambda d, x: x.close(text_of(d)),
         "length": lambda d, x: x.length(text_of(d)),
-        "rewind": lambda d, x: x.rewind(text_of(d), d.or_bad(d.upto(9))),
+        "rewind": lambda d, x: x.rewind(text_of(d), d.or_bad(d.upto(3))),
         "drop": lambda d, x: x.drop(tree_of(d)),
         "halve": lambda d, x: x.halve(tree_of(d)),
         "prune": lambda d, x: x.prune(tree_of(d)),
