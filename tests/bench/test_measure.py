@@ -258,7 +258,7 @@ def test_samples_that_came_without_their_knobs_are_not_added_to(tmp_path: Path) 
     hand, path = Hand(), tmp_path / "r.json"
     done(begun(path), hand, arms(hand))
     old = reopened(path)
-    with pytest.raises(TinyspecError, match="does not tell the knobs .* start anew"):
+    with pytest.raises(TinyspecError, match=r"does not tell the knobs .* start anew"):
         old.note_knobs({"llma": {"k": 4}})
 
 

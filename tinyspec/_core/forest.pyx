@@ -13,6 +13,9 @@ from libc.string cimport memcpy
 from tinyspec._core.texts cimport Texts
 from tinyspec._core.windows cimport Candidate
 
+from tinyspec._core.limits import MAX_DRAFT_NODES, check_range, read_ids, read_int
+from tinyspec.errors import TinyspecError
+
 
 cdef class Forest(Texts):
     """Count windows, find the longest suffix that is known, and grow a draft after it (see the twin for examples)."""
@@ -36,13 +39,17 @@ cdef class Forest(Texts):
         return low
 
     cdef int spelled(self, suffix, int most) except -1:
-        """Put the newest tokens of a suffix into `spell`; returns how many."""
-        cdef int n = 0, size = len(suffix)
-        most = min(most, self.depth - 1, size)
-        while n < most:
-            self.spell[n] = suffix[size - 1 - n]
-            n += 1
-        return n
+        """Put at most so many of the newest tokens of a suffix into `spell`; returns how many."""
+        cdef const int[::1] ids
+        cdef int n
+        most = min(most, self.depth - 1)
+        if most < 1:
+            return 0
+        ids = read_ids(suffix[-most:])
+        most = <int> min(<Py_ssize_t> most, ids.shape[0])
+        for n in range(most):
+            self.spell[n] = ids[ids.shape[0] - 1 - n]
+        return most
 
     cdef void offer(self, double key, double share, int node, int slot, int depth, int parent) noexcept nogil:
         """Put a candidate into the heap; of equal keys the first to come is the first to go."""
@@ -111,7 +118,7 @@ cdef class Forest(Texts):
             if node >= 0 and self.nodes[node].younger >= 0:
                 self.child(self.nodes[node].younger, candidate.share, candidate.depth, candidate.parent, by_share)
             slot = self.nodes[node].tail if node >= 0 else slot
-            if candidate.depth == deepest:
+            if candidate.depth >= deepest:
                 continue
             if slot >= 0:
                 if self.slots[slot].after >= 0:
@@ -136,7 +143,9 @@ cdef class Forest(Texts):
     cdef int reserve(self, int budget) except -1:
         """Room for a draft of so many nodes: each candidate that is taken offers two, and may be in the draft already."""
         cdef void* grown
-        cdef int room = 4 * budget + 4
+        cdef int room
+        check_range("the number of draft tokens", budget, 0, MAX_DRAFT_NODES)
+        room = 4 * budget + 4
         self.made = 0
         if room > self.heap_room:
             grown = realloc(self.heap, room * sizeof(Candidate))
@@ -159,10 +168,13 @@ cdef class Forest(Texts):
 
         See the twin. O(log) a node and stage.
         """
-        cdef int n = self.spelled(suffix, longest), root, budget, place
-        cdef list roots = [(self.trees[tree], budget) for tree, budget in plan if tree in self.trees]
-        cdef list matches = [self.longest(root, n) for root, budget in roots]
+        cdef int n, root, budget, place
+        cdef list asked = [(self.trees.get(tree), read_int(most)) for tree, most in plan]
+        cdef list roots = [(found[0], budget) for found, budget in asked if found is not None]
+        cdef list matches
         self.reserve(max([budget for root, budget in roots], default=0))
+        n = self.spelled(suffix, longest)  # from here on nothing runs that is not ours
+        matches = [self.longest(root, n) for root, budget in roots]
         for n in range(max(matches, default=0), 0, -1):
             for place in range(len(roots)):
                 if n <= <int> matches[place]:
@@ -177,12 +189,15 @@ cdef class Forest(Texts):
 
         See the twin. A shorter suffix is not tried where it could not win if all its draft tokens were certain.
         """
-        cdef int size = self.spelled(suffix, self.depth), n, root, budget, match = 0, made = 0
+        cdef int size, n, root, budget, match = 0, made = 0
         cdef double score, highest = 0
+        cdef list roots = [found[0] for found in [self.trees.get(tree) for tree in trees] if found is not None]
+        if not (factor >= 0 and floor == floor):
+            raise TinyspecError(f"a draft needs a factor of at least 0 and a floor, got {factor} and {floor}")
         self.reserve(most)
-        for tree in trees:
-            root = self.trees.get(tree, -1)
-            for n in range(self.longest(root, size) if root >= 0 else 0, 0, -1):
+        size = self.spelled(suffix, self.depth)  # from here on nothing runs that is not ours
+        for root in roots:
+            for n in range(self.longest(root, size), 0, -1):
                 budget = <int> min(<double> most, factor * n)
                 if budget <= highest:
                     break
@@ -206,7 +221,8 @@ cdef class Forest(Texts):
         """All it knows: for each tree its windows in order, (token, count, what continues it), and its texts."""
         cdef int text, slot
         cdef dict texts = {}
-        roots = {root: tree for tree, root in self.trees.items()}
+        cdef list known = [(tree, root) for tree, (root, _) in list(self.trees.items())]
+        cdef dict roots = {root: tree for tree, root in known}
         for text in range(self.text_top):
             slot, spelled = self.texts[text].last, []
             if self.texts[text].root >= 0:
@@ -214,14 +230,14 @@ cdef class Forest(Texts):
                     spelled.append(self.slots[slot].token)
                     slot = self.slots[slot].before
                 texts[text] = (roots[self.texts[text].root], spelled, self.texts[text].since)
-        windows = {tree: self._below(root, self.depth) for tree, root in self.trees.items()}
+        windows = {tree: self.below(root, self.depth) for tree, root in known}
         return {"depth": self.depth, "bound": self.bound, "windows": windows, "texts": texts}
 
-    def _below(self, int node, int left):
+    cdef list below(self, int node, int left):
         cdef int child = self.nodes[node].child, slot = self.nodes[node].tail
         cdef list found = []
         while child >= 0:
-            found.append((self.nodes[child].token, self.nodes[child].count, self._below(child, left - 1)))
+            found.append((self.nodes[child].token, self.nodes[child].count, self.below(child, left - 1)))
             child = self.nodes[child].younger
         while slot >= 0 and left > 0:
             slot, left = self.slots[slot].after, left - 1

@@ -62,6 +62,12 @@ def normalize(row: Sequence[Number]) -> list[Number] | None:
 # --- sampling
 
 
+def check_uniform(u: Number) -> None:
+    """Raise TinyspecError unless 0 <= u < 1."""
+    if not 0 <= u < 1:
+        raise TinyspecError(f"a uniform must be at least 0 and below 1, got {u}")
+
+
 def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
     """Return the token whose interval of the cumulative sum holds u * total, 0 <= u < 1. O(V).
 
@@ -74,6 +80,7 @@ def sample_inverse_cdf(row: Sequence[Number], u: Number) -> int:
     >>> draw([0.5, 0.5, 0.0], 1 - 2**-53)
     1
     """
+    check_uniform(u)
     sums = [sum_block(row[i : i + BLOCK]) for i in range(0, len(row), BLOCK)]
     mass = reduce(add, sums, 0)
     if not 0 < mass < math.inf:
@@ -200,6 +207,26 @@ def one_hot(row: Sequence[Number]) -> list[Number]:
     return [one if i == best else 0 * one for i in range(len(row))]
 
 
+def check_settings(
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    penalty: float,
+) -> None:
+    """Raise TinyspecError for settings without a meaning; `not` so that NaN is caught too."""
+    if not 0 <= temperature < math.inf:
+        raise TinyspecError(f"temperature must be finite and at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise TinyspecError(f"top_k must be at least 1, got {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise TinyspecError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if min_p is not None and not 0 <= min_p <= 1:
+        raise TinyspecError(f"min_p must be between 0 and 1, got {min_p}")
+    if not 0 < penalty < math.inf:
+        raise TinyspecError(f"the repetition penalty must be finite and above 0, got {penalty}")
+
+
 def apply_sampling(
     logits: Sequence[float],
     history: Sequence[int],
@@ -210,6 +237,7 @@ def apply_sampling(
     penalty: float,
 ) -> list[float]:
     """Return logits as a distribution: repetition penalty, temperature, top-k, top-p, min-p."""
+    check_settings(temperature, top_k, top_p, min_p, penalty)
     scores = penalize_repetition(logits, history, penalty)
     top = highest_logit(scores)
     if temperature == 0:
@@ -253,6 +281,8 @@ def exclude_token(row: Sequence[Number], token: int) -> list[Number]:
 
     If nothing is left, return the row.
     """
+    if not 0 <= token < len(row):
+        raise TinyspecError(f"token {token} is outside of a row of {len(row)} tokens")
     return normalize(unnormalized_residual(row, None, token)) or list(row)
 
 
@@ -308,6 +338,11 @@ def verify_tree(
     once for each tested node and `draw` once; reads p[ROOT] and p[node] of accepted nodes only.
     O(n * depth + tested * V).
     """
+    if not len(tokens) == len(parents) == len(draft_probs) == len(probe):
+        raise TinyspecError(
+            f"a tree of {len(tokens)} tokens has {len(parents)} parents, "
+            f"{len(draft_probs)} distributions and {len(probe)} probe flags"
+        )
     accepted, rejected = list[int](), list[int]()
     here = {ROOT}  # the accepted node and its equal siblings: one position, one set of children
     row, siblings = p[ROOT], children_of(here, parents, probe)

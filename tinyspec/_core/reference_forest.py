@@ -9,6 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+from tinyspec._core.limits import MAX_DEPTH, MAX_DRAFT_NODES, check_range, read_ids, read_int
 from tinyspec.errors import TinyspecError
 
 Draft = tuple[list[int], list[int], list[float], list[int]]
@@ -54,7 +55,8 @@ class Forest:
             raise TinyspecError(
                 f"a forest needs depth >= 2 and bound >= 1, got {depth} and {bound}"
             )
-        self.depth, self.bound = depth, bound
+        check_range("the depth of a forest", depth, 2, MAX_DEPTH)
+        self.depth, self.bound = read_int(depth), read_int(bound)
         self._trees: dict[Hashable, Tree] = {}
         self._texts: dict[int, Text] = {}
 
@@ -84,7 +86,8 @@ class Forest:
         return len(self._known(text).tokens)
 
     def append(self, text: int, tokens: Iterable[int]) -> int:
-        """Append to a text; return the number of nodes of its tree. O(depth) for each token."""
+        """Append all tokens or none; return the nodes of the text's tree. O(depth) for each."""
+        tokens = read_ids(tokens)
         t = self._known(text)
         tree = self._trees[t.tree]
         for token in tokens:
@@ -164,6 +167,11 @@ class Forest:
 
     # --- drafts
 
+    def _newest(self, suffix: Sequence[int], most: int) -> list[int]:
+        """Return at most so many of the newest tokens of a text."""
+        most = min(most, self.depth - 1)
+        return read_ids(suffix[-most:]).tolist() if most > 0 else []
+
     def _longest(self, tree: Tree, suffix: Sequence[int], most: int) -> int:
         """Return the length of the longest suffix that is continued."""
         for n in range(min(most, self.depth - 1, len(suffix)), 0, -1):
@@ -240,7 +248,11 @@ class Forest:
         enough   nodes after which no shorter suffix is tried
         deepest  most tokens in a branch
         """
-        known = [(self._trees[tree], budget) for tree, budget in plan if tree in self._trees]
+        asked = [(tree, read_int(budget)) for tree, budget in plan]
+        known = [(self._trees[tree], budget) for tree, budget in asked if tree in self._trees]
+        most = max((budget for _, budget in known), default=0)
+        check_range("the number of draft tokens", most, 0, MAX_DRAFT_NODES)
+        suffix = self._newest(suffix, longest)
         matches = [self._longest(tree, suffix, longest) for tree, _ in known]
         draft: Draft = ([], [], [], [])
         for n in range(max(matches, default=0), 0, -1):
@@ -270,6 +282,12 @@ class Forest:
         deepest  most tokens in a branch
         floor    the least share of a token
         """
+        if not (factor >= 0 and floor == floor):
+            raise TinyspecError(
+                f"a draft needs a factor of at least 0 and a floor, got {factor} and {floor}"
+            )
+        check_range("the number of draft tokens", most, 0, MAX_DRAFT_NODES)
+        suffix = self._newest(suffix, self.depth)
         highest = 0.0
         found: Draft = ([], [], [], [])
         for tree in (self._trees[tree] for tree in trees if tree in self._trees):

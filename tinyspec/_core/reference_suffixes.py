@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from tinyspec._core.limits import MAX_DRAFT_NODES, MAX_MATCHES, check_range, read_ids
 from tinyspec.errors import TinyspecError
 
 DEPTH = 32
@@ -65,8 +66,11 @@ def retrieve(
             f"a retrieval needs 1 <= shortest <= longest < {DEPTH} and length, matches >= 1, "
             f"got {shortest}, {longest}, {length}, {matches}"
         )
+    check_range("the number of matches", matches, 1, MAX_MATCHES)
+    check_range("the number of draft tokens", most, 0, MAX_DRAFT_NODES)
     if len(order) != len(tokens):
         raise TinyspecError(f"an order of {len(order)} places is not that of {len(tokens)} tokens")
+    suffix = read_ids(suffix[-longest:])
     suffix = list(suffix)
 
     def read(place: int, n: int) -> list[int]:

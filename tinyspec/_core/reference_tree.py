@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from tinyspec._core.limits import MAX_TREE_NODES, check_range, read_ids
 from tinyspec.errors import TinyspecError
 
 
@@ -20,6 +21,8 @@ def ancestors(parents: Sequence[int]) -> list[list[int]]:
     >>> ancestors([-1, 0, 0])
     [[1, 0, 0], [1, 1, 0], [1, 0, 1]]
     """
+    parents = read_ids(parents)
+    check_range("the number of nodes", len(parents), 0, MAX_TREE_NODES)
     check_parents(parents)
     mask: list[list[int]] = []
     for node, parent in enumerate(parents):
@@ -35,6 +38,7 @@ def depths(parents: Sequence[int]) -> list[int]:
     >>> depths([-1, 0, 0, 2])
     [1, 2, 2, 3]
     """
+    parents = read_ids(parents)
     check_parents(parents)
     depth: list[int] = []
     for parent in parents:
@@ -48,6 +52,7 @@ def unique_paths(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     >>> unique_paths([5, 5, 7, 7], [-1, -1, 0, 1])
     [0, 0, 2, 2]
     """
+    tokens, parents = read_ids(tokens), read_ids(parents)
     if len(tokens) != len(parents):
         raise TinyspecError(f"a tree of {len(tokens)} tokens has {len(parents)} parents")
     check_parents(parents)

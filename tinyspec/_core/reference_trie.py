@@ -5,7 +5,9 @@ in which they were appended. A place is (text, position of the continuing token)
 """
 
 from collections.abc import Iterable, Sequence
+from operator import index
 
+from tinyspec._core.limits import MAX_NGRAM, check_range, read_ids, read_int
 from tinyspec.errors import TinyspecError
 
 WHICH = ("first", "last", "frequent")
@@ -23,7 +25,8 @@ class NgramIndex:
     def __init__(self, max_n: int) -> None:
         if max_n < 1:
             raise TinyspecError(f"an n-gram index needs max_n >= 1, got {max_n}")
-        self.max_n = max_n
+        check_range("max_n", max_n, 1, MAX_NGRAM)
+        self.max_n = read_int(max_n)
         self._texts: dict[int, list[int]] = {}
         self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
 
@@ -32,8 +35,9 @@ class NgramIndex:
         return len(self._texts.get(text, ()))
 
     def append(self, text: int, tokens: Iterable[int]) -> None:
-        """Append tokens to a text. O(max_n) for each."""
-        line = self._texts.setdefault(text, [])
+        """Append tokens to a text, all or none. O(max_n) for each."""
+        tokens = read_ids(tokens)
+        line = self._texts.setdefault(index(text), [])
         for token in tokens:
             end = len(line)
             for n in range(1, min(self.max_n, end) + 1):
@@ -72,6 +76,7 @@ class NgramIndex:
             raise TinyspecError(
                 f"an index of {self.max_n}-grams needs 1 <= min_n <= max_n, got {min_n} and {max_n}"
             )
+        suffix, k = read_ids(suffix[-max_n:]), read_int(k)
         suffix = list(suffix)
         for n in range(min(max_n, len(suffix)), min_n - 1, -1):
             places = self._places.get(tuple(suffix[len(suffix) - n :]))

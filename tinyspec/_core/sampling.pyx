@@ -6,6 +6,8 @@ lanes inside), which the compiler may turn into SIMD without -ffast-math. exp is
 reason (src/exp.h).
 """
 
+cimport cython
+from libc.limits cimport INT_MAX
 from libc.math cimport INFINITY
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy
@@ -37,6 +39,8 @@ cdef double* scratch(Py_ssize_t n) except NULL:
     """
     global spare
     cdef double* room = spare
+    if n > INT_MAX:
+        raise TinyspecError(f"a row has at most {INT_MAX} tokens, got {n}")
     spare = NULL
     if room == NULL or room[0] < n:
         free(room)
@@ -60,11 +64,18 @@ cdef int raise_no_mass(const double* sums, Py_ssize_t n) except -1:
         f"cannot draw from a row whose sum is {mass}: a distribution must be finite and have some mass")
 
 
-def sample_inverse_cdf(const double[::1] row, double u):
+cdef int check_uniform(double u) except -1:
+    if not 0 <= u < 1:
+        raise TinyspecError(f"a uniform must be at least 0 and below 1, got {u}")
+    return 0
+
+
+def sample_inverse_cdf(const double[::1] row not None, double u):
     """Return the token whose interval of the cumulative sum holds u * total. O(V).
 
-    A token of probability zero is never returned.
+    A token of probability zero is never returned. Raises TinyspecError unless 0 <= u < 1.
     """
+    check_uniform(u)
     cdef Py_ssize_t n = row.shape[0], token = -1
     cdef double* sums = scratch(n)
     try:
@@ -79,7 +90,7 @@ def sample_inverse_cdf(const double[::1] row, double u):
         release(sums)
 
 
-def sample_without_replacement(const double[::1] row, const double[::1] uniforms):
+def sample_without_replacement(const double[::1] row not None, const double[::1] uniforms not None):
     """Return one token for each uniform, without replacement, until none is left. O(V + k (B + V/B))."""
     cdef Py_ssize_t n = row.shape[0], k = uniforms.shape[0], i, token, b
     cdef double* x = scratch(n)
@@ -95,6 +106,7 @@ def sample_without_replacement(const double[::1] row, const double[::1] uniforms
                 if add_blocks(sums, (n + BLOCK - 1) // BLOCK) != 0:
                     raise_no_mass(sums, n)
                 break
+            check_uniform(uniforms[i])
             drawn.append(token)
             x[token] = 0
             b = token // BLOCK
@@ -104,7 +116,7 @@ def sample_without_replacement(const double[::1] row, const double[::1] uniforms
         release(x)
 
 
-def exponential_race(const double[::1] row, const double[::1] noise):
+def exponential_race(const double[::1] row not None, const double[::1] noise not None):
     """Return argmin noise / row over the support, lowest id first. O(V)."""
     cdef Py_ssize_t n = row.shape[0], i, best = -1
     cdef double time = INFINITY, t
@@ -131,6 +143,21 @@ cdef Py_ssize_t first_highest(const real[::1] logits) noexcept:
         return first_double(&logits[0], logits.shape[0]) if logits.shape[0] else -1
 
 
+cdef int check_settings(double temperature, top_k, double top_p, double min_p, double penalty) except -1:
+    """Raise TinyspecError for settings without a meaning; `not` so that NaN is caught too."""
+    if not 0 <= temperature < INFINITY:
+        raise TinyspecError(f"temperature must be finite and at least 0, got {temperature}")
+    if top_k is not None and top_k < 1:
+        raise TinyspecError(f"top_k must be at least 1, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise TinyspecError(f"top_p must be above 0 and at most 1, got {top_p}")
+    if not 0 <= min_p <= 1:
+        raise TinyspecError(f"min_p must be between 0 and 1, got {min_p}")
+    if not 0 < penalty < INFINITY:
+        raise TinyspecError(f"the repetition penalty must be finite and above 0, got {penalty}")
+    return 0
+
+
 cdef Py_ssize_t fill_probs(const real[::1] logits, double* x, double* sums, history, double temperature, top_k,
                            top_p, min_p, double penalty) except -2:
     """Write the distribution x[n] of logits[n] and its block sums, and return -1.
@@ -140,6 +167,7 @@ cdef Py_ssize_t fill_probs(const real[::1] logits, double* x, double* sums, hist
     """
     cdef Py_ssize_t i, token, n = logits.shape[0], k = 0 if top_k is None else top_k
     cdef double nucleus = 1 if top_p is None else top_p, floor = 0 if min_p is None else min_p, score, top
+    check_settings(temperature, top_k, nucleus, floor, penalty)
     token = first_highest(logits) if temperature == 0 and penalty >= 1 else -1
     if token >= 0 and (penalty == 1 or token not in history):
         return token
@@ -167,7 +195,7 @@ cdef Py_ssize_t fill_probs(const real[::1] logits, double* x, double* sums, hist
     return -1
 
 
-def apply_sampling(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty):
+def apply_sampling(const real[::1] logits not None, history, double temperature, top_k, top_p, min_p, double penalty):
     """Return logits [V] (float32 or float64) as a distribution, float64 [V], in Hugging Face's order. O(V)."""
     cdef Py_ssize_t n = logits.shape[0], token
     cdef double* sums = scratch(n)
@@ -183,9 +211,11 @@ def apply_sampling(const real[::1] logits, history, double temperature, top_k, t
         release(sums)
 
 
-def sample_from_logits(const real[::1] logits, history, double temperature, top_k, top_p, min_p, double penalty, double u):
+def sample_from_logits(const real[::1] logits not None, history, double temperature, top_k, top_p, min_p, double penalty,
+                       double u):
     """Return sample_inverse_cdf(apply_sampling(...), u), without a row in between. O(V)."""
     cdef Py_ssize_t n = logits.shape[0], token
+    check_uniform(u)
     cdef double* x = scratch(n)
     try:
         token = fill_probs(logits, x, x + n, history, temperature, top_k, top_p, min_p, penalty)
@@ -202,6 +232,13 @@ cdef int same_length(Py_ssize_t n, Py_ssize_t m) except -1:
     return 0
 
 
+cdef const double[::1] read_row(row) except *:
+    """Return the target's row as a memoryview, which None would be too."""
+    if row is None:
+        raise TypeError("the target's distribution is None")
+    return row
+
+
 cdef new_residual(const double[::1] row, const double* q, Py_ssize_t token):
     cdef Py_ssize_t n = row.shape[0]
     cdef double* sums = scratch(n)
@@ -214,32 +251,36 @@ cdef new_residual(const double[::1] row, const double* q, Py_ssize_t token):
         release(sums)
 
 
-def residual(const double[::1] row, const double[::1] q):
+def residual(const double[::1] row not None, const double[::1] q not None):
     """Return max(0, row - q), normalized; the row if nothing is left. O(V)."""
     same_length(row.shape[0], q.shape[0])
     return new_residual(row, &q[0] if q.shape[0] else NULL, -1)
 
 
-def exclude_token(const double[::1] row, Py_ssize_t token):
+def exclude_token(const double[::1] row not None, Py_ssize_t token):
     """Return the row without this token, normalized; the row if nothing is left. O(V)."""
+    if not 0 <= token < row.shape[0]:
+        raise TinyspecError(f"token {token} is outside of a row of {row.shape[0]} tokens")
     return new_residual(row, NULL, token)
 
 
 cdef double next_uniform(const double[::1] uniforms, Py_ssize_t* used) except -1:
     if used[0] >= uniforms.shape[0]:
         raise TinyspecError("the given uniforms are used up: give one for each tested node and one for the last draw")
+    check_uniform(uniforms[used[0]])
     used[0] += 1
     return uniforms[used[0] - 1]
 
 
-def verify_tree(tokens, parents, draft_probs, probe, p, const double[::1] uniforms):
+@cython.boundscheck(True)  # reading p[node] may run any code, which may shorten a list
+def verify_tree(tokens, parents, draft_probs, probe, p, const double[::1] uniforms not None):
     """Decide as reference.verify_tree: one uniform for each tested node in order, one for the last draw.
 
     Returns (accepted, next, rejected, used uniforms). Reads p[ROOT], and p[node] of accepted nodes only.
     O(n depth + tested V).
     """
     cdef Py_ssize_t n = len(tokens), V, used = 0, node, token, i = 0
-    cdef const double[::1] row = p[ROOT], q
+    cdef const double[::1] row, q
     cdef const double* current
     cdef double* room = NULL
     cdef double* sums
@@ -248,6 +289,10 @@ def verify_tree(tokens, parents, draft_probs, probe, p, const double[::1] unifor
     cdef bint summed = False  # whether `room` holds the current distribution, a residual, and its block sums
     cdef double ratio
     cdef list accepted = [], rejected = [], siblings
+    if not n == len(parents) == len(draft_probs) == len(probe):
+        raise TinyspecError(
+            f"a tree of {n} tokens has {len(parents)} parents, {len(draft_probs)} distributions and {len(probe)} probe flags")
+    row = read_row(p[ROOT])
     V = row.shape[0]
     if V == 0:
         raise TinyspecError("cannot draw from a row without tokens")
@@ -274,8 +319,9 @@ def verify_tree(tokens, parents, draft_probs, probe, p, const double[::1] unifor
                 release(room)  # p[node] may run a kernel that wants it
                 room = NULL
                 here = {twin for twin in siblings if tokens[twin] == token}
-                row = p[node]
-                same_length(V, row.shape[0])
+                row = read_row(p[node])
+                if row.shape[0] != V:
+                    raise TinyspecError(f"the target's distribution has {V} tokens at the root, {row.shape[0]} at node {node}")
                 current, summed = &row[0], False
                 siblings = [twin for twin in range(n) if parents[twin] in here and not probe[twin]]
                 i = 0

@@ -9,12 +9,14 @@ continuations become a trie in one scan, without a table: a new branch begins wh
 Every place read from `order` is checked, for that may be a damaged file.
 """
 
+from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint32_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memset
 
 import numpy as np
 
+from tinyspec._core.limits import MAX_DRAFT_NODES, MAX_MATCHES, check_range, read_ids, read_text
 from tinyspec.errors import TinyspecError
 
 DEPTH = 32
@@ -99,7 +101,7 @@ cdef int doubled(int* order, int* rank, int* other, int* heads, int n, int h) no
 
 def suffix_order(tokens, tell=None):
     """Places 0 .. n - 1 of a text sorted by the DEPTH tokens from there on; equal ones in order. int32 [n]."""
-    cdef const int[::1] text = np.ascontiguousarray(tokens, np.int32)
+    cdef const int[::1] text = read_text(tokens)
     cdef Py_ssize_t size = text.shape[0]
     if size >= 1 << 31:
         raise TinyspecError(f"a text of {size} tokens is too long for one index: at most {(1 << 31) - 1}")
@@ -145,9 +147,12 @@ cdef class _Text:
     cdef int n
 
     def __cinit__(self, tokens, order):
+        if tokens is None or order is None:
+            raise TypeError("a text and its order are arrays of int32, got None")
         self.tokens, self.order = tokens, order
         if self.tokens.shape[0] != self.order.shape[0]:
             raise TinyspecError(f"an order of {len(order)} places is not that of {len(tokens)} tokens")
+        check_range("the number of tokens", self.tokens.shape[0], 0, INT_MAX)
         self.n = <int> self.tokens.shape[0]
 
     cdef inline int place(self, int64_t j) except -1 nogil:
@@ -259,14 +264,17 @@ def retrieve(tokens, order, suffix, int shortest, int longest, int length, int m
             f"a retrieval needs 1 <= shortest <= longest < {DEPTH} and length, matches >= 1, "
             f"got {shortest}, {longest}, {length}, {matches}"
         )
+    check_range("the number of matches", matches, 1, MAX_MATCHES)
+    check_range("the number of draft tokens", most, 0, MAX_DRAFT_NODES)
     cdef _Text text = _Text(tokens, order)
+    cdef const int[::1] ids = read_ids(suffix[-longest:])
     cdef int pattern[SORTED]
-    cdef int given = min(<int> len(suffix), longest), i, low = 0, high, above, middle, m, at = 0, taken, top = 0, n = 0
+    cdef int given = <int> min(ids.shape[0], <Py_ssize_t> longest), i, low = 0, high, above, middle, m, at = 0, taken, top = 0, n = 0
     cdef list out, up, weights
     cdef Node* nodes = NULL
     cdef int* kept = NULL
     for i in range(given):
-        pattern[i] = suffix[len(suffix) - given + i]
+        pattern[i] = ids[ids.shape[0] - given + i]
     m, above = shortest, given + 1  # the last m tokens occur, the last `above` do not
     try:
         with nogil:

@@ -6,6 +6,7 @@ from libc.stdlib cimport realloc
 
 from tinyspec._core.windows cimport Candidate, Node, Slot, Text, Windows, widened
 
+from tinyspec._core.limits import read_ids
 from tinyspec.errors import TinyspecError
 
 
@@ -47,8 +48,9 @@ cdef class Texts(Windows):
             node = self.walk(t.root, n, &slot) if n <= t.length - t.since else -1
             active[n] = node if slot < 0 else -1  # inside a tail: the text itself says how it goes on
 
-    cdef int pop(self, int text) except -1 nogil:
+    cdef int pop(self, int text) except -1:
         """Take back the newest token: every window that ends in it counts one less, unless a halving has blurred it."""
+        self.make_room()
         cdef Text* t = &self.texts[text]
         cdef int slot = t.last, n, node, end
         if t.length > t.since:
@@ -75,10 +77,21 @@ cdef class Texts(Windows):
             self.slots[last].after, self.slot_free = self.slot_free, last
             last = before
 
-    cdef int root_of(self, tree) except -1:
-        if tree not in self.trees:
-            self.trees[tree], self.ends[tree] = self.new_node(-1, -1, -1, -1), []
-        return self.trees[tree]
+    cdef tuple open_tree(self, tree):
+        """The root of a tree, made if it is not known, and the ends of its closed texts.
+
+        To hash and compare a tree may run any code. So a tree is looked up once, and before anything is changed.
+        """
+        cdef tuple made, found = self.trees.get(tree)
+        if found is None:
+            self.make_room()
+            made = (self.new_node(-1, -1, -1, -1), [])
+            try:
+                found = self.trees.setdefault(tree, made)
+            finally:
+                if found is not made:
+                    self.free_root(made[0])
+        return found
 
     cdef int known(self, int text) except -1:
         if not 0 <= text < self.text_top or self.texts[text].root < 0:
@@ -87,7 +100,7 @@ cdef class Texts(Windows):
 
     def open(self, tree):
         """Begin a text in a tree; returns its number."""
-        cdef int root = self.root_of(tree), text, n
+        cdef int root = self.open_tree(tree)[0], text, n
         cdef void* grown
         if self.text_free < 0 and self.text_top == self.text_room:
             grown = realloc(self.active, 2 * <size_t> self.text_room * self.depth * sizeof(int))
@@ -108,9 +121,11 @@ cdef class Texts(Windows):
     def close(self, int text):
         """The text is over; what it counted stays."""
         cdef Text* t = &self.texts[self.known(text)]
+        cdef list ends
         if t.last >= 0:
+            ends = next(ends for root, ends in self.trees.values() if root == t.root)
+            ends.append(t.last)
             self.slots[t.last].after = -1
-            self.ends[next(tree for tree, root in self.trees.items() if root == t.root)].append(t.last)
         t.root, t.last, self.text_free = -1, self.text_free, text
 
     def length(self, int text):
@@ -118,11 +133,15 @@ cdef class Texts(Windows):
         return self.texts[self.known(text)].length
 
     def append(self, int text, tokens):
-        """Grow a text; returns the nodes of its tree. O(length of its longest repeated suffix) a token."""
-        cdef int token
+        """Grow a text; returns the nodes of its tree. O(length of its longest repeated suffix) a token.
+
+        Where one of the tokens is not an int32, nothing is appended (TypeError, OverflowError).
+        """
+        cdef const int[::1] ids = read_ids(tokens)
+        cdef Py_ssize_t i
         self.known(text)
-        for token in tokens:
-            self.push(text, token)
+        for i in range(ids.shape[0]):
+            self.push(text, ids[i])
         return self.nodes[self.texts[text].root].count
 
     def rewind(self, int text, int length):
@@ -132,36 +151,40 @@ cdef class Texts(Windows):
             raise TinyspecError(f"cannot rewind a text of {t.length} tokens to {length}")
         if length == t.length:
             return
-        while t.length > length:
-            self.pop(text)
-        t.since = min(t.since, length)
-        self.resume(text)
+        try:
+            while t.length > length:
+                self.pop(text)
+        finally:  # also of a text that is taken back by half, for want of memory
+            t.since = min(t.since, t.length)
+            self.resume(text)
 
     def drop(self, tree):
         """Forget a tree, its texts included. O(its size)."""
-        cdef int text
-        if tree not in self.trees:
+        cdef tuple found = self.trees.pop(tree, None)
+        cdef int text, root
+        if found is None:
             return
+        root = found[0]
         for text in range(self.text_top):
-            if self.texts[text].root == self.trees[tree]:
-                self.close(text)
-        self._thin(tree, 31)
-        text = self.trees.pop(tree)
-        self.nodes[text].parent = -2
-        self.nodes[text].younger, self.node_free = self.node_free, text
-        del self.ends[tree]
+            if self.texts[text].root == root:
+                self.free_slots(self.texts[text].last)
+                self.texts[text].root, self.texts[text].last, self.text_free = -1, self.text_free, text
+        self.halve_tree(root, found[1], 31)
+        self.free_root(root)
 
     def halve(self, tree):
         """Halve every count of a tree, rounding down; what falls to 0 goes. O(its size)."""
-        if tree in self.trees:
-            self._thin(tree, 1)
+        cdef tuple found = self.trees.get(tree)
+        if found is not None:
+            self.halve_tree(found[0], found[1], 1)
 
-    def _thin(self, tree, int halvings):
-        cdef int root = self.trees[tree], text, last
+    cdef void halve_tree(self, int root, list ends, int halvings):
+        """Halve every count of a tree so often; none of its closed texts is known any more."""
+        cdef int text, last
         self.thin(root, halvings)
-        for last in self.ends[tree]:
+        for last in ends:
             self.free_slots(last)
-        self.ends[tree] = []
+        ends.clear()
         for text in range(self.text_top):
             if self.texts[text].root == root:
                 self.texts[text].since = self.texts[text].length
@@ -169,15 +192,17 @@ cdef class Texts(Windows):
 
     def prune(self, tree):
         """Halve until the tree has at most `bound` nodes; returns how often."""
+        cdef tuple found = self.trees.get(tree)
         cdef int times = 0
-        while self.size(tree) > self.bound:
-            self.halve(tree)
+        while found is not None and self.nodes[<int> found[0]].count > self.bound:
+            self.halve_tree(found[0], found[1], 1)
             times += 1
         return times
 
     def size(self, tree):
         """Nodes of a tree."""
-        return self.nodes[<int> self.trees[tree]].count if tree in self.trees else 0
+        cdef tuple found = self.trees.get(tree)
+        return 0 if found is None else self.nodes[<int> found[0]].count
 
     @property
     def bytes(self):

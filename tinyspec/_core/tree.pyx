@@ -9,6 +9,7 @@ from libc.string cimport memcpy
 
 import numpy as np
 
+from tinyspec._core.limits import MAX_TREE_NODES, check_range, read_ids
 from tinyspec.errors import TinyspecError
 
 
@@ -22,8 +23,9 @@ cdef int check(const int[::1] parents) except -1:
 
 def ancestors(parents):
     """uint8 [n, n]: row i marks node i and its ancestors, the columns it attends to. O(n^2): row i is its parent's plus i."""
-    cdef const int[::1] parent = np.asarray(parents, np.int32)
+    cdef const int[::1] parent = read_ids(parents)
     cdef Py_ssize_t i, n = parent.shape[0]
+    check_range("the number of nodes", n, 0, MAX_TREE_NODES)
     check(parent)
     out = np.zeros((n, n), np.uint8)
     cdef uint8_t[:, ::1] mask = out
@@ -37,7 +39,7 @@ def ancestors(parents):
 
 def depths(parents):
     """int32 [n]: the depth of every node; a child of the root has depth 1. O(n)."""
-    cdef const int[::1] parent = np.asarray(parents, np.int32)
+    cdef const int[::1] parent = read_ids(parents)
     cdef Py_ssize_t i, n = parent.shape[0]
     check(parent)
     out = np.empty(n, np.int32)
@@ -53,7 +55,7 @@ def unique_paths(tokens, parents):
     Equal paths are one row of the forward. Node i repeats node j if their tokens are equal and their parents are, after
     merging; so one backward scan a node suffices, and drafts have tens of nodes.
     """
-    cdef const int[::1] token = np.asarray(tokens, np.int32), parent = np.asarray(parents, np.int32)
+    cdef const int[::1] token = read_ids(tokens), parent = read_ids(parents)
     cdef Py_ssize_t i, j, n = parent.shape[0]
     cdef int above
     if token.shape[0] != n:

@@ -27,10 +27,11 @@ cdef class NgramIndex:
     cdef int64_t home(self, int parent, int token) noexcept nogil
     cdef int find(self, int parent, int token) noexcept nogil
     cdef void place(self, int node) noexcept nogil
-    cdef int new_node(self, int parent, int token, int link) except -1 nogil
+    cdef int make_room(self) except -1
+    cdef int new_node(self, int parent, int token, int link) noexcept nogil
     cdef void drop_node(self, int node) noexcept nogil
     cdef int descend(self, int state, int token, int limit) noexcept nogil
     cdef int end_of(self, int slot, int limit) noexcept nogil
     cdef bint better(self, int a, int b) noexcept nogil
-    cdef int push(self, int last, int state, int token) except -1 nogil
+    cdef int push(self, int last, int state, int token) except -1
     cdef void pop(self, int slot) noexcept nogil

@@ -8,9 +8,11 @@ O(tokens * max_n). Invariants: a node lives while its n-gram occurs; where an n-
 never dangle; `best` is the child with the highest count, the lowest token among equals.
 """
 
+from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc, realloc
 
+from tinyspec._core.limits import MAX_NGRAM, check_range, read_ids
 from tinyspec.errors import TinyspecError
 
 WHICH = ("first", "last", "frequent")
@@ -21,6 +23,7 @@ cdef class NgramIndex:
     def __cinit__(self, int max_n):
         if max_n < 1:
             raise TinyspecError(f"an n-gram index needs max_n >= 1, got {max_n}")
+        check_range("max_n", max_n, 1, MAX_NGRAM)
         self.max_n = max_n
         self.texts = {}
         self.node_room, self.slot_room, self.table_size = 64, 64, 256
@@ -61,26 +64,38 @@ cdef class NgramIndex:
             i = (i + 1) & (self.table_size - 1)
         self.table[i] = node
 
-    cdef int new_node(self, int parent, int token, int link) except -1 nogil:
-        """Make the node `parent` + `token`, hashed and first among its siblings. Amortised O(1)."""
-        cdef int node, i
-        cdef Node* grown
-        cdef int* table
-        if self.node_free < 0 and self.node_top == self.node_room:
-            grown = <Node*> realloc(self.nodes, 2 * <size_t> self.node_room * sizeof(Node))
+    cdef int make_room(self) except -1:
+        """Make room for all that one token may add: where there is none, nothing is half done. Amortised O(max_n)."""
+        cdef int most = self.max_n + 1, i
+        cdef size_t width = 2 * self.max_n
+        cdef void* grown
+        while self.node_room - self.live - 1 < most:  # the root is not counted as live
+            grown = realloc(self.nodes, 2 * <size_t> self.node_room * sizeof(Node)) if self.node_room <= INT_MAX // 2 else NULL
             if grown == NULL:
                 raise MemoryError()
-            self.nodes, self.node_room = grown, 2 * self.node_room
-        if 2 * <int64_t> (self.live + 1) > self.table_size:
-            table = <int*> realloc(self.table, 2 * self.table_size * sizeof(int))
-            if table == NULL:
+            self.nodes, self.node_room = <Node*> grown, 2 * self.node_room
+        if self.slot_free < 0 and self.slot_top == self.slot_room:
+            grown = realloc(self.slots, 2 * <size_t> self.slot_room * sizeof(Slot)) if self.slot_room <= INT_MAX // 2 else NULL
+            self.slots = <Slot*> grown if grown else self.slots
+            grown = realloc(self.links, 2 * <size_t> self.slot_room * width * sizeof(int)) if grown else NULL
+            if grown == NULL:
                 raise MemoryError()
-            self.table, self.table_size = table, 2 * self.table_size
+            self.links, self.slot_room = <int*> grown, 2 * self.slot_room
+        while 2 * (<int64_t> self.live + most) > self.table_size:
+            grown = realloc(self.table, 2 * self.table_size * sizeof(int))
+            if grown == NULL:
+                raise MemoryError()
+            self.table, self.table_size = <int*> grown, 2 * self.table_size
             for j in range(self.table_size):
-                table[j] = -1
+                self.table[j] = -1
             for i in range(1, self.node_top):
                 if self.nodes[i].count > 0:
                     self.place(i)
+        return 0
+
+    cdef int new_node(self, int parent, int token, int link) noexcept nogil:
+        """Make the node `parent` + `token`, hashed and first among its siblings. There is room for it. O(1)."""
+        cdef int node
         if self.node_free >= 0:
             node, self.node_free = self.node_free, self.nodes[self.node_free].younger
         else:
@@ -149,18 +164,12 @@ cdef class NgramIndex:
 
     # --- texts ----------------------------------------------------------------------------------------------------
 
-    cdef int push(self, int last, int state, int token) except -1 nogil:
-        """Append one token after slot `last`, whose longest n-gram (n <= max_n) is `state`; returns the new slot."""
+    cdef int push(self, int last, int state, int token) except -1:
+        """Append one token after slot `last`, whose longest n-gram (n <= max_n) is `state`; returns the new slot. Without memory for
+        it nothing changes."""
+        self.make_room()
         cdef int slot, child, depth, link, longer = -1
         cdef size_t width = 2 * self.max_n
-        cdef void* grown
-        if self.slot_free < 0 and self.slot_top == self.slot_room:
-            grown = realloc(self.slots, 2 * <size_t> self.slot_room * sizeof(Slot))
-            self.slots = <Slot*> grown if grown else self.slots
-            grown = realloc(self.links, 2 * <size_t> self.slot_room * width * sizeof(int)) if grown else NULL
-            if grown == NULL:
-                raise MemoryError()
-            self.links, self.slot_room = <int*> grown, 2 * self.slot_room
         if self.slot_free >= 0:
             slot, self.slot_free = self.slot_free, self.slots[self.slot_free].after
         else:
@@ -241,25 +250,30 @@ cdef class NgramIndex:
                 slot = self.links[<size_t> slot * 2 * self.max_n + 2 * self.nodes[node].depth - 1]
         return {"max_n": self.max_n, "texts": texts, "places": places}
 
-    def length(self, text):
+    def length(self, int64_t text):
         """Tokens of a text; 0 for one never seen."""
         return self.texts.get(text, (-1, 0, 0))[1]
 
-    def append(self, text, tokens):
-        """Grow a text. Amortised O(max_n) a token."""
-        cdef int slot, length, state, token
+    def append(self, int64_t text, tokens):
+        """Grow a text. Amortised O(max_n) a token.
+
+        Where one of the tokens is not an int32, nothing is appended (TypeError, OverflowError).
+        """
+        cdef const int[::1] ids = read_ids(tokens)
+        cdef int slot, length, state
+        cdef Py_ssize_t i
         slot, length, state = self.texts.get(text, (-1, 0, 0))
         try:
-            for token in tokens:
-                slot = self.push(slot, state, token)
+            for i in range(ids.shape[0]):
+                slot = self.push(slot, state, ids[i])
                 length += 1
-                state = self.find(state, token)
+                state = self.find(state, ids[i])
                 if self.nodes[state].depth > self.max_n:
                     state = self.nodes[state].link
         finally:
             self.texts[text] = (slot, length, state)
 
-    def rewind(self, text, int length):
+    def rewind(self, int64_t text, int length):
         """Take a text back to its first `length` tokens. O(max_n^2) a token, more where the most frequent child changes."""
         cdef int slot, now, before
         slot, now, _ = self.texts.get(text, (-1, 0, 0))
@@ -271,19 +285,22 @@ cdef class NgramIndex:
             slot, now = before, now - 1
         self.texts[text] = (slot, now, self.end_of(slot, self.max_n))
 
-    def lookup(self, suffix, int k, max_n=None, int min_n=1, which="last"):
+    def lookup(self, suffix, int k, max_n=None, int min_n=1, str which="last"):
         """Up to k tokens that followed the longest n-gram, min_n <= n <= max_n, that `suffix` ends with; [] if none.
 
         O(max_n + k); "frequent" also passes over the places since the most frequent token was last appended.
         """
         cdef int limit = self.max_n if max_n is None else max_n, state = 0, slot, token
         cdef list out = []
+        cdef const int[::1] ids
+        cdef Py_ssize_t i
         if which not in WHICH:
             raise TinyspecError(f"which is one of {', '.join(WHICH)}, got '{which}'")
         if not 1 <= min_n <= limit <= self.max_n:
             raise TinyspecError(f"an index of {self.max_n}-grams needs 1 <= min_n <= max_n, got {min_n} and {limit}")
-        for token in suffix[-limit:]:
-            state = self.descend(state, token, limit)
+        ids = read_ids(suffix[-limit:])  # before the search: what reads them may change the index
+        for i in range(ids.shape[0]):
+            state = self.descend(state, ids[i], limit)
         while state > 0 and self.nodes[state].first < 0:
             state = self.nodes[state].link
         if state <= 0 or self.nodes[state].depth < min_n:

@@ -38,20 +38,23 @@ cdef class Windows:
     cdef int* drawn                    # [5, heap_room]: tokens and parents of a draft, of the best so far, and matches
     cdef double* shares                # [2, heap_room]
     cdef int node_room, node_top, node_free, slot_room, slot_top, slot_free, group_room, group_top, group_free
-    cdef int text_room, text_top, text_free, heap_room, heap_top, arrivals, made, live
+    cdef int text_room, text_top, text_free, heap_room, heap_top, arrivals, made
+    cdef int live, used, groups_used   # nodes in the hash; nodes, roots included; groups
     cdef int64_t table_size
-    cdef dict trees, ends              # tree -> root, tree -> newest slots of its closed texts
+    cdef dict trees                    # tree -> (root, newest slots of its closed texts)
 
     cdef int64_t home(self, int parent, int token) noexcept nogil
     cdef int find(self, int parent, int token) noexcept nogil
     cdef void place(self, int node) noexcept nogil
-    cdef int new_node(self, int root, int parent, int token, int tail) except -1 nogil
+    cdef int make_room(self) except -1
+    cdef int new_node(self, int root, int parent, int token, int tail) noexcept nogil
+    cdef void free_root(self, int root) noexcept nogil
     cdef int drop_node(self, int root, int node) noexcept nogil
-    cdef int join(self, int node, int group, int at) except -1 nogil
+    cdef void join(self, int node, int group, int at) noexcept nogil
     cdef void leave(self, int node) noexcept nogil
-    cdef int recount(self, int node, int count) except -1 nogil
-    cdef int push(self, int text, int token) except -1 nogil
-    cdef int thin(self, int root, int halvings) except -1 nogil
+    cdef void recount(self, int node, int count) noexcept nogil
+    cdef int push(self, int text, int token) except -1
+    cdef void thin(self, int root, int halvings) noexcept nogil
 
 
 cdef void* widened(void* pool, int* room, size_t size) noexcept nogil

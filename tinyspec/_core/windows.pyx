@@ -10,15 +10,19 @@ lives, so does each of its suffixes; a node with a tail counts 1 and has no chil
 """
 
 cimport cython
+from libc.limits cimport INT_MAX
 from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, realloc
 
+from tinyspec._core.limits import MAX_DEPTH, check_range
 from tinyspec.errors import TinyspecError
 
 
 cdef void* widened(void* pool, int* room, size_t size) noexcept nogil:
     """The pool with twice the room; NULL if there is no memory (the old one stays)."""
-    cdef void* grown = realloc(pool, 2 * <size_t> room[0] * size)
+    cdef void* grown = NULL
+    if room[0] <= INT_MAX // 2:
+        grown = realloc(pool, 2 * <size_t> room[0] * size)
     if grown != NULL:
         room[0] *= 2
     return grown
@@ -31,8 +35,9 @@ cdef class Windows:
     def __cinit__(self, int depth, int bound):
         if depth < 2 or bound < 1:
             raise TinyspecError(f"a forest needs depth >= 2 and bound >= 1, got {depth} and {bound}")
+        check_range("the depth of a forest", depth, 2, MAX_DEPTH)
         self.depth, self.bound = depth, bound
-        self.trees, self.ends = {}, {}
+        self.trees = {}
         self.node_room = self.slot_room = self.group_room = self.heap_room = 64
         self.text_room, self.table_size = 4, 256
         self.node_free = self.slot_free = self.group_free = self.text_free = -1
@@ -77,16 +82,26 @@ cdef class Windows:
             i = (i + 1) & (self.table_size - 1)
         self.table[i] = node
 
-    cdef int new_node(self, int root, int parent, int token, int tail) except -1 nogil:
-        """A node that was met once; parent -1 makes a root. Amortised O(1)."""
-        cdef int node, last
+    cdef int make_room(self) except -1:
+        """Make room for all that one token may add or take back: where there is none, nothing is half done. Amortised O(1)."""
+        cdef int most = 2 * self.depth + 1, node
         cdef void* grown
-        if self.node_free < 0 and self.node_top == self.node_room:
+        while self.node_room - self.used < most:
             grown = widened(self.nodes, &self.node_room, sizeof(Node))
             if grown == NULL:
                 raise MemoryError()
             self.nodes = <Node*> grown
-        if 2 * <int64_t> (self.live + 1) > self.table_size:
+        while self.group_room - self.groups_used < most:
+            grown = widened(self.groups, &self.group_room, sizeof(Group))
+            if grown == NULL:
+                raise MemoryError()
+            self.groups = <Group*> grown
+        if self.slot_free < 0 and self.slot_top == self.slot_room:
+            grown = widened(self.slots, &self.slot_room, sizeof(Slot))
+            if grown == NULL:
+                raise MemoryError()
+            self.slots = <Slot*> grown
+        while 2 * (<int64_t> self.live + most) > self.table_size:
             grown = realloc(self.table, 2 * self.table_size * sizeof(int))
             if grown == NULL:
                 raise MemoryError()
@@ -96,11 +111,17 @@ cdef class Windows:
             for node in range(self.node_top):
                 if self.nodes[node].parent >= 0:
                     self.place(node)
+        return 0
+
+    cdef int new_node(self, int root, int parent, int token, int tail) noexcept nogil:
+        """A node that was met once; parent -1 makes a root. There is room for it. O(1)."""
+        cdef int node, last
         if self.node_free >= 0:
             node, self.node_free = self.node_free, self.nodes[self.node_free].younger
         else:
             node, self.node_top = self.node_top, self.node_top + 1
         self.nodes[node] = Node(parent, token, 0, 0, -1, -1, -1, -1, -1, tail)
+        self.used += 1
         if parent < 0:
             return node
         self.place(node)
@@ -114,6 +135,12 @@ cdef class Windows:
         else:
             self.join(node, -1, -1)
         return node
+
+    cdef void free_root(self, int root) noexcept nogil:
+        """Give back the root of a tree without nodes."""
+        self.nodes[root].parent = -2
+        self.nodes[root].younger, self.node_free = self.node_free, root
+        self.used -= 1
 
     cdef int drop_node(self, int root, int node) noexcept nogil:
         """Take out a node without children, closing the gap in its probe sequence."""
@@ -132,25 +159,21 @@ cdef class Windows:
         self.table[gap] = -1
         self.nodes[node].parent = -2
         self.nodes[node].younger, self.node_free = self.node_free, node
+        self.used -= 1
         self.live -= 1
         self.nodes[root].count -= 1
         return 0
 
-    cdef int join(self, int node, int group, int at) except -1 nogil:
+    cdef void join(self, int node, int group, int at) noexcept nogil:
         """Hang the node in front of its sibling `at` (-1: last), as the head of this group (-1: of a new one)."""
         cdef int parent = self.nodes[node].parent, before
-        cdef void* grown
         if group < 0:
-            if self.group_free < 0 and self.group_top == self.group_room:
-                grown = widened(self.groups, &self.group_room, sizeof(Group))
-                if grown == NULL:
-                    raise MemoryError()
-                self.groups = <Group*> grown
             if self.group_free >= 0:
                 group, self.group_free = self.group_free, self.groups[self.group_free].head
             else:
                 group, self.group_top = self.group_top, self.group_top + 1
             self.groups[group].tail = node
+            self.groups_used += 1
         self.groups[group].head = node
         self.nodes[node].group = group
         before = self.nodes[at].older if at >= 0 else self.nodes[parent].last
@@ -163,7 +186,6 @@ cdef class Windows:
             self.nodes[at].older = node
         else:
             self.nodes[parent].last = node
-        return 0
 
     cdef void leave(self, int node) noexcept nogil:
         """Take the node out of its group and from between its siblings."""
@@ -171,6 +193,7 @@ cdef class Windows:
         cdef int older = self.nodes[node].older, younger = self.nodes[node].younger
         if self.groups[group].head == self.groups[group].tail:
             self.groups[group].head, self.group_free = self.group_free, group
+            self.groups_used -= 1
         elif self.groups[group].head == node:
             self.groups[group].head = younger
         elif self.groups[group].tail == node:
@@ -184,7 +207,7 @@ cdef class Windows:
         else:
             self.nodes[parent].last = older
 
-    cdef int recount(self, int node, int count) except -1 nogil:
+    cdef void recount(self, int node, int count) noexcept nogil:
         """Set a count that is one more or one less, and hang the node in front of those that count as much."""
         cdef int group = self.nodes[node].group, join = -1, at, near
         if count > self.nodes[node].count:
@@ -201,21 +224,16 @@ cdef class Windows:
                 join = self.nodes[at].group
         self.leave(node)
         self.nodes[node].count = count
-        return self.join(node, join, at)
+        self.join(node, join, at)
 
     # --- counting -------------------------------------------------------------------------------------------------
 
-    cdef int push(self, int text, int token) except -1 nogil:
-        """Append one token: every window that ends in it counts one more."""
+    cdef int push(self, int text, int token) except -1:
+        """Append one token: every window that ends in it counts one more. Without memory for it nothing changes."""
+        self.make_room()
         cdef Text* t = &self.texts[text]
         cdef int* active = self.active + <size_t> text * self.depth
         cdef int slot, node, child, ahead, length, last = t.last
-        cdef void* grown
-        if self.slot_free < 0 and self.slot_top == self.slot_room:
-            grown = widened(self.slots, &self.slot_room, sizeof(Slot))
-            if grown == NULL:
-                raise MemoryError()
-            self.slots = <Slot*> grown
         if self.slot_free >= 0:
             slot, self.slot_free = self.slot_free, self.slots[self.slot_free].after
         else:
@@ -244,7 +262,7 @@ cdef class Windows:
                 active[length] = child
         return 0
 
-    cdef int thin(self, int root, int halvings) except -1 nogil:
+    cdef void thin(self, int root, int halvings) noexcept nogil:
         """Halve every count of a tree so often, drop what falls to 0, and put the siblings into their groups again."""
         cdef int node = root, parent, younger, child, head
         while True:
@@ -264,6 +282,7 @@ cdef class Windows:
                         if self.groups[self.nodes[child].group].tail == child:
                             head = self.nodes[child].group
                             self.groups[head].head, self.groups[head].tail, self.group_free = self.group_free, -1, head
+                            self.groups_used -= 1
                         child = self.nodes[child].younger
                     child, head = self.nodes[node].child, -1
                     while child >= 0:
@@ -271,11 +290,12 @@ cdef class Windows:
                             head = child
                             self.nodes[child].group, self.group_free = self.group_free, self.groups[self.group_free].head
                             self.groups[self.nodes[child].group].head = child
+                            self.groups_used += 1
                         self.nodes[child].group = self.nodes[head].group
                         self.groups[self.nodes[head].group].tail = child
                         child = self.nodes[child].younger
                 if node == root:
-                    return 0
+                    return
                 node = younger if younger >= 0 else parent
                 if younger >= 0:
                     break
