@@ -154,11 +154,11 @@ def test_every_folder_is_installed() -> None:
 
 CODE_LINES = {
     "root + show": 2961,
-    "_core": 843,
+    "_core": 845,
     "lm": 4339,
     "decoding": 1435,
     "chapters": 5360,
-    "laws": 10502,
+    "laws": 10529,
     "museum": 3511,
     "training": 2565,
     "bench": 6059,
