@@ -133,11 +133,11 @@ def small_samplings() -> Iterator[KernelCase]:
 def nuclei_of_small_weights() -> Iterator[KernelCase]:
     """Yield logits whose lower weights are about one unit of `reference.order_free_masses`.
 
-    A unit is 2^-53 for 259 tokens. A weight of 1.5 units counts as 1, and top-p ends among such
+    A unit is 2^-53 for 259 tokens. A weight of 1.75 units counts as 1, and top-p ends among such
     weights. A weight of 0.75 units counts as 0, and a top-p of 1 keeps it nevertheless. Four
     tokens then have weights that are far from whole numbers.
     """
-    for units, top_p in ((1.5, LARGEST_UNIFORM), (0.75, 1.0)):
+    for units, top_p in ((1.75, LARGEST_UNIFORM), (0.75, 1.0)):
         logits = np.full(259, math.log(units * 2.0**-53))
         logits[0] = 0.0
         yield {"logits": logits, **NEUTRAL, "top_p": top_p}
