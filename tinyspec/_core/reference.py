@@ -147,12 +147,14 @@ def penalize_repetition(
 
 
 def highest_logit(scores: Sequence[float]) -> float:
-    """Return the largest score. Raises TinyspecError for NaN, +inf and nothing but -inf."""
+    """Return the largest score. Raises TinyspecError for no score, NaN, +inf and only -inf."""
+    if not scores:
+        raise TinyspecError("the logits are empty, so they define no distribution")
     if any(x != x for x in scores):
         raise TinyspecError(
             "the logits contain NaN: check the weights, or compute in a wider dtype"
         )
-    top = max(scores, default=-math.inf)
+    top = max(scores)
     if math.isinf(top):
         what = "contain +inf" if top > 0 else "are all -inf: no token is allowed"
         raise TinyspecError(f"the logits {what}, so they define no distribution")

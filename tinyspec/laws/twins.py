@@ -3,11 +3,13 @@
 An exact twin and an equal kernel are a proved kernel: the laws enumerate the twin over Fractions,
 and here the compiled functions are compared with it: on all small cases, in order of size, then on
 cases that Hypothesis draws and shrinks, then on a real vocabulary. Where the twin raises
-TinyspecError the kernel must raise it too; any other exception is a crash and no verdict.
+TinyspecError the kernel must raise it with the same sentence; any other exception is a crash and no
+verdict.
 """
 
+import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -123,6 +125,23 @@ def small_samplings() -> Iterator[KernelCase]:
         for logits in product(values, repeat=size):
             for setting in SETTINGS:
                 yield {"logits": np.array(logits), **NEUTRAL, **setting}
+    for wrong in ([], [np.inf, 0.0]):
+        yield {"logits": np.array(wrong), **NEUTRAL}
+    yield from nuclei_of_small_weights()
+
+
+def nuclei_of_small_weights() -> Iterator[KernelCase]:
+    """Yield logits whose lower weights are about one unit of `reference.order_free_masses`.
+
+    A unit is 2^-53 for 259 tokens. A weight of 1.75 units counts as 1, and top-p ends among such
+    weights. A weight of 0.75 units counts as 0, and a top-p of 1 keeps it nevertheless. Four
+    tokens then have weights that are far from whole numbers.
+    """
+    for units, top_p in ((1.75, LARGEST_UNIFORM), (0.75, 1.0)):
+        logits = np.full(259, math.log(units * 2.0**-53))
+        logits[0] = 0.0
+        yield {"logits": logits, **NEUTRAL, "top_p": top_p}
+    yield {"logits": -np.arange(4.0), **NEUTRAL, "top_p": 0.9}
 
 
 def small_draws() -> Iterator[KernelCase]:
@@ -134,6 +153,8 @@ def small_draws() -> Iterator[KernelCase]:
 def small_residuals() -> Iterator[KernelCase]:
     for p, q in float_pairs(6):
         yield {"p": p, "q": q}
+    for n, m in ((2, 1), (1, 2)):  # an error
+        yield {"p": np.full(n, 1 / n), "q": np.full(m, 1 / m)}
 
 
 def small_withouts() -> Iterator[KernelCase]:
@@ -157,14 +178,34 @@ def small_walks() -> Iterator[KernelCase]:
                     edges = [float(np.nextafter(ratio, 0)), ratio] if 0 < ratio < 1 else []
                     tests = [0.0, *edges, LARGEST_UNIFORM]
                     for uniforms in product(*[tests] * len(parents), (0.0, 0.5, LARGEST_UNIFORM)):
-                        yield {
-                            "tokens": list(tokens),
-                            "parents": parents,
-                            "draft_probs": [declared] * len(parents),
-                            "probe": [False] * len(parents),
-                            "p": dict.fromkeys(range(-1, len(parents)), p),
-                            "uniforms": np.array(uniforms),
-                        }
+                        yield walk_case(tokens, parents, declared, p, uniforms)
+    # The target has an ulp less of the token than the draft, and no more of the other one: a
+    # rejection leaves nothing, before a sibling and after the last one.
+    half, less = np.full(2, 1 / 2), np.array([np.nextafter(1 / 2, 0), 1 / 2])
+    for n in (1, 2):
+        yield walk_case([0] * n, [ROOT] * n, half, less, [LARGEST_UNIFORM] * n + [0.0])
+    for token in (-1, 2, 3):  # no token of this vocabulary
+        yield walk_case([token], [ROOT], None, half, [0.0, 0.0])
+    for wrong in ([1.0], [0.5, 0.5, 0.0], [0.0, 1.0], [math.nan, 1.0]):  # no distribution of it
+        yield walk_case([0], [ROOT], np.array(wrong), half, [0.0, 0.0])
+
+
+def walk_case(
+    tokens: Sequence[int],
+    parents: list[int],
+    declared: FloatRow | None,
+    p: FloatRow,
+    uniforms: Sequence[float],
+) -> KernelCase:
+    """Return the arguments of a walk on which every node has the same distributions."""
+    return {
+        "tokens": list(tokens),
+        "parents": parents,
+        "draft_probs": [declared] * len(parents),
+        "probe": [False] * len(parents),
+        "p": dict.fromkeys(range(-1, len(parents)), p),
+        "uniforms": np.array(uniforms),
+    }
 
 
 def small_shapes() -> Iterator[KernelCase]:
@@ -223,11 +264,11 @@ class Twin:
 
 
 def outcome_or_error(function: Kernel, case: Mapping[str, Any]) -> Any:
-    """Return what a function returns, or the words "an error"."""
+    """Return what a function returns, or the sentence of its TinyspecError."""
     try:
         return function(*case.values())
-    except TinyspecError:
-        return "an error"
+    except TinyspecError as error:
+        return f"an error: {error}"
 
 
 def bit_pattern(value: Any) -> Any:
