@@ -193,7 +193,7 @@ cdef class Engine:
         cdef Stack *s = &self.stack
         cdef Packed qkv, out, up, down
         if not (1 <= shared <= heads <= MOST_NUMBERS and heads % shared == 0 and 1 <= width <= MOST_WIDTH
-                and heads // shared * width <= MOST_GROUP and 1 <= hidden <= MOST_NUMBERS):
+                and <int64_t> (heads // shared) * width <= MOST_GROUP and 1 <= hidden <= MOST_NUMBERS):
             raise ValueError(f"no model has {heads} heads, {shared} key/value heads, {width} numbers a head, {hidden} hidden ones: "
                              "all are at least 1, and the key/value heads divide the heads")
         layers = [layer for layer in layers]  # another's list could grow, or forget a layer
