@@ -180,7 +180,7 @@ def test_a_wrong_device_or_dtype_is_named(zoo: Zoo, options: dict[str, Any], wor
 @pytest.mark.parametrize(
     "name", [None, 5, ["x"], b"x", "\x00", "a\nb", "x" * 10**5, "~no-such-user/x"]
 )
-def test_what_is_no_name_of_a_model_is_refused(name: Any) -> None:
+def test_what_is_no_name_of_a_model_is_an_error(name: Any) -> None:
     for load in (tinyspec.load, tinyspec.load_translator):
         with pytest.raises(TinyspecError, match="is no name of a model and no path"):
             load(name)

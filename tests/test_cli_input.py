@@ -107,7 +107,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_told_in_one_line(zoo: Zoo, here: Path, words: str, says: str) -> None:
+def test_a_mistake_is_an_error_of_one_line(zoo: Zoo, here: Path, words: str, says: str) -> None:
     args = shlex.split(words)
     if args[0] in ("generate", "race") and "--model" not in args:
         args += ["--model", zoo.big]

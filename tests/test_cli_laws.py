@@ -72,7 +72,7 @@ def test_as_json() -> None:
         assert cases == 0 if analysis else cases >= 3
 
 
-def test_an_accusation_is_told_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
+def test_an_accusation_is_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
     result = run("laws", biased)
     assert result.exit_code == 1
     for word in (

@@ -196,7 +196,7 @@ def test_speed_is_of_real_time(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0" in failed(run(*call, "0"))
 
 
-def test_a_picture_without_a_folder_is_said_before_the_race(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_picture_without_a_folder_is_an_error_before_the_race(zoo: Zoo, tmp_path: Path) -> None:
     nowhere = tmp_path / "none" / "race.svg"
     assert "none" in failed(run("race", "--model", zoo.big, "-p", "the cat", "--svg", str(nowhere)))
 

@@ -57,7 +57,7 @@ def test_every_number_has_bounds(card: Card, knob: Knob) -> None:
 
 
 @numeric
-def test_what_is_no_number_is_refused(card: Card, knob: Knob) -> None:
+def test_what_is_no_number_is_an_error(card: Card, knob: Knob) -> None:
     for value in NO_NUMBERS:
         if str(value) != str(knob.beyond):
             refuse(card, knob, value)
@@ -74,7 +74,7 @@ def test_numbers_of_numpy_are_numbers(card: Card, knob: Knob) -> None:
 
 
 @every
-def test_what_is_no_value_is_refused(card: Card, knob: Knob) -> None:
+def test_what_is_no_value_is_an_error(card: Card, knob: Knob) -> None:
     for value in NO_VALUES:
         if knob.beyond is None or type(value) is not str:  # "9" * 5000 is infinity, as 1e999 is
             refuse(card, knob, value)

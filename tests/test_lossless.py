@@ -87,7 +87,9 @@ def test_greedy_text_is_plain_decodings_to_the_last_token(
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "speculative_decoding", "llma"])
-def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method: str) -> None:
+def test_a_sampled_prompt_in_a_batch_equals_the_prompt_alone(
+    pair: tuple[Model, Model], method: str
+) -> None:
     target, draft = pair
     options = {
         "method": method,
@@ -101,7 +103,7 @@ def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method:
         assert said(row) == said(tinyspec.generate(target, prompt, seed=11 + i, **options))
 
 
-def test_rows_that_are_rounded_otherwise_in_a_block_are_found_out(
+def test_logits_that_are_rounded_otherwise_in_a_block_are_detected(
     pair: tuple[Model, Model], plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What everyone else has in bfloat16: the last state is rounded to it where a block is

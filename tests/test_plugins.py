@@ -147,7 +147,7 @@ def test_an_exception_is_named_by_file_and_line_and_the_other_methods_run(tmp_pa
     assert isinstance(run("--debug", "laws", file).exception, ZeroDivisionError)
 
 
-def test_a_promise_that_no_law_can_hold_is_said(tmp_path: Path) -> None:
+def test_a_promise_that_no_law_can_check_is_reported(tmp_path: Path) -> None:
     result = run("laws", write(tmp_path, TECHNIQUE.replace("Guarantee.EXACT", "Guarantee.APPROX")))
     assert result.exit_code == 1
     assert "must bring an oracle of its rule" in result.output
@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line(
     assert "no such file" in failed(run("laws", str(tmp_path / "other.py")))
 
 
-def test_two_plugins_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_plugins_of_one_name_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     technique.load_plugin(write(tmp_path, TECHNIQUE))
     with pytest.raises(TinyspecError, match="another plugin has this name"):

@@ -220,7 +220,7 @@ def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:
     assert work(alone).teacher_calls == 0
 
 
-def test_mask_predict_makes_as_many_passes_as_it_is_told(at_home: Trained) -> None:
+def test_mask_predict_makes_as_many_passes_as_its_setting_says(at_home: Trained) -> None:
     model = tinyspec.load_translator("mask_predict")
     done = one(model, TEXT, method="mask_predict", iterations=3, lengths=2)
     assert (work(done).encoder_calls, done.stats.target_calls, work(done).candidates) == (1, 3, 2)
@@ -320,7 +320,7 @@ def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
         ),
     ],
 )
-def test_what_cannot_be_translated_is_said_in_one_line(
+def test_what_cannot_be_translated_is_an_error_of_one_line(
     at_home: Trained, model: str, options: dict[str, Any], says: str
 ) -> None:
     options = {"source": TEXT, **options}
@@ -330,7 +330,7 @@ def test_what_cannot_be_translated_is_said_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_who_extends_and_who_translates_are_told_apart(trained: Trained) -> None:
+def test_techniques_that_extend_and_that_translate_are_distinguished(trained: Trained) -> None:
     story, teacher = tinyspec.load(trained.storyteller), tinyspec.load_translator(trained.teacher)
     for call, says in (
         (lambda: tinyspec.translate(story, TEXT), "extends texts and translates none"),

@@ -39,7 +39,7 @@ def asked(model: Model, tokens: int = 12) -> Job:
 @pytest.mark.parametrize(
     "label", ["transformers", "transformers:lookup=4", "transformers:assistant=SMALL:tokens=3"]
 )
-def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
+def test_transformers_makes_the_same_tokens_and_its_forward_passes_are_counted(
     zoo: Zoo, big: Model, label: str
 ) -> None:
     pytest.importorskip("transformers")

@@ -117,7 +117,9 @@ class TestProduct:
 
     @quick
     @given(cases, st.integers(1, 120), st.integers(1, 4))
-    def test_a_row_is_the_same_in_any_company(self, case: Case, k: int, threads: int) -> None:
+    def test_a_row_is_the_same_whatever_is_computed_with_it(
+        self, case: Case, k: int, threads: int
+    ) -> None:
         case.x = (
             np.resize(case.x, (k, case.x.shape[1]))
             + np.float32(0.1) * np.arange(k, dtype=np.float32)[:, None]
@@ -176,7 +178,7 @@ class TestProduct:
         for name, law, change in wrong:
             assert falls(law, in_float32(change), case), name
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_what_does_not_fit_is_an_error(self) -> None:
         matrix = stacks.packed(np.ones((5, 4), np.float32), False)
         for x, y in (((2, 3), (2, 5)), ((2, 4), (2, 4)), ((2, 4), (3, 5))):
             with pytest.raises(ValueError, match="do not fit"):

@@ -86,7 +86,7 @@ class TestPass:
         st.booleans(),
         st.data(),
     )
-    def test_a_row_is_the_same_in_any_company(
+    def test_a_row_is_the_same_whatever_is_computed_with_it(
         self,
         shape: Shape,
         parents: list[list[int]],
@@ -172,7 +172,7 @@ class TestPass:
                 setattr(other.twin, fact, value)
                 assert falls(faithful, other, rows), fact
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_what_does_not_fit_is_an_error(self) -> None:
         stack = Stack(LLAMA)
         cache, x = stack.cache(4), np.zeros((1, LLAMA.d), np.float32)
         good: dict[str, Any] = {

@@ -112,7 +112,7 @@ def test_a_damaged_order_is_an_error_and_no_crash(core, wrong):
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_progress_is_told_and_what_it_raises_comes_through(core):
+def test_progress_is_reported_and_what_it_raises_comes_through(core):
     told = []
     core.suffix_order(np.zeros(40, np.int32), told.append)
     assert told[-1] == DEPTH and told == sorted(told)

@@ -224,9 +224,7 @@ def _spelled(tree: TokenTree, node: int) -> tuple[int, ...]:
     ("bad", "said"), [(float("nan"), "NaN"), (float("inf"), r"\+inf"), (-float("inf"), "all -inf")]
 )
 @pytest.mark.usefixtures("away")
-def test_a_row_that_is_no_distribution_is_an_error_when_it_is_reached(
-    bad: float, said: str
-) -> None:
+def test_what_is_no_distribution_is_an_error_when_it_is_reached(bad: float, said: str) -> None:
     logits = torch.zeros(2, 3, dtype=torch.float64)
     logits[1] = bad
     tree = TokenTree.chain((1,))

@@ -70,7 +70,7 @@ def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
     assert len(running.scores) == len(running.tokens)
 
 
-def test_a_pass_is_told_as_plain_data() -> None:
+def test_a_pass_is_reported_as_plain_data() -> None:
     request = RefineRequest(random_reader(0))
     step = next(iter(refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0))))
     written = step.written()
@@ -119,7 +119,7 @@ def test_a_card_makes_what_its_kind_says() -> None:
         find_technique("autoregressive").refiner(RefineRequest(random_reader(0)))
 
 
-def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
+def test_the_forward_log_separates_model_and_teacher() -> None:
     request = RefineRequest(random_reader(0), random_reader(0))
     assert request.teacher is not None
     request.teacher.encode(torch.tensor([SOURCE]))
@@ -160,7 +160,7 @@ def test_what_stands_in_padding_is_not_judged() -> None:
     )
 
 
-def test_a_teacher_that_cannot_judge_is_refused() -> None:
+def test_a_teacher_that_cannot_judge_is_an_error() -> None:
     model = random_reader(0)
     with pytest.raises(TinyspecError, match="does not write from left to right"):
         check_teacher(model, random_reader(1))

@@ -148,7 +148,7 @@ def test_exhaustive_walks_every_branch_once_and_none_of_probability_zero():
     assert dict(outcomes)[2, True, False, True] == F(1, 4)
 
 
-def test_exhaustive_refuses_what_it_cannot_enumerate():
+def test_what_exhaustive_cannot_enumerate_is_an_error():
     rng = next(Exhaustive.walk(lambda rng: rng))[0]
     assert rng.uniforms(3) is None
     with pytest.raises(TinyspecError, match="race"):

@@ -61,7 +61,7 @@ def rounds(propose, p, n):
 
 @given(st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(WEIGHTS, min_size=2, max_size=2))
 @settings(max_examples=12)
-def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
+def test_a_chain_with_its_distribution_declared_keeps_the_joint_distribution(ps, qs):
     p, q = Table([exact(x) for x in ps]), Table([exact(x) for x in qs])
 
     def propose(text, source):
@@ -76,7 +76,7 @@ def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
 
 @given(st.lists(WEIGHTS, min_size=3, max_size=3), WEIGHTS, st.booleans())
 @settings(max_examples=30)
-def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, replace):
+def test_several_drafts_with_and_without_replacement_keep_the_distribution(ps, weights, replace):
     p, q = Table([exact(x) for x in ps]), exact(weights)
 
     def propose(text, source):
@@ -98,7 +98,7 @@ def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, r
     st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=4, max_size=4)
 )
 @settings(max_examples=50)
-def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
+def test_a_tree_without_distributions_keeps_the_targets_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
     tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
     assert Exhaustive.law(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
@@ -127,7 +127,7 @@ def test_residual_is_the_positive_part_normalised():
     assert residual([F(1, 2), F(1, 2)], [F(1), F(0)]) == [0, 1]
 
 
-def test_a_residual_with_nothing_left_is_the_row():
+def test_a_residual_with_nothing_left_is_the_target_distribution():
     p = np.array([0.5, 0.5])
     assert residual(p, p).tolist() == p.tolist()
     assert exclude_token(np.array([0.0, 1.0]), 1).tolist() == [0.0, 1.0]
@@ -175,7 +175,7 @@ def test_the_id_of_a_probe_may_be_beyond_the_vocabulary_on_a_device():
     assert verify_on_device(tokens, parents, draft_probs, probe, rows, None, uniforms)[0] == (0,)
 
 
-def test_only_the_rows_of_accepted_nodes_are_read():
+def test_only_the_distributions_after_accepted_nodes_are_read():
     class Rows(dict):
         read = ()
 
@@ -190,7 +190,7 @@ def test_only_the_rows_of_accepted_nodes_are_read():
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_a_token_its_own_law_cannot_produce_breaks_the_contract(kind):
+def test_a_token_that_its_distribution_cannot_produce_breaks_the_contract(kind):
     row = np.array([0.5, 0.5])
     tree = TokenTree.chain([0], [kind([0.0, 1.0])])
     with pytest.raises(TinyspecError, match="declare None"):
@@ -252,7 +252,7 @@ def draw_tree(data, most=8):
 
 
 @given(st.data())
-def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_rows(data):
+def test_a_greedy_walk_computes_no_distribution_and_gives_the_same_verdict(data):
     tree, logits = draw_tree(data)
     p = Greedy(logits)
     verdict = verify_tree(tree, p, Seeded(0))
@@ -265,7 +265,7 @@ def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_row
     )
 
 
-def test_a_declared_law_or_a_temperature_makes_the_rows():
+def test_a_declared_distribution_or_a_temperature_needs_the_distributions():
     for law, sampling in (
         (np.array([0.5, 0.5]), SamplingParams(temperature=0.0)),
         (None, SamplingParams()),

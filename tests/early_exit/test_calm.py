@@ -310,7 +310,7 @@ def test_text_is_written_as_the_common_loop_does_it() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
+def test_a_prompt_in_a_batch_has_the_text_it_has_alone() -> None:
     """Rows leave at different layers, so their passes do not even have the same number."""
     model = M.to(dtype=torch.float32)
     prompts = [PROMPT, [1], [7, 8, 2]]

@@ -86,7 +86,7 @@ def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_
 
 
 @pytest.mark.parametrize("fill", ["recompute", "postpone"])
-def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: str) -> None:
+def test_the_other_two_fills_are_cache_exact_and_the_logits_stay_the_exits(fill: str) -> None:
     target, _ = begun(At(1, 2, 1), fill)
     scores = run(target, [7, 8, 9, 2])
     text = [*PROMPT, 7, 8, 9]
@@ -119,9 +119,7 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     assert told["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
 
 
-def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_not_pays_one() -> (
-    None
-):
+def test_a_rule_that_reads_logits_pays_a_head_product_a_layer_and_any_other_pays_one() -> None:
     for row, products in ((True, 2 + 1), (False, 1 + 1)):
         target, forward_log = begun(At(2, row=row))
         run(target, [7])
@@ -129,7 +127,7 @@ def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_no
         assert sum(call.head_rows for call in forward_log) == products
 
 
-def test_a_rule_sees_the_states_it_reads_the_step_and_the_row() -> None:
+def test_a_rule_sees_the_states_it_reads_the_step_and_the_logits() -> None:
     rule = At(1, row=True, states=2)
     target, _ = begun(rule)
     run(target, [7, 8])

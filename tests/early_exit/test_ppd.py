@@ -131,7 +131,7 @@ def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -
     assert session.cache_exact
 
 
-def test_repetition_penalty_changes_the_guesses() -> None:
+def test_repetition_penalty_changes_the_draft_tokens() -> None:
     """It changes which tokens come first, so a guess without it would miss them."""
     model, penalty = network(LLAMA, seed=3), SamplingParams(0.0, repetition_penalty=1.7)
     decoder = made(model.session(), penalty, layer=3, k=1)
@@ -249,7 +249,7 @@ def test_printed_algorithm_is_what_runs(depth: int, layer: int, k: int) -> None:
     assert len(laws[0]) >= 27
 
 
-def test_more_guesses_never_match_less_often() -> None:
+def test_more_draft_tokens_match_no_less_often() -> None:
     """The text is one, and the k likeliest are among the k + 1 likeliest."""
     model = network(LLAMA, seed=2)
     clocks = []
@@ -321,7 +321,7 @@ def test_a_failure_in_the_branches_thread_is_raised_here(monkeypatch: pytest.Mon
         decoder.step(Seeded(0))
 
 
-def test_in_a_batch_every_row_is_the_row_alone_with_threads_or_without() -> None:
+def test_every_prompt_in_a_batch_has_the_text_it_has_alone_with_threads_or_without() -> None:
     model, prompts = network(LLAMA, dtype=torch.float32), [[1, 2, 3], [4], [5, 6]]
     alone = [tinyspec.generate(model, p, max_new_tokens=8).tokens for p in prompts]
     for threads in (False, True):

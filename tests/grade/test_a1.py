@@ -923,7 +923,7 @@ def test_the_reference_through_the_child_process(folder: Path) -> None:
     assert graded.score == graded.max_score == 100, graded.problem
 
 
-def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> None:
+def test_a_half_solved_submission_is_shown_its_smallest_case(folder: Path) -> None:
     """As README and hand-out promise: points for what is right, and a case to calculate by hand for
     what is wrong.
     """
@@ -1064,7 +1064,7 @@ def test_floats_may_be_calculated_with() -> None:
     )
 
 
-def test_a_session_says_the_rows_of_its_model() -> None:
+def test_a_session_returns_the_distributions_of_its_model() -> None:
     rng = random.Random(0)
     laws = tuple(tuple(map(Fraction, rng.sample(range(9), 3))) for _ in range(5))
     texts = [tuple(rng.choices(range(3), k=rng.randint(1, 6))) for _ in range(40)]
@@ -1086,7 +1086,7 @@ def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])
-def test_what_is_no_number_is_said(row: Any) -> None:
+def test_what_is_no_number_breaks_the_law(row: Any) -> None:
     with pytest.raises(LawViolated) as accused:
         judge_laws(TASKS["residual"], lambda p, q: row)
     assert accused.value.counterexample.expected == "a list of 2 numbers (no bool, no nan)"
@@ -1105,6 +1105,6 @@ def test_what_is_no_number_is_said(row: Any) -> None:
         (lambda session: session.score([0] * 51), "room for 50"),
     ],
 )
-def test_a_session_refuses_misuse(misuse: Callable[[Any], Any], said: str) -> None:
+def test_misuse_of_a_session_is_an_error(misuse: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         misuse(props_a1.Session([[Fraction(1), Fraction(1)]]))

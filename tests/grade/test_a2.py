@@ -318,7 +318,7 @@ def test_a_mask_of_ones_and_zeros_will_do() -> None:
     )
 
 
-def test_a_wrong_mask_is_told_in_words() -> None:
+def test_a_wrong_mask_is_described_in_words() -> None:
     said = find_counterexample("mask", MASKS["floats"])
     assert said is not None
     assert said.case["what is wrong"] == "entry 0 is 1.0 (float), neither True nor False"
@@ -426,7 +426,7 @@ def round_rows(digits: int) -> Callable[..., Any]:
     ]
 
 
-def test_rows_in_floats_are_judged_to_nine_digits() -> None:
+def test_distributions_in_floats_are_judged_to_nine_digits() -> None:
     assert find_counterexample("score", round_rows(12)) is None
     for wrong in (round_rows(7), lambda *given: [["1/3"] * 3 for _ in REFERENCE.score(*given)]):
         said = find_counterexample("score", wrong)
@@ -434,7 +434,7 @@ def test_rows_in_floats_are_judged_to_nine_digits() -> None:
         assert said.law == a2_trees.ROWS
 
 
-def test_the_session_refuses_what_does_not_fit() -> None:
+def test_what_does_not_fit_the_session_is_an_error() -> None:
     session = TreeSession([0, 1, 2])
     for given, sentence in (
         (([], [], []), "at least one"),

@@ -568,7 +568,7 @@ def test_wrong_recomputations(wrong: type[Decoding]) -> None:
     assert find_broken_law("decode_recomputing", wrong()) == RECOMPUTE[wrong]
 
 
-def test_a_hole_is_told_with_layer_and_position() -> None:
+def test_a_hole_is_named_with_layer_and_position() -> None:
     with pytest.raises(LawViolated) as told:
         TASKS["decode"].laws[0](NothingIsFilled(), Cases())
     assert (
@@ -944,7 +944,7 @@ def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
 
 
 @pytest.mark.parametrize("misuse", misuses(), ids=lambda misuse: misuse[1][:24])
-def test_misuse_is_refused_in_a_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
+def test_misuse_is_an_error_of_one_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
     with pytest.raises(ValueError, match=misuse[1]):
         misuse[0]()
 
@@ -1007,7 +1007,7 @@ HALF_DONE = (
 )
 
 
-def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) -> None:
+def test_half_done_work_is_shown_which_law_it_breaks_and_where(tmp_path: Path) -> None:
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     for right, wrong in HALF_DONE:
         assert text.count(right) == 1

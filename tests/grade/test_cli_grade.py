@@ -167,7 +167,7 @@ def test_a_heading_stands_once_in_gradescope_s_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_folder_of_submissions_is_told_to_be_graded_one_by_one(tmp_path: Path) -> None:
+def test_the_message_about_a_folder_of_submissions_says_to_grade_one_by_one(tmp_path: Path) -> None:
     for name in ("anna", "ben"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "submission.py").write_text("")

@@ -102,7 +102,9 @@ def said(report: GradeReport, name: str = "accept") -> str:
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_path: Path) -> None:
+def test_what_a_function_does_costs_it_its_points_and_is_reported(
+    body: str, tmp_path: Path
+) -> None:
     source = f"{PRELUDE}{ABOVE}{RIGHT}\ndef accept(p, q, token, chance):\n    {body}\n"
     began = time.monotonic()
     report = grade_tiny(tmp_path, source, only=["accept"])
@@ -113,7 +115,7 @@ def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_pat
     assert os.listdir(tmp_path) == ["submission.py"]
 
 
-def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
+def test_what_was_not_allowed_is_reported_even_where_the_function_caught_it(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n"
     caught += "    except Exception:\n        return p\n"
     assert said(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
@@ -144,7 +146,7 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
         assert "counter = Counter" in str(failed.value)
 
 
-def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
+def test_more_outcomes_than_can_be_judged_are_an_error_in_time(tmp_path: Path) -> None:
     """Twenty idle coins a case: cheap for the submission, and dear for who multiplies them."""
     coins = "\ndef accept(p, q, token, chance):\n"
     coins += "    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
@@ -223,7 +225,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert "holds no submission.py" in grade_folder(TINY, tmp_path, limits=FAST).problem
 
 
-def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
+def test_what_a_submission_leaves_is_removed(tmp_path: Path) -> None:
     source = "import atexit, time, signal\natexit.register(time.sleep, 99)\n"
     source += f"signal.signal(15, signal.SIG_IGN)\n{RIGHT}"
     began = time.monotonic()

@@ -96,7 +96,7 @@ def test_nan_and_infinity_cross() -> None:
     "data",
     [{"q": "1"}, {"q": "1/0"}, {"q": 3}, {"t": 3}, {"x": 1}, {}, {"t": [], "d": []}, {"p": 1}],
 )
-def test_what_nobody_wrote_is_refused(data: Any) -> None:
+def test_what_nobody_wrote_is_an_error(data: Any) -> None:
     with pytest.raises(NotPlain):
         from_json([data])
 
@@ -155,7 +155,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
         child.close()
 
 
-def test_any_decision_procedure_has_the_same_law_and_the_same_runs(there: Any) -> None:
+def test_any_decision_procedure_has_the_same_distribution_and_the_same_runs(there: Any) -> None:
     local, remote = here(PROGRAMS, "run"), there(PROGRAMS, "run")
 
     @settings(max_examples=60)
@@ -305,7 +305,7 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
         )
 
 
-def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
+def test_a_wrong_one_is_shown_the_smallest_case(tmp_path: Path) -> None:
     report = grade_tiny(tmp_path, RIGHT.replace("max(0, x - y)", "abs(x - y)"))
     good, bad = report.results
     assert (good.score, bad.score) == (40, 0)
@@ -420,7 +420,7 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
         ),
     ],
 )
-def test_markers_that_do_not_match_and_leaks_are_refused(text: str, words: str) -> None:
+def test_markers_that_do_not_match_and_leaks_are_an_error(text: str, words: str) -> None:
     if not words:
         assert find_leaks(solution_lines(text), "the secret: return a + b + c + d") == []
         return

@@ -516,7 +516,7 @@ def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> Non
         assert f"{law['score']} of {law['max_score']}" in scope["tests"][3]["output"]
 
 
-def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path) -> None:
+def test_a_final_run_draws_its_seed_and_does_not_show_it_to_students(tmp_path: Path) -> None:
     first, second = (grading.choose_cases(True, None) for _ in range(2))
     assert first.seed != second.seed and first.times == second.times == grading.FINAL_TIMES
     assert grading.choose_cases(False, None) == Cases(0, 1)

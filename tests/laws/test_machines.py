@@ -163,7 +163,7 @@ def test_the_machine_sees(defect: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [NgramIndex, fallback.NgramIndex])
-def test_an_index_refuses_lengths_that_it_does_not_know(kind: Any) -> None:
+def test_a_length_that_an_index_does_not_know_is_an_error(kind: Any) -> None:
     with pytest.raises(TinyspecError, match="max_n >= 1"):
         kind(0)
     for longest, shortest in ((3, 1), (1, 2), (2, 0)):

@@ -86,7 +86,7 @@ def test_a_row_is_the_same_bits_whatever_is_computed_beside_it(dtype: torch.dtyp
         assert session_laws.row_identity(m.session, cases=6).cases == 27
 
 
-def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> None:
+def test_the_bundled_storyteller_keeps_the_laws_of_passes(zoo: tuple[Model, Model, float]) -> None:
     target, draft, tolerance = zoo
     session_laws.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
     session_laws.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)

@@ -127,7 +127,7 @@ TOLD = {
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", TOLD, ids=lambda path: path.stem)
-def test_what_is_refuted_is_told_to_the_letter(
+def test_a_refutation_is_printed_to_the_letter(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the page; the lesson's last cell is a test that passes."""

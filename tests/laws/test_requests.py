@@ -284,7 +284,7 @@ def test_every_law_of_requests_kills_something() -> None:
     assert {law for law, _ in DEFECTS.values()} == set(requests.REQUEST_LAWS)
 
 
-def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
+def test_the_sound_technique_under_the_defects_is_not_accused() -> None:
     for law in requests.REQUEST_LAWS.values():
         law(SOUND)
     assert requests.stop_of_request(stopping(StoppingCriteria)).cases > 100

@@ -96,7 +96,9 @@ def test_an_analysis_has_no_law_and_is_not_built() -> None:
     assert prove_technique(hosted.card(hosted.planner, kind="analysis")) == []
 
 
-def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_technique_that_keeps_no_distribution_must_bring_an_oracle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for card in (
         hosted.card(hosted.fill_in, kind="refine"),
         hosted.card(hosted.fill_in, Guarantee.APPROX),

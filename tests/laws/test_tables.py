@@ -36,7 +36,7 @@ PREFIX = tuple(
 )
 
 
-def test_rows_are_laws_with_small_denominators() -> None:
+def test_rows_are_distributions_with_small_denominators() -> None:
     m = TableModel(3)
     for a in range(3):
         row = m.row((0, a))
@@ -85,7 +85,7 @@ def test_rows_in_floats_are_the_logarithms_of_the_exact_ones() -> None:
         )
 
 
-def test_a_session_refuses_what_a_session_refuses() -> None:
+def test_a_table_session_rejects_what_a_session_rejects() -> None:
     session = TableModel(1, positions=4).session()
     with pytest.raises(TinyspecError, match="no text"):
         session.score(TokenTree())

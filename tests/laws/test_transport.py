@@ -53,7 +53,7 @@ def test_the_install_command_fits_a_clone_or_a_wheel(monkeypatch, tmp_path) -> N
     assert evidence.install_command() == 'pip install -e ".[test]"'
 
 
-def test_small_laws_come_once_each_and_the_smallest_first() -> None:
+def test_small_distributions_come_once_each_and_the_smallest_first() -> None:
     some = list(distribution_pairs(largest=6))
     assert len(set(some)) == len(some)
     assert some[0] == ((0, 1), (0, 1))

@@ -227,7 +227,7 @@ def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[
     )
 
 
-def test_an_accusation_names_the_smallest_rows() -> None:
+def test_an_accusation_names_the_smallest_distributions() -> None:
     with pytest.raises(LawViolated) as caught:
         twins.equals_twin("residual", far_apart)
     case = caught.value.counterexample.case

@@ -52,7 +52,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2], [3, 3], [12, 0, 1]]
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.002])
-def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
+def test_a_prompt_in_a_batch_equals_the_prompt_alone(jitter: float) -> None:
     alone = [greedy(None, p, 4 + 3 * i) for i, p in enumerate(PROMPTS)]
     together = run_together(
         [

@@ -96,7 +96,7 @@ def test_it_drafts_for_its_target_and_changes_no_greedy_token(
     assert len(found.tokens) == 24  # type: ignore[union-attr]
 
 
-def test_an_untied_targets_head_lends_the_rows(tmp_path: Path) -> None:
+def test_an_untied_target_lends_the_rows_of_its_head(tmp_path: Path) -> None:
     zoo = tiny_zoo(tmp_path)
     tied = tinyspec.load(zoo.big)
     config = checkpoint.replace(tied.config, tied=False)
@@ -122,7 +122,7 @@ def test_a_target_by_name_is_found_where_models_are(
     assert tinyspec.load(tmp_path / "other" / "draft").config.head_ids == SAYS
 
 
-def test_another_target_and_damage_are_refused_in_one_line(
+def test_another_target_and_damage_are_an_error_of_one_line(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, folder = pair

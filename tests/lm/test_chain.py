@@ -140,7 +140,7 @@ def scored(session: Session, most: int) -> list[Any]:
     st.sampled_from(PACKED),
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
 )
-def test_guesses_that_choose_each_other_are_those_of_trees(
+def test_draft_tokens_that_choose_each_other_are_those_of_trees(
     m, rounds: list[tuple[int, int]]
 ) -> None:
     forward_logs: tuple[list[ForwardRecord], list[ForwardRecord]] = ([], [])

@@ -144,7 +144,7 @@ def test_a_template_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         render_chat("{% for i in range(99) %}{{ i }}{% endfor %}", MESSAGES, True, {})
 
 
-def test_memory_that_is_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_out_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def use_all(*_: object, **__: object) -> str:
         raise MemoryError
 

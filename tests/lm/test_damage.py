@@ -105,14 +105,16 @@ from tinyspec.lm import checkpoint
         (MISTRAL, {"sliding_window": 0}, "sliding_window is 0, expected a whole number"),
     ],
 )
-def test_a_config_we_would_compute_wrongly_is_refused_by_field(tmp_path, config, changes, says):
+def test_a_config_that_we_would_compute_wrongly_is_an_error_that_names_the_field(
+    tmp_path, config, changes, says
+):
     path = folder(tmp_path, config)
     edit(path / "config.json", **changes)
     refused(path, says)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff\xfe", "[" * 100_000, '{"a": NaN'])
-def test_json_that_is_not_a_config_is_refused(tmp_path, content):
+def test_json_that_is_not_a_config_is_an_error(tmp_path, content):
     path = folder(tmp_path)
     (path / "config.json").write_text(content, encoding="latin-1")
     refused(path, "config.json: (not valid JSON|expected a JSON object)")
@@ -148,7 +150,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_safetensors_header_is_refused_in_one_line(tmp_path, content):
+def test_a_hostile_safetensors_header_is_an_error_of_one_line(tmp_path, content):
     path = folder(tmp_path)
     (path / "model.safetensors").write_bytes(content)
     refused(path, "model.safetensors: truncated or damaged")
@@ -161,7 +163,7 @@ def test_a_hostile_safetensors_header_is_refused_in_one_line(tmp_path, content):
     cut=st.floats(0, 0.999),
     flips=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), max_size=4),
 )
-def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, cut, flips):
+def test_a_damaged_file_is_read_or_an_error_and_never_crashes(tmp_path_factory, cut, flips):
     path = folder(tmp_path_factory.mktemp("damaged"))
     data = bytearray((path / "model.safetensors").read_bytes())
     for where, value in flips:
@@ -183,7 +185,7 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
     refused(path, r"model.layers.1.self_attn.k_proj.weight holds NaN or infinity")
 
 
-def test_weights_that_are_not_floats_are_refused(tmp_path):
+def test_weights_that_are_not_floats_are_an_error(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
     save_file({name: w.to(torch.int8) for name, w in tensors.items()}, path / "model.safetensors")
@@ -202,7 +204,7 @@ def test_what_a_file_says_is_quoted_on_one_short_line(tmp_path, text):
     assert str(error.value).endswith("fetch or save it again")
 
 
-def test_an_extra_tensor_is_refused_by_name(tmp_path):
+def test_an_extra_tensor_is_an_error_that_names_it(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
     save_file(
@@ -236,7 +238,7 @@ def test_shards_and_index_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path, file):
+def test_a_pickle_is_an_error_that_says_how_to_convert_it(tmp_path, file):
     path = folder(tmp_path)
     (path / "model.safetensors").rename(path / file)
     refused(path, f"{file}: a pickle can run code.*save_pretrained")

@@ -71,7 +71,7 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
 
 
 @pytest.mark.parametrize("layer", range(1, L))
-def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(layer: int) -> None:
+def test_a_draft_token_that_was_run_part_of_the_way_is_run_on_before_it_is_read(layer: int) -> None:
     """A half-run parent is not read above its reach: whoever hangs below it takes it along, or it
     is an error.
     """
@@ -109,7 +109,7 @@ def test_a_table_refuses_it_too() -> None:
             session.score(EMPTY)
 
 
-def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
+def test_in_a_batch_the_request_that_lacks_a_key_is_an_error() -> None:
     def job(hole: bool) -> Any:
         def run(barrier: Any) -> None:
             session = M.session(barrier=barrier)
@@ -279,7 +279,7 @@ def test_layers_heads_and_fills_are_counted_to_the_last_one(m, fill, row, leaves
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_each_fill_is_a_call_of_its_own_kind(fill: str) -> None:
+def test_each_fill_is_a_forward_pass_of_its_own_kind(fill: str) -> None:
     forward_log: list[ForwardRecord] = []
     decoded(M.session(forward_log), (1, 3, L), fill)
     late = {

@@ -210,7 +210,7 @@ def test_unpermute_undoes_the_permutation(heads, half, width):
     )
 
 
-def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused(tmp_path):
+def test_llama3_frequencies_are_recognised_from_their_factors_and_others_are_an_error(tmp_path):
     scaling = {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -257,7 +257,7 @@ def refused(path: Path, pattern: str) -> None:
         ),
     ],
 )
-def test_what_we_would_compute_wrongly_is_refused_by_field(tmp_path, metadata, says):
+def test_what_we_would_compute_wrongly_is_an_error_that_names_the_field(tmp_path, metadata, says):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, **metadata)
     refused(tmp_path / "model.gguf", says)
 
@@ -282,13 +282,13 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_number_of_zero_is_refused_by_its_name(tmp_path, key):
+def test_a_number_of_zero_is_an_error_that_names_it(tmp_path, key):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     set_number(tmp_path / "model.gguf", key, 0)
     refused(tmp_path / "model.gguf", NUMBERS[key])
 
 
-def test_zero_heads_of_length_zero_are_refused(tmp_path):
+def test_zero_heads_of_length_zero_are_an_error(tmp_path):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     for key in ("head_count", "key_length"):
         set_number(tmp_path / "model.gguf", f"llama.attention.{key}", 0)
@@ -308,7 +308,7 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
 
 
 @given(cut=st.floats(0, 0.999))
-def test_a_truncated_file_is_refused(tmp_path_factory, cut):
+def test_a_truncated_file_is_an_error(tmp_path_factory, cut):
     path = tmp_path_factory.getbasetemp() / "whole.gguf"
     if not path.exists():
         write(
@@ -326,7 +326,7 @@ def test_a_truncated_file_is_refused(tmp_path_factory, cut):
     phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink a hostile file says nothing more
 @given(flips=st.lists(st.tuples(st.integers(4, 1400), st.integers(0, 255)), min_size=1, max_size=3))
-def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, flips):
+def test_a_damaged_file_is_read_or_an_error_and_never_crashes(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "sound.gguf"
     if not path.exists():
         small = replace(

@@ -33,7 +33,7 @@ def test_every_step_is_the_dense_pass(model: Seq2Seq) -> None:
         rows.step(tokens[:, 0])
 
 
-def test_rows_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
+def test_texts_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
     rows = Lockstep(model, model.encode(pad_sequences(SOURCES)), 6)
     rows.step(torch.tensor([BOS, BOS, BOS]))
     rows.step(torch.tensor([5, 6, 7]))

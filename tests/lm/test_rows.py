@@ -91,7 +91,7 @@ def lawful(session: Session, t: TokenTree) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(MODELS), st.data())
-def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
+def test_every_way_to_a_text_gives_the_logits_of_one_token_steps(
     m: Model, data: st.DataObject
 ) -> None:
     """Texts in any pieces, trees kept and dropped, layers run later, views between, texts taken
@@ -123,7 +123,7 @@ def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODELS), texts, trees(), st.integers(0, 3))
-def test_rows_under_a_plan_are_those_of_their_paths(
+def test_logits_under_a_plan_are_those_of_their_paths(
     m: Model, text: list[int], t: TokenTree, which: int
 ) -> None:
     plan = plans(m.config)[which]

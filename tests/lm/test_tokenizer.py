@@ -316,7 +316,7 @@ PANICS = {
 
 
 @pytest.mark.parametrize("normalizer", PANICS.values(), ids=PANICS)
-def test_a_tokenizer_that_panics_is_refused_in_one_line(tmp_path: Path, capfd, normalizer):
+def test_a_tokenizer_that_panics_is_an_error_of_one_line(tmp_path: Path, capfd, normalizer):
     byte_level().save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": normalizer}))

@@ -161,7 +161,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
         assert session.forward_log[-1].rows == len(other.layers)
 
 
-def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
+def test_the_forward_log_counts_positions_layers_heads_and_prefills() -> None:
     m = model(LLAMA)
     forward_log: list[ForwardRecord] = []
     session = m.session(forward_log)

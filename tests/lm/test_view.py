@@ -225,7 +225,7 @@ def test_a_trunk_whose_beginning_was_committed_and_taken_back_is_gone() -> None:
     close(view.score(EMPTY).logits, rows(M, PROMPT, [], EMPTY, Plan(last=1)))
 
 
-def test_a_view_refuses_what_a_session_refuses() -> None:
+def test_a_view_rejects_what_a_session_rejects() -> None:
     session = M.session()
     view = session.view(Plan(last=1))
     for call in (lambda: view.score(EMPTY), lambda: view.extend([1])):

@@ -184,7 +184,7 @@ def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_read
 
 
 @pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
-def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knobs: Any) -> None:
+def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_pass_by_pass(knobs: Any) -> None:
     model, ours, theirs = small_network(3, 5), list[Any](), list[Any]()
     assert finish(decoded(model, forward_log=ours, **knobs)) == alone(model, forward_log=theirs)[0]
     assert ours == theirs

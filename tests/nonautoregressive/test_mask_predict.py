@@ -76,7 +76,7 @@ def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
 
 
 @pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "mask_predict"])
-def test_look_alikes_are_told_apart(name: str) -> None:
+def test_look_alikes_are_distinguished(name: str) -> None:
     assert judge_toy(find_toy("mask_predict", name))["killed_by"]
 
 

@@ -192,7 +192,7 @@ def test_a_model_without_trained_exits_is_named(model: str, noted: bool) -> None
     )
 
 
-def test_where_no_token_leaves_early_no_layers_are_told() -> None:
+def test_where_no_token_leaves_early_no_layers_are_shown() -> None:
     done = CliRunner().invoke(
         main,
         ["generate", "The sea", "--method", "calm", "--threshold", "inf", "-n", "4", "--stats"],
@@ -244,7 +244,7 @@ def test_the_pieces_joined_are_the_text(tree: replay.Record) -> None:
     ) == model.tokenizer.decode(tokens)
 
 
-def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
+def test_every_draft_token_has_its_probabilities(tree: replay.Record) -> None:
     n_drafted = 0
     for round in tree["rounds"]:
         assert (
@@ -259,7 +259,7 @@ def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
 
 
 @pytest.mark.parametrize("detailed", [True, False])
-def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool) -> None:
+def test_a_round_without_draft_tokens_has_no_draft_probabilities(detailed: bool) -> None:
     model = tinyspec.load("storyteller")
     running = start_generation(model, "The sea", method="autoregressive", max_new_tokens=2)
     running.trace.detailed = detailed
@@ -269,7 +269,7 @@ def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool)
         assert round["p"] == round["q"] == round["tokens"] == [] and len(round["said"]) == 1
 
 
-def test_what_was_said_is_what_logprobs_say() -> None:
+def test_the_shown_probabilities_are_those_of_logprobs() -> None:
     model = tinyspec.load("storyteller")
     running = start_generation(
         model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9
@@ -325,7 +325,7 @@ BROKEN = '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"kind": "text"}', BROKEN, "\u0000"])
-def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_an_error_of_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(TinyspecError, match=r"save one with tinyspec generate --replay FILE\.json"):
         replay.read_record(tmp_path / "t.json")

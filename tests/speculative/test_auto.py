@@ -133,7 +133,7 @@ def test_the_joint_distribution_holds_under_every_policy(
     assert isinstance(next(iter(reference.law(1, (0, 1)).values())), Fraction)
 
 
-def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
+def test_a_choice_that_sees_the_token_being_drawn_is_detected() -> None:
     """The proof is not blind: keep a draft token only if it is 0, under its declared distribution:
     the joint distribution is another."""
 
@@ -165,7 +165,7 @@ def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
 # ------------------------------------------------------------------ the policy
 
 
-def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_are_none() -> None:
+def test_drafts_are_long_where_positions_are_free_and_absent_where_one_costs_a_token() -> None:
     free, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0)
     assert decoder.rounds == free <= 10
     linear, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: float(rows))
@@ -188,7 +188,7 @@ def test_where_acceptance_collapses_drafting_stops() -> None:
     assert decoder.drafter.option == PLAIN
 
 
-def test_trust_comes_back_without_running_a_row() -> None:
+def test_trust_comes_back_without_running_a_draft_token() -> None:
     """Draft tokens that were not run are compared with what came."""
     watch = Watch()
     wanted = Request(

@@ -185,7 +185,7 @@ def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end
 
 
 @pytest.mark.parametrize("rule", ["paper", "safe"])
-def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) -> None:
+def test_passes_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) -> None:
     """Tokens of one round, every outcome walked: on fixed texts, since in free running the text
     changes.
     """

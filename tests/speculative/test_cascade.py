@@ -90,7 +90,7 @@ def test_printed_algorithm_is_what_runs(quotas: str, seeds: tuple[int, ...]) -> 
         assert [level.decoder.target.calls for level in d.drafter.below[:-1]] == passes
 
 
-def test_trap_every_level_is_called_as_often_as_k_says() -> None:
+def test_trap_every_level_runs_as_often_as_k_says() -> None:
     """A two-level draft with a constant gamma, however long, is not it."""
     assert called_as_k_says(CARD.make).cases > 0
     with pytest.raises(AssertionError):

@@ -123,7 +123,7 @@ def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_rati
     assert strict > 50
 
 
-def test_on_large_rows_the_sum_by_sorting_is_the_double_sum() -> None:
+def test_for_large_vocabularies_the_sum_by_sorting_is_the_double_sum() -> None:
     rng = np.random.default_rng(0)
     for zeros in (False, True):
         p, q = rng.dirichlet(np.full(300, 0.3), 2)

@@ -58,7 +58,7 @@ def test_printed_algorithm_is_what_runs(n: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 15])
-def test_a_text_copied_whole_takes_one_call_per_k_plus_one_tokens(k: int) -> None:
+def test_a_text_copied_whole_takes_one_target_pass_per_k_plus_one_tokens(k: int) -> None:
     poem = list(range(1, 33))
     d = finish(made(Reciter(poem), [poem], 30, k=k), poem[:2])
     assert d.new == poem[2:32]

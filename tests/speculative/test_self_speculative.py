@@ -272,7 +272,7 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
     assert len(set(whole)) == 6 and frozenset(range(4)) not in whole and frozenset() not in whole
 
 
-def test_the_optimiser_is_told_the_point_that_it_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimiser_receives_the_point_that_it_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the corner that the point is rounded to; both stand for the same set."""
     search, registered = SkipSetSearch(3, seed=1), list[Any]()
     whole = search.library.BayesianOptimization

@@ -142,7 +142,7 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
         )
 
 
-def test_the_acceptance_vector_of_paired_rows() -> None:
+def test_the_acceptance_vector_of_paired_distributions() -> None:
     same = [F(1, 2), F(1, 2)]
     assert mean_acceptance_by_rank([(same, same)], 2, Seeded(0)) == [1, 0]
     sure, q = [F(0), F(1), F(0)], [F(1, 2), F(1, 3), F(1, 6)]
@@ -174,7 +174,7 @@ def test_the_knob_takes_the_file_of_a_measurement(tmp_path: Path) -> None:
         made(accepts=str(tmp_path / "missing.json"))
 
 
-def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_is_flatter() -> None:
+def test_dearer_positions_make_the_tree_smaller_and_dearer_steps_make_it_flatter() -> None:
     def plan(row: float, step: float) -> tuple[int, int]:
         curve = CostModel(32)
         curve.step, curve.seconds = step, [1 + row * size for size in curve.sizes]

@@ -124,7 +124,7 @@ def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() ->
     assert (tree.tokens, tree.parents) == ((5, 6, 7, 6, 7), (ROOT, ROOT, 1, ROOT, 3))
 
 
-def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
+def test_the_target_runs_fewer_positions_than_the_chains_have_tokens() -> None:
     forward_log: list[Any] = []
     target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
     session = target.session(forward_log)

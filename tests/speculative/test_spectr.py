@@ -105,7 +105,7 @@ def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_
 
 
 @pytest.mark.parametrize("v", [5, 2000])
-def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept_more(
+def test_theorem_for_any_vocabulary_the_share_is_reached_and_more_drafts_accept_more(
     v: int,
 ) -> None:
     for p, q in some(v, 12, seed=1):

@@ -106,7 +106,7 @@ def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
     assert len(d.step(Seeded(0)).tokens) == 4
 
 
-def test_one_target_call_a_round_and_gamma_draft_calls() -> None:
+def test_one_target_pass_a_round_and_gamma_draft_passes() -> None:
     d = made(1, 2, gamma=3)
     d.stop = StoppingCriteria(max_new_tokens=30)
     d.extend((0,))
@@ -238,7 +238,7 @@ def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None
         CARD.settings(knobs)
 
 
-def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> None:
+def test_draft_distributions_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> None:
     from tests.lm.small import LLAMA, model
 
     target, draft = model(LLAMA, seed=1), model(LLAMA, seed=2)

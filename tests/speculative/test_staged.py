@@ -71,7 +71,7 @@ def normalized(weights: Sequence[Any]) -> list[Fraction]:
     return [Fraction(x, sum(weights)) for x in weights]
 
 
-def test_trap_n_grams_spare_calls_of_the_draft() -> None:
+def test_trap_n_grams_save_passes_of_the_draft() -> None:
     assert calls_are_spared(CARD.make).cases == 3
     with pytest.raises(AssertionError, match="spare"):
         find_toy("staged", "a tree and no second stage").check()
@@ -120,7 +120,7 @@ def test_the_joint_distribution_is_the_targets(children: str, sampling: Sampling
     assert exact_law(lambda: made(sampling=sampling, children=children, budget=3), 2) == plain
 
 
-def test_one_call_of_the_target_a_round_and_no_more_calls_of_the_draft_than_tokens() -> None:
+def test_one_target_pass_a_round_and_no_more_draft_passes_than_tokens() -> None:
     d = made(stop=StoppingCriteria(max_new_tokens=40), budget=6)
     d.extend((0, 1))
     while not d.finished:

@@ -104,7 +104,7 @@ def test_verified_tree_keeps_the_joint_distribution(
         assert got == exact_law(lambda: plain(sampling=sampling), 2)
 
 
-def test_one_call_of_the_model_a_depth_and_leaves_are_never_run() -> None:
+def test_one_pass_of_the_model_a_depth_and_leaves_are_never_run() -> None:
     draft = drafter((3, 2, 2), replace=False)
     tree = proposed(draft)
     calls = [call for call in draft.model.forward_log if not call.prefill]  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ def test_a_tree_beyond_the_bound_raises_an_error() -> None:
         branching_parents((9, 9, 9, 9))
 
 
-def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals() -> None:
+def test_the_likeliest_of_any_distribution_come_best_first_and_equals_by_id() -> None:
     values = [0.1, 0.3, 0.1, 0.3, 0.0, 0.2]
     for row in (
         [F(str(x)) for x in values],
@@ -219,7 +219,7 @@ def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals
         ]
 
 
-def test_the_unseen_of_any_row_are_all_alike() -> None:
+def test_the_unsampled_tokens_of_any_distribution_are_equally_likely() -> None:
     for row in ([F(1), F(0), F(0), F(0)], np.eye(4)[0], torch.eye(4, dtype=torch.float64)[0]):
         assert [round(float(x), 12) for x in uniform_over_unsampled(row, [0])] == [
             0,

@@ -204,7 +204,7 @@ def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
         torch.testing.assert_close(row, d.target.model.logits(d.context)[-1], rtol=0, atol=1e-10)
 
 
-def test_each_round_is_one_call_of_the_target_and_the_first_is_plain() -> None:
+def test_each_round_is_one_target_pass_and_the_first_is_plain() -> None:
     d = made()
     d.extend(TEXT)
     first = d.step(Seeded(0))

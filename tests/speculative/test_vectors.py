@@ -39,7 +39,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
 
 @pytest.mark.parametrize("verifier", [verify_tree_by_block, verify_tree_k_seq])
 @pytest.mark.parametrize("shape", ["chain", "points", "two texts"])
-def test_rows_on_a_device_are_judged_as_rows_on_the_host(
+def test_distributions_on_a_device_are_judged_as_those_on_the_host(
     device: Any, verifier: Any, shape: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -69,7 +69,7 @@ def test_rows_on_a_device_are_judged_as_rows_on_the_host(
         assert said[0] == said[1], seed
 
 
-def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
+def test_the_analyses_read_distributions_of_any_kind(device: Any) -> None:
     p, q = [F(1, 6), F(1, 3), HALF], [HALF, HALF, F(0)]
     for figure in (
         lambda a, b: k_seq_acceptance(a, b, 1),
@@ -82,7 +82,7 @@ def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
             assert float(figure(put(p), put(q))) == pytest.approx(float(exactly))
 
 
-def test_a_vector_comes_back_as_the_row_it_was() -> None:
+def test_a_vector_comes_back_as_the_distribution_it_was() -> None:
     for row in ([HALF, HALF], np.array([0.5, 0.5])):
         vector, point = as_vectors(row, None, 1)
         assert type(as_probs(vector)) is type(row)

@@ -86,7 +86,7 @@ def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() ->
 
 
 @pytest.mark.parametrize("kinds", ALL, ids="+".join)
-def test_alignments_fertilities_and_trees_tell_how_a_sentence_was_made(
+def test_alignments_fertilities_and_trees_show_how_a_sentence_was_made(
     kinds: tuple[str, ...],
 ) -> None:
     task = Dialects(kinds, modes=3)

@@ -171,7 +171,7 @@ def test_single_values_can_be_set_from_outside(tmp_path: Path) -> None:
     assert (recipe.settings.lr, recipe.dropout, recipe.config().n_layers) == (5e-4, 0.2, 1)
 
 
-def test_missing_data_is_said_before_anything_is_written(zoo: Path) -> None:
+def test_missing_data_is_an_error_before_anything_is_written(zoo: Path) -> None:
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
         run(zoo, "teller", data_folder=zoo / "nowhere")
     assert sorted(p.name for p in (zoo / "teller").iterdir()) == ["recipe.toml"]
