@@ -1,5 +1,6 @@
-"""A table model's text as a target of its own: the tests of single techniques need no more. The
-laws are in tinyspec.laws.
+"""A table model's text as a target, for the tests of single techniques.
+
+The laws are in tinyspec.laws.
 """
 
 from collections.abc import Sequence

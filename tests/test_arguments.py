@@ -1,5 +1,6 @@
-"""Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from
-elsewhere lead somewhere.
+"""Arguments of `generate` and `translate`: a wrong one is an error of one line that names it.
+
+Names from other libraries get a hint.
 """
 
 import inspect

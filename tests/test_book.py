@@ -1,5 +1,6 @@
-"""The lessons as notebooks, and the built book, looked at in a browser: nothing is cut, on a desk
-or on a phone.
+"""The lessons as notebooks, and the built book in a browser.
+
+No code is cut, neither on a desktop's screen nor on a phone's.
 """
 
 import importlib.util

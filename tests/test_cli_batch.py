@@ -1,4 +1,4 @@
-"""`tinyspec generate --prompts FILE`, and what is said of a text that fills the context."""
+"""`tinyspec generate --prompts FILE`, and the message about a text that fills the context."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""`tinyspec race` and `tinyspec bench`: what they print, in a pipe and as JSON, and what they
-reject.
-"""
+"""`tinyspec race` and `tinyspec bench`: their output, plain and as JSON, and what they reject."""
 
 import io
 import json

@@ -1,5 +1,6 @@
-"""CONTRIBUTING.md's worked example: its files, put where it says, are a technique that every law
-holds; then all is undone.
+"""CONTRIBUTING.md's worked example is a technique that keeps every law.
+
+Its files are written where the text says, and removed afterwards.
 """
 
 import doctest

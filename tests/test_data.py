@@ -1,5 +1,6 @@
-"""Fetching goes on where it broke, believes checksums only and leaves no half file; readers name
-what is wrong.
+"""Fetching resumes where it broke, trusts only checksums, and leaves no partial file.
+
+Readers of files name what is wrong.
 """
 
 import gzip

@@ -1,5 +1,4 @@
-"""The header and the exercises of every lesson: what a learner is told first, a hint and a solution
-for each exercise.
+"""The header of every lesson, and a hint and a solution for each of its exercises.
 
 Solutions are run by test_tutorials.py, each after the cells of its lesson.
 """

@@ -1,9 +1,8 @@
-"""Lossless to the last token, in the types people run: greedy text is plain decoding's, a batch row
-is the row alone.
+"""Greedy text equals plain decoding's to the last token, in the number types that people use.
 
-Elsewhere this holds in float32 up to rare ties, and in bfloat16 not at all: a block rounds
-otherwise than one row does. On a CPU no bit of a row depends on its block here, so not one token
-may differ.
+A text in a batch equals the text alone. Elsewhere this holds in float32 up to rare ties, and in
+bfloat16 not at all: a block rounds otherwise than one row does. On a CPU no bit of a row depends on
+its block here, so not one token may differ.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""Where models come from: names, the cache, a fetch that is whole or nothing, and errors that say
-what to do.
+"""Where models come from: names, the cache, and a fetch that leaves all or nothing.
+
+Errors say what to do.
 """
 
 import hashlib

@@ -1,5 +1,6 @@
-"""A real model: SmolLM2-135M-Instruct, against transformers on the same weights and on the
-benchmark's own questions.
+"""A real model, SmolLM2-135M-Instruct, against transformers on the same weights.
+
+The prompts are the benchmark's own questions.
 """
 
 import pytest

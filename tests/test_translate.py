@@ -1,5 +1,6 @@
-"""tinyspec.translate and `tinyspec translate`: any technique, the right model for it, and errors
-that say what to do.
+"""tinyspec.translate and `tinyspec translate`: any technique, and the right model for it.
+
+Errors say what to do.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Every lesson runs as it stands: its cells in order, in one namespace; a failure names the
-lesson's file and line.
+"""Every lesson runs as it stands: its cells in order, in one namespace.
+
+A failure names the lesson's file and line.
 """
 
 import ast

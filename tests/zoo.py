@@ -1,5 +1,6 @@
-"""What commands are tried on, and how: tiny random models as folders, a tokenizer trained on the
-spot, a runner.
+"""Small models for the tests of commands, and a runner.
+
+The models are folders with random weights and a tokenizer that is trained on the spot.
 """
 
 from pathlib import Path

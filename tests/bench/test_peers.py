@@ -1,4 +1,4 @@
-"""Peers on a tiny model: the same ids, as many tokens, calls counted, and clear errors."""
+"""Peers on a tiny model: the same ids, as many tokens, counted passes, and clear errors."""
 
 import sys
 import time

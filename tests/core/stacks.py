@@ -1,9 +1,9 @@
-"""Random small transformers twice: compiled, and in float64 by the pure twin; and passes over trees
-of rows.
+"""Build small random transformers twice, and run passes over trees of rows through both.
 
-A pass is a forest: every row has a parent that stands before it, or none, and sees its ancestors
-and itself (or some of them). `alone` runs each row by itself; `together` runs them in blocks, in
-any slots, on any threads, beside anything.
+One is compiled, the other is the pure twin in float64. A pass is a forest of rows: every row has a
+parent that stands before it, or none, and sees its ancestors and itself (or some of them). `alone`
+runs each row by itself; `together` runs them in blocks, in any slots, on any threads, beside any
+other rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence

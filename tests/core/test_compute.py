@@ -1,7 +1,7 @@
-"""The compiled product against its pure twin, and each row against itself in other company, for
-every kernel at hand.
+"""The compiled product equals its pure twin, and no bit of a row depends on the rows beside it.
 
-Each law stands as a function of what computes, and wrong implementations of it must fall.
+Each law is a function of the kernel under test, for every kernel that this machine has. Wrong
+kernels must break the law.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
-"""Passes of the compiled transformer: each row against itself in other company, bit for bit, and
-against its pure twin.
+"""A pass of the compiled transformer gives each row the bits that it has alone.
 
-A pass is a forest of rows (stacks.py). Whatever stands beside a row, in whatever slots, on however
-many threads, however the rows are split: its state, its logits and what it leaves in the cache are
-what it has alone.
+A pass is a forest of rows (stacks.py). The state of a row, its logits and what it leaves in the
+cache do not depend on the rows beside it, the slots, the number of threads or the split into
+blocks. They agree with the pure twin.
 """
 
 from dataclasses import replace

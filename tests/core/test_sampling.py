@@ -1,6 +1,7 @@
-"""Sampling at its edges. That every kernel equals its twin bit for bit is a law
-(tests/laws/test_twins.py); here is what both must be: lawful draws, ties to the lowest id, errors
-that are one sentence.
+"""Sampling at its edges, in every kernel and in its twin.
+
+Draws are possible tokens, ties go to the lowest id, and an error is one sentence. That every kernel
+equals its twin bit for bit is a law (tests/laws/test_twins.py).
 """
 
 import math

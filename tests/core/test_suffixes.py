@@ -1,5 +1,6 @@
-"""The suffix array: a search through the whole text finds the same, by the kernel and by its
-twin.
+"""The suffix array finds what a search through the whole text finds.
+
+This holds for the kernel and for its twin.
 """
 
 from collections import Counter

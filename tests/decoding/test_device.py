@@ -1,5 +1,6 @@
-"""Verification on a device: decided as on the host, and the host waits once a round. CPU tensors
-stand in for the device.
+"""Verification on a device decides as on the host, and the host waits once a round.
+
+CPU tensors stand in for the device.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""The loop that rewrites a canvas, what it tells, and the judgement of a teacher; and that their
-laws see defects.
-"""
+"""The loop that rewrites a canvas: its events, the teacher that judges, and their laws."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

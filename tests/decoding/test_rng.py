@@ -1,5 +1,6 @@
-"""RandomSource: reproducible, split by role and round, global state untouched; Exhaustive adds up
-to one.
+"""Random sources: reproducible, split by role and round, and apart from global generators.
+
+The probabilities of the outcomes that Exhaustive walks add up to one.
 """
 
 import random

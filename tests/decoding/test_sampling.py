@@ -1,5 +1,7 @@
-"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions,
-the same on a device.
+"""SamplingParams: its settings, their order, and ties.
+
+The result equals that of transformers' processors. It is exact over Fractions, and the same on a
+device.
 """
 
 import math

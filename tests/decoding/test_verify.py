@@ -1,4 +1,4 @@
-"""The walk keeps the target's law, proved by enumeration, and the traps that others fell into."""
+"""Verification keeps the target's distribution, proved by enumeration, and known mistakes fail."""
 
 from fractions import Fraction as F
 

@@ -1,5 +1,6 @@
-"""CALM: three measures, a threshold that decays, states copied up, a classifier that is trained,
-and both ends.
+"""CALM: three measures, a threshold that decays, states copied up, and a trained classifier.
+
+At one end of the threshold it is plain decoding, at the other every token leaves at the first exit.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Tokens that leave early: what the target shows, what it leaves behind, and the three fills."""
+"""Tokens that leave early: what the target shows, what is missing in the cache, and three fills."""
 
 from typing import Any
 

@@ -1,5 +1,6 @@
-"""LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model
-cut off behind the exit.
+"""LayerSkip writes the whole model's text and runs the layers below the exit once.
+
+Draft and verification share one cache. The drafts are those of the model cut off after the exit.
 """
 
 from dataclasses import replace

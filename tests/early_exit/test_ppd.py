@@ -1,5 +1,6 @@
-"""PPD: the whole model's tokens, a clock that follows from the guesses that held, half-run nodes
-that become the text.
+"""PPD writes the whole model's tokens, and its clock follows from the draft tokens that match.
+
+Nodes that were run part of the way become the text.
 """
 
 from fractions import Fraction

@@ -1,4 +1,7 @@
-"""The classes of damaged inputs. Each function draws one input and returns what it is and how to try it."""
+"""The classes of damaged inputs.
+
+Each function draws one input, and returns its description and a function that tries it.
+"""
 
 import json
 import os

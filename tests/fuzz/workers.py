@@ -1,4 +1,7 @@
-"""Try damaged inputs in worker processes, so that one that hangs or dies is counted and ends nothing."""
+"""Try damaged inputs in worker processes.
+
+An input that hangs or kills its worker is counted, and the others are still tried.
+"""
 
 import multiprocessing
 import os

@@ -1,6 +1,4 @@
-"""Assignment A1: the reference keeps every law, and each plausible mistake breaks the law that is
-meant for it.
-"""
+"""A1: the reference keeps every law, and each plausible mistake breaks the law meant for it."""
 
 import doctest
 import math

@@ -1,5 +1,6 @@
-"""A2: the reference holds every law, and each mistake of students and of the field is caught by the
-law meant for it.
+"""A2: the reference keeps every law, and the law meant for each mistake catches it.
+
+The mistakes are those of students and of the field.
 """
 
 import doctest

@@ -1,6 +1,4 @@
-"""`tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and
-reject.
-"""
+"""`tinyspec grade` and `tinyspec assignment`: output, exit codes, files, and what they reject."""
 
 import ast
 import json

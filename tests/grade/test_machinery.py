@@ -1,5 +1,6 @@
-"""The grader: a function in a child process is judged as it would be here, and plain data crosses
-unchanged.
+"""The grader judges a function in a child process as it would judge it here.
+
+Plain data crosses between the processes unchanged.
 """
 
 import math

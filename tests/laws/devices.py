@@ -1,4 +1,4 @@
-"""The same decisions on another road: rows in narrow tensors, and the torch operations of a GPU.
+"""The same decisions in other number formats: narrow dtypes, and the torch operations of a GPU.
 
 On the CPU every dtype is read as float64 exactly, so the verifier decides as the plain twin does,
 to the bit. A device adds in its own order: it must decide the same unless a uniform, a ratio or a

@@ -1,5 +1,4 @@
-"""Sessions, their forks and their views, in any order of operations, against plain lists and fresh
-forwards.
+"""Sessions, forks and views in any order of operations, against lists and fresh forward passes.
 
 tests/lm/test_session_machine.py drives one session with one view: probes, early exits, fills,
 hidden states. What it cannot see is here: several texts that were forked from each other and all go

@@ -1,5 +1,4 @@
-"""The forest of counted tries in any order of operations, against a count of every window of every
-text.
+"""The forest of counted tries in any order of operations, against counts of all windows.
 
 The twin keeps a dictionary of windows; the judge here keeps nothing but the texts, and counts them
 anew for every question.

@@ -1,15 +1,17 @@
-"""Five trained drafters with random weights: test doubles for the feature laws, not the techniques.
+"""Five trained drafters with random weights, as test doubles for the feature laws.
 
-Each is as much of its technique as decides positions, features and masks:
+They are not the techniques. Each is as much of its technique as decides positions, features and
+masks:
 
     Medusa    arXiv 2401.10774  heads on the last state that is known
-    EAGLE-1   arXiv 2401.15077  one layer over (next token, state) pairs, continued on its own outputs
+    EAGLE-1   arXiv 2401.15077  one layer over (next token, state) pairs, continued on its outputs
     Kangaroo  arXiv 2404.18911  an adapter over the states of an early layer
     PaSS      arXiv 2311.13581  look-ahead embeddings after the newest token, every second round
     SPACE     arXiv 2402.11809  mask tokens after the newest token and after every draft token
 
-Beside each stands its training forward: the same logits for a whole text at once, in the torch layers that
-training uses. Both share the weights and a head's formula, and nothing that knows a position.
+Beside each stands its training forward: the same logits for a whole text at once, in the torch
+layers that training uses. Both share the weights and a head's formula, and nothing that knows a
+position.
 
 Left out: training, the papers' trees, Kangaroo's stop at low confidence, weights of the right size.
 """

@@ -1,6 +1,4 @@
-"""Techniques of every shape that the book will need, each in a few lines: what the suites must be
-able to host.
-"""
+"""Techniques of every shape that the suites must be able to judge, each in a few lines."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction

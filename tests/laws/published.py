@@ -1,7 +1,7 @@
-"""Samplers as people publish them: right ones in many dialects, and wrong ones with the mistakes
-that were published.
+"""Samplers as people publish them: right ones in many styles, and wrong ones.
 
-`python -m tests.laws.published` says how long `check` takes to find each mistake.
+The mistakes are published ones. `python -m tests.laws.published` says how long `check` takes to
+find each of them.
 """
 
 import bisect

@@ -1,5 +1,6 @@
-"""The contracts of a drafter: what is honest passes, each breach is named, and each breach changes
-what is emitted.
+"""The contracts of a drafter: honest drafters pass, and each breach is named.
+
+Each breach also changes the distribution of the output.
 """
 
 from collections.abc import Sequence

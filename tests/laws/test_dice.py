@@ -1,5 +1,6 @@
-"""The stand-ins for random generators: every way to draw has its exact law, and what cannot be
-walked is refused.
+"""The stand-ins for random generators: every way to draw has its exact distribution.
+
+What cannot be enumerated is an error.
 """
 
 from collections.abc import Callable

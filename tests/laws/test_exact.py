@@ -1,4 +1,4 @@
-"""The exact law is exact, and it sees what a test of single tokens cannot."""
+"""The exact distribution is exact, and it shows what a test of single tokens cannot show."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""The feature laws accuse no right drafter, and each mistake that no older law sees.
+"""The feature laws accuse no right drafter, and see each mistake that no older law sees.
 
-The mistakes are changes of the test doubles in `heads`. They are not rows of the museum, whose rows change the library:
-they move there with the techniques.
+The mistakes are changes of the test doubles in `heads`. They are not rows of the museum, whose rows
+change the library: they move there with the techniques.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Machines: sessions, forks and views against lists and fresh forwards, the n-gram index against a
-search through texts.
+"""State machines: sessions, forks and views against lists and fresh forward passes.
+
+The n-gram index is compared with a search through the texts.
 
 Every defect here must be seen by the machine that is meant for it.
 """

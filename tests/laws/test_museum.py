@@ -1,4 +1,4 @@
-"""Every mutant is killed by the law meant for it, nothing right is accused, and no law is idle."""
+"""Every mutant is killed by the law meant for it, nothing right is accused, no law is idle."""
 
 import json
 

@@ -1,5 +1,6 @@
-"""A tree in one pass is its paths one by one, and a cache is what a fresh pass leaves; on broken
-sessions neither is.
+"""A tree in one pass equals its paths one by one, and its cache that of a fresh pass.
+
+On broken sessions both laws fail.
 """
 
 import random

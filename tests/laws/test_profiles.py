@@ -1,4 +1,4 @@
-"""What a profile asks, what a state remembers, and what the committed runs found."""
+"""What a profile runs, what a state remembers, and what the committed runs found."""
 
 import json
 from dataclasses import replace

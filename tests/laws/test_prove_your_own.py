@@ -1,7 +1,6 @@
-"""Lesson 09 and the page of mistakes: every sampler they refute is refuted with exactly the case
-that is told here.
+"""Lesson 09 and the page of mistakes: each sampler is refuted with the case that they show.
 
-That their cells run, and in which time, tests/test_tutorials.py says.
+tests/test_tutorials.py runs their cells.
 """
 
 import re

@@ -1,5 +1,6 @@
-"""Every registered technique under the laws of a whole request, and defects that each of these laws
-must see.
+"""Every registered technique keeps the laws of a whole request.
+
+Each of these laws must see the defects that are listed for it.
 """
 
 import random

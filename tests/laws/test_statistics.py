@@ -1,5 +1,6 @@
-"""The statistical demo: its tests keep their level, have the power they state, and its control
-fails.
+"""The statistical demo: its tests keep their level and have the power that they state.
+
+Its control, a known mistake, fails.
 """
 
 import importlib

@@ -1,5 +1,6 @@
-"""Every registered technique is held to its guarantee; the suites host every shape of technique,
-and see their defects.
+"""Every registered technique is held to its guarantee.
+
+The suites can judge techniques of every shape, and see their defects.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""Table models: every row is what a fresh pass says, and sessions and views mean what those of a
-transformer mean.
+"""Table models: every row is that of a fresh pass.
+
+Their sessions and views behave as those of a transformer.
 """
 
 import random

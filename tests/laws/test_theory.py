@@ -1,5 +1,6 @@
-"""Every theorem holds for the library; what each of them kills is in test_theorems and
-test_passes.
+"""Every theorem holds for the library.
+
+What each of them kills is in test_theorems.py and test_passes.py.
 """
 
 from collections.abc import Callable

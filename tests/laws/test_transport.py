@@ -1,4 +1,4 @@
-"""The two oracles of optimal transport agree; small laws are enumerated once each."""
+"""The two oracles of optimal transport agree, and small distributions are enumerated once."""
 
 import importlib
 from fractions import Fraction as F

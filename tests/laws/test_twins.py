@@ -1,5 +1,6 @@
-"""Every kernel equals its pure twin to the bit, and a device decides as it does; the laws that say
-so each kill something.
+"""Every kernel equals its pure twin to the bit, and a device decides as it does.
+
+Each of these laws kills something.
 """
 
 import math

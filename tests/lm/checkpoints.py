@@ -1,5 +1,6 @@
-"""Small checkpoint folders for the tests: every configuration, random weights, and ways to damage
-them.
+"""Small checkpoint folders for the tests, and ways to damage them.
+
+There is one for every configuration, with random weights.
 """
 
 import json

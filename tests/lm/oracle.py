@@ -1,5 +1,4 @@
-"""A transformer written a second time, as naively as possible: one token, layer and head at a time,
-in numpy float64.
+"""A transformer written a second time, one token, layer and head at a time, in numpy float64.
 
 It shares nothing with the code under test but the weights and the frequencies of the rotations, so
 that it can be the judge of caches, trees, views and batches.

@@ -1,5 +1,6 @@
-"""Batching is a barrier: every row of a batch equals the row alone, whoever comes first, and
-nothing ever hangs.
+"""Batching is a barrier: every text in a batch equals the text alone.
+
+This holds whichever request comes first, and no request waits for ever.
 """
 
 import random

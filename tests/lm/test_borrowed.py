@@ -1,5 +1,6 @@
-"""A draft that borrows its embeddings: saved without them, loaded with its target's, silent about
-what it cannot say.
+"""A draft that borrows its embeddings is saved without them and loaded with its target's.
+
+The logits of tokens that it does not have are minus infinity.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""A chat template is a stranger's program: it writes the text that jinja writes, or it is stopped in one line."""
+"""A chat template writes the text that jinja writes, or it is stopped in one line.
+
+A template comes from a stranger, so it is not trusted.
+"""
 
 import subprocess
 import sys

@@ -1,5 +1,6 @@
-"""A checkpoint that is damaged, hostile, or not computed here is refused in one line that names the
-culprit.
+"""A damaged or hostile checkpoint is an error of one line that names what is wrong.
+
+So is a checkpoint that the package does not compute.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""What an early exit leaves out: no read ever meets a missing key, each fill gives what it says,
-and the ledger counts it.
+"""What an early exit leaves out: each fill does what it says, and the forward log counts it.
 
 Judges are the naive transformer of tests/lm/oracle.py and plain arithmetic over the layers where
 tokens left.

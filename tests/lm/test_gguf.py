@@ -1,5 +1,6 @@
-"""A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer
-splits alike.
+"""A .gguf file gives what the gguf package dequantises, by our names and unpermuted.
+
+Its tokenizer splits texts as the original does.
 """
 
 from contextlib import suppress

@@ -1,5 +1,6 @@
-"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did, digits
-above all.
+"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did.
+
+Digits need the most care.
 """
 
 import os

@@ -1,5 +1,7 @@
-"""What decoding does between two forward passes leaves torch's threads asleep: awake they would
-spin on the cores that the compiled kernels need next. And numpy's copies are torch's.
+"""What decoding does between two forward passes leaves torch's threads asleep.
+
+Awake, they would spin on the cores that the compiled kernels need next. The copies that numpy makes
+instead equal torch's.
 """
 
 import subprocess

@@ -1,8 +1,6 @@
-"""Fetching by hub id, against a server on this machine that answers as the hub does. No test here
-leaves it.
+"""Fetching by hub id, against a server on this machine that answers as the hub does.
 
-`huggingface_hub` reads its environment when it is imported, so every fetch runs in a process of its
-own.
+No test here uses the network beyond this machine.
 """
 
 import hashlib

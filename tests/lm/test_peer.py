@@ -1,5 +1,6 @@
-"""transformers computes the same logits, for every configuration, prompt, and split of the
-prompt.
+"""transformers computes the same logits.
+
+This holds for every configuration, every prompt, and every split of the prompt.
 """
 
 from dataclasses import replace

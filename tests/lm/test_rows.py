@@ -1,8 +1,7 @@
-"""Rows of a real session, bit for bit: whatever way led to a text, its rows are those of one-token
-steps.
+"""A text has the logits of one-token steps, bit for bit, whatever led to it.
 
 On a CPU, in float32 and bfloat16. So what is lossless in exact arithmetic is lossless in these, and
-a batch row is the row.
+a text in a batch is the text alone.
 """
 
 from collections.abc import Iterator

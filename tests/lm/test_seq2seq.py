@@ -1,5 +1,6 @@
-"""The encoder-decoder: against a version written out token by token, in batches, as a session, as a
-folder on disk.
+"""The encoder-decoder equals a version that is written out token by token.
+
+It does so in batches, as a session, and as a folder on disk.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""What a session promises: whatever was drafted, kept or taken back, it says what a plain forward
-says.
+"""A session gives what a plain forward pass gives.
+
+This holds whatever was drafted, committed or taken back before.
 """
 
 import numpy as np

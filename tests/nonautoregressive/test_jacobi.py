@@ -1,5 +1,6 @@
-"""Parallel decoding: every sweep, every start, the only fixed point, and the same tokens as greedy
-decoding.
+"""Parallel decoding writes the same tokens as greedy decoding, from every start.
+
+Every sweep is checked, and the greedy text is the only fixed point.
 """
 
 import json

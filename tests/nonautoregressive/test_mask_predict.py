@@ -1,5 +1,6 @@
-"""Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the
-paper says.
+"""Mask-Predict masks in decoding exactly the words that the paper says.
+
+In training any number of words is hidden.
 """
 
 from itertools import pairwise

@@ -1,6 +1,4 @@
-"""A batch of sources is refined to what each of them is refined to alone, with the passes of
-one.
-"""
+"""A batch of sources is refined as each source alone, with the passes of one."""
 
 import pytest
 import torch

@@ -1,5 +1,6 @@
-"""Laws of the display: origins are told with and without colour, nothing steers the terminal,
-pieces make the whole.
+"""The display shows origins with and without colour, and no text steers the terminal.
+
+The pieces that it prints make the whole text.
 """
 
 import io

@@ -1,5 +1,6 @@
-"""Laws of a race: clocks count steps and nothing else, the lane with the least time moves next; and
-of its picture.
+"""A race: clocks count decoding steps and nothing else, and the lane behind in time moves next.
+
+Its picture is tested too.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""auto: the law under every policy, and a policy that follows what it measures."""
+"""auto: the target's distribution under every policy, and a policy that follows measurements."""
 
 import random
 from collections.abc import Callable

@@ -1,5 +1,6 @@
-"""Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and
-bad input.
+"""Cascade speculative drafting: how often each level runs, the four ablations, and max-gram.
+
+Bad input is an error.
 """
 
 from typing import Any

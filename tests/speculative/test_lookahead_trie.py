@@ -1,5 +1,6 @@
-"""Lookahead with a trie: inserting, eliminating, pruning, retrieval in stages; branches; when it
-keeps silent.
+"""Lookahead with a trie: inserting, eliminating, pruning, and retrieval in stages.
+
+It also drafts branches, and stops drafting where drafts fail.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""Multi-candidate speculative decoding: both modes keep the law, and what each accepts."""
+"""Multi-candidate speculative decoding: both modes are exact, and what each accepts."""
 
 from fractions import Fraction as F
 from itertools import product

@@ -1,5 +1,6 @@
-"""A decoder as a drafter: whose law its tokens have, what it keeps of its text, and how often its
-models are called.
+"""A decoder as a drafter: the distribution that its tokens declare, and how often models run.
+
+Its own text follows the outer one.
 """
 
 import pytest

@@ -1,5 +1,6 @@
-"""The planner: its model of throughput, its measurements, and the recommendation held against a
-clock and against models.
+"""The planner: its model of throughput, its measurements, and its recommendation.
+
+The recommendation is compared with a clock and with models.
 """
 
 import time

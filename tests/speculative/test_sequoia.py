@@ -1,5 +1,6 @@
-"""Sequoia: the best tree by dynamic programming, what it commits, what it is measured from, and
-fresh noise every round.
+"""Sequoia: the best tree by dynamic programming, and the tokens that it commits.
+
+What it is measured from is tested too, and that every round has fresh noise.
 """
 
 import json

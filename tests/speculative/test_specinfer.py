@@ -1,5 +1,6 @@
-"""SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for
-each other.
+"""SpecInfer: merged trees of several models, and multi-step speculative sampling.
+
+Boosted drafts, which complement each other, are tested too.
 """
 
 import json

@@ -1,5 +1,6 @@
-"""SpecTr: K-SEQ against the optimal transport, its factor, and the law over drafts that meet and
-part.
+"""SpecTr: K-SEQ against the optimal transport, its factor, and its exactness.
+
+Drafts may share a beginning and then differ.
 """
 
 from fractions import Fraction as F

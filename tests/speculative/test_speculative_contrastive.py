@@ -1,4 +1,4 @@
-"""Speculative contrastive decoding: the contrast's law, its amateur, its edges."""
+"""Speculative contrastive decoding: the contrasted distribution, its amateur, and its edges."""
 
 from fractions import Fraction as F
 from itertools import product

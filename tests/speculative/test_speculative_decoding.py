@@ -1,5 +1,6 @@
-"""Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al.
-2023.
+"""Speculative decoding: the output distribution, the acceptance rate, and the analysis.
+
+The analysis is that of Leviathan et al. 2023.
 """
 
 from fractions import Fraction as F

@@ -1,5 +1,6 @@
-"""TreeDrafter: which nodes there are, what is declared of them, what it costs, and that the walk
-over it keeps the law.
+"""TreeDrafter: its nodes, the distributions that it declares, and its cost.
+
+Verified, its trees keep the target's distribution.
 """
 
 from fractions import Fraction as F

@@ -1,5 +1,6 @@
-"""Rows as vectors: over floats, Fractions and tensors the verifiers that scale and subtract whole
-rows decide alike.
+"""The verifiers that subtract whole distributions decide alike over all number types.
+
+These are floats, Fractions and tensors.
 """
 
 from collections.abc import Callable
