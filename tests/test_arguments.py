@@ -34,7 +34,7 @@ def model(zoo: Zoo) -> Model:
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed: what is wrong is said before."""
+    """Nothing is computed: the error comes first."""
 
     def forward(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")

@@ -85,7 +85,7 @@ def browser() -> Iterator[Any]:
     ["white-space: pre", "white-space: pre; overflow: hidden", "overflow: auto; white-space: pre"],
 )
 def test_cut_code_is_seen(browser: Any, style: str) -> None:
-    """The test below finds what it is for: code beyond the edge, hidden, or in a box that scrolls."""
+    """The test below finds what it looks for: code beyond the edge, hidden, or in a scroll box."""
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.set_content(f"<article><pre style='{style}'>{'x' * 88}</pre></article>")
     assert page.evaluate(CUT)

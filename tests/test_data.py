@@ -25,7 +25,9 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Home(http.server.ThreadingHTTPServer):
-    """A public home on 127.0.0.1 that can break connections, ignore ranges, and send wrong bytes."""
+    """A public server on 127.0.0.1 that can break connections, ignore ranges, or send wrong
+    bytes.
+    """
 
     files: dict[str, bytes]
     cut: int | None = None  # answer at most so many bytes of a body, then break

@@ -91,5 +91,5 @@ def test_exercises_link_to_the_files_concerned(path: Path) -> None:
 
 @lessons
 def test_at_least_one_exercise_breaks_something(path: Path) -> None:
-    """To see which law catches a mistake is the habit that the book teaches."""
+    """The book teaches a habit: to see which law catches a mistake."""
     assert re.search(r"\bbreak it\b", "".join(exercises(path)), re.I)

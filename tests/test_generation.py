@@ -340,7 +340,7 @@ def test_each_of_several_drafts_is_checked_for_its_vocabulary(
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
-    """Decoders that were told that their request is over."""
+    """Return the decoders whose request was ended."""
     told: list[Decoder] = []
     end = Decoder.end
 

@@ -38,7 +38,7 @@ NO_NUMBERS: list[Any] = [
 
 
 def refuse(card: Card, knob: Knob, value: Any) -> str:
-    """The one line that refuses a value; it names the knob."""
+    """Return the one line of the error for a value; it names the knob."""
     with pytest.raises(TinyspecError, match=f"^{knob.name} is ") as error:
         card.settings({knob.name: value})
     said = str(error.value)

@@ -76,7 +76,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first cases of each law: the command is tried, not the technique."""
+    """The first cases of each law: this tries the command, not the technique."""
     every = prove.list_questions
 
     def first(card: technique.Card, profile: prove.Profile) -> list[tuple[str, prove.SuiteCase]]:

@@ -21,7 +21,7 @@ GROUPS = (*SPEC_BENCH, "edits")
 
 
 def sample(task: str, prompt: str, round: int, timed: int, calls: int) -> Sample:
-    """A request of auto, of which only tokens and passes are told."""
+    """A request of `auto`, of which only tokens and passes are known."""
     return Sample(task, prompt, 0, "auto", round, 1.0, 1.0, timed + 1, timed, calls, *[0] * 7)
 
 

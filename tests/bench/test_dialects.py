@@ -209,7 +209,7 @@ def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid
     assert valid["mask-predict, T 1, l 1"] <= 0.5, (
         valid
-    )  # where words tie, the likeliest may lean to one dialect
+    )  # where two words are equally likely, the choice may favour one dialect
     assert (
         valid["mask-predict, T 1, l 1"]
         < valid["mask-predict, T 4, l 1"]

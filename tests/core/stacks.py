@@ -65,7 +65,7 @@ def rounds(half: bool) -> bool:
 
 
 def falls(law: Callable[..., None], *accused: Any) -> bool:
-    """Whether the law refutes what it is given."""
+    """Return whether the law refutes the function that it is given."""
     try:
         law(*accused)
     except (AssertionError, ValueError):
@@ -232,13 +232,13 @@ class Stack:
 
 @dataclass
 class Rows:
-    """The rows of one session: their states, their parents, and which of its ancestors each sees,
-    by key/value head.
+    """The rows of one session: their states, their parents, and the ancestors that each of them
+    sees, by key/value head.
     """
 
     x: Array  # [n, d]
     parents: list[int]
-    hidden: Array  # bool [n, shared, n]: what a row does not see although it is an ancestor
+    hidden: Array  # bool [n, shared, n]: the ancestors that a row does not see
     lead: tuple[Array, Array, Array] | None = None  # which rows see it; its keys and values
     slots: list[int] = field(default_factory=list)
 
@@ -258,8 +258,8 @@ class Rows:
     def feed(
         self, stack: Stack, cache: Array, chosen: Sequence[int], slots: Sequence[int], by_head: bool
     ) -> tuple[Any, ...]:
-        """The chosen rows for `Engine.run`. What is seen is written with a prefix where the slots
-        allow it.
+        """Return the chosen rows for `Engine.run`. The slots that a row sees are written with a
+        prefix where the slots allow it.
         """
         lists = [
             own
@@ -276,14 +276,14 @@ class Rows:
 
 
 def short(slots: list[int]) -> tuple[int, tuple[int, ...]]:
-    """Slots 0, 1, 2... at the beginning of a list are said by their number alone."""
+    """Write the slots 0, 1, 2... at the beginning of a list as their number alone."""
     prefix = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
     return prefix, tuple(slots[prefix:])
 
 
 def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lead: int = 0) -> Rows:
-    """Rows with random states; each ancestor is hidden with probability `hiding`, and half of the
-    rows see the lead.
+    """Return rows with random states; each ancestor is hidden with probability `hiding`, and half
+    of the rows see the lead.
     """
     s, n = stack.shape, len(parents)
     rng = np.random.default_rng(seed)
@@ -299,7 +299,7 @@ def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lea
 
 
 def alone(stack: Stack, rows: Rows, mute: bool = False) -> tuple[Array, Array, Array]:
-    """Every row by itself, in slots of their own order: states, logits, cache."""
+    """Run every row by itself, in slots of their own order; return states, logits and cache."""
     n, cache = len(rows.parents), stack.cache(len(rows.parents))
     x = rows.x.copy()
     for row in range(n):

@@ -85,7 +85,7 @@ def ordered(multiply: Multiply, case: Case) -> None:
 
 
 def companionable(multiply: Multiply, case: Case, threads: int = 1) -> None:
-    """Bit for bit the same whatever stands beside a row, wherever it stands."""
+    """Check that a row has the same bits whatever stands beside it, and wherever it stands."""
     k = len(case.x)
     single = np.concatenate(
         [multiply(case.weight, row[None], case.bias, case.half, 1) for row in case.x]
@@ -143,7 +143,7 @@ class TestProduct:
         ).shape == (0, 3)
 
     def test_wrong_products_fall(self) -> None:
-        """What each does wrong, and the law that sees it."""
+        """The wrong products: what each does wrong, and the law that sees it."""
 
         def in_float32(change: Callable[[Array, Array], Array]) -> Multiply:
             def multiply(

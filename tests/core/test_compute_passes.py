@@ -109,7 +109,7 @@ class TestPass:
     )
     @pytest.mark.parametrize("threads", [1, 2, 4])
     def test_long_prompts_and_wide_trees(self, shape: Shape, threads: int) -> None:
-        """More rows than go through the layers together (96); a tree of 120 leaves."""
+        """More rows than one block of the layers takes (96): a tree of 120 leaves."""
         stack = Stack(shape)
         for parents in (list(range(-1, 149)), [-1, *[0] * 120], [(i - 1) // 2 for i in range(110)]):
             rows = forest(stack, parents, 5)

@@ -186,7 +186,7 @@ def test_a_verifier_that_commits_nothing_is_an_error() -> None:
 
 
 class Keeping(BaseDrafter):
-    """Keeps every round, and reads its laws when all is over."""
+    """Keeps every round, and reads its distributions when decoding has ended."""
 
     def __init__(self) -> None:
         self.rounds: list[Round] = []
@@ -250,7 +250,7 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
     )
     plain = run(Decoder(model.session(), BaseDrafter(), verify_tree, sampling=sampling, stop=stop))
     text = [0]
-    for token in plain.new:  # and plain decoding is the law's
+    for token in plain.new:  # and plain decoding has the reference's distribution
         rows = model.session()
         rows.extend(text)
         assert token == int(sampling.probs(rows.score(TokenTree()).logits[0], text).argmax())
@@ -263,8 +263,8 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
 
 
 def test_the_distributions_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
-    """A penalty looks at the text as it was, and a greedy law is not made before it is read; the
-    text has gone on since.
+    """A penalty must see the text as it was in the round. A greedy distribution is computed only
+    when it is read, and by then the text has grown.
     """
     sampling = SamplingParams(0.0, repetition_penalty=9.0)
     session = small.model().session()

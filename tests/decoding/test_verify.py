@@ -23,7 +23,7 @@ def exact(weights):
 
 
 class Table:
-    """A law for every context, from a list of laws."""
+    """Return a distribution for every context, from a list of distributions."""
 
     def __init__(self, laws):
         self.laws = laws

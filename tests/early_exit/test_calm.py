@@ -104,7 +104,9 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
 
 
 def test_thresholds_fall_over_the_tokens_that_the_text_can_get() -> None:
-    """N: the request's limit, or the rest of the context if that is less; without both nothing falls."""
+    """N is the request's limit, or the rest of the context if that is less. Without both, the
+    threshold does not fall.
+    """
 
     def asked(stop: StoppingCriteria, positions: int | None) -> list[float]:
         request = Request(M.session(), sampling=GREEDY, stop=stop, positions=positions)
@@ -126,7 +128,9 @@ def test_thresholds_fall_over_the_tokens_that_the_text_can_get() -> None:
 
 @pytest.mark.parametrize("setting", ON_TABLES, ids=str)
 def test_printed_algorithm_is_what_runs(setting: ExitSetting) -> None:
-    """Row, layers and keys of every new token, on tables of three layers; the prompt runs in full."""
+    """Compares logits, layers and keys of every new token, on tables of three layers. The prompt
+    runs in full.
+    """
     exits = 0
     for model, seed in product(exit_tables(), range(4)):
         depth = model.config.n_layers
@@ -333,7 +337,7 @@ def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None
     assert sum(call.row_layers for call in calls) == 5
     assert (
         sum(call.head_rows for call in calls) == 5
-    )  # the row that was looked at is the row that is used
+    )  # the logits that the rule read are those that are used
     assert sum(call.fills for call in calls) == 4 * (L - 1)
     assert isinstance(decoder.target, ExitTarget)
     stats = start_generation(

@@ -20,7 +20,7 @@ EMPTY = TokenTree()
 
 
 class At(ExitRule):
-    """Tokens leave behind these layers, one after the other; those behind the list run the whole
+    """Tokens leave after these layers, one after the other; tokens beyond the list run the whole
     model.
     """
 
@@ -102,8 +102,8 @@ def test_the_other_two_fills_are_cache_exact_and_the_logits_stay_the_exits(fill:
 
 
 def test_what_each_fill_costs_is_in_the_ledger() -> None:
-    """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with
-    whom.
+    """Exits after layers 1 and 1, then the whole model of three layers: fills, layers, and which
+    tokens run together.
     """
     told = {}
     for fill in FILLS:
@@ -112,7 +112,7 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
         told[fill] = [
             (call.rows, call.row_layers, call.fills) for call in forward_log if not call.prefill
         ]
-    one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's row, where the rule reads none
+    one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's logits, where the rule reads none
     whole = [one, one, one]
     assert told["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
     assert told["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]

@@ -332,7 +332,9 @@ TINY = Config(
 
 
 def texts(random: torch.Generator, count: int, length: int) -> torch.Tensor:
-    """Nine tokens of ten follow from the two before them: one layer cannot know them, all four can."""
+    """Nine tokens of ten follow from the two before them. One layer cannot know them, all four
+    can.
+    """
     ids = torch.randint(12, (count, length), generator=random)
     for at in range(2, length):
         ruled = torch.rand(count, generator=random) < 0.9

@@ -133,7 +133,7 @@ def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -
 
 
 def test_repetition_penalty_changes_the_draft_tokens() -> None:
-    """It changes which tokens come first, so a guess without it would miss them."""
+    """A penalty changes the likeliest tokens, so a draft token without it would miss them."""
     model, penalty = network(LLAMA, seed=3), SamplingParams(0.0, repetition_penalty=1.7)
     decoder = made(model.session(), penalty, layer=3, k=1)
     decoder.extend([1, 2, 3])
@@ -159,7 +159,7 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
     for at in range(tokens):
         own = [
             ForwardRecord("m", 1, layer - begun * (depth - layer), 1)
-        ]  # up to the guess; then the branches beside the rest
+        ]  # up to the draft token; then the branches beside the rest
         beside = [
             ForwardRecord("m", k, k * (depth - layer), 0),
             ForwardRecord("m", 1, depth - layer, 1),
@@ -183,8 +183,8 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
 def test_over_all_outcomes_the_clock_is_the_theorems(
     depth: int, layer: int, k: int, sampling: SamplingParams
 ) -> None:
-    """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a
-    guess; in fractions.
+    """E[steps] = d l - (l - 1) p (d - dbar), in fractions. p is the mean probability that the text
+    goes on with a draft token.
     """
     model, tokens = TableModel(5, 3, depth, zeros=False), 3
 
@@ -251,7 +251,7 @@ def test_printed_algorithm_is_what_runs(depth: int, layer: int, k: int) -> None:
 
 
 def test_more_draft_tokens_match_no_less_often() -> None:
-    """The text is one, and the k likeliest are among the k + 1 likeliest."""
+    """The text is the same, and the k likeliest tokens are among the k + 1 likeliest."""
     model = network(LLAMA, seed=2)
     clocks = []
     for k in (1, 2, 4, 8, 13):
@@ -260,7 +260,7 @@ def test_more_draft_tokens_match_no_less_often() -> None:
     assert clocks == sorted(clocks, reverse=True)
     assert (
         clocks[-1] == 20 * 3 - 19
-    )  # all tokens are guesses: every one after the first saves d - dbar = 1
+    )  # all tokens are draft tokens: every one after the first saves d - dbar = 1
 
 
 def test_at_the_last_layer_nothing_is_begun_and_nothing_is_gained() -> None:
@@ -284,8 +284,8 @@ def test_each_round_reads_the_head_twice_and_no_branch_reads_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: float) -> None:
-    """Main process and branches at the same time; the ledger's calls of a round may come in another
-    order.
+    """Main process and branches run at the same time, so the forward passes of a round may be
+    logged in another order.
     """
     model, found = network(LLAMA, seed=4, dtype=dtype), []
     for threads in (False, True):
@@ -373,8 +373,8 @@ def test_a_text_that_is_taken_back_and_corrected_goes_on_as_if_it_had_been_the_p
 
 
 def test_layers_per_token_count_the_branches() -> None:
-    """What `generate` reports is the theorem's number of evaluations: no figure leaves the guesses
-    out.
+    """`generate` reports the number of evaluations of the theorem: every figure counts the draft
+    tokens.
     """
     model = network(LLAMA, seed=2, dtype=torch.float32)
     stats = tinyspec.generate(model, [1, 2], method="ppd", layer=2, k=13, max_new_tokens=10).stats

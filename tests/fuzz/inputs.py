@@ -56,7 +56,7 @@ class Refused(Exception):
 
 
 class World(NamedTuple):
-    """What inputs are made of: sound models, and a folder of this process to write damaged ones into."""
+    """What inputs are made of: sound models, and a folder of this process for damaged ones."""
 
     folder: Path
     scratch: Path
@@ -425,7 +425,9 @@ def describe(values: dict[str, Any]) -> str:
 
 
 def damage_command(world: World, rng: Random) -> tuple[str, Try]:
-    """A command line of generate, chat, translate, replay, methods, models, data, grade or train."""
+    """Return a command line of a subcommand: generate, chat, translate, replay, methods and
+    others.
+    """
     folder = world.folder
     lines = [
         [

@@ -143,7 +143,9 @@ def damage_text(rng: Random, text: str) -> str:
 
 
 def damage_bytes(rng: Random, data: bytes, within: int) -> bytes:
-    """Data with bytes changed among the first `within`, cut short, or with a piece taken out or put in."""
+    """Return data with bytes changed among the first `within`, cut short, or with a piece taken out
+    or put in.
+    """
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4, 16])):
         at = rng.randrange(min(within, len(changed)))

@@ -594,7 +594,7 @@ def one_draft_fewer(
 def call_for_the_newest(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """The recovered token is read by a call of its own."""
+    """The recovered token is read by a forward pass of its own."""
 
     class Twice:
         def __len__(self) -> int:
@@ -621,7 +621,7 @@ def draft_not_warped(
 def declared_raw(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """B4: drawn from the warped row, judged by the raw one."""
+    """B4: drawn from the warped distribution, judged by the raw one."""
     plain = (Fraction(1), None, None)
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, declared_knobs=plain)
 
@@ -659,7 +659,7 @@ def peek_weights(session: Any, text: Any) -> Any:
 
 
 class Peeked:
-    """A session whose calls leave no trace."""
+    """A session whose forward passes leave no trace."""
 
     def __init__(self, session: Any):
         self.session, self.read = session, list[int]()
@@ -681,7 +681,7 @@ class Peeked:
 def nobody_called(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Plain decoding of rows that no forward pass returned.
+    """Plain decoding from distributions that no forward pass returned.
 
     The laws of the caches and the passes all hold where there is no pass.
     """
@@ -691,7 +691,7 @@ def nobody_called(
 def called_afterwards(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """The same, and one call in the end."""
+    """The same, and one forward pass at the end."""
     new = nobody_called(target, draft, prompt, n, gamma, eos, knobs, chance)
     if new:
         target.score([*prompt, *new][:-1])
@@ -707,7 +707,7 @@ def draft_never_called(
 def drafts_too_many(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Fewer calls than the rule needs, of longer drafts than were asked for."""
+    """Fewer forward passes than the rule needs, with longer drafts than were asked for."""
     return looping(target, draft, prompt, n, gamma + 1, eos, knobs, chance)
 
 
@@ -731,9 +731,10 @@ def draft_called_for_nothing(
 def drafts_what_the_target_says(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Every draft is accepted: it is drawn from the target's rows, looked up.
+    """Every draft is accepted, because it is drawn from the target's distributions, which are
+    looked up.
 
-    The draft model is called for show.
+    The forward pass of the draft model is not used.
     """
 
     class Shown(Peeked):

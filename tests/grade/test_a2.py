@@ -42,7 +42,7 @@ def find_counterexample(
     function: Callable[..., Any],
     cases: Cases = Cases(),  # noqa: B008
 ) -> Counterexample | None:
-    """Return what the first law that a function breaks says of it."""
+    """Return the counterexample of the first law that a function breaks."""
     for law in TASKS[name].laws:
         try:
             evidence = law(function, cases)
@@ -368,7 +368,7 @@ def equal_siblings_merged(session: Any, tokens: list[int], parents: list[int]) -
 
 
 def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
-    """Right, at the price of a call a node."""
+    """Right, but with one forward pass per node."""
     rows = []
     for end in range(ROOT, len(tokens)):
         fed = [session.text[-1], *(tokens[node] for node in a2_trees.node_path(parents, end))]
@@ -421,7 +421,7 @@ def test_wrong_scores(name: str) -> None:
 
 
 def round_rows(digits: int) -> Callable[..., Any]:
-    """Return the right rows, as floats of so many digits."""
+    """Return the right distributions, as floats of so many digits."""
     return lambda *given: [
         [round(float(x), digits) for x in row] for row in REFERENCE.score(*given)
     ]
@@ -668,7 +668,7 @@ def next_to_it(parents: list[int], here: int) -> list[int]:
 def points_at_the_root_alone(
     tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
 ) -> Any:
-    """Takes a node without a draft's law for one without children."""
+    """Takes a node without a draft distribution for one without children."""
 
     def of(parents: list[int], here: int) -> list[int]:
         return children(parents, here) if here == ROOT or q_rows[here + 1] is not None else []

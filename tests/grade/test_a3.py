@@ -440,7 +440,7 @@ class RecomputesFromTheStateBelow(Recomputes):
 
 
 class RunsTheTopAsWell(Decoding):
-    """Reads the row of the exit, and saves nothing: one layer above is run for no one."""
+    """Reads the logits of the exit, and saves nothing: it runs one layer above for no reason."""
 
     def fill(self, position: int, state: int, left: int) -> None:
         if left < self.model.depth:
@@ -796,7 +796,7 @@ class TheLastBlockIsWhole(Iteration):
 
 
 class ShiftedByOne(Iteration):
-    """Takes what is said in a place for what comes after it."""
+    """Takes the answer at a position for the token after that position's answer."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         for _ in range(len(guess)):
@@ -821,7 +821,7 @@ class OneByOne(Iteration):
 class OneTokenASweep(Iteration):
     """It runs as many forward passes as plain decoding.
 
-    It leaves the rest of the guess as it was, also where it has come true.
+    It leaves the rest of the block as it was, even where it has become right.
     """
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
@@ -848,7 +848,7 @@ class EverySweepTwice(Iteration):
 
 
 class StartsAnew(Iteration):
-    """Finds out what is final, and forgets the guesses after it."""
+    """Finds out which tokens are final, and forgets the other tokens of the block."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         known = list[int]()
@@ -864,7 +864,7 @@ class StartsAnew(Iteration):
 
 
 def second(model: Any, text: list[int], count: int) -> list[int]:
-    """Return the greedy tokens, by a second model whose calls nobody counts."""
+    """Return the greedy tokens, by a second model whose forward passes are not counted."""
     unseen, made = type(model)(**model.made_of), list[int]()
     while len(made) < count:
         made += unseen.says([*text, *made], [0])
@@ -872,14 +872,14 @@ def second(model: Any, text: list[int], count: int) -> list[int]:
 
 
 class AsksASecondModel(Iteration):
-    """The greedy text, without a call of the model that was given."""
+    """Return the greedy text, without a forward pass of the model that was given."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         return second(model, text, len(guess))
 
 
 class GuessesWhatASecondModelSays(Iteration):
-    """One call a block, which confirms what is known."""
+    """One forward pass a block, which only confirms what is known."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         return list(model.says(text, second(model, text, len(guess))))

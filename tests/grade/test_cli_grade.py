@@ -175,7 +175,9 @@ def test_the_message_about_a_folder_of_submissions_says_to_grade_one_by_one(tmp_
 
 @pytest.mark.usefixtures("tiny")
 def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
-    """`my-a1/submission.py` is taken as `my-a1`; `my-a1/a1.py` is told to be renamed."""
+    """`my-a1/submission.py` is accepted as `my-a1`. For `my-a1/a1.py` the message says how to
+    rename it.
+    """
     submit(tmp_path, RIGHT)
     assert run("grade", "A0", str(tmp_path / "submission.py")).exit_code == 0
     (tmp_path / "submission.py").rename(tmp_path / "a1.py")
@@ -253,7 +255,9 @@ def unfinished() -> str:
 
 
 def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
-    """Unpacked elsewhere it grades, by the scripts that Gradescope calls. A broken one says so."""
+    """Unpacked elsewhere it grades, by the scripts that Gradescope runs. A broken one reports
+    that.
+    """
     out = tmp_path / "a1.zip"
     result = run("assignment", "bundle", "A1", str(out), "--seed", "1848")
     assert result.exit_code == 0, result.output

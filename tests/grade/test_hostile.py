@@ -281,7 +281,7 @@ def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
 
 
 def test_nobody_dies_with_it(tmp_path: Path) -> None:
-    """A hundred megabytes of answers, and no answer at all, leave no process behind."""
+    """A hundred megabytes of answers, and no answer at all, leave no process running."""
     submit(tmp_path, RIGHT)
     for _ in range(3):
         assert grade_folder(TINY, tmp_path, limits=FAST).score == 100

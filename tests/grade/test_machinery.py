@@ -192,7 +192,7 @@ def verify(style, p, q, draft, chance):
 
 
 def find_verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
-    """Return what a law says of a function: its evidence, its counterexample, or that it fails."""
+    """Return the result of a law for a function: evidence, a counterexample, or that it fails."""
 
     def verify(p: Any, q: Any, draft: Any, chance: Any) -> Any:
         return function(style, p, q, draft, chance)

@@ -58,7 +58,7 @@ class RoundingDoubt:
         return BoundedNumber(float(value), slack, self)
 
     def row(self, row: Any) -> "list[BoundedNumber]":
-        """Return a row of exact numbers."""
+        """Return a distribution of exact numbers."""
         return [self.about(x) for x in row.tolist()]
 
 

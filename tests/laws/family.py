@@ -200,9 +200,7 @@ class Family(RuleBasedStateMachine):
 
     @rule(n=which)
     def fork(self, n: int) -> None:
-        """Both go on, and neither hears of the other. Of three, the one that was there first is
-        dropped.
-        """
+        """Both go on, and neither changes the other. Of three, the oldest is dropped."""
         line = self.line(n)
         self.lines = [
             *self.lines[-2:],

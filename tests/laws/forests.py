@@ -37,7 +37,7 @@ class Forests(RuleBasedStateMachine):
         }  # of closed texts, and what was halved
         self.open: list[
             tuple[int, str, list[int]]
-        ] = []  # number, tree, what was said since the last halving
+        ] = []  # number, tree, output since the last halving
         for which, (tree, said) in enumerate((("prompt", first), ("outputs", second))):
             self.begin_a_text(tree)
             self.append(which, said)

@@ -91,7 +91,7 @@ def logarithms(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
 
 
 def single_precision(p: Rows, q: Rows, draft: list[int], rng: Any) -> Any:
-    """float32 rows: right up to 1e-7."""
+    """Distributions in float32: right up to 1e-7."""
     return vectors(np.asarray(p, np.float32), np.asarray(q, np.float32), draft, rng)
 
 
@@ -297,7 +297,7 @@ def late(
     begins: int = 0,
     pause: float = 0.0,
 ) -> Callable[..., list[int]]:
-    """Speculative sampling, with a place for each mistake; it is right before the call `begins`."""
+    """Speculative sampling with a place for each mistake; right for the first `begins` - 1 calls."""
     calls = 0
 
     def verify(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
@@ -496,7 +496,7 @@ DEEP_DRAFTERS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def seconds(**function: Any) -> tuple[float, Counterexample | None]:
-    """How long a check computed, and what it found."""
+    """Return how long a check computed, and what it found."""
     began = time.process_time()
     found = check(**function).counterexample
     return time.process_time() - began, found

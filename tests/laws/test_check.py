@@ -58,7 +58,9 @@ def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None
 
 
 def test_a_loop_that_rejects_is_followed_until_it_does_not_matter() -> None:
-    """It has so many outcomes that the time ends before the fixed cases do: nothing wrong, and no proof."""
+    """It has so many outcomes that the time ends before the fixed cases do. So nothing is wrong,
+    and nothing is proved.
+    """
     result = check(published.rejections, seconds=2)
     assert result.counterexample is None
     assert result.evidence[0].cases >= 2
@@ -182,7 +184,7 @@ def test_a_mistake_of_floats_alone_says_so() -> None:
 
 
 def test_a_fault_that_begins_late_is_found_by_many_runs() -> None:
-    """With the default of ten seconds on a machine that makes 100,000 calls in that time."""
+    """With the default of ten seconds on a machine that makes 100,000 runs in that time."""
     late = published.late(ratio=published.accept_all, begins=100_000)
     found = check(late, seconds=60).counterexample
     assert found is not None and found.law == "joint law"

@@ -109,7 +109,7 @@ def test_every_technique_keeps_its_contracts(card: Any) -> None:
 def test_a_distribution_declared_before_the_warper_is_seen_under_every_warper(
     sampling: SamplingParams,
 ) -> None:
-    """Each warper in the list changes some row of the tables, so none is there for show."""
+    """Each warper in the list changes some distribution of the tables, so all of them matter."""
     settings = [ContractSetting(seed, sampling, torch.float64) for seed in range(1, 7)]
     assert any(find_violations(lambda s=s: decoder(Raw)(request(s)))[0] for s in settings)  # type: ignore[misc]
 
@@ -146,8 +146,8 @@ def emitted(
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
-    """p = q = (1/2, 1/2), and the declared law is the one that is drawn from: presence alone is at
-    fault.
+    """p = q = (1/2, 1/2), and the declared distribution is the one that is drawn from: presence
+    alone is wrong.
     """
     assert emitted(KeepZero, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
         (0,): F(3, 4),

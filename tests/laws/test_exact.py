@@ -242,8 +242,8 @@ def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_no
 
 
 class Lies(BaseDrafter):
-    """A coin tossed in the first round, and not told to anybody, decides whether the later rounds
-    declare a false law.
+    """A coin tossed in the first round, and shown nowhere, decides whether the later rounds declare
+    a false distribution.
     """
 
     lying: bool | None = None

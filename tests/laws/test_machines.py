@@ -74,7 +74,7 @@ class Restless(Session):
 
 
 class Blind(View):
-    """A view that does not hear that its session has gone on."""
+    """A view that does not notice that its session has gone on."""
 
     def _sync_trunk(self) -> None:
         return None

@@ -88,7 +88,9 @@ def test_a_mutant_that_survives_is_reported() -> None:
 
 
 def test_a_counterexample_speaks_of_the_task() -> None:
-    """The smallest p and q that show it, the draft, the law that was due and the law that came."""
+    """It has the smallest p and q that show it, the draft, the expected and the got
+    distribution.
+    """
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "residual is p")
     found = museum.judge_mutant(mutant)["counterexample"]
     assert found["case"] == {

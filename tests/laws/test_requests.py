@@ -31,8 +31,8 @@ DECODERS = [name for name, known in load_techniques().items() if known.kind == "
 @pytest.mark.parametrize("law", requests.REQUEST_LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
-    """State that outlives a request is kept where there is a clock; without one, as here, a request
-    stands alone.
+    """State that outlives a request is kept only where there is a clock. Without one, as here, each
+    request stands alone.
     """
     assert requests.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
 
@@ -63,7 +63,7 @@ def chain(request: Request) -> ModelDrafter:
 
 
 class Shared(BaseDrafter):
-    """Remembers what was said, in the class: every request copies from all others."""
+    """Remembers the output in the class, so every request copies from all others."""
 
     said: ClassVar[list[int]] = []
 
@@ -176,7 +176,7 @@ def swapped(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
 
 
 def wider(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
-    """A batch whose rows are rounded as no row alone is."""
+    """A batch whose logits are rounded as those of no single text are."""
     rows = run_together(list(jobs))
     return [
         [

@@ -169,7 +169,7 @@ def test_looking_after_every_text_keeps_the_level() -> None:
 
 
 def test_looking_at_the_g_test_after_every_text_does_not() -> None:
-    """The control of the test above: a p-value that is valid once is not valid three hundred times."""
+    """The control of the test above: a p-value that is valid once is not valid after 300 looks."""
     critical, expected = stats.chi2.isf(0.1, 3), np.array(list(NULL.values()))
     counts = np.cumsum(streams(NULL, 300, 300)[..., None] == np.array(list(NULL)), axis=1)[:, 49:]
     g = statistics._g_statistic(counts, expected * np.arange(50, 301)[:, None])
@@ -230,7 +230,7 @@ def test_the_power_that_is_stated_is_the_power() -> None:
 
 
 def logs(text: list[int]) -> np.ndarray:
-    """The log of the law of the next token at temperature 0.7."""
+    """Return the log of the distribution of the next token at temperature 0.7."""
     row = run_dense(TARGET, text).logits[-1] / 0.7
     return row - np.log(np.exp(row).sum())
 
@@ -355,7 +355,7 @@ def test_what_cannot_be_sampled_is_an_error(monkeypatch) -> None:
 
 
 def test_the_control_is_the_field_s_mistake() -> None:
-    """It proposes the draft's best token and declares the whole law."""
+    """It proposes the draft's best token and declares the whole distribution."""
     session = DRAFT.session()
     session.extend(PROMPT)
     tree = statistics.SoftGreedy(session, 1).propose(

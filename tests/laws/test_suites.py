@@ -80,8 +80,8 @@ HOSTED = {
 
 @pytest.mark.parametrize("name", HOSTED)
 def test_they_host_techniques_of_every_shape(name: str) -> None:
-    """A sample of the cases: a registered technique runs them all, one that keeps another's law
-    too.
+    """This is a sample of the cases. A registered technique runs them all, as does one that keeps
+    another target's distribution.
     """
     assert any(find_technique(known).keeps for known in load_techniques())
     assert (
@@ -161,7 +161,7 @@ def no_bonus_from_the_right_row(tree: TokenTree, p: TargetProbs, rng: RandomSour
 
 
 class Late(Decoder):
-    """Tells its tokens' laws one row late."""
+    """Declares its tokens' distributions one position late."""
 
     def step(self, rng: RandomSource) -> Any:
         round = super().step(rng)
@@ -254,7 +254,7 @@ SHARED_WALK = [
 def test_a_wrong_shared_walk_is_accused_for_every_technique_that_uses_it(
     name: str, mutant: Mutant
 ) -> None:
-    """By its verifier's own cases: no small draft has three siblings or a third node in a row."""
+    """Its verifier's own cases show it: no small draft has three siblings or a chain of three."""
     with mutant.applied(), pytest.raises(LawViolated) as caught:
         prove_technique(find_technique(name))
     assert "its verifier" in str(caught.value.__notes__)

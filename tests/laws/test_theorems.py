@@ -218,7 +218,7 @@ def k_seq(tree: TokenTree, p, rng) -> Verdict:
     low, rho = F(1), F(k)
     for _ in range(
         5
-    ):  # any rho from the root up to k keeps the law: the upper end of the bracket is taken
+    ):  # any rho from the root up to k is exact: the upper end of the bracket is taken
         middle = (low + rho) / 2
         low, rho = (
             (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, rho)
@@ -271,7 +271,7 @@ def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
 
     def shown(
         q, k, rng
-    ):  # a sorted token may be impossible under the law it got: then nothing is declared
+    ):  # a sorted token may be impossible under its new distribution: then none is declared
         tokens, laws = best_first(q, k, rng)
         return tokens, laws if all(law[t] for t, law in zip(tokens, laws, strict=True)) else [
             q

@@ -255,7 +255,7 @@ def test_defects_behind_the_front_doors_are_accused() -> None:
         devices.walk_equals_twin(rng=SpendthriftChance)
     with pytest.raises(LawViolated):
         devices.decisions_equal_twin(rng=EagerChance)
-    with pytest.raises(LawViolated):  # a law that is rounded once more on its way
+    with pytest.raises(LawViolated):  # a distribution that is rounded once more on its way
         devices.walk_equals_twin(
             walk=lambda tree, p, rng: HOST.verify_tree(
                 tree._replace(draft_probs=[narrow(q) for q in tree.draft_probs]), p, rng

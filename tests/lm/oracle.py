@@ -17,7 +17,7 @@ from tinyspec.lm.ops import rotary_frequencies
 
 @dataclass
 class Token:
-    """A token that was run: its position, its keys and values by layer, what it showed on its way."""
+    """A token that was run: its position, its keys and values by layer, and what it showed."""
 
     position: int
     keys: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> [KV, hd]

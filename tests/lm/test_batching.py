@@ -67,7 +67,7 @@ def test_a_prompt_in_a_batch_equals_the_prompt_alone(jitter: float) -> None:
 
 
 def test_the_order_of_the_requests_does_not_matter() -> None:
-    """Lengths, prompts and drafts differ; nothing leaks between rows."""
+    """Lengths, prompts and drafts differ; nothing leaks between the texts."""
     one = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in PROMPTS])
     other = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in reversed(PROMPTS)])
     for (text, rows), (text_other, rows_other) in zip(one, reversed(other), strict=True):

@@ -42,8 +42,8 @@ def test_plain_steps_chains_and_their_verification_take_the_short_way(
         session.commit((), 2)
         for n in range(1, 5):  # a draft model's chain, a token at a time
             grown = session.score(TokenTree.chain([1, 2, 3, 4][:n]))
-        session.append([1, 2, 0])  # of which two were kept
-        session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one call
+        session.append([1, 2, 0])  # of which two were accepted
+        session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one pass
         session.commit((0, 1, 2), 8)
         session.append([9])
         last = session.score(EMPTY)
@@ -116,7 +116,7 @@ def test_what_is_special_goes_the_long_way() -> None:
 
 
 def best(rows: list[Any], most: int) -> Callable[[Any], int | None]:
-    """The highest token of each row, `most` times."""
+    """Choose the likeliest token at each position, `most` times."""
 
     def choose(row: Any) -> int | None:
         rows.append(np.array(row))
@@ -156,7 +156,7 @@ def test_draft_tokens_that_choose_each_other_are_those_of_trees(
         assert all((a == b).all() for a, b in zip(rows, expected, strict=True))
         said = [int(row.argmax()) for row in rows][:kept]
         for session in (one, other):
-            session.append([*said, 3])  # what was kept of them, and what came instead
+            session.append([*said, 3])  # the accepted ones, and the token that replaced the next
         for x, y in zip(one.committed, other.committed, strict=True):
             assert (x.token, x.slot, x.sublayers_done, x.exact, x.logits_at, x.logits is None) == (
                 y.token, y.slot, y.sublayers_done, y.exact, y.logits_at, y.logits is None,

@@ -150,7 +150,9 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
 
 
 class Scheduled(ExitRule):
-    """Tokens leave after as many layers as the list says; it may look at each row on the way."""
+    """Tokens leave after as many layers as the list says; the rule may read the logits of each
+    layer.
+    """
 
     layers = tuple(range(1, L))
 
@@ -162,8 +164,8 @@ class Scheduled(ExitRule):
 
 
 def decoded(session: Any, leaves: Sequence[int], fill: str, row: bool = False) -> list[Any]:
-    """One token after the other leaves where the list says; returns the rows. The tokens are 7, 8,
-    9, ...
+    """Let one token after the other leave where the list says, and return the logits. The tokens
+    are 7, 8, 9, ...
     """
     target = ExitTarget(session, Scheduled(leaves, row), fill)
     target.extend(PROMPT)
@@ -177,7 +179,9 @@ def decoded(session: Any, leaves: Sequence[int], fill: str, row: bool = False) -
 
 
 def copied(m: Any, leaves: Sequence[int]) -> list[Token]:
-    """By the oracle: each token leaves, and its state at the exit makes the keys and values above."""
+    """Return the tokens by the oracle: each leaves early, and its state at the exit makes the keys
+    and values above.
+    """
     oracle = Oracle(m)
     done = oracle.text(PROMPT[:-1])
     for token, layers in zip([PROMPT[-1], *range(7, 99)], leaves, strict=False):
@@ -186,7 +190,7 @@ def copied(m: Any, leaves: Sequence[int]) -> list[Token]:
 
 
 def exact(m: Any, leaves: Sequence[int]) -> list[Any]:
-    """By the oracle: the rows of exits over a text that was run whole."""
+    """Return the logits of exits, by the oracle, over a text that was run whole."""
     oracle = Oracle(m)
     done, rows = oracle.text(PROMPT[:-1]), []
     for token, layers in zip([PROMPT[-1], *range(7, 99)], leaves, strict=False):

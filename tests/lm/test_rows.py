@@ -60,7 +60,9 @@ def plans(config: Config) -> list[Plan]:
 
 
 def stepped(m: Model, text: list[int]) -> Session:
-    """A session that has read a text one token at a time, each as a decoder would: score, commit."""
+    """Return a session that has read a text one token at a time, as a decoder would: score,
+    commit.
+    """
     session = m.session()
     session.extend(text[:1])
     for token in text[1:]:
@@ -75,7 +77,9 @@ def row(m: Model, text: list[int]) -> torch.Tensor:
 
 
 def lawful(session: Session, t: TokenTree) -> None:
-    """All rows of a tree, and what is committed by then, as one-token steps leave them."""
+    """Return the logits of a tree and of the text committed by then, as one-token steps leave
+    them.
+    """
     m, text = session.model, session.text
     logits = session.score(t).logits
     for node in range(ROOT, len(t.tokens)):
@@ -205,8 +209,8 @@ def patched(target: object, name: str, new: object) -> Iterator[None]:
 
 
 def test_wrong_paths_fall() -> None:
-    """Keys in the order of the slots, or a sibling's slot among them: a tree's rows no longer are
-    those of their paths.
+    """With keys in the order of the slots, or with a sibling's slot among them, a tree's logits are
+    no longer those of its paths.
     """
     right = ForwardBatch.visible_slots
 

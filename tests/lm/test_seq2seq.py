@@ -58,8 +58,8 @@ def causal(n: int) -> Tensor:
 
 
 class Oracle:
-    """One row, one head, one looked-at place at a time, in numpy; shares nothing with the model but
-    its weights.
+    """Compute one position, one head and one attended position at a time, in numpy. Shares nothing
+    with the model but its weights.
     """
 
     def __init__(self, source: Seq2Seq):

@@ -329,7 +329,7 @@ def test_a_tokenizer_that_panics_is_an_error_of_one_line(tmp_path: Path, capfd, 
 
 
 def test_a_panic_at_one_text_is_an_error_of_that_text(tmp_path: Path):
-    """The expression `(a+)+$` takes exponential time at `aa...ab`: the library gives up and panics."""
+    """The expression `(a+)+$` takes exponential time at `aa...ab`, so the library panics."""
     byte_level().save(tmp_path)
     file = tmp_path / "tokenizer.json"
     slow = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}

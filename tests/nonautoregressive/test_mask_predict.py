@@ -205,8 +205,8 @@ def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -
 
 
 def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
-    """Gradients reach the head at hidden words alone: with one hidden word, one row of logits
-    counts.
+    """Gradients reach the head only at hidden words: with one hidden word, one position's logits
+    count.
     """
     model = tiny()
     model.forward_log = []

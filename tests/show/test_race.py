@@ -40,7 +40,7 @@ def starts(pair: tuple[Model, Model], **options: Any) -> list[Any]:
 
 
 class Ticking:
-    """A clock that shows one second more each time it is read: whatever is timed took one second."""
+    """A clock that shows one second more at each reading, so whatever is timed takes one second."""
 
     def __init__(self) -> None:
         self.now = 0.0

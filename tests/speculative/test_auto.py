@@ -73,12 +73,12 @@ def every_policy(
     make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]
 ) -> int:
     """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the
-    reference's law.
+    reference's distribution.
 
     By induction from the last round backwards, every policy that looks at the past, at time, or at
-    dice of its own then has the reference's law: the choice is a branch, and laws are compared
-    within each branch, not on average over them. The past is all that could be seen of it: choices,
-    trees, rejections and texts.
+    its own random numbers then has the reference's distribution: the choice is a branch, and
+    distributions are compared within each branch, not on average over them. The past is all that
+    could be seen of it: choices, trees, rejections and texts.
     """
     laws: dict[Any, dict[tuple[int, ...], Any]] = {}
     for rounds in range(1, tokens + 1):
@@ -206,7 +206,7 @@ def test_trust_comes_back_without_running_a_draft_token() -> None:
     for size in curve.sizes:
         curve.record_round(size, 1.0 + size)
     while not decoder.finished:
-        assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # every row costs a call
+        assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # a position costs a pass
     assert trust.first[8] > 0.5
 
 
@@ -358,7 +358,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     looks = texts.look_up_drafts
 
     def dear(context: Any, max_draft_depth: int, both: bool) -> Any:
-        watch.now += 0.05  # of a call
+        watch.now += 0.05  # of a pass
         boths.append(both)
         return looks(context, max_draft_depth, both)
 
@@ -412,8 +412,8 @@ def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -
 
 
 def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
-    """A text with a draft model: how long it took, where a call takes 1, a row more 0.05, and a
-    step of the draft `step`.
+    """Decode a text with a draft model, and return its time and its decoder. A forward pass
+    takes 1, each further position 0.05, and a step of the draft `step`.
     """
     watch = Watch()
 
@@ -476,8 +476,9 @@ def test_an_idle_draft_model_runs_nothing() -> None:
 def test_lazy_drafter_drafts_what_an_eager_one_does(
     deeds: list[tuple[str, int]],
 ) -> None:
-    """Its rows depend on the whole text: one token lost, or one too many, and the
-    draft tokens differ."""
+    """Its distributions depend on the whole text: with one token lost, or one too many, the draft
+    tokens differ.
+    """
     late, soon, text = (
         LazyDrafter(Table(4), 2, frozenset(), 12),
         ModelDrafter(Table(4), 2, frozenset(), 12),

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Fixed(Table):
-    """The same row everywhere."""
+    """The same distribution in every context."""
 
     def __init__(self, *weights: int):
         self.weights = weights
@@ -38,7 +38,7 @@ class Fixed(Table):
 
 
 class Rows(dict[int, Any]):
-    """The large model's rows by node, for a verifier alone."""
+    """The large model's distributions by node, for a verifier alone."""
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]

@@ -30,7 +30,9 @@ HALF, THIRD, QUARTER = F(1, 2), F(1, 3), F(1, 4)
 
 
 def kept(verifier, p, q, gamma):
-    """Expected tokens kept of a draft of gamma, the rows being the same everywhere."""
+    """Return the expected number of accepted tokens of a draft of gamma, with the same
+    distributions in every context.
+    """
 
     def play(rng):
         tokens = [rng.draw(q) for _ in range(gamma)]
@@ -44,13 +46,15 @@ def test_printed_algorithm_is_proved_exact() -> None:
 
 
 def test_printed_algorithm_is_what_runs() -> None:
-    """`verify_block` has the outcomes of `verify_tree_by_block`, on every case of the exact suite."""
+    """`verify_block` has the outcomes of `verify_tree_by_block` on every case of the exact
+    suite.
+    """
     assert compare_on_chains(verify_block, verify_tree_by_block) > 2000
 
 
 def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_does_not() -> None:
-    """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier
-    can keep 12/9 = 4/3.
+    """The paper's example: of two draft tokens, 10/9 are accepted token by token, 11/9 as a block;
+    no verifier can accept 12/9 = 4/3.
     """
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
     assert kept(verify_tree, p, q, 2) == F(10, 9)

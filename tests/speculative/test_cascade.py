@@ -133,7 +133,7 @@ def test_the_ablations_do_what_they_say() -> None:
     assert (
         both[0] == wide[0] == tall[0] == none[0] == 6
     )  # six tokens a round: all agree, whoever writes
-    assert both[1] < wide[1] and tall[1] < none[1]  # the draft's calls fall by recursion
+    assert both[1] < wide[1] and tall[1] < none[1]  # recursion saves passes of the draft
     assert both[1] < tall[1] and wide[1] < none[1]  # and by leaving the end of a draft to max-gram
 
 

@@ -45,7 +45,7 @@ def text(decoder: Decoder, seed: int) -> list[int]:
 
 
 class Bush(BaseDrafter):
-    """A tree with equal siblings and a probe, of laws that mean nothing."""
+    """A tree with equal siblings and a probe. Its declared distributions have no meaning."""
 
     def propose(
         self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any

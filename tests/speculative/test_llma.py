@@ -66,7 +66,9 @@ def test_a_text_copied_whole_takes_one_target_pass_per_k_plus_one_tokens(k: int)
 
 
 def test_trap_a_reference_outside_the_prompt_is_used() -> None:
-    """Prompt lookup is not LLMA: without the reference the same text takes a call a token."""
+    """Prompt lookup is not LLMA: without the reference the same text takes one target pass a
+    token.
+    """
     poem = list(range(1, 33))
     assert finish(made(Reciter(poem), [poem], 30, k=15), poem[:2]).rounds == 2
     assert finish(made(Reciter(poem), [], 30, k=15), poem[:2]).rounds == 30

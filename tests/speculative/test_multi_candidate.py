@@ -108,7 +108,7 @@ def test_a_round_is_one_target_pass() -> None:
 
 
 def test_greedy_second_best_saves_a_round() -> None:
-    """Draws would all be the same token there: the likeliest two are proposed instead."""
+    """All draws would be the same token there, so the two likeliest are proposed instead."""
     greedy, wanted = SamplingParams(temperature=0.0), StoppingCriteria(max_new_tokens=24)
     rounds = {}
     for configuration in ("1x1", "3x3"):

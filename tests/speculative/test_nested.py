@@ -97,7 +97,7 @@ def test_its_text_follows_the_outer_one_through_rounds_rewinds_and_corrections()
 
 
 def test_a_correction_costs_no_forward_pass_of_its_own() -> None:
-    """What came from outside runs with the next tree: a plain middle is called once a token."""
+    """Tokens from outside run with the next tree, so a plain middle runs once a token."""
     target, middle = Table(1), Table(2)
     d = Decoder(target, NestedDrafter(Decoder(middle, BaseDrafter(), verify_tree), 3), verify_tree)
     d.extend((0, 1, 2))

@@ -113,7 +113,7 @@ def test_where_no_draft_pays_plain_decoding_is_recommended() -> None:
 
 
 def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
-    watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own law
+    watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own distribution
     profile = profile_draft("same", repeat_requests(same, 0.0, watch), 3, watch)
     assert profile.reach == (1.0, 1.0, 1.0)
     assert measure_throughput(repeat_requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)

@@ -108,8 +108,8 @@ def test_a_token_that_the_draft_was_unsure_of_stays_and_ends_the_draft() -> None
 
 
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
-    """At temperature 0 every token is certain under the sharpened law; the exit reads the law
-    before.
+    """At temperature 0 every token is certain under the sharpened distribution, so the exit reads
+    the distribution before.
     """
     lengths = []
     for sampling in (GREEDY, SamplingParams(top_k=1)):
@@ -259,7 +259,7 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
         search, found = SkipSetSearch(2, seed=3), list[Any]()
         search.tell(frozenset(), 1.0)
         for number in range(6):
-            if number == stop_at:  # interrupted: another object is told the same
+            if number == stop_at:  # interrupted: another object receives the same
                 old, search = search, SkipSetSearch(2, seed=3)
                 for skip, speeds in old.told.items():
                     search.tell(skip, speeds[0], old.points[skip])

@@ -58,8 +58,8 @@ def made(
 
 
 def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
-    """One proposal of each model: the law of the token, how often one passes, and how often y ~ p
-    is among them.
+    """Return, for one proposal of each model: the distribution of the token, how often a proposal
+    is accepted, and how often y ~ p is among them.
     """
     emitted, passed, found = dict[int, F](), F(0), F(0)
 
@@ -94,8 +94,8 @@ THIRDS = [*distributions(3, 1), *distributions(3, 2), *distributions(3, 3)]
 
 
 def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() -> None:
-    """Theorem 4.2: the token has the law p; theorem 4.3: one passes no less often than y ~ p is
-    among them.
+    """Theorem 4.2: the token has the distribution p. Theorem 4.3: a proposal is accepted no less
+    often than y ~ p is among them.
     """
     strict = 0
     for p, q, other in product(THIRDS[1::3], THIRDS[::2], THIRDS[3::3]):

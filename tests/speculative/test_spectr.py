@@ -44,7 +44,7 @@ def floats(row) -> np.ndarray:
 
 
 def some(v: int, n: int, seed: int = 0):
-    """Random laws over v tokens, peaked and flat."""
+    """Return random distributions over v tokens, peaked and flat."""
     rng = np.random.default_rng(seed)
     return [
         (rng.dirichlet(np.full(v, c)), rng.dirichlet(np.full(v, d)))
@@ -152,7 +152,7 @@ def test_one_draft_is_token_verification() -> None:
         )
 
 
-# ------------------------------------------------------------------ the law
+# --------------------------------------------------------- the distribution
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,9 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
 
 
 class Any3(BaseDrafter):
-    """Siblings under laws of every kind: two draws of q, one of r, a point mass, another draw of q."""
+    """Siblings from every kind of distribution: two draws of q, one of r, a point mass, another
+    draw of q.
+    """
 
     def propose(self, context, max_draft_depth, sampling, source):
         q, r = [HALF, HALF, F(0)], [F(1, 5), F(1, 5), F(3, 5)]
@@ -224,7 +226,9 @@ def test_where_they_share_no_token_p_is_drawn_from() -> None:
 
 
 def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:
-    """One draft left, or none: rho is 1 in both; with two, the bracket of the fractions is coarser."""
+    """With one draft left, or none, rho is 1 in both. With two, the bracket of the fractions is
+    coarser.
+    """
     q = [F(1, 4), F(1, 4), HALF]
     tree = TokenTree.chain([2, 0], [q, q])
     rows = {ROOT: [HALF, F(1, 4), F(1, 4)], 0: [F(1, 8), F(3, 8), HALF], 1: q}

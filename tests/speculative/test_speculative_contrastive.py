@@ -206,8 +206,8 @@ def test_models_of_two_vocabularies_raise_a_one_line_error() -> None:
 
 
 def test_a_cascade_with_deferral_is_a_joint_target() -> None:
-    """The small model's row where it is sure, else the large one's: decoded plainly and drafted,
-    the same law.
+    """The small model's distribution where it is sure, else the large one's. Drafted or decoded
+    plainly, the output has the same distribution.
     """
 
     def deferring(rows: Any, text: Any, path: Any) -> Any:
@@ -224,7 +224,7 @@ def test_a_cascade_with_deferral_is_a_joint_target() -> None:
 
 
 def test_a_grammar_is_a_joint_target_of_one() -> None:
-    """No token twice in a row; the mask reads the text and the path below it."""
+    """No token twice in succession; the mask reads the text and the path below it."""
 
     def mask(rows: Any, text: Any, path: Any) -> Any:
         last = (*text, *path)[-1]

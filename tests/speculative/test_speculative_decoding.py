@@ -147,7 +147,7 @@ def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(
         token = rng.draw(q)
         return verify_tree(TokenTree.chain([token], [q]), [p, p], rng).accepted == (0,)  # type: ignore[arg-type]
 
-    # p is indexed by node: ROOT (-1) is its last row, node 0 its first; both are p here
+    # p is indexed by node: ROOT (-1) is its last entry, node 0 its first; both are p here
     rate = sum(pr for passed, pr in Exhaustive.walk(accepted) if passed)
     tv = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert rate == 1 - tv
@@ -169,7 +169,7 @@ def test_leviathan_equation_1_expected_tokens(over: int, under: int, gamma: int)
 
 
 def test_measured_tokens_per_round_equal_the_prediction_on_a_pair_of_constant_acceptance() -> None:
-    """p = (3/4, 1/4), q = (1/4, 3/4) in every context: alpha = 1/2, and rounds are exactly i.i.d."""
+    """p = (3/4, 1/4) and q = (1/4, 3/4) in every context: alpha = 1/2, and rounds are i.i.d."""
 
     class Constant(Table):
         def row(self, context: object) -> list[F]:
@@ -203,8 +203,8 @@ def test_arithmetic_grows_by_theorem_3_11() -> None:
 
 @pytest.mark.parametrize("lenience", [0.5, 0.25])
 def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
-    """No token becomes more than 1 / lenience times as likely; tested on the exact law of one
-    token.
+    """No token becomes more than 1 / lenience times as likely. Tested on the exact distribution of
+    one token.
     """
     for p, q in ((1, 2), (3, 4), (5, 6)):
         lenient = exact_law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
@@ -261,8 +261,8 @@ def test_draft_distributions_on_real_arrays_give_the_same_tokens_as_plain_greedy
 def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
     penalty: float,
 ) -> None:
-    """The tokens are those that drawing from the rows of zeros and a one would give, and lenience
-    asks for no row either.
+    """The tokens are those that drawing from distributions of zeros and a one would give, and
+    lenience needs no distribution either.
     """
     from tests.lm.small import LLAMA, model
 

@@ -128,7 +128,7 @@ def test_one_target_pass_a_round_and_no_more_draft_passes_than_tokens() -> None:
         assert len(round.calls) == 1
         assert len(round.draft_calls) <= -(
             -len(round.tree.tokens) // 2
-        )  # a call at most for each leaf that got children
+        )  # at most one pass for each leaf that got children
 
 
 @pytest.mark.parametrize(("budget", "width"), [(1, 1), (1, 3), (5, 2), (9, 3), (4, 1)])

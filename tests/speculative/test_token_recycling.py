@@ -76,7 +76,9 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 
 def test_the_authors_tree_has_their_80_nodes() -> None:
-    """By depth 8, 21, 25, 15, 8 and 3 nodes, as their README counts; the last ones as their code names them."""
+    """By depth there are 8, 21, 25, 15, 8 and 3 nodes, as their README counts. The last ones are
+    those that their code names.
+    """
     shape = read_static_tree(AUTHORS_TREE)
     paths: list[tuple[int, ...]] = []
     for up, rank in shape:

@@ -168,7 +168,7 @@ def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(
     assert [len(round.verdict.rejected) for round in rounds] == [0, 0, 0, 0]
     assert all(
         sum(call.rows for call in round.calls) <= 1 for round in rounds[1:]
-    )  # and the check is free: one row
+    )  # and the check is free: one position
 
 
 def test_budget_of_the_whole_context_gives_a_warning() -> None:

@@ -89,7 +89,9 @@ def test_a_vector_comes_back_as_the_distribution_it_was() -> None:
         assert type(as_probs(vector)) is type(row)
         assert is_rational(vector) == isinstance(row, list)
         assert list(point) == [0, 1]
-    narrow = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)  # a draft's law in its own dtype
+    narrow = torch.tensor(
+        [0.5, 0.25, 0.25], dtype=torch.bfloat16
+    )  # a draft's distribution in its own dtype
     assert [x.dtype for x in as_vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [
         np.float64,
         np.float64,

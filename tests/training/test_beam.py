@@ -12,7 +12,7 @@ BEGIN, EOS, V = 1, 2, 5
 
 
 class Table:
-    """A random distribution for each source and text so far; it remembers its rows' texts."""
+    """A random distribution for each source and text so far. It remembers the texts of its rows."""
 
     def __init__(self, sources: list[int]):
         self.texts: list[tuple[int, ...]] = [(source,) for source in sources]

@@ -58,7 +58,7 @@ def test_a_chat_model_asks_itself_between_the_ids_of_its_template(zoo: Zoo) -> N
     assert text.ids[: len(lead)].tolist() == lead
     assert not set(range(len(lead) - 1)) & set(
         text.positions.tolist()
-    )  # nothing is learnt of the template
+    )  # the loss does not count the template
 
 
 def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
