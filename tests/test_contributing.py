@@ -70,12 +70,12 @@ def test_every_law_holds_of_it() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_the_command_line_knows_it() -> None:
-    told = CliRunner().invoke(main, ["methods", NAME])
-    assert told.exit_code == 0 and "--gamma 3" in told.output
-    said = CliRunner().invoke(
+    listed = CliRunner().invoke(main, ["methods", NAME])
+    assert listed.exit_code == 0 and "--gamma 3" in listed.output
+    result = CliRunner().invoke(
         main, ["generate", "Once upon a time", "--method", NAME, "-n", "8", "--temperature", "0.8"]
     )
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.usefixtures("added")

@@ -311,17 +311,17 @@ def test_a_draft_that_only_the_card_names_is_read_once_and_goes_with_its_target(
 def test_a_draft_advises_how_many_tokens_to_draw_and_who_asks_decides(
     model: Model, draft: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(method: str, **knobs: Any) -> int:
+    def count_drafted(method: str, **knobs: Any) -> int:
         rounds = generation.start_generation(
             model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs
         )
         return len(next(iter(rounds)).tree.tokens)
 
-    assert drawn("speculative_decoding") == 3
+    assert count_drafted("speculative_decoding") == 3
     monkeypatch.setitem(draft.config.extra, "gamma", 2)
-    assert drawn("speculative_decoding") == drawn("block_verification") == 2
-    assert drawn("speculative_decoding", gamma=4) == 4
-    assert drawn("multi_candidate", configuration="3") == 3, (
+    assert count_drafted("speculative_decoding") == count_drafted("block_verification") == 2
+    assert count_drafted("speculative_decoding", gamma=4) == 4
+    assert count_drafted("multi_candidate", configuration="3") == 3, (
         "a method that does not ask for gamma is not told"
     )
 
@@ -341,15 +341,15 @@ def test_each_of_several_drafts_is_checked_for_its_vocabulary(
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     """Return the decoders whose request was ended."""
-    told: list[Decoder] = []
+    decoders: list[Decoder] = []
     end = Decoder.end
 
     def noted(self: Decoder) -> None:
-        told.append(self)
+        decoders.append(self)
         end(self)
 
     monkeypatch.setattr(Decoder, "end", noted)
-    return told
+    return decoders
 
 
 def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(

@@ -264,20 +264,20 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
 
 
 def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
-    told: dict[str, list[tuple[int, int]]] = {}
+    progress: dict[str, list[tuple[int, int]]] = {}
 
     def advance(what: str, done: int, whole: int) -> None:
-        told.setdefault(what, []).append((done, whole))
+        progress.setdefault(what, []).append((done, whole))
 
     models.models_folder().mkdir(parents=True)
     work = home / "work"
     work.mkdir()
     smollm2.convert_wheel(wheel, work, models.models_folder() / "smollm2", advance)
-    assert list(told) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
-    for steps in told.values():
+    assert list(progress) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
+    for steps in progress.values():
         done = [bytes_done for bytes_done, _ in steps]
         assert done == sorted(done) and done[-1] == steps[-1][1] > 0
-    assert len(told["converting"]) > 5
+    assert len(progress["converting"]) > 5
 
 
 def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):

@@ -391,12 +391,12 @@ def test_as_json_and_with_every_pass(at_home: Trained) -> None:
     result = run(
         "translate", "--method", "mask_predict", "--iterations", "3", "--json", "--trace", TEXT
     )
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     done = one("mask_predict", TEXT, method="mask_predict", iterations=3)
-    assert told["tokens"] == done.tokens
-    assert told["text"] == done.text
-    assert len(told["passes"]) == told["stats"]["target_calls"] == 3
-    assert told["stats"]["encoder_calls"] == 1
+    assert report["tokens"] == done.tokens
+    assert report["text"] == done.text
+    assert len(report["passes"]) == report["stats"]["target_calls"] == 3
+    assert report["stats"]["encoder_calls"] == 1
     assert [
         line.split()[0] for line in result.stderr.splitlines() if line.strip()[:1].isdigit()
     ] == ["1", "2", "3"]

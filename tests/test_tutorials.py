@@ -229,7 +229,7 @@ def test_the_book_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     from tinyspec.cli import book, main
 
     monkeypatch.setattr(book, "NEEDED", ("no_such_module",))
-    said = CliRunner().invoke(main, ["book", "--no-open"])
-    assert said.exit_code == 2 and "pip install -e '.[book]'" in said.output
+    result = CliRunner().invoke(main, ["book", "--no-open"])
+    assert result.exit_code == 2 and "pip install -e '.[book]'" in result.output
     monkeypatch.setattr(book, "TUTORIALS", tmp_path)
     assert "in a clone of the repository" in CliRunner().invoke(main, ["book"]).output

@@ -32,7 +32,7 @@ def big(zoo: Zoo) -> Model:
     return models.load(zoo.big, dtype="float32")
 
 
-def asked(model: Model, tokens: int = 12) -> Job:
+def make_job(model: Model, tokens: int = 12) -> Job:
     return Job("qa", "0", 0, tuple(model.tokenizer.encode(TEXT)[:40]), tokens)
 
 
@@ -49,7 +49,7 @@ def test_transformers_makes_the_same_tokens_and_its_forward_passes_are_counted(
         spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs)
     )
     (arm,) = peers.make_peer_arms([spec], settings, big, 96)
-    job = asked(big)
+    job = make_job(big)
     made = arm.run(job, 0, time.perf_counter)
     plain = TechniqueArm(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
     check_token_balance(made, job, arm.label)
@@ -76,7 +76,7 @@ def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
         big,
         96,
     )
-    texts = [arm.run(asked(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
+    texts = [arm.run(make_job(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 

@@ -202,6 +202,6 @@ class TestChoice:
         assert compute.best(machine="aarch64") == compute.kernels()[0]
         assert capsys.readouterr().err == ""
         assert compute.best(lambda name: name == "portable", machine="x86_64") == "portable"
-        said = capsys.readouterr().err.splitlines()
-        assert [line.split()[2] for line in said[:-1]] == compute.kernels()[:-1]
-        assert "the portable kernels are several times slower" in said[-1]
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split()[2] for line in lines[:-1]] == compute.kernels()[:-1]
+        assert "the portable kernels are several times slower" in lines[-1]

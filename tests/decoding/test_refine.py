@@ -127,7 +127,7 @@ def test_the_forward_log_separates_model_and_teacher() -> None:
 # ---------------------------------------------------------------------- a teacher's judgement
 
 
-def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
+def token_logprobs(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
     """log p of each token and of the end, one after the other through a session."""
     session, found = teacher.condition_on(source).session(), list[float]()
     for at, token in enumerate([*text, teacher.config.eos]):
@@ -142,11 +142,11 @@ def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> Non
     scores = score_candidates(teacher, SOURCE, canvas(*texts))
     assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
-        expected = said(teacher, SOURCE, text)
+        expected = token_logprobs(teacher, SOURCE, text)
         assert scores[row].tolist() == pytest.approx(
             [*expected, *[0.0] * (4 - len(text))], abs=1e-12
         )
-    sums = [sum(said(teacher, SOURCE, text)) for text in texts]
+    sums = [sum(token_logprobs(teacher, SOURCE, text)) for text in texts]
     assert best_candidate(teacher, SOURCE, canvas(*texts)) == sums.index(max(sums))
 
 

@@ -124,8 +124,8 @@ def test_positions_have_uniforms_of_their_own():
 
 def test_exhaustive_order_is_plackett_luce():
     row = [F(1, 2), F(1, 3), F(1, 6)]
-    law = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))
-    assert law == {
+    distribution = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))
+    assert distribution == {
         (a, b): row[a] * row[b] / (1 - row[a]) for a in range(3) for b in range(3) if a != b
     }
     assert Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement([F(0), F(1)], 2))) == {

@@ -25,20 +25,20 @@ def exact(weights):
 class Table:
     """Return a distribution for every context, from a list of distributions."""
 
-    def __init__(self, laws):
-        self.laws = laws
+    def __init__(self, distributions):
+        self.distributions = distributions
 
     def __call__(self, context):
-        return self.laws[(sum(context) * 2 + len(context)) % len(self.laws)]
+        return self.distributions[(sum(context) * 2 + len(context)) % len(self.distributions)]
 
     def joint(self, n, context=(), mass=F(1)):
         if len(context) == n:
             return {context: mass}
-        law = {}
+        masses = {}
         for token, x in enumerate(self(context)):
             if x > 0:
-                law |= self.joint(n, (*context, token), mass * x)
-        return law
+                masses |= self.joint(n, (*context, token), mass * x)
+        return masses
 
 
 def rounds(propose, p, n):
@@ -65,11 +65,11 @@ def test_a_chain_with_its_distribution_declared_keeps_the_joint_distribution(ps,
     p, q = Table([exact(x) for x in ps]), Table([exact(x) for x in qs])
 
     def propose(text, source):
-        tokens, laws = (), []
+        tokens, draft_probs = (), []
         for _ in range(2):
-            laws.append(q(text + tokens))
-            tokens += (source.draw(laws[-1]),)
-        return TokenTree.chain(tokens, laws)
+            draft_probs.append(q(text + tokens))
+            tokens += (source.draw(draft_probs[-1]),)
+        return TokenTree.chain(tokens, draft_probs)
 
     assert Exhaustive.law(rounds(propose, p, 3)) == p.joint(3)
 
@@ -80,16 +80,16 @@ def test_several_drafts_with_and_without_replacement_keep_the_distribution(ps, w
     p, q = Table([exact(x) for x in ps]), exact(weights)
 
     def propose(text, source):
-        tokens, laws = (), ()
+        tokens, draft_probs = (), ()
         row = q
         for _ in range(2):
-            tokens, laws = (*tokens, source.draw(row)), (*laws, row)
+            tokens, draft_probs = (*tokens, source.draw(row)), (*draft_probs, row)
             row = q if replace else exclude_token(row, tokens[-1])
-            if not replace and row == laws[-1]:
+            if not replace and row == draft_probs[-1]:
                 break
         child = source.draw(q)
         n = len(tokens)
-        return TokenTree((*tokens, child), (*(-1,) * n, 0), (*laws, q), (False,) * (n + 1))
+        return TokenTree((*tokens, child), (*(-1,) * n, 0), (*draft_probs, q), (False,) * (n + 1))
 
     assert Exhaustive.law(rounds(propose, p, 2)) == p.joint(2)
 
@@ -266,10 +266,10 @@ def test_a_greedy_walk_computes_no_distribution_and_gives_the_same_verdict(data)
 
 
 def test_a_declared_distribution_or_a_temperature_needs_the_distributions():
-    for law, sampling in (
+    for declared, sampling in (
         (np.array([0.5, 0.5]), SamplingParams(temperature=0.0)),
         (None, SamplingParams()),
     ):
         p = Greedy(np.zeros((2, 2), np.float32), sampling)
-        verify_tree(TokenTree([0], [ROOT], [law], [False]), p, Seeded(0))
+        verify_tree(TokenTree([0], [ROOT], [declared], [False]), p, Seeded(0))
         assert ROOT in p.read

@@ -105,18 +105,18 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     """Exits after layers 1 and 1, then the whole model of three layers: fills, layers, and which
     tokens run together.
     """
-    told = {}
+    passes = {}
     for fill in FILLS:
         target, forward_log = begun(At(1, 1), fill)
         run(target, [7, 8, 9])
-        told[fill] = [
+        passes[fill] = [
             (call.rows, call.row_layers, call.fills) for call in forward_log if not call.prefill
         ]
     one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's logits, where the rule reads none
     whole = [one, one, one]
-    assert told["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
-    assert told["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
-    assert told["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
+    assert passes["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
+    assert passes["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
+    assert passes["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
 
 
 def test_a_rule_that_reads_logits_pays_a_head_product_a_layer_and_any_other_pays_one() -> None:

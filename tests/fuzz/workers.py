@@ -112,7 +112,7 @@ def try_inputs(inputs: Sequence[Input], workers: int = 1) -> Iterator[Outcome]:
             for at, worker in enumerate(running):
                 if worker.pipe in heard:
                     try:
-                        said = worker.pipe.recv()
+                        outcome = worker.pipe.recv()
                     except (EOFError, ConnectionResetError):
                         worker.process.join()
                         if worker.input is None:
@@ -128,7 +128,7 @@ def try_inputs(inputs: Sequence[Input], workers: int = 1) -> Iterator[Outcome]:
                         worker.ready = True
                     elif worker.input is not None:
                         done, worker.input = worker.input, None
-                        yield Outcome(*done, *said)
+                        yield Outcome(*done, *outcome)
                 elif worker.input and time.monotonic() - worker.begun > DEADLINE:
                     worker.stop()
                     yield Outcome(*worker.input, "hang", f"no answer in {DEADLINE:g} s")

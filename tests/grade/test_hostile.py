@@ -96,7 +96,7 @@ class Third(Fraction): pass
 """
 
 
-def said(report: GradeReport, name: str = "accept") -> str:
+def sentence_about(report: GradeReport, name: str = "accept") -> str:
     """Return the sentence about a task that had no result."""
     return next(result.sentence for result in report.results if result.task.name == name)
 
@@ -110,15 +110,15 @@ def test_what_a_function_does_costs_it_its_points_and_is_reported(
     report = grade_tiny(tmp_path, source, only=["accept"])
     assert time.monotonic() - began < 20
     assert report.score == 0
-    assert BODIES[body] in said(report)
-    assert "given p = (0, 1), q = (0, 1), token = 1" in said(report)
+    assert BODIES[body] in sentence_about(report)
+    assert "given p = (0, 1), q = (0, 1), token = 1" in sentence_about(report)
     assert os.listdir(tmp_path) == ["submission.py"]
 
 
 def test_what_was_not_allowed_is_reported_even_where_the_function_caught_it(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n"
     caught += "    except Exception:\n        return p\n"
-    assert said(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
+    assert sentence_about(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
         "residual writes a file, which"
     )
 
@@ -153,7 +153,7 @@ def test_more_outcomes_than_can_be_judged_are_an_error_in_time(tmp_path: Path) -
     report = grade_tiny(
         tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only=["accept"]
     )
-    assert "takes too long" in said(report) or "is too slow" in said(report)
+    assert "takes too long" in sentence_about(report) or "is too slow" in sentence_about(report)
 
 
 def test_a_function_costs_only_itself(tmp_path: Path) -> None:
@@ -195,17 +195,17 @@ def test_a_function_that_is_missing_or_none(tmp_path: Path) -> None:
     report = grade_tiny(tmp_path, "accept = 3\n")
     assert (
         "accept is missing: submission.py has an int where it should have a function of this name"
-        in said(report)
+        in sentence_about(report)
     )
     assert (
-        said(report, "residual")
+        sentence_about(report, "residual")
         == "residual is missing: submission.py has no function of this name"
     )
     assert report.score == 0
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
-    assert "raises TypeError: residual() takes 0" in said(
+    assert "raises TypeError: residual() takes 0" in sentence_about(
         grade_tiny(tmp_path, "def residual(): pass"), "residual"
     )
 
@@ -264,8 +264,8 @@ def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
         "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
     )
     report = grade_tiny(tmp_path, source)
-    assert "after 1.5 s" in said(report)
-    assert "after 0.5 s" in said(report, "residual")  # the time for waiting was used up
+    assert "after 1.5 s" in sentence_about(report)
+    assert "after 0.5 s" in sentence_about(report, "residual")  # the time for waiting was used up
     spent = 0.0
     for _ in range(10):  # tasks that all hang, with the limits that are used
         spent += max(Limits().least, min(Limits().call, Limits().hanging - spent))
@@ -275,7 +275,7 @@ def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
 def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
     source = "import time\ndef residual(p, q):\n    time.sleep(0.2)\n    return p\n"
     limits = FAST._replace(task=0.3)
-    assert "is too slow: it took more than 0.3 s in all" in said(
+    assert "is too slow: it took more than 0.3 s in all" in sentence_about(
         grade_tiny(tmp_path, source, limits=limits, only=["residual"]), "residual"
     )
 

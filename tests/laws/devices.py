@@ -184,13 +184,13 @@ def walk_equals_twin(
                 [None if row is None else _row_as_floats(row) for row in draft_probs],
                 case.probe,
             )
-            said = reference.verify_tree(
+            verdict = reference.verify_tree(
                 *columns,
                 lists,
                 given.accept,
                 lambda row: reference.sample_inverse_cdf(row, given.next()),
             )
-            return (*said, len(given.rest))
+            return (*verdict, len(given.rest))
 
         expected, got = outcome_or_error(theirs, {}), outcome_or_error(ours, {})
         if expected != got:

@@ -136,13 +136,13 @@ def emitted(
     tokens: int,
     gamma: int = 2,
 ) -> Any:
-    def made() -> Decoder:
+    def make_decoder() -> Decoder:
         target, draft = (TableModel(0, 2, rows=lambda context, row=row: row) for row in (p, q))
         return Request(target.session(), [draft.session()]).decoder(
             drafter(draft.session(), gamma, frozenset()), verifier
         )
 
-    return exact_law(made, tokens)
+    return exact_law(make_decoder, tokens)
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:

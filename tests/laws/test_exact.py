@@ -408,6 +408,10 @@ def test_the_smallest_text_that_differs_is_reported() -> None:
         compare_laws(
             {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
         )
-    told = caught.value.counterexample
-    assert (told.law, told.expected, told.got) == (JOINT, {(0,): F(1, 2)}, {(0,): F(1, 3)})
-    assert "p = [1/2, 1/2]" in str(told)
+    counterexample = caught.value.counterexample
+    assert (counterexample.law, counterexample.expected, counterexample.got) == (
+        JOINT,
+        {(0,): F(1, 2)},
+        {(0,): F(1, 3)},
+    )
+    assert "p = [1/2, 1/2]" in str(counterexample)

@@ -281,11 +281,15 @@ def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
                 lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row),
             )
         )
-    told = caught.value.counterexample
-    assert len(told.case["text"]) == 2
-    assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2
-    assert len(told.case["p along the text"][0]) == 2  # V
-    assert json.dumps(told.as_dict())
+    counterexample = caught.value.counterexample
+    assert len(counterexample.case["text"]) == 2
+    assert (
+        len(counterexample.case["p along the text"])
+        == len(counterexample.case["q along the text"])
+        == 2
+    )
+    assert len(counterexample.case["p along the text"][0]) == 2  # V
+    assert json.dumps(counterexample.as_dict())
 
 
 def test_a_verifier_of_its_own_is_tried_on_longer_chains_than_it_is_given() -> None:

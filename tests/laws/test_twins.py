@@ -128,7 +128,7 @@ def walking(
         )
         first = uniforms[0] if len(uniforms) else 0.0
         take = given.next if fresh else lambda: given.next() * 0 + first
-        said = reference.verify_tree(
+        verdict = reference.verify_tree(
             tokens,
             parents,
             lists,
@@ -138,7 +138,7 @@ def walking(
             lambda row: draw(row, take()),
             reject,
         )
-        return (*said, len(uniforms) - len(given.rest))
+        return (*verdict, len(uniforms) - len(given.rest))
 
     return walk
 

@@ -111,7 +111,7 @@ def shard(path: Path) -> dict[str, str]:
     return where
 
 
-def refused(path: Path | str, pattern: str) -> None:
+def expect_error(path: Path | str, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
         checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)

@@ -70,14 +70,18 @@ def test_the_logits_live_in_the_targets_vocabulary_and_are_minus_infinity_outsid
     ids = [1, 2, 3, 284]  # ids that it cannot say may be read
     logits = draft.logits(ids)
     assert logits.shape == (4, 286)
-    said = torch.zeros(286, dtype=torch.bool)
-    said[list(SAYS)] = True
-    assert (logits[:, ~said] == -torch.inf).all() and logits[:, said].isfinite().all()
+    in_vocabulary = torch.zeros(286, dtype=torch.bool)
+    in_vocabulary[list(SAYS)] = True
+    assert (logits[:, ~in_vocabulary] == -torch.inf).all() and logits[
+        :, in_vocabulary
+    ].isfinite().all()
     blocks = Blocks(draft.config, dict(draft.weights))
     dense = blocks.training_logits(torch.tensor([ids]))[0]
     close = 0.1 if dtype == torch.bfloat16 else 1e-4
-    assert torch.allclose(dense[:, said].float(), logits[:, said].float(), atol=close, rtol=close)
-    assert torch.equal(blocks.head_logits(torch.tensor([ids]))[0], dense[:, said])
+    assert torch.allclose(
+        dense[:, in_vocabulary].float(), logits[:, in_vocabulary].float(), atol=close, rtol=close
+    )
+    assert torch.equal(blocks.head_logits(torch.tensor([ids]))[0], dense[:, in_vocabulary])
     session = draft.session()
     session.extend(ids)
     assert torch.allclose(session.score(TokenTree()).logits[0], logits[-1], atol=close)

@@ -154,9 +154,9 @@ def test_draft_tokens_that_choose_each_other_are_those_of_trees(
             rows = scored(one, most)
         expected = scored(other, most)
         assert all((a == b).all() for a, b in zip(rows, expected, strict=True))
-        said = [int(row.argmax()) for row in rows][:kept]
+        chain = [int(row.argmax()) for row in rows][:kept]
         for session in (one, other):
-            session.append([*said, 3])  # the accepted ones, and the token that replaced the next
+            session.append([*chain, 3])  # the accepted ones, and the token that replaced the next
         for x, y in zip(one.committed, other.committed, strict=True):
             assert (x.token, x.slot, x.sublayers_done, x.exact, x.logits_at, x.logits is None) == (
                 y.token, y.slot, y.sublayers_done, y.exact, y.logits_at, y.logits is None,
@@ -174,15 +174,15 @@ def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
     forward_log: list[ForwardRecord] = []
     session, rows = begun(m, forward_log), list[Any]()
     assert session.draft_chain(3, best(rows, 3))
-    said = [int(row.argmax()) for row in rows]
+    chain = [int(row.argmax()) for row in rows]
     before = len(forward_log)
-    again = session.score(TokenTree.chain(said[:2]), hidden_layers=(LLAMA.n_layers,))
+    again = session.score(TokenTree.chain(chain[:2]), hidden_layers=(LLAMA.n_layers,))
     assert (again.logits.numpy() == np.array(rows)).all()
     assert [call.row_layers for call in forward_log[before:]] == [0.0], (
         "what was run is continued from its last state"
     )
-    session.commit((0,), said[1])
-    assert [node.token for node in session.committed[-2:]] == said[:2]
+    session.commit((0,), chain[1])
+    assert [node.token for node in session.committed[-2:]] == chain[:2]
 
 
 @compiled

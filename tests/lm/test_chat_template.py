@@ -135,9 +135,9 @@ def test_a_greedy_template_is_stopped_before_it_has_a_gigabyte() -> None:
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    said = dict(zip(GREEDY, done.stdout.splitlines(), strict=True))
-    assert {n: line for n, line in said.items() if not line.startswith("the chat template")} == {}
-    assert {n: line for n, line in said.items() if "all memory" in line} == {}
+    lines = dict(zip(GREEDY, done.stdout.splitlines(), strict=True))
+    assert {n: line for n, line in lines.items() if not line.startswith("the chat template")} == {}
+    assert {n: line for n, line in lines.items() if "all memory" in line} == {}
 
 
 def test_a_template_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,7 +222,7 @@ def test_llama3_frequencies_are_recognised_from_their_factors_and_others_are_an_
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors)
     assert checkpoint.read_checkpoint(tmp_path / "model.gguf").config == scaled
     write(tmp_path / "other.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors[::-1].copy())
-    refused(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
+    expect_error(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
 
 
 def test_linear_scaling_is_read(tmp_path):
@@ -237,7 +237,7 @@ def test_linear_scaling_is_read(tmp_path):
 # ------------------------------------------------------------------ bad input
 
 
-def refused(path: Path, pattern: str) -> None:
+def expect_error(path: Path, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
         checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)
@@ -260,7 +260,7 @@ def refused(path: Path, pattern: str) -> None:
 )
 def test_what_we_would_compute_wrongly_is_an_error_that_names_the_field(tmp_path, metadata, says):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, **metadata)
-    refused(tmp_path / "model.gguf", says)
+    expect_error(tmp_path / "model.gguf", says)
 
 
 def set_number(path: Path, key: str, value: int) -> None:
@@ -286,14 +286,14 @@ NUMBERS = {
 def test_a_number_of_zero_is_an_error_that_names_it(tmp_path, key):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     set_number(tmp_path / "model.gguf", key, 0)
-    refused(tmp_path / "model.gguf", NUMBERS[key])
+    expect_error(tmp_path / "model.gguf", NUMBERS[key])
 
 
 def test_zero_heads_of_length_zero_are_an_error(tmp_path):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     for key in ("head_count", "key_length"):
         set_number(tmp_path / "model.gguf", f"llama.attention.{key}", 0)
-    refused(tmp_path / "model.gguf", "llama.attention.head_count is 0")
+    expect_error(tmp_path / "model.gguf", "llama.attention.head_count is 0")
 
 
 def test_an_unknown_architecture_lists_the_known(tmp_path):
@@ -302,7 +302,7 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(
+    expect_error(
         tmp_path / "model.gguf",
         "unknown general.architecture 'mamba'; known: llama, qwen2, qwen3, gpt2",
     )
@@ -320,7 +320,7 @@ def test_a_truncated_file_is_an_error(tmp_path_factory, cut):
     data = path.read_bytes()
     part = path.with_name("part.gguf")
     part.write_bytes(data[: int(cut * len(data))])
-    refused(part, "truncated or damaged")
+    expect_error(part, "truncated or damaged")
 
 
 @settings(
@@ -350,4 +350,4 @@ def test_nan_is_named(tmp_path):
         Quant.F32,
         rope_freqs__weight=np.full(32, np.nan, np.float32),
     )
-    refused(tmp_path / "model.gguf", "rope_freqs.weight")
+    expect_error(tmp_path / "model.gguf", "rope_freqs.weight")

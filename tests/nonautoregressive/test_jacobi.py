@@ -156,11 +156,16 @@ def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_on
         for states in found.blocks:
             made = passes = 0
             while made < block:  # then the frame has nothing more to ask
-                sweep, guess, said = ours.pop(0), states[passes], states[passes + 1]
-                assert (sweep.block, sweep.predicted) == (tuple(guess[made:-1]), tuple(said[made:]))
+                sweep, guess, predicted = ours.pop(0), states[passes], states[passes + 1]
+                assert (sweep.block, sweep.predicted) == (
+                    tuple(guess[made:-1]),
+                    tuple(predicted[made:]),
+                )
                 made, passes = made + sweep.n_final, passes + 1
             more = len(states) - 1 - passes
-            assert more == (guess != said)  # a pass more, where the last sweep changed something
+            assert more == (
+                guess != predicted
+            )  # a pass more, where the last sweep changed something
             confirmed += more
         assert not ours
     assert confirmed > 0
@@ -239,9 +244,9 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
     model = small_network(11, 6)
-    told = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
+    sweeps = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
     text = alone(model, n=8, penalty=1.7)[0]
-    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == text
+    assert [x for sweep in sweeps for x in sweep.predicted[: sweep.n_final]] == text
     assert text != alone(model, n=8)[0]
 
 
@@ -276,23 +281,26 @@ def test_jacobi_decoder_drafts_for_another_exactly() -> None:
 
 def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
     model = small_network(2, 6)
-    told = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
-    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[0]
+    sweeps = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
+    assert [x for sweep in sweeps for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[
+        0
+    ]
     left = 0
-    for sweep in told:
+    for sweep in sweeps:
         assert len(sweep.predicted) == len(sweep.block) + 1 and 1 <= sweep.n_final <= len(
             sweep.predicted
         )
         assert left in (0, len(sweep.predicted))
         left = len(sweep.predicted) - sweep.n_final
     assert (
-        json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["n_final"] == told[0].n_final
+        json.loads(json.dumps([sweep._asdict() for sweep in sweeps]))[0]["n_final"]
+        == sweeps[0].n_final
     )
 
 
 def test_draft_is_what_the_last_sweep_predicted() -> None:
-    told = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
-    for before, after in pairwise(told):
+    sweeps = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
+    for before, after in pairwise(sweeps):
         assert after.block == before.predicted[before.n_final : -1]
 
 
@@ -378,7 +386,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"block": 0}, "block is 0: it must be from 1 to 1024"),
         ({"prefix": -1}, "prefix is -1: it must be from 0 to 1048576"),
@@ -388,8 +396,8 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_knob_raises_a_one_line_error(knobs: Any, said: str) -> None:
-    with pytest.raises(TinyspecError, match=said):
+def test_a_wrong_knob_raises_a_one_line_error(knobs: Any, message: str) -> None:
+    with pytest.raises(TinyspecError, match=message):
         CARD.make(Request(Table(3)), **knobs)
 
 
@@ -411,11 +419,11 @@ def test_a_user_gets_the_greedy_text_up_to_the_edge_of_the_context(folder: str) 
 
 
 def test_the_command_line_prints_the_plain_text(folder: str) -> None:
-    said = run("generate", "--model", folder, "-n", "30", "the cat")
+    plain = run("generate", "--model", folder, "-n", "30", "the cat")
     ours = run(
         "generate", "--model", folder, "-n", "30", "--method", "jacobi", "--block", "5", "the cat"
     )
-    assert said.exit_code == ours.exit_code == 0 and said.stdout == ours.stdout
+    assert plain.exit_code == ours.exit_code == 0 and plain.stdout == ours.stdout
     assert "block is 0" in failed(
         run("generate", "--model", folder, "--method", "jacobi", "--block", "0", "the cat")
     )
@@ -465,9 +473,9 @@ def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any
             init=init,
             **knobs,
         )
-        told = list(trace_sweeps(d, Seeded(seed)))
+        sweeps = list(trace_sweeps(d, Seeded(seed)))
         assert d.new == dense(host, source, 12)
-        assert len(told) == d.rounds <= len(d.new) and all(sweep.n_final >= 1 for sweep in told)
+        assert len(sweeps) == d.rounds <= len(d.new) and all(sweep.n_final >= 1 for sweep in sweeps)
 
 
 def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> (
@@ -506,9 +514,9 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
     d = decoded(
         host.condition_on(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj"
     )
-    told = list(trace_sweeps(d, Seeded(0)))
+    sweeps = list(trace_sweeps(d, Seeded(0)))
     assert [call.rows for call in forward_log if call.model == host.name] == [
-        1 + len(sweep.block) for sweep in told
+        1 + len(sweep.block) for sweep in sweeps
     ]
     assert [call.prefill for call in forward_log].count(True) == 1
     assert d.target.cache_exact

@@ -144,7 +144,7 @@ def test_of_two_races_in_the_middle_the_slower_is_shown() -> None:
 # ---------------------------------------------------------------------- the picture
 
 
-def made(rounds: int, seed: int = 0) -> Trace:
+def make_trace(rounds: int, seed: int = 0) -> Trace:
     """A trace as speculative decoding leaves it: gamma 4, some accepted, then one of its own."""
     draw, trace = random.Random(seed), Trace([1])
     for _ in range(rounds):
@@ -185,7 +185,7 @@ def boxes(root: ElementTree.Element, kind: str) -> Iterator[int]:
 
 
 def test_every_token_has_a_box_of_its_origin() -> None:
-    fast = made(40)
+    fast = make_trace(40)
     root = ElementTree.fromstring(draw_race([track(plain(60), 0.01), track(fast, 0.01)], "a race"))
     legend = 1
     for kind in ("accepted", "recovered", "bonus"):
@@ -199,7 +199,10 @@ def test_every_token_has_a_box_of_its_origin() -> None:
 def test_the_picture_stands_alone_and_is_small() -> None:
     pieces = ["wo\x1brd ", "<b>", "&"] * 200
     drawn = draw_race(
-        [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")],
+        [
+            track(plain(512), 0.01),
+            track(make_trace(200), 0.02, pieces=pieces, verdict="1.30x as fast"),
+        ],
         'A "race" & more',
     )
     assert len(drawn.encode()) < 60_000
@@ -226,7 +229,9 @@ def test_the_picture_brings_its_own_background() -> None:
 
 def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
     pieces = [" alpha", "bet", " soup"] * 30
-    drawn = draw_race([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
+    drawn = draw_race(
+        [track(make_trace(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race"
+    )
     lines = [
         t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"
     ]
@@ -238,7 +243,7 @@ def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
 
 
 def test_columns_share_one_time_axis() -> None:
-    drawn = draw_race([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
+    drawn = draw_race([track(plain(10), 0.1), track(make_trace(5), 0.1)], "a race")
     root = ElementTree.fromstring(drawn)
     finishes = [
         float(p.get("d", "")[1:].split()[0])

@@ -214,23 +214,23 @@ PICTURES = (
 def test_a_shown_picture_is_explained_by_its_kind(
     command: str, start: str, run_shown: Callable[[str], Ran]
 ) -> None:
-    told = replay.describe_picture(run_shown(command).record)
-    assert told.startswith(start) and told.count(". ") == 0 and told.endswith(".")
+    sentence = replay.describe_picture(run_shown(command).record)
+    assert sentence.startswith(start) and sentence.count(". ") == 0 and sentence.endswith(".")
 
 
 @pytest.mark.parametrize(
-    ("method", "told"),
+    ("method", "expected"),
     [
         ("autoregressive", "without draft tokens"),
         ("llma", "a chain of draft tokens found without a draft model"),
         ("speculative_decoding", "a chain of draft tokens, of which"),
     ],
 )
-def test_a_picture_is_explained_by_where_drafts_come_from(method: str, told: str) -> None:
+def test_a_picture_is_explained_by_where_drafts_come_from(method: str, expected: str) -> None:
     record = recorded(
         method, references=["Once upon a time there was a little girl"] if method == "llma" else ()
     )
-    assert told in replay.describe_picture(record)
+    assert expected in replay.describe_picture(record)
 
 
 # ---------------------------------------------------------------------- the record
@@ -277,8 +277,8 @@ def test_the_shown_probabilities_are_those_of_logprobs() -> None:
     running.trace.detailed = True
     for _ in running:
         pass
-    said = [p for round in running.trace.rounds for p in round.said]
-    assert said == pytest.approx([2.718281828459045**x for x in running.logprobs], rel=1e-4)
+    shown = [p for round in running.trace.rounds for p in round.said]
+    assert shown == pytest.approx([2.718281828459045**x for x in running.logprobs], rel=1e-4)
 
 
 def test_a_trace_survives_json_with_its_probabilities() -> None:

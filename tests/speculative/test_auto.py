@@ -80,7 +80,7 @@ def every_policy(
     distributions are compared within each branch, not on average over them. The past is all that
     could be seen of it: choices, trees, rejections and texts.
     """
-    laws: dict[Any, dict[tuple[int, ...], Any]] = {}
+    distributions: dict[Any, dict[tuple[int, ...], Any]] = {}
     for rounds in range(1, tokens + 1):
 
         def play(rng: Exhaustive, rounds: int = rounds) -> Any:
@@ -101,19 +101,19 @@ def every_policy(
 
         for outcome, probability in Exhaustive.walk(play):
             if outcome is not None:
-                past, choices, said = outcome
-                law = laws.setdefault((past, choices), {})
-                law[said] = law.get(said, 0) + probability
-    for (past, _), law in laws.items():
+                past, choices, output = outcome
+                distribution = distributions.setdefault((past, choices), {})
+                distribution[output] = distribution.get(output, 0) + probability
+    for (past, _), distribution in distributions.items():
         before = (*prompt, *(token for entry in past for token in entry[-1]))
         left = len(prompt) + tokens - len(before)
-        mass = sum(law.values())
+        mass = sum(distribution.values())
         whole: dict[tuple[int, ...], Any] = {}
-        for said, probability in law.items():
-            for rest, more in reference.law(left - len(said), (*before, *said)).items():
-                whole[(*said, *rest)] = whole.get((*said, *rest), 0) + probability / mass * more
+        for output, probability in distribution.items():
+            for rest, more in reference.law(left - len(output), (*before, *output)).items():
+                whole[(*output, *rest)] = whole.get((*output, *rest), 0) + probability / mass * more
         assert whole == reference.law(left, before)
-    return len(laws)
+    return len(distributions)
 
 
 @pytest.mark.parametrize("draft", [False, True])
@@ -272,12 +272,12 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
 
 
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=40), st.floats(0, 1), st.integers(1, 16))
-def test_no_token_is_likelier_than_its_parent(said: list[int], further: float, size: int) -> None:
-    texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
+def test_no_token_is_likelier_than_its_parent(output: list[int], further: float, size: int) -> None:
+    texts = LookupDrafter(Request(Table(3), references=[output, output[::-1]]), 16, False)
     no_scores: Any = None
-    texts.extend(said[:5], no_scores)
+    texts.extend(output[:5], no_scores)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
-    chances = texts.rank_lookups(said[:5], 16)
+    chances = texts.rank_lookups(output[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
     assert all(of[node] <= of.get(parent, 1.0) for node, parent in enumerate(texts.trust.parents))
     tree = texts.best_tree(min(size, len(chances)))
@@ -501,13 +501,13 @@ def test_lazy_drafter_drafts_what_an_eager_one_does(
             for each in (late, soon):
                 each.rewind(len(text))
         else:
-            said = tuple((n + i) % 3 for i in range(n))
-            text = [*text, *said]
+            output = tuple((n + i) % 3 for i in range(n))
+            text = [*text, *output]
             for each in (late, soon):
                 if deed == "tell":
-                    each.extend(said, NOTHING_SEEN)
+                    each.extend(output, NOTHING_SEEN)
                 else:
-                    each.observe(Round(TokenTree(), NOTHING_SEEN, Verdict((), 0), said, ()))
+                    each.observe(Round(TokenTree(), NOTHING_SEEN, Verdict((), 0), output, ()))
         assert (late.length, late.left_behind) == (soon.length, soon.left_behind)
 
 

@@ -32,7 +32,7 @@ from tinyspec.technique import Request, find_technique
 CARD = find_technique("cascade")
 
 
-def made(
+def make_decoder(
     quotas: str,
     *seeds: int,
     sampling: SamplingParams | None = None,
@@ -68,7 +68,7 @@ def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> Decoder:
 def test_printed_algorithm_is_what_runs(quotas: str, seeds: tuple[int, ...]) -> None:
     """The same draft, and as many forward passes of every level."""
     for prompt in ([0, 1], [2, 0, 1, 2, 0], [1, 1, 0, 1, 2, 1, 1]):
-        d = made(quotas, *seeds, sampling=SamplingParams(0.0))
+        d = make_decoder(quotas, *seeds, sampling=SamplingParams(0.0))
         d.extend(prompt)
         passes = [0] * (len(seeds) - 1)
 
@@ -110,7 +110,9 @@ def test_what_k_predicts_by_hand() -> None:
 @pytest.mark.parametrize("horizontal", [True, False])
 def test_four_ablations_keep_the_distribution(vertical: bool, horizontal: bool) -> None:
     knobs = {"vertical": vertical, "horizontal": horizontal}
-    assert exact_law(lambda: made("1,1/1", 1, 2, **knobs), 2) == exact_law(lambda: plain(1), 2)
+    assert exact_law(lambda: make_decoder("1,1/1", 1, 2, **knobs), 2) == exact_law(
+        lambda: plain(1), 2
+    )
 
 
 def test_the_ablations_do_what_they_say() -> None:
@@ -141,13 +143,13 @@ def test_the_ablations_do_what_they_say() -> None:
     "sampling", [SamplingParams(0.0), SamplingParams(0.5), SamplingParams(top_k=2)], ids=str
 )
 def test_three_levels_and_max_gram_keep_the_joint_distribution(sampling: SamplingParams) -> None:
-    got = exact_law(lambda: made("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
+    got = exact_law(lambda: make_decoder("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
     assert got == exact_law(lambda: plain(1, sampling), 2)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
 def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> None:
-    got = exact_law(lambda: made("2,1/1", 1, 2, lenience=lenience), 2)
+    got = exact_law(lambda: make_decoder("2,1/1", 1, 2, lenience=lenience), 2)
     for text, probability in exact_law(lambda: plain(1), 2).items():
         assert float(got[text]) == pytest.approx(float(probability), abs=1e-12)
 
@@ -155,7 +157,7 @@ def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> Non
 def test_a_lenient_review_lets_more_pass() -> None:
     def calls(lenience: float) -> int:
         d = finish(
-            made(
+            make_decoder(
                 "4,0/3",
                 5,
                 6,
@@ -175,7 +177,7 @@ def test_max_gram_copies_what_followed_the_longest_match() -> None:
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
     with_table, without = (
-        finish(made("0,2/0", 1, 2, stop=StoppingCriteria(max_new_tokens=1), sample=n))
+        finish(make_decoder("0,2/0", 1, 2, stop=StoppingCriteria(max_new_tokens=1), sample=n))
         for n in (40, 0)
     )
     table = with_table.drafter.below[-1].table
@@ -187,7 +189,7 @@ def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_d
 
 
 def test_nothing_is_drafted_after_an_end_of_text() -> None:
-    d = made(
+    d = make_decoder(
         "3,3/2",
         1,
         1,
@@ -201,7 +203,8 @@ def test_nothing_is_drafted_after_an_end_of_text() -> None:
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_short_requests_end_where_they_should(wanted: int) -> None:
     assert (
-        len(finish(made("3,2/2", 1, 2, stop=StoppingCriteria(max_new_tokens=wanted))).new) == wanted
+        len(finish(make_decoder("3,2/2", 1, 2, stop=StoppingCriteria(max_new_tokens=wanted))).new)
+        == wanted
     )
 
 

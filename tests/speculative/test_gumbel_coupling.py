@@ -183,7 +183,7 @@ def test_impossible_token_never_wins_and_a_rejection_is_followed_by_the_winner()
         round = decoder.step(source)
         rejections += len(round.verdict.rejected)
         assert all(
-            law[token] > 0 for token, law in zip(round.tokens, round.output_probs, strict=True)
+            probs[token] > 0 for token, probs in zip(round.tokens, round.output_probs, strict=True)
         )
         assert len(round.verdict.accepted) + len(round.verdict.rejected) <= len(round.tree.tokens)
     assert rejections > 0

@@ -182,10 +182,12 @@ class Any3(BaseDrafter):
 
     def propose(self, context, max_draft_depth, sampling, source):
         q, r = [HALF, HALF, F(0)], [F(1, 5), F(1, 5), F(3, 5)]
-        laws = [q, r, list(q), None, q]
-        tokens = [2 if row is None else source.draw(row) for row in laws]
+        draft_probs = [q, r, list(q), None, q]
+        tokens = [2 if row is None else source.draw(row) for row in draft_probs]
         return (
-            TokenTree(tokens, (ROOT,) * 5, laws, (False,) * 5) if max_draft_depth else TokenTree()
+            TokenTree(tokens, (ROOT,) * 5, draft_probs, (False,) * 5)
+            if max_draft_depth
+            else TokenTree()
         )
 
 

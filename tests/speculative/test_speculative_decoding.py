@@ -40,7 +40,7 @@ from tinyspec.tree import TokenTree
 CARD = find_technique("speculative_decoding")
 
 
-def made(
+def make_decoder(
     p: int, q: int, sampling: SamplingParams | None = None, vocabulary: int = 3, **knobs: object
 ) -> Decoder:
     sampling = sampling or SamplingParams()
@@ -70,9 +70,9 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
     sampling: SamplingParams, gamma: int
 ) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert exact_law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == exact_law(
-            lambda p=p: plain(p, sampling), 3
-        )  # type: ignore[misc]
+        assert exact_law(
+            lambda p=p, q=q: make_decoder(p, q, sampling, gamma=gamma), 3
+        ) == exact_law(lambda p=p: plain(p, sampling), 3)  # type: ignore[misc]
 
 
 def test_printed_algorithm_is_proved_exact() -> None:
@@ -108,7 +108,7 @@ def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
 
 
 def test_one_target_pass_a_round_and_gamma_draft_passes() -> None:
-    d = made(1, 2, gamma=3)
+    d = make_decoder(1, 2, gamma=3)
     d.stop = StoppingCriteria(max_new_tokens=30)
     d.extend((0,))
     rounds = 0
@@ -207,7 +207,7 @@ def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
     one token.
     """
     for p, q in ((1, 2), (3, 4), (5, 6)):
-        lenient = exact_law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
+        lenient = exact_law(lambda p=p, q=q: make_decoder(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
         exact = exact_law(lambda p=p: plain(p), 1)  # type: ignore[misc]
         assert sum(lenient.values()) == pytest.approx(1)
         for text, probability in lenient.items():
@@ -221,8 +221,8 @@ def test_lenience_accepts_more_and_promises_less() -> None:
 
 def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
     sampling = SamplingParams(temperature=0.0)
-    strict = made(1, 2, sampling, gamma=3)
-    easy = made(1, 2, sampling, gamma=3, lenience=0.01)
+    strict = make_decoder(1, 2, sampling, gamma=3)
+    easy = make_decoder(1, 2, sampling, gamma=3, lenience=0.01)
     for d in (strict, easy):
         d.stop = StoppingCriteria(max_new_tokens=30)
         d.extend((0,))
@@ -277,12 +277,12 @@ def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
         drafter.extend(context, scores)
         tree = drafter.propose(context, 9, sampling, Seeded(7))
         assert len(tree.tokens) == 4
-        assert all((law is None) == (temperature == 0) for law in tree.draft_probs)
-        laws = TargetProbs(session.score(tree), sampling, context, tree)
+        assert all((probs is None) == (temperature == 0) for probs in tree.draft_probs)
+        target_probs = TargetProbs(session.score(tree), sampling, context, tree)
         rng = Seeded(7)
-        assert list(tree.tokens) == [rng.draw(laws[tip]) for tip in range(-1, 3)]
+        assert list(tree.tokens) == [rng.draw(target_probs[tip]) for tip in range(-1, 3)]
         if temperature == 0:
-            verdict = lenient_verifier(0.5)(tree, laws, Seeded(1))
+            verdict = lenient_verifier(0.5)(tree, target_probs, Seeded(1))
             assert verdict.accepted == (
                 0,
                 1,

@@ -164,7 +164,7 @@ def test_at_temperature_0_the_likeliest_tokens_are_point_masses() -> None:
     tree = proposed(drafter((2, 1)), sampling=SamplingParams(temperature=0.0))
     row = Table(2, zeros=False).row((0,))
     assert list(tree.tokens[:2]) == top_k_tokens(row, 2)
-    assert all(law is None for law in tree.draft_probs)
+    assert all(probs is None for probs in tree.draft_probs)
 
 
 def test_nothing_comes_after_an_end_below_the_room_or_beyond_the_context() -> None:

@@ -36,7 +36,7 @@ KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink"
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def made(
+def make_decoder(
     config: Config = LLAMA, sampling: SamplingParams | None = None, tokens: int = 20, **knobs: int
 ) -> Decoder:
     forward_log: list = []
@@ -106,14 +106,14 @@ def test_printed_algorithm_is_what_runs(gamma1: int, gamma2: int) -> None:
         tokens = decode_three_levels(*levels, gamma1, gamma2, EnumeratedGenerator(rng))
         return tuple(map(int, tokens))
 
-    laws = []
+    distributions = []
     for run in (lambda rng: tuple(second_round(rng)[1].tokens), printed):
         found: dict[tuple[int, ...], float] = {}
         for tokens, probability in Exhaustive.walk(run):
             found[tokens] = found.get(tokens, 0) + float(probability)
-        laws.append(found)
-    assert len(laws[0]) > gamma2
-    assert laws[1] == pytest.approx(laws[0], abs=1e-10)
+        distributions.append(found)
+    assert len(distributions[0]) > gamma2
+    assert distributions[1] == pytest.approx(distributions[0], abs=1e-10)
 
 
 def test_trap_retrieval_knows_what_the_window_has_passed() -> None:
@@ -133,7 +133,7 @@ def test_trap_middle_that_samples_again_after_a_rejection_is_biased() -> None:
 def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(
     config: Config, length: int
 ) -> None:
-    d = made(config)
+    d = make_decoder(config)
     text = TEXT[:length]
     d.extend(text)
     d.step(Seeded(0))  # the plain round: its root is the prompt's last token
@@ -161,7 +161,7 @@ def test_first_chunk_is_always_chosen_and_the_earlier_of_equals() -> None:
 def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(
     sampling: SamplingParams,
 ) -> None:
-    d = made(sampling=sampling, budget=64, rebuild=0)
+    d = make_decoder(sampling=sampling, budget=64, rebuild=0)
     d.extend(TEXT)
     rounds = [d.step(Seeded(number)) for number in range(4)]
     assert [len(round.tokens) for round in rounds[1:]] == [4, 4, 4]  # alpha = 1
@@ -191,11 +191,11 @@ def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
         sampling=SamplingParams(0.0),
         stop=StoppingCriteria(max_new_tokens=20),
     )
-    assert finish(made(config), TEXT) == finish(plain, TEXT)
+    assert finish(make_decoder(config), TEXT) == finish(plain, TEXT)
 
 
 def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
-    d = made(sampling=SamplingParams(0.8))
+    d = make_decoder(sampling=SamplingParams(0.8))
     d.extend(TEXT)
     for number in range(6):
         d.step(Seeded(number))
@@ -205,7 +205,7 @@ def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
 
 
 def test_each_round_is_one_target_pass_and_the_first_is_plain() -> None:
-    d = made()
+    d = make_decoder()
     d.extend(TEXT)
     first = d.step(Seeded(0))
     assert (len(first.tokens), first.tree.tokens, first.draft_calls) == (1, (), ())
@@ -217,7 +217,7 @@ def test_each_round_is_one_target_pass_and_the_first_is_plain() -> None:
 
 def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
     def choices(**knobs: int) -> list[int]:
-        d = made(tokens=30, **knobs)
+        d = make_decoder(tokens=30, **knobs)
         d.extend(TEXT)
         seen = []
         while not d.finished:
@@ -231,7 +231,7 @@ def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
 
 
 def test_taken_back_before_the_choice_it_chooses_again() -> None:
-    d = made()
+    d = make_decoder()
     d.extend(TEXT)
     d.step(Seeded(0))
     d.rewind(5)
@@ -241,7 +241,7 @@ def test_taken_back_before_the_choice_it_chooses_again() -> None:
 
 
 def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
-    d = made(sink=2, window=8)
+    d = make_decoder(sink=2, window=8)
     streaming = d.drafter.decoder.drafter
     assert streaming.streaming_plan(10).visible is None
     for length in (11, 30, 47):
@@ -312,12 +312,12 @@ def test_what_a_long_text_leaves_out_follows_its_length_alone() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_short_requests_end_where_they_should(tokens: int) -> None:
-    assert len(finish(made(tokens=tokens), TEXT)) == tokens
+    assert len(finish(make_decoder(tokens=tokens), TEXT)) == tokens
 
 
 def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
-    text = finish(made(), TEXT)
-    d = made()
+    text = finish(make_decoder(), TEXT)
+    d = make_decoder()
     d.stop = d.drafter.ends = d.drafter.decoder.stop = StoppingCriteria(
         eos=frozenset({text[6]}), max_new_tokens=20
     )

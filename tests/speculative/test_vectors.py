@@ -49,25 +49,25 @@ def test_distributions_on_a_device_are_judged_as_those_on_the_host(
     for seed in range(60):
         p, q = rng.dirichlet(np.full(7, 0.5), 5), rng.dirichlet(np.full(7, 0.5), 4)
         tokens, parents = [int(rng.choice(7, p=row)) for row in q], range(-1, 3)
-        laws: list[Any] = list(q)
+        draft_probs: list[Any] = list(q)
         if shape == "points":
-            laws = [None] * 4
+            draft_probs = [None] * 4
         elif shape == "two texts":
-            laws, parents = [q[0], q[0], q[2], q[2]], [ROOT, ROOT, 0, 1]  # type: ignore[assignment]
-            tokens = [int(rng.choice(7, p=row)) for row in laws]
+            draft_probs, parents = [q[0], q[0], q[2], q[2]], [ROOT, ROOT, 0, 1]  # type: ignore[assignment]
+            tokens = [int(rng.choice(7, p=row)) for row in draft_probs]
         uniforms = rng.random(12)
-        said = []
+        verdicts = []
         for put in (np.asarray, device):
-            declared = [law if law is None else put(law) for law in laws]
+            declared = [probs if probs is None else put(probs) for probs in draft_probs]
             given = {node: put(row) for node, row in enumerate(p, start=ROOT)}
-            said.append(
+            verdicts.append(
                 verifier(
                     TokenTree(tokens, tuple(parents), declared, (False,) * 4),
                     given,
                     Replay(uniforms),
                 )
             )
-        assert said[0] == said[1], seed
+        assert verdicts[0] == verdicts[1], seed
 
 
 def test_the_analyses_read_distributions_of_any_kind(device: Any) -> None:
