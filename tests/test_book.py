@@ -32,14 +32,19 @@ CUT = """() => {
     const cut = [];
     if (document.documentElement.scrollWidth > window.innerWidth)
         cut.push(`the page is ${document.documentElement.scrollWidth} pixels wide`);
-    for (const box of document.querySelectorAll("article pre, article .cell_output, article .cell_input")) {
-        const told = box.textContent.trim().slice(0, 60);
-        if (box.scrollWidth > box.clientWidth + 1) cut.push(`${box.scrollWidth} > ${box.clientWidth}: ${told}`);
-        if (box.getBoundingClientRect().right > window.innerWidth + 1) cut.push(`beyond the edge: ${told}`);
+    const blocks = "article pre, article .cell_output, article .cell_input";
+    for (const box of document.querySelectorAll(blocks)) {
+        const start = box.textContent.trim().slice(0, 60);
+        if (box.scrollWidth > box.clientWidth + 1)
+            cut.push(`${box.scrollWidth} > ${box.clientWidth}: ${start}`);
+        if (box.getBoundingClientRect().right > window.innerWidth + 1)
+            cut.push(`beyond the edge: ${start}`);
     }
     const kinds = ["auto", "scroll"];
-    const scrolls = (box) => box && (kinds.includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
-    for (const box of document.querySelectorAll("article table, article div.math, article img, article iframe"))
+    const scrolls = (box) => box &&
+        (kinds.includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
+    const wide = "article table, article div.math, article img, article iframe";
+    for (const box of document.querySelectorAll(wide))
         if (box.getBoundingClientRect().right > window.innerWidth + 1 && !scrolls(box))
             cut.push(`beyond the edge: ${box.outerHTML.slice(0, 60)}`);
     return cut;

@@ -68,7 +68,7 @@ def test_as_json() -> None:
             find_technique(entry["method"]).kind == "analysis"
         )  # decodes nothing, so no law applies
         cases = sum(law["cases"] for law in entry["proved"])
-        # Of five cases two may ask for a verifier (the shared one, or its own) that it does not have.
+        # Of five cases two may need a verifier (the shared one, or its own) that it does not have.
         assert cases == 0 if analysis else cases >= 3
 
 

@@ -157,7 +157,7 @@ def test_frames_and_report_fit_the_terminal(zoo: Zoo, monkeypatch: pytest.Monkey
     assert not any("╭" in line for line in report)
 
 
-def test_who_has_seen_enough_still_gets_the_report(
+def test_interrupting_the_playback_still_prints_the_report(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal(monkeypatch)

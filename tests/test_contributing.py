@@ -111,6 +111,6 @@ def test_it_is_formatted_and_linted_as_all_code_is(path: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_of_it_is_left() -> None:
+def test_nothing_of_the_example_is_left() -> None:
     assert NAME not in technique.load_techniques()
     assert NAME not in {name for name, _ in traps.traps()}

@@ -18,7 +18,10 @@ FOLDED = re.compile(
     r"^<details><summary>(Hint|Solution)</summary>\n\n(.+?)\n\n</details>$", re.S | re.M
 )
 HEADER = re.compile(
-    r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> \*\*Time\*\* (\d+) minutes\.\n$",
+    (
+        r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> "
+        r"\*\*Time\*\* (\d+) minutes\.\n$"
+    ),
     re.M,
 )
 

@@ -66,7 +66,10 @@ def run_python(site: Path, cwd: Path, code: str) -> str:
     return done.stdout
 
 
-LISTED = "import runpy; sys.argv[1:] = ['models', 'list', '--json']; runpy.run_module('tinyspec', run_name='__main__')"
+LISTED = (
+    "import runpy; sys.argv[1:] = ['models', 'list', '--json']; runpy.run_module('tinyspec', "
+    "run_name='__main__')"
+)
 
 
 @pytest.fixture(scope="module")

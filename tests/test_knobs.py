@@ -28,7 +28,8 @@ numeric = pytest.mark.parametrize(
 )  # fmt: skip
 
 NO_VALUES: list[Any] = [
-    *(b"4", {}, object(), np.array([1, 2]), np.array([[True]]), torch.tensor([1, 2]), 1j, Decimal(4)),
+    *(b"4", {}, object(), np.array([1, 2]), np.array([[True]]), torch.tensor([1, 2]), 1j,
+    Decimal(4)),
     *("\x00", "a\nb", "9" * 20, "9" * 5000, "x" * 10**6, print, type, lambda: 4),
 ]  # fmt: skip
 NO_NUMBERS: list[Any] = [

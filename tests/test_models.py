@@ -82,7 +82,10 @@ def test_a_card_is_the_readme(home):
 
 
 def test_listing_imports_no_torch():
-    code = "import sys; from tinyspec import models; models.list_known(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from tinyspec import models; models.list_known(); print('torch' in "
+        "sys.modules)"
+    )
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True

@@ -253,7 +253,7 @@ def test_a_temperature_is_the_knob_of_a_method_that_has_one(at_home: Trained) ->
         one("mask_predict", TEXT, method="mask_predict", temperature=0.5)
 
 
-def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
+def test_an_interrupted_translation_returns_its_passes_so_far(at_home: Trained) -> None:
     running = start_translation("mask_predict", TEXT, method="mask_predict", iterations=5)
     next(iter(running))
     done = running.interrupted()

@@ -59,7 +59,10 @@ def test_a_lesson_runs(path: Path) -> None:
     done = [*run_page(path, names)]
     assert any(output.printed for _, output in done)
     for cell, output in done:
-        stale = f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec book --refresh"
+        stale = (
+            f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec "
+            "book --refresh"
+        )
         assert cell.printed in (None, output.printed), stale
         if cell.picture:
             assert is_same_picture(

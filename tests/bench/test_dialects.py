@@ -202,7 +202,8 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
 def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
     """Dialects are equally likely, so no model is right by taking the most likely words."""
     given = DialectSettings(
-        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10), lengths=(1,),
+        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10),
+        lengths=(1,),
         student_steps=1500,
     )  # fmt: skip
     result = dialects.measure_dialects(given, quiet=True)

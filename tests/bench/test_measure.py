@@ -53,7 +53,7 @@ def test_every_arm_does_every_job_in_every_round_once() -> None:
     assert len({sample.key for sample in book.samples}) == len(book.samples) == 2 * 3 * 3
 
 
-def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
+def test_the_first_arm_rotates_and_each_is_first_equally_often() -> None:
     order: list[str] = []
 
     class Noting(Fake):

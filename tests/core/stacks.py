@@ -188,7 +188,8 @@ class Stack:
             for _ in range(s.layers if s.head_norms else 0)
         ]
         facts: Any = {
-            "heads": heads, "shared": s.shared, "width": s.width, "rms": s.rms, "gated": s.gated, "silu": s.silu,
+            "heads": heads, "shared": s.shared, "width": s.width, "rms": s.rms, "gated": s.gated,
+            "silu": s.silu,
             "half": s.half, "eps": 1e-5, "scale": 1 / np.sqrt(s.width), "cos": cos, "sin": sin,
         }  # fmt: skip
         self.engine = compute.Engine(
@@ -271,8 +272,10 @@ class Rows:
             if self.lead is None
             else ([bool(self.lead[0][row]) for row in chosen], *self.lead[1:])
         )
-        return (cache.ctypes.data, cache.shape[3], [slots[row] for row in chosen], [len(self.path(row)) - 1 for row in chosen],
-                (len(self.hidden[0]) if by_head else 1, [short(own) for own in lists]), lead)  # fmt: skip
+        return (cache.ctypes.data, cache.shape[3], [slots[row] for row in chosen],
+                [len(self.path(row)) - 1 for row in chosen],
+                (len(self.hidden[0]) if by_head else 1, [short(own) for own in lists]),
+                lead)  # fmt: skip
 
 
 def short(slots: list[int]) -> tuple[int, tuple[int, ...]]:

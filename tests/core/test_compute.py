@@ -20,7 +20,9 @@ from tinyspec._core import reference_compute as twin
 
 Array = NDArray[Any]
 Multiply = Callable[[Array, Array, Array | None, bool, int], Array]
-"""y [k, out] of a weight [out, in], rows [k, in] and a bias; whether it is stored in bfloat16; threads."""
+"""Return y [k, out] of a weight [out, in], rows [k, in] and a bias.
+
+The other arguments say whether the weight is stored in bfloat16, and the number of threads."""
 FUSED = {"avx2", "avx512", "avx512bf16"}  # these round a product and its addition once
 some = settings(max_examples=60, deadline=None)
 quick = settings(max_examples=25, deadline=None)
@@ -161,7 +163,8 @@ class TestProduct:
             return np.array([twin.product(w, row, None, step) for row in x])
 
         wrong: list[tuple[str, Callable[..., None], Callable[[Array, Array], Array]]] = [
-            ("numpy's pairwise sum", ordered, lambda w, x: (w[None] * x[:, None]).sum(-1, dtype=np.float32)),
+            ("numpy's pairwise sum", ordered, lambda w, x: (w[None] * x[:, None]).sum(-1,
+            dtype=np.float32)),
             ("from the last to the first", ordered, lambda w, x: inorder(w[:, ::-1], x[:, ::-1])),
             ("the other rounding", ordered, lambda w, x: inorder(w, x, other)),
             ("an odd last input is lost", bounded, lambda w, x: inorder(w[:, :50], x[:, :50])),
@@ -169,7 +172,8 @@ class TestProduct:
             ("rows read one input late", bounded, lambda w, x: inorder(w, np.roll(x, 1, axis=1))),
             ("another order for many rows", companionable,
              lambda w, x: inorder(w, x) if len(x) < 7 else inorder(w[:, ::-1], x[:, ::-1])),
-            ("rows of a slab are mixed up", companionable, lambda w, x: inorder(w, x if len(x) < 2 else x[::-1])),
+            ("rows of a slab are mixed up", companionable, lambda w, x: inorder(w,
+            x if len(x) < 2 else x[::-1])),
         ]  # fmt: skip
         case = Case(37, 51, 9, False, True, 3)
         right = in_float32(inorder)
@@ -196,7 +200,7 @@ class TestChoice:
         assert all(compute.sound(name) for name in compute.kernels())
         assert compute.kernels()[-1] == "portable"
 
-    def test_one_that_is_not_is_named_and_passed_over(
+    def test_an_unsound_kernel_is_named_and_skipped(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert compute.best(machine="aarch64") == compute.kernels()[0]

@@ -107,7 +107,7 @@ def test_the_host_waits_once_a_round(
 
 
 ROUNDS = {
-    # (technique, temperature): (nodes of the draft, waits of the host, operations outside of graphs)
+    # (technique, temperature): (nodes of the draft, waits of the host, operations out of graphs)
     ("autoregressive", 0.0): (0, 1, 22),
     ("autoregressive", 0.8): (0, 1, 46),
     ("llma", 0.0): (0, 1, 22),

@@ -51,7 +51,10 @@ def test_asking_one_key_twice_is_an_error(rng):
 
 
 def test_seeds_are_the_same_in_another_process():
-    code = "from tinyspec.decoding.rng import Seeded; print(Seeded(7).split('draft', 2).uniforms(3).tolist())"
+    code = (
+        "from tinyspec.decoding.rng import Seeded; print(Seeded(7).split('draft', "
+        "2).uniforms(3).tolist())"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout

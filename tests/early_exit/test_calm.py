@@ -250,7 +250,7 @@ def test_inf_bypasses_clip_and_decay_and_one_does_not() -> None:
             assert len(decoder.target.rule.layers) == (0 if threshold == math.inf else 2)  # type: ignore[attr-defined]
 
 
-def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
+def test_confidence_is_measured_where_min_exit_and_interval_say() -> None:
     deep = with_classifier(3)
     assert set(layers(make_decoder(threshold=0.0, min_exit=2, decay="constant"), PROMPT)) == {2}
     assert set(layers(make_decoder(threshold=0.0, min_exit=L), PROMPT)) == {L}

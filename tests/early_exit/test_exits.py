@@ -72,7 +72,7 @@ def test_a_copied_tokens_keys_are_each_layers_own_projection_of_its_exit_state(m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("row", [False, True])
-def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_bit(
+def test_a_token_that_never_leaves_early_runs_the_full_model_bit_for_bit(
     dtype: Any, row: bool
 ) -> None:
     m = model(LLAMA, dtype=dtype)

@@ -327,7 +327,8 @@ def test_generate_takes_it_by_name() -> None:
 # ---------------------------------------------------------------------- what the recipe is for
 
 TINY = Config(
-    vocab_size=12, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48, max_positions=64
+    vocab_size=12, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48,
+    max_positions=64
 )  # fmt: skip
 
 

@@ -148,7 +148,8 @@ def describe_outcomes(outcomes: Sequence[Outcome]) -> str:
     kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
     width = max(map(len, kinds), default=0)
     lines = [
-        f"{'class of inputs':{width}}  inputs  refused in one line  accepted  tracebacks  hangs  signals"
+        f"{'class of inputs':{width}}  inputs  refused in one line  accepted  "
+        "tracebacks  hangs  signals"
     ]
     for kind in [*sorted(kinds), "all"]:
         n = [

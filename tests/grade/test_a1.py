@@ -50,7 +50,7 @@ def test_the_reference_keeps_every_law(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_and_in_other_cases(name: str) -> None:
+def test_the_reference_keeps_every_law_in_other_cases(name: str) -> None:
     cases = Cases(seed=1) if name == "generate" else Cases(seed=1, times=2)
     other = judge_laws(TASKS[name], getattr(reference, name), cases)
     assert all(

@@ -567,7 +567,8 @@ WRONG_SIBLINGS = {
     "point not taken away": (make_siblings(point=lambda p, token: p), a2_siblings.POINT),
     "point not renormalised": (make_siblings(point=but), a2_siblings.POINT),
     "point as uniform": (make_siblings(as_law=as_uniform), a2_siblings.POINT),
-    "point as p": (make_siblings(as_law=lambda p: [x or Fraction(1) for x in p]), a2_siblings.POINT),
+    "point as p": (make_siblings(as_law=lambda p: [x or Fraction(1) for x in p]),
+    a2_siblings.POINT),
 }  # fmt: skip
 
 
@@ -697,7 +698,8 @@ WRONG_WALKS = {
     "bonus everywhere": (bonus_everywhere, a2_walk.JOINT),
     "branch by branch": (branch_by_branch, a2_walk.JOINT),
     "siblings in reverse": (make_walk(of=children_reversed), a2_walk.JOINT),
-    "siblings with replacement": (make_walk(judge=make_siblings(rest=lambda q, token: q)), a2_walk.JOINT),
+    "siblings with replacement": (make_walk(judge=make_siblings(rest=lambda q, token: q)),
+    a2_walk.JOINT),
     "the first child alone": (make_walk(of=first_child), a2_walk.KEPT),
     "one level": (make_walk(most=1), a2_walk.KEPT),
     "two levels": (make_walk(most=2), a2_walk.KEPT),

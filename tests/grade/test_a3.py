@@ -554,7 +554,7 @@ RECOMPUTE = {
 }
 
 
-def test_the_frame_of_the_wrong_ones_is_right() -> None:
+def test_without_a_mistake_the_test_doubles_are_right() -> None:
     assert find_broken_law("decode", Decoding()) is None
     assert find_broken_law("decode_recomputing", Recomputes()) is None
 
@@ -986,7 +986,7 @@ def test_the_reference_has_all_points_in_a_child_process(tmp_path: Path) -> None
     assert sum(result.score for result in results.values()) == 100
 
 
-def test_the_starter_has_none(tmp_path: Path) -> None:
+def test_the_starter_has_no_points(tmp_path: Path) -> None:
     results = handed_in(tmp_path, make_starter(ASSIGNMENT))
     assert [result.score for result in results.values()] == [0] * len(TASKS)
     assert all("is not written yet" in result.sentence for result in results.values())
@@ -995,7 +995,10 @@ def test_the_starter_has_none(tmp_path: Path) -> None:
 
 HALF_DONE = (
     (
-        "            model.store(layer, position, model.project(layer, position, state))\n        if position",
+        (
+            "            model.store(layer, position, model.project(layer, position, state))\n "
+            "       if position"
+        ),
         "            pass\n        if position",
     ),
     ("        if position < first + n - 1:", "        if position < first + n:"),

@@ -41,15 +41,23 @@ BODIES = {
     "return [[[[[[[[[[[[[[1]]]]]]]]]]]]]]": "returned data nested deeper than 12 levels",
     "return 10**4000": "returned a number of more than 1000 digits",
     "return 'x' * 10**6": "returned a text of more than 20000 letters",
-    "type(chance).accept = lambda self, ratio: True; return True": f"changes the chance it was given, {NOT_ALLOWED}",
+    "type(chance).accept = lambda self, ratio: True; return True": (
+        f"changes the chance it was given, {NOT_ALLOWED}"
+    ),
     "chance.accept = lambda ratio: True; return True": "raises AttributeError",
-    "Fraction.__eq__ = lambda self, other: True; return True": f"changes Fraction.__eq__, {NOT_ALLOWED}",
+    "Fraction.__eq__ = lambda self, other: True; return True": (
+        f"changes Fraction.__eq__, {NOT_ALLOWED}"
+    ),
     "import builtins; builtins.sum = len; return True": f"changes builtins.sum, {NOT_ALLOWED}",
-    "import fractions; fractions.Fraction = float; return True": f"changes fractions.Fraction, {NOT_ALLOWED}",
+    "import fractions; fractions.Fraction = float; return True": (
+        f"changes fractions.Fraction, {NOT_ALLOWED}"
+    ),
     "os.fork(); return True": f"starts a process, {NOT_ALLOWED}",
     "os.system('true')": f"starts a process, {NOT_ALLOWED}",
     "import subprocess; subprocess.run(['true'])": f"starts a process, {NOT_ALLOWED}",
-    "import threading; threading.Thread(target=time.sleep, args=(9,)).start(); return True": "starts a thread",
+    "import threading; threading.Thread(target=time.sleep, args=(9,)).start(); return True": (
+        "starts a thread"
+    ),
     "os.kill(os.getppid(), 9)": f"sends a signal, {NOT_ALLOWED}",
     "import socket; socket.socket()": f"uses the network, {NOT_ALLOWED}",
     "open('written', 'w').write('x')": f"writes a file, {NOT_ALLOWED}",
@@ -60,18 +68,28 @@ BODIES = {
     "import random; return random.random() < p[token]": "the module random is closed",
     "while chance.accept(Fraction(1, 2)): pass": "asked chance more than 1000 times in one run",
     "return chance.accept('yes')": "raises TypeError: chance.accept needs a number, not a str",
-    "return chance.draw(p[:0])": "raises ValueError: chance.draw cannot draw from a row without mass",
-    "return chance.draw([2, -1])": "raises ValueError: chance.draw needs finite numbers from 0 on",
-    "return chance.draw([0.5, float('nan')])": "raises ValueError: chance.draw needs finite numbers from 0 on",
-    "return chance.accept(Fraction(1, 3**999))": "raises ValueError: chance.accept takes numbers of at most 1000 bits",
+    "return chance.draw(p[:0])": (
+        "raises ValueError: chance.draw cannot draw from a row without mass"
+    ),
+    "return chance.draw([2, -1])": (
+        "raises ValueError: chance.draw needs finite numbers from 0 on"
+    ),
+    "return chance.draw([0.5, float('nan')])": (
+        "raises ValueError: chance.draw needs finite numbers from 0 on"
+    ),
+    "return chance.accept(Fraction(1, 3**999))": (
+        "raises ValueError: chance.accept takes numbers of at most 1000 bits"
+    ),
     "return open('/etc/hostname').read()": f"reads a file that is not its own, {NOT_ALLOWED}",
     "return open(sys.modules['tinyspec.grade.child'].__file__.replace('child', 'task')).read()": (
         f"reads a file that is not its own, {NOT_ALLOWED}"
     ),
     "return chance.draw(3)": "raises TypeError: chance.draw needs a list of numbers, not an int",
     "return chance.draw([float('inf')])": "raises ValueError",
-    "RUNS.append(1); return len(RUNS) % 2 == 0": "decides differently when it is run again",
-    "RUNS.append(1); return chance.accept(Fraction(1, len(RUNS) + 1))": "decides differently when it is run again",
+    "RUNS.append(1); return len(RUNS) % 2 == 0": ("decides differently when it is run again"),
+    "RUNS.append(1); return chance.accept(Fraction(1, len(RUNS) + 1))": (
+        "decides differently when it is run again"
+    ),
     "[os.write(n, b'{}\\n') for n in PIPES]; return True": "writes into the grader's pipe",
     "[os.write(n, b'no\\n') for n in PIPES]; return True": "writes into the grader's pipe",
     "[os.close(n) for n in PIPES]; time.sleep(99)": "closes the grader's pipe",
@@ -163,7 +181,10 @@ def test_a_function_costs_only_itself(tmp_path: Path) -> None:
 
 
 MODULES = {
-    "import numpy": "No module named 'numpy', and there is Python's standard library alone (submission.py, line 1)",
+    "import numpy": (
+        "No module named 'numpy', and there is Python's standard library alone (submission.py, "
+        "line 1)"
+    ),
     "import tinyspec.laws": "raises ModuleNotFoundError",
     "def accept(:": "raises SyntaxError: invalid syntax (submission.py, line 1)",
     "\x00": "raises SyntaxError: source code string cannot contain null bytes",
@@ -210,7 +231,7 @@ def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
     )
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_submission_is_an_error(tmp_path: Path) -> None:
     for folder, words in (
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "file", "is no folder"),
@@ -259,7 +280,7 @@ def test_the_environment_is_bare_and_hashes_are_fixed(
     assert first is not None and "SECRET" not in first.got[0]
 
 
-def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
+def test_grading_ends_soon_even_if_every_function_hangs(tmp_path: Path) -> None:
     source = (
         "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
     )
@@ -280,7 +301,7 @@ def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
     )
 
 
-def test_nobody_dies_with_it(tmp_path: Path) -> None:
+def test_no_process_of_the_grader_survives_or_dies_with_a_submission(tmp_path: Path) -> None:
     """A hundred megabytes of answers, and no answer at all, leave no process running."""
     submit(tmp_path, RIGHT)
     for _ in range(3):

@@ -254,7 +254,7 @@ def test_arguments_by_name_and_a_chance_among_them(there: Any) -> None:
         remote(5, c=Fraction(1, 2))
 
 
-def test_props_remember_what_was_done_with_them_over_there(there: Any) -> None:
+def test_props_keep_what_the_child_process_did_with_them(there: Any) -> None:
     source = """
 def count(counter, steps, chance):
     for _ in range(steps):
@@ -412,7 +412,10 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
         ),
         ("    # solution\n    # end of solution\n", "line 1: this solution stands in no function"),
         (
-            '"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # end of solution',
+            (
+                '"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # '
+                "end of solution"
+            ),
             "",
         ),
         (
@@ -451,6 +454,6 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
     assert all("is not written yet" in result.sentence for result in report.results), report.results
 
 
-def test_an_assignment_that_there_is_not() -> None:
+def test_an_unknown_assignment_is_an_error() -> None:
     with pytest.raises(TinyspecError, match="no assignment 'A9': there are A1, A2, A3"):
         find_assignment("A9")

@@ -259,7 +259,7 @@ def generate(target, draft, prompt, n, gamma, eos, knobs, chance):
 """
 
 
-def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
+def test_functions_that_do_not_try_earn_little(tmp_path: Path) -> None:
     """Plain decoding is half of the loop. Functions that return what lies at hand earn little."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
     assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}

@@ -139,7 +139,8 @@ def rejections(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
 
 
 RIGHT = (
-    textbook, vectors, by_hand, given_uniforms, global_generators, logarithms, single_precision, with_epsilon, in_torch,
+    textbook, vectors, by_hand, given_uniforms, global_generators, logarithms, single_precision,
+    with_epsilon, in_torch,
     no_bonus, plain,
 )  # fmt: skip
 
@@ -287,7 +288,7 @@ WRONG_DRAFTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---------------------------------------------------------------------- wrong where small cases do not reach
+# ------------------------------------------------------------- wrong where small cases do not reach
 
 
 def late(
@@ -297,7 +298,7 @@ def late(
     begins: int = 0,
     pause: float = 0.0,
 ) -> Callable[..., list[int]]:
-    """Speculative sampling with a place for each mistake; right for the first `begins` - 1 calls."""
+    """Speculative sampling with a place for each mistake; right for `begins` - 1 calls."""
     calls = 0
 
     def verify(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:

@@ -170,7 +170,7 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
     assert accused(drafter=stale).case["context"] == [1]
 
 
-# ---------------------------------------------------------------------- what small cases do not show
+# --------------------------------------------------------------------- what small cases do not show
 
 
 @pytest.mark.parametrize("name", [name for name in DEEP_VERIFIERS if "100,000" not in name])
@@ -405,7 +405,10 @@ def test_a_notebook_shows_a_verdict_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_importing_the_laws_is_cheap() -> None:
-    loaded = "import tinyspec.laws, sys; print(any(name in sys.modules for name in ('torch', 'numpy', 'hypothesis')))"
+    loaded = (
+        "import tinyspec.laws, sys; print(any(name in sys.modules for name in ('torch', "
+        "'numpy', 'hypothesis')))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", loaded], capture_output=True, text=True, check=True

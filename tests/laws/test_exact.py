@@ -94,7 +94,8 @@ def test_plain_decoding_and_a_drafted_chain_have_the_reference_distribution(
     same(lambda: drafted(sampling=sampling), sampling=sampling)
 
 
-@given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), st.sampled_from([0, 1, 0.5, 1 / 3]),
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any),
+       st.sampled_from([0, 1, 0.5, 1 / 3]),
        st.none() | st.integers(1, 4), st.none() | st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0]),
        st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0]))  # fmt: skip
 def test_the_judges_warpers_are_those_of_the_house(

@@ -54,16 +54,24 @@ expected tokens drawn from the declared distribution
 got      [1, 0]
 """
 DOORS = (
-    "joint law: kept in 668 cases, 3985 outcomes, # s (in floating point, to 4e-16; V 2-8, gamma 1-5)\n",
-    "joint law: kept in 628 cases, 3502 outcomes, # s (a chain drawn from q, its distributions declared; exactly; "
+    (
+        "joint law: kept in 668 cases, 3985 outcomes, # s (in floating point, to 4e-16; V 2-8, "
+        "gamma 1-5)\n"
+    ),
+    "joint law: kept in 628 cases, 3502 outcomes, # s (a chain drawn from q, its distributions "
+    "declared; exactly; "
     "V 2-4, gamma 1-5, 7 sampling settings)\n  the same on float64 rows: 628 cases\n",
-    "joint law: kept in 169 cases, 2180 outcomes, # s (a chain without distributions: each token is judged as a point "
+    "joint law: kept in 169 cases, 2180 outcomes, # s (a chain without distributions: each "
+    "token is judged as a point "
     "mass; exactly; V 2-4, gamma 1-4, 7 sampling settings)\n",
-    "joint law: kept in 175 cases, 3376 outcomes, # s (siblings drawn from q, independently; exactly; "
+    "joint law: kept in 175 cases, 3376 outcomes, # s (siblings drawn from q, independently; "
+    "exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
-    "joint law: kept in 175 cases, 1317 outcomes, # s (siblings drawn from q without replacement; exactly; "
+    "joint law: kept in 175 cases, 1317 outcomes, # s (siblings drawn from q without "
+    "replacement; exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
-    "joint law: kept in 205 cases, 2398 outcomes, # s (drawn siblings, point masses and probes side by side; exactly; "
+    "joint law: kept in 205 cases, 2398 outcomes, # s (drawn siblings, point masses and probes "
+    "side by side; exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
     """\
 rng.gumbel cannot be enumerated: draw with rng.random(), rng.uniform(), rng.choice(n, p=row), \

@@ -79,7 +79,7 @@ HOSTED = {
 
 
 @pytest.mark.parametrize("name", HOSTED)
-def test_they_host_techniques_of_every_shape(name: str) -> None:
+def test_the_suites_host_techniques_of_every_shape(name: str) -> None:
     """This is a sample of the cases. A registered technique runs them all, as does one that keeps
     another target's distribution.
     """
@@ -201,7 +201,8 @@ BROKEN: dict[str, tuple[Card, str]] = {
         JOINT,
     ),
     "bonus from the wrong row": (
-        broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)),
+        broken(SPECULATIVE, lambda request: request.decoder(draft_of(request),
+        no_bonus_from_the_right_row)),
         JOINT,
     ),
     "the end of text is not the end": (
@@ -218,12 +219,14 @@ BROKEN: dict[str, tuple[Card, str]] = {
     "races numbered by the round": (hosted.racing(3), SAME_TOKENS),
     "an exit that is not neutral": (replace(hosted.EARLY, lossy=("layers", 2)), JOINT),
     "a knob that makes it dearer": (
-        replace(hosted.EARLY, build=lambda request, layers: hosted.early(request, layers=3 if layers == 3 else 4 - layers)),
+        replace(hosted.EARLY, build=lambda request, layers: hosted.early(request,
+        layers=3 if layers == 3 else 4 - layers)),
         KNOB_COST,
     ),
     "keys left where they were": (hosted.card(unmoved, drafts=1), JOINT),
     "laws told one row late": (
-        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree, sampling=request.sampling,
+        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree,
+        sampling=request.sampling,
                                                  stop=request.stop, positions=request.positions)),
         ROUND_LAWS,
     ),
@@ -231,7 +234,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_they_accuse_what_is_broken(name: str) -> None:
+def test_the_suites_accuse_broken_techniques(name: str) -> None:
     card, law = BROKEN[name]
     with pytest.raises(LawViolated) as caught:
         prove_technique(card)

@@ -20,7 +20,8 @@ from tinyspec.tree import ROOT, TokenTree
 
 L, V = 3, 4
 PLANS = [
-    Plan(last=1), Plan(last=2), Plan(skip=frozenset({2})), Plan(skip=frozenset({3, 4})), Plan(last=2, skip=frozenset({1})),
+    Plan(last=1), Plan(last=2), Plan(skip=frozenset({2})), Plan(skip=frozenset({3, 4})),
+    Plan(last=2, skip=frozenset({1})),
     Plan(visible=VisibleSet.for_all_layers((0, 2), 4, L, 1)),
     Plan(visible=VisibleSet((None, (frozenset({0}),), (frozenset(),)), 3)),
 ]  # fmt: skip
@@ -194,8 +195,10 @@ class Pair:
 
     def step(self) -> None:
         rng, text = self.rng, [self.rng.randrange(V) for _ in range(self.rng.randint(1, 2))]
-        act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind", "fill", "fork", "watch",
-                          "view", "view", "view commit", "view rewind", "view append", "follow", "copy"])  # fmt: skip
+        act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind",
+                          "fill", "fork", "watch",
+                          "view", "view", "view commit", "view rewind", "view append", "follow",
+                          "copy"])  # fmt: skip
         tap = rng.choice((L, L, 1))
         if act == "extend":
             self.compare(self.both("extend", text, (tap,)), tap)

@@ -37,7 +37,7 @@ def test_every_function_of_the_core_has_a_twin() -> None:
     assert functions == set(twins.TWINS)
 
 
-def test_the_front_doors_decide_as_the_twin_on_the_same_uniforms() -> None:
+def test_verifiers_decide_as_the_twin_on_the_same_uniforms() -> None:
     assert min(devices.walk_equals_twin().cases, devices.decisions_equal_twin().cases) > 100
 
 
@@ -250,7 +250,7 @@ class EagerChance(Replay):
         return bool(self._next() <= ratio)
 
 
-def test_defects_behind_the_front_doors_are_accused() -> None:
+def test_defects_of_verifiers_are_accused() -> None:
     with pytest.raises(LawViolated):
         devices.walk_equals_twin(rng=SpendthriftChance)
     with pytest.raises(LawViolated):
@@ -287,7 +287,8 @@ DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("apply_sampling", "ties go to the highest id", tie_to_the_highest),
     ("apply_sampling", "top-p without the token that crosses", small_nucleus),
     ("residual", "no clamp", lambda p, q: p if (p == q).all() else (p - q) / abs(p - q).sum()),
-    ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token,
+    0.0, row)),
     ("verify_tree", "the residual is p", walking(reject=keep)),
 ]  # fmt: skip
 

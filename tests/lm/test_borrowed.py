@@ -27,7 +27,8 @@ def draft_of(target: Model, name: str, tied: bool = True) -> Model:
     """A draft of one layer that can say six tokens."""
     c = target.config
     config = Config(
-        vocab_size=c.vocab_size, d_model=c.d_model, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=24,
+        vocab_size=c.vocab_size, d_model=c.d_model, n_layers=1, n_heads=2, n_kv_heads=1,
+        head_dim=16, d_ff=24,
         max_positions=96, tied=False, head_ids=SAYS, extra={borrowed.FROM: name, "draft_of": name},
     )  # fmt: skip
     own = Model.random(config, seed=3, scale=0.3).weights

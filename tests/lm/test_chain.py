@@ -169,7 +169,7 @@ def test_draft_tokens_that_choose_each_other_are_those_of_trees(
 
 
 @compiled
-def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
+def test_a_drafted_chain_can_be_scored_committed_and_continued() -> None:
     m = PACKED[0]
     forward_log: list[ForwardRecord] = []
     session, rows = begun(m, forward_log), list[Any]()

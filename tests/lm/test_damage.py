@@ -101,7 +101,10 @@ from tinyspec.lm import checkpoint
         (
             MISTRAL,
             {"sliding_window": 63},
-            "sliding_window 63 is less than max_position_embeddings 64.*lower max_position_embeddings to 63",
+            (
+                "sliding_window 63 is less than max_position_embeddings 64.*lower "
+                "max_position_embeddings to 63"
+            ),
         ),
         (MISTRAL, {"sliding_window": 0}, "sliding_window is 0, expected a whole number"),
     ],

@@ -25,11 +25,13 @@ from tinyspec.lm.gguf_file import unpermute_rows
 from tinyspec.lm.ops import rotary_frequencies
 
 CONFIG = Config(
-    vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_positions=32,
+    vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512,
+    max_positions=32,
     norm_eps=1e-6, rope_theta=50000.0, tied=True, bos=1, eos=(2,),
 )  # fmt: skip
 GPT2 = replace(
-    CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4,
+    qkv_bias=True,
     out_bias=True, mlp_bias=True, rope_theta=10000.0, family="gpt2",
 )  # fmt: skip
 QUANTISED = [
@@ -94,7 +96,8 @@ def write(
     """A .gguf of random weights, and our weights that it should give."""
     rng, writer = np.random.default_rng(seed), GGUFWriter(path, config.family)
     add = {
-        "context_length": config.max_positions, "embedding_length": config.d_model, "block_count": config.n_layers,
+        "context_length": config.max_positions, "embedding_length": config.d_model,
+        "block_count": config.n_layers,
         "feed_forward_length": config.d_ff, "attention.head_count": config.n_heads,
     }  # fmt: skip
     floats = {"attention.layer_norm_epsilon": config.norm_eps}

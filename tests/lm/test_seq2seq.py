@@ -182,7 +182,7 @@ def test_attention_is_torchs_own() -> None:
     assert torch.allclose(attend_dense(*heads, there[:, None]), expected, atol=1e-12)
 
 
-def test_who_may_look_nowhere_gets_nothing_and_gradients_stay_finite() -> None:
+def test_a_position_that_attends_to_nothing_gets_zeros_and_finite_gradients() -> None:
     q = torch.randn(1, 2, 2, 4, requires_grad=True)
     out = attend_dense(q, q, q, torch.tensor([[[False, False], [True, False]]]))
     out.sum().backward()

@@ -14,7 +14,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.tokenizer import Tokenizer
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + "
+    "'\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONFIG = {
@@ -178,7 +179,8 @@ def test_a_template_has_the_helpers_that_transformers_gives_it():
     assert render("{{ strftime_now('%Y') | length }}") == "4"
     assert (
         render(
-            "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+            "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration "
+            "%}\n{% endfor %}"
         )
         == "x"
     )
@@ -307,7 +309,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, file, content, says):
 PANICS = {
     "a charsmap that is no charsmap": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
     "a charsmap that is missing": {"type": "Precompiled", "precompiled_charsmap": None},
-    "a charsmap that points outside": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP//////////"},
+    "a charsmap that points outside": {"type": "Precompiled",
+    "precompiled_charsmap": "CAAAAP//////////"},
     "an empty text": {"type": "Replace", "pattern": {"String": ""}, "content": "x"},
     "an empty expression": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"},
     "an optional expression": {"type": "Replace", "pattern": {"Regex": "q?"}, "content": "x"},

@@ -141,9 +141,7 @@ def test_greedy_text_is_the_only_fixed_point() -> None:
         assert only_fixed_point(model, n) == [tuple(greedy_by_hand(model, SWEEP_PROMPT, n))]
 
 
-def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> (
-    None
-):
+def test_the_frame_and_the_published_algorithm_agree_and_only_the_latter_confirms() -> None:
     confirmed = 0
     for model, block, start in product(sweep_tables(2), (2, 4), product((0, 1), repeat=4)):
         says = lambda text, block, model=model: sweep_block(model, text, block)  # noqa: E731
@@ -323,7 +321,7 @@ def test_starts_are_padding_random_tokens_the_texts_tokens_or_the_newest_one() -
 
 @pytest.mark.parametrize("knobs", FORMS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 2])
-def test_few_tokens_or_none(knobs: Any, n: int) -> None:
+def test_few_tokens_or_none_are_those_of_greedy_decoding(knobs: Any, n: int) -> None:
     model = small_network(7, 5)
     assert finish(decoded(model, n=n, **knobs)) == alone(model, n=n)[0]
 
@@ -489,9 +487,7 @@ def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_e
         assert next(trace_sweeps(decoded(model, [1], block=3), Seeded(0))).block == (pad, pad)
 
 
-def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> (
-    None
-):
+def test_with_a_teacher_too_greedy_text_is_the_only_fixed_point_in_m_plus_one_sweeps() -> None:
     host = teacher(1, vocabulary=4)
     model = host.condition_on([3, 2, 3])
     for start in product(range(4), repeat=3):

@@ -431,9 +431,7 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
 
 
 @pytest.mark.slow
-def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> (
-    None
-):
+def test_distillation_fine_tuning_and_the_teachers_choice_each_help_with_two_dialects() -> None:
     """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right
     translations, of 100: teacher 99; raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with
     30 samples 99. Fifty seconds of one core.

@@ -73,7 +73,7 @@ def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) ->
         assert len(lane.trace.rounds) == lane.stats.target_calls
 
 
-def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
+def test_the_lane_with_the_least_time_moves(pair: tuple[Model, Model]) -> None:
     clock, moves = Ticking(), list[tuple[int, float]]()
 
     def watched(number: int, begin: Any) -> Any:
@@ -254,5 +254,5 @@ def test_columns_share_one_time_axis() -> None:
     assert finishes[1] == pytest.approx(24 + 912 * 0.6 / 1.1, abs=0.1)
 
 
-def test_nothing_written_still_draws() -> None:
+def test_a_race_without_tokens_is_drawn() -> None:
     ElementTree.fromstring(draw_race([Track("empty", Trace([1]), [])], "nothing"))

@@ -26,16 +26,22 @@ from tinyspec.generation import start_generation
 from tinyspec.show import replay
 
 CALM = (
-    'tinyspec generate "The old sailor said" --model exits-loss --method calm --measure classifier --threshold 0.7 '
+    'tinyspec generate "The old sailor said" --model exits-loss --method calm --measure '
+    "classifier --threshold 0.7 "
     "--repetition-penalty 1.2 -n 60 --stats"
 )
 TREE = (
-    'tinyspec generate "The dragon opened one eye and" --method specinfer --expansion 3x2x1x1 --temperature 0.8 '
+    'tinyspec generate "The dragon opened one eye and" --method specinfer --expansion 3x2x1x1 '
+    "--temperature 0.8 "
     "--seed 7 -n 60 --replay tree.html"
 )
-JACOBI = 'tinyspec translate "A man is grilling out in his backyard." --method jacobi --replay jacobi.html'
+JACOBI = (
+    'tinyspec translate "A man is grilling out in his backyard." --method jacobi --replay '
+    "jacobi.html"
+)
 MASK_PREDICT = (
-    'tinyspec translate "A boy in midair trying to kick a soccer ball" --method mask_predict --iterations 4 '
+    'tinyspec translate "A boy in midair trying to kick a soccer ball" --method mask_predict '
+    "--iterations 4 "
     "--replay passes.html"
 )
 SHOWN = (CALM, TREE, JACOBI, MASK_PREDICT)
@@ -321,7 +327,10 @@ def test_a_saved_record_is_read_back(tree: replay.Record, tmp_path: Path) -> Non
     assert replay.read_record(tmp_path / "trace.json") == tree
 
 
-BROKEN = '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers": 1, "prompt": "", "rounds": [{}]}'
+BROKEN = (
+    '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers": 1, "prompt": "", '
+    '"rounds": [{}]}'
+)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"kind": "text"}', BROKEN, "\u0000"])

@@ -320,7 +320,7 @@ def test_substitution_leaves_a_single_draft_token_alone() -> None:
     assert texts.best_tree(1).tokens == [3]
 
 
-def test_each_look_is_believed_on_its_own() -> None:
+def test_each_lookup_has_its_own_trust() -> None:
     """After [0, 1] the references have 2; if 1 replaced 3, they say 4. One tree has both, and
     failures are of one look.
     """
@@ -369,7 +369,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     assert boths[0] and not any(boths[6:])  # the time of a look is an average
 
 
-def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
+def test_a_round_without_a_lookup_changes_no_trust() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     no_scores: Any = None
     texts.extend([0, 1], no_scores)
@@ -566,9 +566,7 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
     assert calls[0] > 60 and calls[-1] < 30
 
 
-def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> (
-    None
-):
+def test_a_size_never_run_takes_the_slope_of_the_next_smaller_or_else_the_next_larger() -> None:
     curve = CostModel(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):

@@ -115,7 +115,7 @@ def test_four_ablations_keep_the_distribution(vertical: bool, horizontal: bool) 
     )
 
 
-def test_the_ablations_do_what_they_say() -> None:
+def test_each_ablation_changes_what_its_knob_says() -> None:
     def counts(**knobs: bool) -> tuple[int, int]:
         poem = TableModel(
             vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)]

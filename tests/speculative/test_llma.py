@@ -140,7 +140,7 @@ def test_rewinding_takes_the_text_out_of_the_index() -> None:
     assert d.drafter.index.length(0) == 3
 
 
-def test_it_falls_silent_where_copies_fail_and_speaks_again_where_they_would_hold() -> None:
+def test_drafting_stops_where_copies_fail_and_starts_where_they_would_hold() -> None:
     """Text that repeats its bigrams and never goes on alike: with a price hardly anything is run,
     without one all is.
     """

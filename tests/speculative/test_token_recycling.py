@@ -153,9 +153,7 @@ def proposed(
     )
 
 
-def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> (
-    None
-):
+def test_a_draft_stops_at_the_room_at_the_end_of_text_and_at_tokens_never_scored() -> None:
     assert max(proposed(9).depths()) == 3
     assert max(proposed(1).depths()) == 1
     assert proposed(0).tokens == []

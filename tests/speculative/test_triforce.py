@@ -42,7 +42,8 @@ def make_decoder(
     forward_log: list = []
     request = Request(
         model(config, seed=1).session(forward_log), [model(config, seed=2).session(forward_log)],
-        sampling or SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens), forward_log=forward_log,
+        sampling or SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens),
+        forward_log=forward_log,
     )  # fmt: skip
     return CARD.make(request, **{**KNOBS, **knobs})
 
@@ -230,7 +231,7 @@ def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
     assert choices(rebuild=0) == [len(TEXT) + 1]
 
 
-def test_taken_back_before_the_choice_it_chooses_again() -> None:
+def test_a_text_rewound_before_the_choice_chooses_chunks_again() -> None:
     d = make_decoder()
     d.extend(TEXT)
     d.step(Seeded(0))
@@ -257,7 +258,8 @@ def long_request(prompt: list[int], tokens: int = 30, **knobs: int) -> Decoder:
     """A target of 64 positions, and a small model of 16."""
     small = model(SHORT, seed=2).session()
     request = Request(
-        model(LLAMA, seed=1).session(), [small], SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens),
+        model(LLAMA, seed=1).session(), [small], SamplingParams(0.0),
+        StoppingCriteria(max_new_tokens=tokens),
         positions=64, draft_max_lengths=[16],
     )  # fmt: skip
     d = CARD.make(request, **{**KNOBS, "gamma1": 2, "window": 64, **knobs})

@@ -164,7 +164,7 @@ def test_recipes_name_what_is_wrong_with_them(tmp_path: Path) -> None:
         read_recipe(path).config()
 
 
-def test_single_values_can_be_set_from_outside(tmp_path: Path) -> None:
+def test_single_values_of_a_recipe_can_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
     recipe = read_recipe(path, {"train.lr": "5e-4", "dropout": "0.2", "shape.n_layers": "1"})
