@@ -1,5 +1,6 @@
-"""A table model's text as a target of its own: the tests of single techniques need no more. The
-laws are in tinyspec.laws.
+"""A table model's text as a target, for the tests of single techniques.
+
+The laws are in tinyspec.laws.
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,8 @@ __all__ = ["JointLaw", "Table", "exact_law"]
 
 
 class Table(TableSession):
-    """Conditionals over V tokens that depend on the whole context; a subclass may write its own
-    `row` of weights.
+    """Conditional distributions over V tokens that depend on the whole context. A subclass may
+    write its own `row` of weights.
     """
 
     def __init__(self, seed: int, vocabulary: int = 3, zeros: bool = True):
@@ -29,5 +30,5 @@ class Table(TableSession):
         return sum(not call.prefill for call in self.forward_log)
 
     def row(self, context: Sequence[int]) -> Any:
-        """The row after a context."""
+        """Return the distribution after a context."""
         return self.model.row(context)

@@ -1,5 +1,6 @@
-"""Arguments of `generate` and `translate`: wrong ones are named in one line, and names known from
-elsewhere lead somewhere.
+"""Arguments of `generate` and `translate`: a wrong one is an error of one line that names it.
+
+Names from other libraries get a hint.
 """
 
 import inspect
@@ -33,7 +34,7 @@ def model(zoo: Zoo) -> Model:
 
 @pytest.fixture
 def untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is computed: what is wrong is said before."""
+    """Nothing is computed: the error comes first."""
 
     def forward(*_: Any, **__: Any) -> None:
         raise AssertionError("the model ran")
@@ -180,7 +181,7 @@ def test_a_wrong_device_or_dtype_is_named(zoo: Zoo, options: dict[str, Any], wor
 @pytest.mark.parametrize(
     "name", [None, 5, ["x"], b"x", "\x00", "a\nb", "x" * 10**5, "~no-such-user/x"]
 )
-def test_what_is_no_name_of_a_model_is_refused(name: Any) -> None:
+def test_what_is_no_name_of_a_model_is_an_error(name: Any) -> None:
     for load in (tinyspec.load, tinyspec.load_translator):
         with pytest.raises(TinyspecError, match="is no name of a model and no path"):
             load(name)

@@ -1,5 +1,6 @@
-"""The lessons as notebooks, and the built book, looked at in a browser: nothing is cut, on a desk
-or on a phone.
+"""The lessons as notebooks, and the built book in a browser.
+
+No code is cut, neither on a desktop's screen nor on a phone's.
 """
 
 import importlib.util
@@ -31,14 +32,19 @@ CUT = """() => {
     const cut = [];
     if (document.documentElement.scrollWidth > window.innerWidth)
         cut.push(`the page is ${document.documentElement.scrollWidth} pixels wide`);
-    for (const box of document.querySelectorAll("article pre, article .cell_output, article .cell_input")) {
-        const told = box.textContent.trim().slice(0, 60);
-        if (box.scrollWidth > box.clientWidth + 1) cut.push(`${box.scrollWidth} > ${box.clientWidth}: ${told}`);
-        if (box.getBoundingClientRect().right > window.innerWidth + 1) cut.push(`beyond the edge: ${told}`);
+    const blocks = "article pre, article .cell_output, article .cell_input";
+    for (const box of document.querySelectorAll(blocks)) {
+        const start = box.textContent.trim().slice(0, 60);
+        if (box.scrollWidth > box.clientWidth + 1)
+            cut.push(`${box.scrollWidth} > ${box.clientWidth}: ${start}`);
+        if (box.getBoundingClientRect().right > window.innerWidth + 1)
+            cut.push(`beyond the edge: ${start}`);
     }
     const kinds = ["auto", "scroll"];
-    const scrolls = (box) => box && (kinds.includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
-    for (const box of document.querySelectorAll("article table, article div.math, article img, article iframe"))
+    const scrolls = (box) => box &&
+        (kinds.includes(getComputedStyle(box).overflowX) || scrolls(box.parentElement));
+    const wide = "article table, article div.math, article img, article iframe";
+    for (const box of document.querySelectorAll(wide))
         if (box.getBoundingClientRect().right > window.innerWidth + 1 && !scrolls(box))
             cut.push(`beyond the edge: ${box.outerHTML.slice(0, 60)}`);
     return cut;
@@ -84,7 +90,7 @@ def browser() -> Iterator[Any]:
     ["white-space: pre", "white-space: pre; overflow: hidden", "overflow: auto; white-space: pre"],
 )
 def test_cut_code_is_seen(browser: Any, style: str) -> None:
-    """The test below finds what it is for: code beyond the edge, hidden, or in a box that scrolls."""
+    """The test below finds what it looks for: code beyond the edge, hidden, or in a scroll box."""
     page = browser.new_page(viewport={"width": 390, "height": 844})
     page.set_content(f"<article><pre style='{style}'>{'x' * 88}</pre></article>")
     assert page.evaluate(CUT)

@@ -82,15 +82,15 @@ def test_generate_prints_what_the_library_generates(zoo: Zoo) -> None:
     ]
     result = run("generate", "the cat", *options, "--json")
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     model = tinyspec.load(zoo.big)
     want: Any = tinyspec.generate(
         model, "the cat", max_new_tokens=20, temperature=0.9, top_k=50, seed=3
     )
-    assert said["tokens"] == want.tokens
-    assert said["text"] == want.text
-    assert len(said["logprobs"]) == 20
-    assert said["stats"]["target_calls"] == 20
+    assert report["tokens"] == want.tokens
+    assert report["text"] == want.text
+    assert len(report["logprobs"]) == 20
+    assert report["stats"]["target_calls"] == 20
     assert run("generate", "the cat", *options).stdout == want.text + "\n"
     assert run("generate", "-", *options, stdin="the cat\n").stdout == want.text + "\n"
     assert run("generate", *options, stdin="the cat\n").stdout == want.text + "\n"
@@ -116,9 +116,9 @@ def test_a_knob_may_be_all_that_stands_before_a_piped_prompt(zoo: Zoo) -> None:
 
 def test_help_shows_the_knobs_of_a_method() -> None:
     """Each with its default; of two methods, a knob that both have stands there once."""
-    told = run("generate", "--method", "speculative_decoding", "--help").stdout
-    assert "Knobs of the method:\n  --gamma VALUE" in told
-    assert "[default: 3, or what the draft model's card advises]" in " ".join(told.split())
+    help_text = run("generate", "--method", "speculative_decoding", "--help").stdout
+    assert "Knobs of the method:\n  --gamma VALUE" in help_text
+    assert "[default: 3, or what the draft model's card advises]" in " ".join(help_text.split())
     assert "Knobs of the method" not in run("generate", "--help").stdout
     both = run("race", "--method", "sequoia", "--method", "speculative_decoding", "--help").stdout
     assert both.count("\n  --gamma VALUE") == 1
@@ -289,7 +289,7 @@ def test_ctrl_c_while_waiting_is_quiet() -> None:
 def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> None:
     code = "import tinyspec.nonautoregressive.nat, tinyspec.early_exit.ppd; "
     code += "from tinyspec.technique import load_techniques"
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", f"{code}; print(*load_techniques())"],
         capture_output=True,
         text=True,
@@ -297,9 +297,9 @@ def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> No
     )
     from tinyspec.technique import load_techniques
 
-    assert said.stdout.split() == list(load_techniques())
+    assert done.stdout.split() == list(load_techniques())
     assert (
-        said.stdout.split()[:2] == ["auto", "autoregressive"] and said.stdout.split()[-1] == "nat"
+        done.stdout.split()[:2] == ["auto", "autoregressive"] and done.stdout.split()[-1] == "nat"
     )
 
 

@@ -1,4 +1,4 @@
-"""`tinyspec generate --prompts FILE`, and what is said of a text that fills the context."""
+"""`tinyspec generate --prompts FILE`, and the message about a text that fills the context."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_a_prompt_that_fails_loses_no_other(zoo: Zoo, tmp_path: Path) -> None:
     assert errors[1].startswith(f"tinyspec: {file} line 3: the prompt has")
 
 
-def test_what_is_wrong_with_all_is_said_once(zoo: Zoo, prompts: Path) -> None:
+def test_what_is_wrong_with_all_prompts_is_reported_once(zoo: Zoo, prompts: Path) -> None:
     call = ["generate", "--model", zoo.big, "--prompts", str(prompts), "--temperature", "-1"]
     assert "temperature must be finite" in failed(run(*call))
 

@@ -107,7 +107,7 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("words", "says"), MISTAKES, ids=[words for words, _ in MISTAKES])
-def test_a_mistake_is_told_in_one_line(zoo: Zoo, here: Path, words: str, says: str) -> None:
+def test_a_mistake_is_an_error_of_one_line(zoo: Zoo, here: Path, words: str, says: str) -> None:
     args = shlex.split(words)
     if args[0] in ("generate", "race") and "--model" not in args:
         args += ["--model", zoo.big]
@@ -133,8 +133,8 @@ def test_a_place_without_permission_is_an_error(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    said = failed(run("generate", "x", "--replay", "folder/x.html"))
-    assert "cannot write folder/x.html: no permission in folder" in said
+    message = failed(run("generate", "x", "--replay", "folder/x.html"))
+    assert "cannot write folder/x.html: no permission in folder" in message
 
 
 def test_checking_a_path_makes_and_changes_nothing(here: Path) -> None:

@@ -66,13 +66,13 @@ def test_as_json() -> None:
         assert entry["accused"] is None
         analysis = (
             find_technique(entry["method"]).kind == "analysis"
-        )  # decodes nothing, so it has no law
+        )  # decodes nothing, so no law applies
         cases = sum(law["cases"] for law in entry["proved"])
-        # Of five cases two may ask for a verifier (the shared one, or its own) that it does not have.
+        # Of five cases two may need a verifier (the shared one, or its own) that it does not have.
         assert cases == 0 if analysis else cases >= 3
 
 
-def test_an_accusation_is_told_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
+def test_an_accusation_is_in_the_words_of_the_task_and_ends_with_code_1(biased: str) -> None:
     result = run("laws", biased)
     assert result.exit_code == 1
     for word in (

@@ -1,6 +1,4 @@
-"""`tinyspec race` and `tinyspec bench`: what they print, in a pipe and as JSON, and what they
-reject.
-"""
+"""`tinyspec race` and `tinyspec bench`: their output, plain and as JSON, and what they reject."""
 
 import io
 import json
@@ -41,12 +39,12 @@ def test_race_reports_as_json(zoo: Zoo, tmp_path: Path) -> None:
     ]
     result = run(*call, "--svg", str(picture))
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert said["identical"] is True
-    assert said["ratio"] > 0
-    assert said["tokens_per_call"] == said["lanes"][1]["tokens_per_call"] >= 1
-    assert said["lanes"][0]["tokens_per_call"] == 1
-    assert len(said["seconds"]) == 2
+    report = json.loads(result.stdout)
+    assert report["identical"] is True
+    assert report["ratio"] > 0
+    assert report["tokens_per_call"] == report["lanes"][1]["tokens_per_call"] >= 1
+    assert report["lanes"][0]["tokens_per_call"] == 1
+    assert len(report["seconds"]) == 2
     assert picture.read_text(encoding="utf-8").startswith("<svg")
 
 
@@ -84,13 +82,13 @@ def test_the_race_that_is_shown_is_the_median(zoo: Zoo, monkeypatch: pytest.Monk
     monkeypatch.setattr(
         "tinyspec.cli.race.ENOUGH_SECONDS", float("inf")
     )  # nine races on a busy machine too
-    said = json.loads(
+    report = json.loads(
         run("race", "--model", zoo.big, "-n", "12", "-p", "the cat", "--json", "-t", "0").stdout
     )
-    outcome, shown = said["outcomes"][0], said["shown"]
-    assert len(outcome["ratios"]) == len(said["seconds"]) == 9
-    assert sorted(outcome["ratios"])[4] == outcome["ratios"][shown] == said["ratio"]
-    assert [lane["seconds"] for lane in said["lanes"]] == said["seconds"][shown]
+    outcome, shown = report["outcomes"][0], report["shown"]
+    assert len(outcome["ratios"]) == len(report["seconds"]) == 9
+    assert sorted(outcome["ratios"])[4] == outcome["ratios"][shown] == report["ratio"]
+    assert [lane["seconds"] for lane in report["lanes"]] == report["seconds"][shown]
 
 
 def test_a_long_race_is_not_repeated_unasked(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +157,7 @@ def test_frames_and_report_fit_the_terminal(zoo: Zoo, monkeypatch: pytest.Monkey
     assert not any("╭" in line for line in report)
 
 
-def test_who_has_seen_enough_still_gets_the_report(
+def test_interrupting_the_playback_still_prints_the_report(
     zoo: Zoo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     terminal = Terminal(monkeypatch)
@@ -196,26 +194,26 @@ def test_speed_is_of_real_time(zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "0" in failed(run(*call, "0"))
 
 
-def test_a_picture_without_a_folder_is_said_before_the_race(zoo: Zoo, tmp_path: Path) -> None:
+def test_a_picture_without_a_folder_is_an_error_before_the_race(zoo: Zoo, tmp_path: Path) -> None:
     nowhere = tmp_path / "none" / "race.svg"
     assert "none" in failed(run("race", "--model", zoo.big, "-p", "the cat", "--svg", str(nowhere)))
 
 
 @pytest.mark.skipif(not STORYTELLER.exists(), reason="models/storyteller is not trained yet")
 def test_the_first_command_tells_two_stories_that_do_not_loop() -> None:
-    said = json.loads(run("race", "--json", "-r", "1").stdout)
-    assert said["temperature"] == 0.8
-    assert said["tokens_per_call"] > 1
-    for lane in said["lanes"]:
+    report = json.loads(run("race", "--json", "-r", "1").stdout)
+    assert report["temperature"] == 0.8
+    assert report["tokens_per_call"] > 1
+    for lane in report["lanes"]:
         assert lane["distinct_4grams"] >= 0.8
         assert lane["finish_reason"] == "length"
 
 
 @pytest.mark.skipif(not STORYTELLER.exists(), reason="models/storyteller is not trained yet")
 def test_the_bundled_race_is_lossless() -> None:
-    said = json.loads(run("race", "--json", "-n", "32", "-t", "0", "-r", "1").stdout)
-    assert said["identical"] is True
-    assert said["tokens_per_call"] > 1
+    report = json.loads(run("race", "--json", "-n", "32", "-t", "0", "-r", "1").stdout)
+    assert report["identical"] is True
+    assert report["tokens_per_call"] > 1
 
 
 def test_bench_prints_figures_and_keeps_samples_for_the_file(

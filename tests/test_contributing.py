@@ -1,5 +1,6 @@
-"""CONTRIBUTING.md's worked example: its files, put where it says, are a technique that every law
-holds; then all is undone.
+"""CONTRIBUTING.md's worked example is a technique that keeps every law.
+
+Its files are written where the text says, and removed afterwards.
 """
 
 import doctest
@@ -69,12 +70,12 @@ def test_every_law_holds_of_it() -> None:
 
 @pytest.mark.usefixtures("added")
 def test_the_command_line_knows_it() -> None:
-    told = CliRunner().invoke(main, ["methods", NAME])
-    assert told.exit_code == 0 and "--gamma 3" in told.output
-    said = CliRunner().invoke(
+    listed = CliRunner().invoke(main, ["methods", NAME])
+    assert listed.exit_code == 0 and "--gamma 3" in listed.output
+    result = CliRunner().invoke(
         main, ["generate", "Once upon a time", "--method", NAME, "-n", "8", "--temperature", "0.8"]
     )
-    assert said.exit_code == 0, said.output
+    assert result.exit_code == 0, result.output
 
 
 @pytest.mark.usefixtures("added")
@@ -110,6 +111,6 @@ def test_it_is_formatted_and_linted_as_all_code_is(path: str) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_nothing_of_it_is_left() -> None:
+def test_nothing_of_the_example_is_left() -> None:
     assert NAME not in technique.load_techniques()
     assert NAME not in {name for name, _ in traps.traps()}

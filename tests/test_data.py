@@ -1,5 +1,6 @@
-"""Fetching goes on where it broke, believes checksums only and leaves no half file; readers name
-what is wrong.
+"""Fetching resumes where it broke, trusts only checksums, and leaves no partial file.
+
+Readers of files name what is wrong.
 """
 
 import gzip
@@ -24,7 +25,9 @@ DIGEST = hashlib.sha256(CONTENT).hexdigest()
 
 
 class Home(http.server.ThreadingHTTPServer):
-    """A public home on 127.0.0.1 that can break connections, ignore ranges, and send wrong bytes."""
+    """A public server on 127.0.0.1 that can break connections, ignore ranges, or send wrong
+    bytes.
+    """
 
     files: dict[str, bytes]
     cut: int | None = None  # answer at most so many bytes of a body, then break
@@ -100,7 +103,7 @@ def test_a_broken_transfer_goes_on_at_the_byte_where_it_broke(home: Home, tmp_pa
     assert target.read_bytes() == CONTENT
 
 
-def test_one_call_takes_up_a_broken_connection_again(
+def test_one_fetch_resumes_a_broken_connection(
     home: Home, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("time.sleep", lambda seconds: None)
@@ -140,7 +143,7 @@ def test_a_part_longer_than_the_file_is_dropped(
     )
 
 
-def test_a_corrupt_file_is_refused_and_not_kept(home: Home, tmp_path: Path) -> None:
+def test_a_corrupt_file_is_an_error_and_not_kept(home: Home, tmp_path: Path) -> None:
     home.files["/a.bin"] = b"x" + CONTENT[1:]
     with pytest.raises(TinyspecError, match=f"a.bin: refused, its sha256 is .*, expected {DIGEST}"):
         download_file(f"{home.url}/a.bin", tmp_path / "a.bin", digest=DIGEST)
@@ -188,7 +191,7 @@ def test_books_are_fetched_one_by_one_and_become_one_file(home: Home, tmp_path: 
     assert [p.name for p in (tmp_path / "text").iterdir()] == ["classics.train.jsonl.xz"]
 
 
-def test_a_changed_book_is_refused(home: Home, tmp_path: Path) -> None:
+def test_a_changed_book_is_an_error(home: Home, tmp_path: Path) -> None:
     sets = _library(home)
     home.files["/o/r/c/An%20Author/One.md"] = b"\xff something else"
     with pytest.raises(TinyspecError, match="refused, the sha256 of the books together"):

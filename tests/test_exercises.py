@@ -1,5 +1,4 @@
-"""The header and the exercises of every lesson: what a learner is told first, a hint and a solution
-for each exercise.
+"""The header of every lesson, and a hint and a solution for each of its exercises.
 
 Solutions are run by test_tutorials.py, each after the cells of its lesson.
 """
@@ -19,7 +18,10 @@ FOLDED = re.compile(
     r"^<details><summary>(Hint|Solution)</summary>\n\n(.+?)\n\n</details>$", re.S | re.M
 )
 HEADER = re.compile(
-    r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> \*\*Time\*\* (\d+) minutes\.\n$",
+    (
+        r"^# .+\n\n> \*\*You will\*\* .+(\n> .+)*\.\n>\n> \*\*Needs\*\* .+\.\n>\n> "
+        r"\*\*Time\*\* (\d+) minutes\.\n$"
+    ),
     re.M,
 )
 
@@ -92,5 +94,5 @@ def test_exercises_link_to_the_files_concerned(path: Path) -> None:
 
 @lessons
 def test_at_least_one_exercise_breaks_something(path: Path) -> None:
-    """To see which law catches a mistake is the habit that the book teaches."""
+    """The book teaches a habit: to see which law catches a mistake."""
     assert re.search(r"\bbreak it\b", "".join(exercises(path)), re.I)

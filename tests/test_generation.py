@@ -64,7 +64,7 @@ def test_a_draft_with_a_shorter_context_stops_drafting_and_the_text_goes_on(
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_batch_row_equals_the_row_alone_with_its_own_seed(
+def test_a_prompt_in_a_batch_equals_the_prompt_alone_with_its_own_seed(
     model: Model, draft: Model, method: str
 ) -> None:
     prompts = ["the cat", "the dog sat on the", "and", "house"]
@@ -249,12 +249,12 @@ def test_wrong_arguments_get_one_line_that_says_what_to_do(
 
 
 @pytest.mark.parametrize("prompt", ["", []])
-def test_an_empty_prompt_is_refused(model: Model, prompt: str | list[int]) -> None:
+def test_an_empty_prompt_is_an_error(model: Model, prompt: str | list[int]) -> None:
     with pytest.raises(TinyspecError, match="empty"):
         tinyspec.generate(model, prompt)
 
 
-def test_a_prompt_beyond_the_context_is_refused(model: Model) -> None:
+def test_a_prompt_beyond_the_context_is_an_error(model: Model) -> None:
     with pytest.raises(TinyspecError, match="97 tokens"):
         tinyspec.generate(model, [5] * 97)
 
@@ -311,17 +311,17 @@ def test_a_draft_that_only_the_card_names_is_read_once_and_goes_with_its_target(
 def test_a_draft_advises_how_many_tokens_to_draw_and_who_asks_decides(
     model: Model, draft: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drawn(method: str, **knobs: Any) -> int:
+    def count_drafted(method: str, **knobs: Any) -> int:
         rounds = generation.start_generation(
             model, "the cat", method=method, draft=draft, max_new_tokens=9, **knobs
         )
         return len(next(iter(rounds)).tree.tokens)
 
-    assert drawn("speculative_decoding") == 3
+    assert count_drafted("speculative_decoding") == 3
     monkeypatch.setitem(draft.config.extra, "gamma", 2)
-    assert drawn("speculative_decoding") == drawn("block_verification") == 2
-    assert drawn("speculative_decoding", gamma=4) == 4
-    assert drawn("multi_candidate", configuration="3") == 3, (
+    assert count_drafted("speculative_decoding") == count_drafted("block_verification") == 2
+    assert count_drafted("speculative_decoding", gamma=4) == 4
+    assert count_drafted("multi_candidate", configuration="3") == 3, (
         "a method that does not ask for gamma is not told"
     )
 
@@ -340,16 +340,16 @@ def test_each_of_several_drafts_is_checked_for_its_vocabulary(
 
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
-    """Decoders that were told that their request is over."""
-    told: list[Decoder] = []
+    """Return the decoders whose request was ended."""
+    decoders: list[Decoder] = []
     end = Decoder.end
 
     def noted(self: Decoder) -> None:
-        told.append(self)
+        decoders.append(self)
         end(self)
 
     monkeypatch.setattr(Decoder, "end", noted)
-    return told
+    return decoders
 
 
 def test_a_request_that_is_over_is_closed_once_and_can_still_be_asked(
@@ -432,7 +432,7 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
         ([[3], [4], [-1]], r"^prompt\[2\]: "),
     ],
 )
-def test_a_row_that_fails_ends_the_batch_with_an_error_that_names_it(
+def test_a_prompt_that_fails_ends_the_batch_with_an_error_that_names_it(
     model: Model, rows: list[str | list[int]], says: str
 ) -> None:
     with pytest.raises(TinyspecError, match=says) as error:
@@ -440,7 +440,9 @@ def test_a_row_that_fails_ends_the_batch_with_an_error_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_a_defect_in_a_row_names_the_row(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_defect_in_one_prompt_names_the_prompt(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step = Decoder.step
 
     def fails(self: Decoder, rng: Any) -> Any:
@@ -452,13 +454,13 @@ def test_a_defect_in_a_row_names_the_row(model: Model, monkeypatch: pytest.Monke
     assert error.value.__notes__ == ["in prompt[1] of the batch"]
 
 
-def test_what_is_wrong_in_every_row_names_no_row(model: Model) -> None:
+def test_what_is_wrong_in_every_prompt_names_none(model: Model) -> None:
     for options in ({"method": "calm", "threshold": 3}, {"stop": [""]}, {"max_new_tokens": -1}):
         with pytest.raises(TinyspecError, match=r"^(threshold|stop\[0\]|max_new_tokens) is "):
             tinyspec.generate(model, ["the cat", "the dog"], **options)
 
 
-def test_what_a_drafter_was_asked_is_forgotten_and_what_was_said_stays(model: Model) -> None:
+def test_a_drafter_forgets_its_requests_and_keeps_the_texts(model: Model) -> None:
     """lookahead_trie keeps a model's answers over requests; of a prompt nothing may be left, nor of
     an abandoned request's.
     """

@@ -60,7 +60,7 @@ MODULES = parse_modules()
 
 
 def find_imports(node: ast.AST, into_functions: bool = True) -> Iterator[str]:
-    """Yield the package's modules that a piece of code imports; never those for type checkers only."""
+    """Yield the package's modules that a piece of code imports, but not those for type checkers."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test):
             continue
@@ -155,8 +155,8 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 2961,
     "_core": 957,
-    "lm": 4339,
-    "decoding": 1435,
+    "lm": 4336,
+    "decoding": 1420,
     "chapters": 5360,
     "laws": 10691,
     "museum": 3511,

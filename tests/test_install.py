@@ -54,7 +54,7 @@ def unpack(wheel: Path, site: Path) -> Path:
     return site
 
 
-def told(site: Path, cwd: Path, code: str) -> str:
+def run_python(site: Path, cwd: Path, code: str) -> str:
     """Run code in a folder, in a Python whose only tinyspec is the one in `site`."""
     libraries = sysconfig.get_paths()["purelib"]
     start = f"import site, sys; site.addsitedir({str(site)!r}); sys.path.append({libraries!r})\n"
@@ -66,7 +66,10 @@ def told(site: Path, cwd: Path, code: str) -> str:
     return done.stdout
 
 
-LISTED = "import runpy; sys.argv[1:] = ['models', 'list', '--json']; runpy.run_module('tinyspec', run_name='__main__')"
+LISTED = (
+    "import runpy; sys.argv[1:] = ['models', 'list', '--json']; runpy.run_module('tinyspec', "
+    "run_name='__main__')"
+)
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +93,13 @@ def test_an_editable_install_is_imported_from_anywhere(
     clone: Path, editable: Path, tmp_path: Path, where: str
 ) -> None:
     cwd = {"parent": clone.parent, "clone": clone, "elsewhere": tmp_path}[where]
-    said = told(editable, cwd, "import tinyspec; print(tinyspec.__file__, callable(tinyspec.load))")
-    assert said.split() == [str(clone / "tinyspec" / "__init__.py"), "True"]
-    listed = {model["name"]: model["path"] for model in json.loads(told(editable, cwd, LISTED))}
+    printed = run_python(
+        editable, cwd, "import tinyspec; print(tinyspec.__file__, callable(tinyspec.load))"
+    )
+    assert printed.split() == [str(clone / "tinyspec" / "__init__.py"), "True"]
+    listed = {
+        model["name"]: model["path"] for model in json.loads(run_python(editable, cwd, LISTED))
+    }
     assert listed["storyteller"] == str(clone / "models" / "storyteller")
 
 
@@ -101,7 +108,7 @@ def test_a_wheel_carries_two_models_and_the_assignments(
 ) -> None:
     site = unpack(wheel, tmp_path / "site")
     listed = {
-        model["name"]: model["path"] for model in json.loads(told(site, clone.parent, LISTED))
+        model["name"]: model["path"] for model in json.loads(run_python(site, clone.parent, LISTED))
     }
     assert {name for name, path in listed.items() if path and str(site) in path} == {
         "storyteller",
@@ -111,7 +118,7 @@ def test_a_wheel_carries_two_models_and_the_assignments(
         kept = {path.name for path in (clone / "models" / name).iterdir()}
         assert {path.name for path in (site / "tinyspec" / "_models" / name).iterdir()} == kept
     code = "from tinyspec.grade import starter; print(starter.assignment_folder('A2'))"
-    assert told(site, clone.parent, code).split() == [
+    assert run_python(site, clone.parent, code).split() == [
         str(site / "tinyspec" / "_assignments" / "A2")
     ]
 

@@ -28,7 +28,8 @@ numeric = pytest.mark.parametrize(
 )  # fmt: skip
 
 NO_VALUES: list[Any] = [
-    *(b"4", {}, object(), np.array([1, 2]), np.array([[True]]), torch.tensor([1, 2]), 1j, Decimal(4)),
+    *(b"4", {}, object(), np.array([1, 2]), np.array([[True]]), torch.tensor([1, 2]), 1j,
+    Decimal(4)),
     *("\x00", "a\nb", "9" * 20, "9" * 5000, "x" * 10**6, print, type, lambda: 4),
 ]  # fmt: skip
 NO_NUMBERS: list[Any] = [
@@ -38,7 +39,7 @@ NO_NUMBERS: list[Any] = [
 
 
 def refuse(card: Card, knob: Knob, value: Any) -> str:
-    """The one line that refuses a value; it names the knob."""
+    """Return the one line of the error for a value; it names the knob."""
     with pytest.raises(TinyspecError, match=f"^{knob.name} is ") as error:
         card.settings({knob.name: value})
     said = str(error.value)
@@ -57,7 +58,7 @@ def test_every_number_has_bounds(card: Card, knob: Knob) -> None:
 
 
 @numeric
-def test_what_is_no_number_is_refused(card: Card, knob: Knob) -> None:
+def test_what_is_no_number_is_an_error(card: Card, knob: Knob) -> None:
     for value in NO_NUMBERS:
         if str(value) != str(knob.beyond):
             refuse(card, knob, value)
@@ -74,7 +75,7 @@ def test_numbers_of_numpy_are_numbers(card: Card, knob: Knob) -> None:
 
 
 @every
-def test_what_is_no_value_is_refused(card: Card, knob: Knob) -> None:
+def test_what_is_no_value_is_an_error(card: Card, knob: Knob) -> None:
     for value in NO_VALUES:
         if knob.beyond is None or type(value) is not str:  # "9" * 5000 is infinity, as 1e999 is
             refuse(card, knob, value)

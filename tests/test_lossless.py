@@ -1,9 +1,8 @@
-"""Lossless to the last token, in the types people run: greedy text is plain decoding's, a batch row
-is the row alone.
+"""Greedy text equals plain decoding's to the last token, in the number types that people use.
 
-Elsewhere this holds in float32 up to rare ties, and in bfloat16 not at all: a block rounds
-otherwise than one row does. On a CPU no bit of a row depends on its block here, so not one token
-may differ.
+A text in a batch equals the text alone. Elsewhere this holds in float32 up to rare ties, and in
+bfloat16 not at all: a block rounds otherwise than one row does. On a CPU no bit of a row depends on
+its block here, so not one token may differ.
 """
 
 from typing import Any
@@ -58,14 +57,17 @@ def pair(request: pytest.FixtureRequest) -> tuple[Model, Model]:
     return tuple(tinyspec.load(name, dtype=request.param) for name in ("storyteller", "apprentice"))
 
 
-def said(text: Generation) -> tuple[list[int], list[float]]:
+def tokens_and_logprobs(text: Generation) -> tuple[list[int], list[float]]:
     """Tokens and the logarithms of their probabilities, which show every bit."""
     return text.tokens, text.logprobs
 
 
 @pytest.fixture(scope="module")
 def plain(pair: tuple[Model, Model]) -> list[tuple[list[int], list[float]]]:
-    return [said(tinyspec.generate(pair[0], prompt, max_new_tokens=64)) for prompt in PROMPTS]
+    return [
+        tokens_and_logprobs(tinyspec.generate(pair[0], prompt, max_new_tokens=64))
+        for prompt in PROMPTS
+    ]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +84,16 @@ def test_greedy_text_is_plain_decodings_to_the_last_token(
     if load_techniques()[method].copies:
         options["references"] = [" ".join(PROMPTS)]
     for prompt, expected in zip(PROMPTS, plain, strict=True):
-        assert said(tinyspec.generate(target, prompt, **options)) == expected
-    assert [said(row) for row in tinyspec.generate(target, PROMPTS, **options)] == plain
+        assert tokens_and_logprobs(tinyspec.generate(target, prompt, **options)) == expected
+    assert [
+        tokens_and_logprobs(row) for row in tinyspec.generate(target, PROMPTS, **options)
+    ] == plain
 
 
 @pytest.mark.parametrize("method", ["autoregressive", "speculative_decoding", "llma"])
-def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method: str) -> None:
+def test_a_sampled_prompt_in_a_batch_equals_the_prompt_alone(
+    pair: tuple[Model, Model], method: str
+) -> None:
     target, draft = pair
     options = {
         "method": method,
@@ -98,10 +104,12 @@ def test_a_sampled_batch_row_is_the_row_alone(pair: tuple[Model, Model], method:
     }
     batch = tinyspec.generate(target, PROMPTS, seed=11, **options)
     for i, (prompt, row) in enumerate(zip(PROMPTS, batch, strict=True)):
-        assert said(row) == said(tinyspec.generate(target, prompt, seed=11 + i, **options))
+        assert tokens_and_logprobs(row) == tokens_and_logprobs(
+            tinyspec.generate(target, prompt, seed=11 + i, **options)
+        )
 
 
-def test_rows_that_are_rounded_otherwise_in_a_block_are_found_out(
+def test_logits_that_are_rounded_otherwise_in_a_block_are_detected(
     pair: tuple[Model, Model], plain: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What everyone else has in bfloat16: the last state is rounded to it where a block is
@@ -114,4 +122,6 @@ def test_rows_that_are_rounded_otherwise_in_a_block_are_found_out(
 
     monkeypatch.setattr(Engine, "logits_as_array", rounded)
     options = {"method": "speculative_decoding", "draft": pair[1], "gamma": 7, "max_new_tokens": 64}
-    assert [said(tinyspec.generate(pair[0], prompt, **options)) for prompt in PROMPTS] != plain
+    assert [
+        tokens_and_logprobs(tinyspec.generate(pair[0], prompt, **options)) for prompt in PROMPTS
+    ] != plain

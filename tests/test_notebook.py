@@ -23,7 +23,7 @@ def model(zoo: Zoo) -> Model:
 
 
 class Page(HTMLParser):
-    """Reads HTML: its tags, its text outside what is folded away, and whether every tag is closed."""
+    """Reads HTML: its tags, its text outside folded parts, and whether every tag is closed."""
 
     def __init__(self, html: str):
         super().__init__()

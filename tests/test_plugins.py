@@ -76,7 +76,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def _few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first cases of each law: the command is tried, not the technique."""
+    """The first cases of each law: this tries the command, not the technique."""
     every = prove.list_questions
 
     def first(card: technique.Card, profile: prove.Profile) -> list[tuple[str, prove.SuiteCase]]:
@@ -100,9 +100,9 @@ def write(folder: Path, text: str, name: str = "mine.py") -> str:
 def test_an_exact_technique_file_is_proved_from_wherever_it_stands(tmp_path: Path) -> None:
     result = run("laws", write(tmp_path, TECHNIQUE), "--json")
     assert result.exit_code == 0, result.output
-    (told,) = json.loads(result.stdout)["methods"]
-    assert (told["method"], told["accused"], told["broken"]) == ("mine", None, [])
-    assert [found["law"] for found in told["proved"]] == [
+    (report,) = json.loads(result.stdout)["methods"]
+    assert (report["method"], report["accused"], report["broken"]) == ("mine", None, [])
+    assert [found["law"] for found in report["proved"]] == [
         "joint law", "the laws of a round", "greedy equality", "the contracts of a drafter",
     ]  # fmt: skip
 
@@ -118,21 +118,21 @@ def test_a_slip_is_named_by_law_case_and_method_and_the_other_laws_run(tmp_path:
         "got",
     ):
         assert words in result.output
-    (told,) = json.loads(run("laws", write(tmp_path, SLIP), "--json").stdout)["methods"]
-    assert told["accused"]["law"] == "joint law"
-    assert "the contracts of a drafter" in [found["law"] for found in told["proved"]]
+    (report,) = json.loads(run("laws", write(tmp_path, SLIP), "--json").stdout)["methods"]
+    assert report["accused"]["law"] == "joint law"
+    assert "the contracts of a drafter" in [found["law"] for found in report["proved"]]
 
 
 @pytest.mark.usefixtures("_few_cases")
 def test_a_broken_contract_is_named_by_law_case_and_method_and_the_other_laws_run(
     tmp_path: Path,
 ) -> None:
-    (told,) = json.loads(run("laws", write(tmp_path, LIAR), "--json").stdout)["methods"]
-    broken = {entry["law"]: entry for entry in told["broken"]}
+    (report,) = json.loads(run("laws", write(tmp_path, LIAR), "--json").stdout)["methods"]
+    broken = {entry["law"]: entry for entry in report["broken"]}
     assert broken["truthful drafter"]["title"] == "truthful, presence, examined tokens"
     assert broken["truthful drafter"]["expected"] == "tokens drawn from the declared distribution"
-    assert told["method"] == "mine"
-    assert "the laws of a round" in [found["law"] for found in told["proved"]]
+    assert report["method"] == "mine"
+    assert "the laws of a round" in [found["law"] for found in report["proved"]]
 
 
 @pytest.mark.usefixtures("_few_cases")
@@ -147,7 +147,7 @@ def test_an_exception_is_named_by_file_and_line_and_the_other_methods_run(tmp_pa
     assert isinstance(run("--debug", "laws", file).exception, ZeroDivisionError)
 
 
-def test_a_promise_that_no_law_can_hold_is_said(tmp_path: Path) -> None:
+def test_a_promise_that_no_law_can_check_is_reported(tmp_path: Path) -> None:
     result = run("laws", write(tmp_path, TECHNIQUE.replace("Guarantee.EXACT", "Guarantee.APPROX")))
     assert result.exit_code == 1
     assert "must bring an oracle of its rule" in result.output
@@ -159,9 +159,9 @@ def test_a_promise_that_no_law_can_hold_is_said(tmp_path: Path) -> None:
 def test_a_plugin_generates_and_is_listed(tmp_path: Path) -> None:
     file = write(tmp_path, TECHNIQUE)
     options = ("--plugin", file, "--method", "mine", "--gamma", "3", "-n", "5", "--json")
-    told = json.loads(run("generate", "Once", *options).stdout)
+    report = json.loads(run("generate", "Once", *options).stdout)
     plain = json.loads(run("generate", "Once", "-n", "5", "--json").stdout)
-    assert (told["method"], told["tokens"]) == ("mine", plain["tokens"])
+    assert (report["method"], report["tokens"]) == ("mine", plain["tokens"])
     assert "mine" in run("methods", "--plugin", file).stdout
     assert "A draft model proposes a chain" in run("methods", "mine", "--plugin", file).stdout
     assert os.environ[plugins.VARIABLE] == str(Path(file).resolve())
@@ -233,8 +233,8 @@ def test_a_file_that_changed_is_read_again(tmp_path: Path) -> None:
 def test_a_method_may_be_a_file(tmp_path: Path) -> None:
     """`--method mine.py` and `methods mine.py` do what `--plugin mine.py` and the name do."""
     file = write(tmp_path, TECHNIQUE)
-    said = run("generate", "Once", "--method", file, "--gamma", "3", "-n", "5", "--json")
-    assert json.loads(said.stdout)["method"] == "mine"
+    result = run("generate", "Once", "--method", file, "--gamma", "3", "-n", "5", "--json")
+    assert json.loads(result.stdout)["method"] == "mine"
     assert run("methods", file).stdout == run("methods", "mine", "--plugin", file).stdout
     assert os.environ[plugins.VARIABLE] == str(Path(file).resolve())
 
@@ -273,7 +273,7 @@ def test_a_file_that_cannot_be_loaded_is_one_line(
     assert "no such file" in failed(run("laws", str(tmp_path / "other.py")))
 
 
-def test_two_plugins_of_one_name_are_told_apart(tmp_path: Path) -> None:
+def test_two_plugins_of_one_name_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     technique.load_plugin(write(tmp_path, TECHNIQUE))
     with pytest.raises(TinyspecError, match="another plugin has this name"):

@@ -1,6 +1,4 @@
-"""The README's commands are commands: every one that it and CONTRIBUTING show is parsed as its own
-`--help` says.
-"""
+"""Every command that README and CONTRIBUTING show is parsed as its own `--help` says."""
 
 import re
 import shlex

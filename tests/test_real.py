@@ -1,5 +1,6 @@
-"""A real model: SmolLM2-135M-Instruct, against transformers on the same weights and on the
-benchmark's own questions.
+"""A real model, SmolLM2-135M-Instruct, against transformers on the same weights.
+
+The prompts are the benchmark's own questions.
 """
 
 import pytest
@@ -54,7 +55,7 @@ def test_the_stored_weights_are_one_copy_and_a_chat_template(smollm2) -> None:  
     assert smollm2.config.parameters() == pytest.approx(134.5e6, rel=0.01)
 
 
-def test_its_committed_draft_guesses_part_of_its_text_and_changes_none_of_it(smollm2) -> None:  # type: ignore[no-untyped-def]
+def test_its_committed_draft_predicts_part_of_its_text_and_changes_none_of_it(smollm2) -> None:  # type: ignore[no-untyped-def]
     """models/smollm2-draft holds layers alone: embeddings, head and tokenizer are the target's."""
     assert models.find_drafts_of("smollm2")[0] == "smollm2-draft"
     draft = tinyspec.load("smollm2-draft")

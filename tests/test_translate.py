@@ -1,5 +1,6 @@
-"""tinyspec.translate and `tinyspec translate`: any technique, the right model for it, and errors
-that say what to do.
+"""tinyspec.translate and `tinyspec translate`: any technique, and the right model for it.
+
+Errors say what to do.
 """
 
 import json
@@ -220,7 +221,7 @@ def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:
     assert work(alone).teacher_calls == 0
 
 
-def test_mask_predict_makes_as_many_passes_as_it_is_told(at_home: Trained) -> None:
+def test_mask_predict_makes_as_many_passes_as_its_setting_says(at_home: Trained) -> None:
     model = tinyspec.load_translator("mask_predict")
     done = one(model, TEXT, method="mask_predict", iterations=3, lengths=2)
     assert (work(done).encoder_calls, done.stats.target_calls, work(done).candidates) == (1, 3, 2)
@@ -252,7 +253,7 @@ def test_a_temperature_is_the_knob_of_a_method_that_has_one(at_home: Trained) ->
         one("mask_predict", TEXT, method="mask_predict", temperature=0.5)
 
 
-def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
+def test_an_interrupted_translation_returns_its_passes_so_far(at_home: Trained) -> None:
     running = start_translation("mask_predict", TEXT, method="mask_predict", iterations=5)
     next(iter(running))
     done = running.interrupted()
@@ -320,7 +321,7 @@ def test_interrupted_there_is_what_there_is(at_home: Trained) -> None:
         ),
     ],
 )
-def test_what_cannot_be_translated_is_said_in_one_line(
+def test_what_cannot_be_translated_is_an_error_of_one_line(
     at_home: Trained, model: str, options: dict[str, Any], says: str
 ) -> None:
     options = {"source": TEXT, **options}
@@ -330,7 +331,7 @@ def test_what_cannot_be_translated_is_said_in_one_line(
     assert "\n" not in str(error.value)
 
 
-def test_who_extends_and_who_translates_are_told_apart(trained: Trained) -> None:
+def test_techniques_that_extend_and_that_translate_are_distinguished(trained: Trained) -> None:
     story, teacher = tinyspec.load(trained.storyteller), tinyspec.load_translator(trained.teacher)
     for call, says in (
         (lambda: tinyspec.translate(story, TEXT), "extends texts and translates none"),
@@ -390,12 +391,12 @@ def test_as_json_and_with_every_pass(at_home: Trained) -> None:
     result = run(
         "translate", "--method", "mask_predict", "--iterations", "3", "--json", "--trace", TEXT
     )
-    told = json.loads(result.stdout)
+    report = json.loads(result.stdout)
     done = one("mask_predict", TEXT, method="mask_predict", iterations=3)
-    assert told["tokens"] == done.tokens
-    assert told["text"] == done.text
-    assert len(told["passes"]) == told["stats"]["target_calls"] == 3
-    assert told["stats"]["encoder_calls"] == 1
+    assert report["tokens"] == done.tokens
+    assert report["text"] == done.text
+    assert len(report["passes"]) == report["stats"]["target_calls"] == 3
+    assert report["stats"]["encoder_calls"] == 1
     assert [
         line.split()[0] for line in result.stderr.splitlines() if line.strip()[:1].isdigit()
     ] == ["1", "2", "3"]

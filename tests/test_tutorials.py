@@ -1,5 +1,6 @@
-"""Every lesson runs as it stands: its cells in order, in one namespace; a failure names the
-lesson's file and line.
+"""Every lesson runs as it stands: its cells in order, in one namespace.
+
+A failure names the lesson's file and line.
 """
 
 import ast
@@ -58,7 +59,10 @@ def test_a_lesson_runs(path: Path) -> None:
     done = [*run_page(path, names)]
     assert any(output.printed for _, output in done)
     for cell, output in done:
-        stale = f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec book --refresh"
+        stale = (
+            f"{path.name}:{cell.shown.start}: the cell does not show this any more: tinyspec "
+            "book --refresh"
+        )
         assert cell.printed in (None, output.printed), stale
         if cell.picture:
             assert is_same_picture(
@@ -228,7 +232,7 @@ def test_the_book_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     from tinyspec.cli import book, main
 
     monkeypatch.setattr(book, "NEEDED", ("no_such_module",))
-    said = CliRunner().invoke(main, ["book", "--no-open"])
-    assert said.exit_code == 2 and "pip install -e '.[book]'" in said.output
+    result = CliRunner().invoke(main, ["book", "--no-open"])
+    assert result.exit_code == 2 and "pip install -e '.[book]'" in result.output
     monkeypatch.setattr(book, "TUTORIALS", tmp_path)
     assert "in a clone of the repository" in CliRunner().invoke(main, ["book"]).output

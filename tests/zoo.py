@@ -1,5 +1,6 @@
-"""What commands are tried on, and how: tiny random models as folders, a tokenizer trained on the
-spot, a runner.
+"""Small models for the tests of commands, and a runner.
+
+The models are folders with random weights and a tokenizer that is trained on the spot.
 """
 
 from pathlib import Path
@@ -15,10 +16,13 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
 
 TEXT = (
-    "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran to the house. "
-    * 4
+    "the cat sat on the mat and the dog sat on the log, and then the cat and the dog ran "
+    "to the house. "
+) * 4
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
+    "add_generation_prompt %}a:{% endif %}"
 )
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
 
 class Zoo(NamedTuple):
@@ -45,7 +49,8 @@ def tiny_zoo(folder: Path) -> Zoo:
             [TEXT], trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet)
         )
         config = Config(
-            vocab_size=backend.get_vocab_size(), d_model=32, n_layers=layers, n_heads=2, n_kv_heads=1, head_dim=16,
+            vocab_size=backend.get_vocab_size(), d_model=32, n_layers=layers, n_heads=2,
+            n_kv_heads=1, head_dim=16,
             d_ff=48, max_positions=96, extra={"draft": names.small} if name == names.big else {},
         )  # fmt: skip
         weights = Model.random(config, scale=0.3).weights

@@ -21,7 +21,7 @@ GROUPS = (*SPEC_BENCH, "edits")
 
 
 def sample(task: str, prompt: str, round: int, timed: int, calls: int) -> Sample:
-    """A request of auto, of which only tokens and passes are told."""
+    """A request of `auto`, of which only tokens and passes are known."""
     return Sample(task, prompt, 0, "auto", round, 1.0, 1.0, timed + 1, timed, calls, *[0] * 7)
 
 
@@ -35,16 +35,20 @@ def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]
         "samples": [list(sample(task, "0", 0, 30, 11)) for task in COPYING],
         "figures": {
             "tasks": {
-                task: {arm: {"speedup": {"median": s * (each[task] if arm == "auto" else 1)}} for arm, s in speeds.items()}
+                task: {arm: {"speedup": {"median": s * (each[task] if arm == "auto" else 1)}}
+                       for arm, s in speeds.items()}
                 for task in GROUPS
             },
             "overall": {
-                arm: {"mean": s, "tokens_per_second": 10 * s, "jobs": 7, "identical": None if arm == "transformers" else 7}
+                arm: {"mean": s, "tokens_per_second": 10 * s, "jobs": 7,
+                "identical": None if arm == "transformers" else 7}
                 for arm, s in speeds.items()
             },
             "against": {
-                "transformers": {"autoregressive": dict.fromkeys(GROUPS, plain), "auto": dict.fromkeys(GROUPS, plain * auto)},
-                "llama.cpp": {"autoregressive": dict.fromkeys(GROUPS, 0.8), "auto": dict.fromkeys(GROUPS, 0.8 * auto)},
+                "transformers": {"autoregressive": dict.fromkeys(GROUPS, plain),
+                "auto": dict.fromkeys(GROUPS, plain * auto)},
+                "llama.cpp": {"autoregressive": dict.fromkeys(GROUPS, 0.8),
+                "auto": dict.fromkeys(GROUPS, 0.8 * auto)},
                 LOOKUP: {"auto": {task: 3.5 - (task == "rag") for task in GROUPS}},
             },
         },
@@ -52,7 +56,8 @@ def result(auto: float, plain: float = 4.0, over: float = 1.2) -> dict[str, Any]
             "ceilings": {"bandwidth": {"us": 2e9, "them": 3e9}, "peak": {"us": 5e9}},
             "curves": {
                 "tinyspec": {"rows": {
-                    k: {"against_one": 1.1 if k == "8" else 1.0, "over": over, "usually": over - 0.2, "milliseconds": 9.0}
+                    k: {"against_one": 1.1 if k == "8" else 1.0, "over": over,
+                    "usually": over - 0.2, "milliseconds": 9.0}
                     for k in ("1", "8", "32")
                 }}
             },
@@ -73,7 +78,10 @@ def test_ratios_sum_up_a_run_over_plain_decoding_and_its_peers() -> None:
             "`auto` over plain decoding, mean of Spec-Bench's six groups": 1.4,
             "`auto` over plain decoding, smallest of the groups": 1.4,
             "`auto` over plain decoding, mean of what copies (summaries, RAG, edits)": 5.6 / 3,
-            "`auto` over transformers' prompt lookup in its best setting, smallest of the groups": 2.5,
+            (
+                "`auto` over transformers' prompt lookup in its best setting, smallest of the "
+                "groups"
+            ): 2.5,
             "`auto` over llama.cpp, mean of Spec-Bench's six groups": 0.8 * 1.4,
         }
     )

@@ -52,7 +52,7 @@ def may_run(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", EVERY)
-def test_books_balance_at_every_length_and_temperature(method: str) -> None:
+def test_reported_counts_add_up_at_every_length_and_temperature(method: str) -> None:
     may_run(method)
 
     @settings(max_examples=20)

@@ -26,7 +26,7 @@ from tinyspec.technique import load_techniques
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chapter of three techniques, one with two rows; nothing depends on how many there are."""
+    """Return a chapter of three techniques, one with two rows; no rule depends on their number."""
     monkeypatch.setattr(
         chapters, "list_decoders", lambda name: ["llma", "speculative_decoding", "auto"]
     )

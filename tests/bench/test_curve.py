@@ -56,7 +56,7 @@ def test_the_second_run_is_timed_and_the_first_round_is_dropped() -> None:
     assert [m["seconds"] for m in raw["meters"]] == [[4.0, 5.0], [2.0, 1.0], [4.0, 2.0]]  # type: ignore[attr-defined]
 
 
-def test_whoever_ran_before_is_given_time_to_fall_asleep_before_each_that_is_timed() -> None:
+def test_the_threads_of_other_work_get_time_to_sleep_before_each_timed_pass() -> None:
     hand, told = Hand(), list[str]()
 
     class Telling(Slow):

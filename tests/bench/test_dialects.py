@@ -90,15 +90,17 @@ def files(folder: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+def dialects_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
     folder = tmp_path_factory.mktemp("dialects")
     done = run("bench", "dialects", "--kinds", "lex,fert", *QUICK, *files(folder))
     assert done.exit_code == 0, done.output
     return folder, json.loads((folder / "d.json").read_text(encoding="utf-8")), done.stdout
 
 
-def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(made: Any) -> None:
-    _, result, _ = made
+def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
+    dialects_run: Any,
+) -> None:
+    _, result, _ = dialects_run
     for kind in ("lex", "fert"):
         arms = result["kinds"][kind]["arms"]
         assert list(arms) == [
@@ -126,8 +128,8 @@ def test_a_committed_result_follows_from_its_verdicts(path: Path) -> None:
     assert path.with_suffix(".md").read_text(encoding="utf-8") == "\n\n".join(page) + "\n"
 
 
-def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
-    folder, result, shown = made
+def test_the_files_are_a_table_a_kind_and_a_picture(dialects_run: Any) -> None:
+    folder, result, shown = dialects_run
     page = (folder / "d.md").read_text(encoding="utf-8")
     assert page.startswith("`tinyspec ") and page.count("| autoregressive |") == 2
     drawn = (folder / "d.svg").read_text(encoding="utf-8")
@@ -141,9 +143,9 @@ def test_the_files_are_a_table_a_kind_and_a_picture(made: Any) -> None:
 
 
 def test_an_interrupted_run_goes_on_where_it_was(
-    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dialects_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, whole, _ = made
+    _, whole, _ = dialects_run
     out, kept = tmp_path / "d.json", DialectTrial.run_mask_predict
 
     def stops(self: DialectTrial, *passes: Any) -> Any:
@@ -160,8 +162,8 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert result["figures"] == whole["figures"]
 
 
-def test_wrong_input_is_one_line(made: Any, tmp_path: Path) -> None:
-    folder, _, _ = made
+def test_wrong_input_is_one_line(dialects_run: Any, tmp_path: Path) -> None:
+    folder, _, _ = dialects_run
     assert "no dialect 'lax'" in failed(run("bench", "dialects", "--kinds", "lax", *QUICK))
     assert "such as 1,2,4" in failed(run("bench", "dialects", "--passes", "0", "--quiet"))
     assert "name it" in failed(run("bench", "dialects", *QUICK, "--resume"))
@@ -200,7 +202,8 @@ def test_the_one_pass_model_reads_even_copies_and_tells_its_length() -> None:
 def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
     """Dialects are equally likely, so no model is right by taking the most likely words."""
     given = DialectSettings(
-        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10), lengths=(1,),
+        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10),
+        lengths=(1,),
         student_steps=1500,
     )  # fmt: skip
     result = dialects.measure_dialects(given, quiet=True)
@@ -209,7 +212,7 @@ def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
     assert valid[RAW] <= 0.2 and valid[SAMPLED] <= 0.05, valid
     assert valid["mask-predict, T 1, l 1"] <= 0.5, (
         valid
-    )  # where words tie, the likeliest may lean to one dialect
+    )  # where two words are equally likely, the choice may favour one dialect
     assert (
         valid["mask-predict, T 1, l 1"]
         < valid["mask-predict, T 4, l 1"]

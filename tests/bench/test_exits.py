@@ -197,7 +197,8 @@ def test_the_command_writes_all_three_and_goes_on_where_it_was(
     [
         (("--thresholds", "0.5,x"), "--thresholds 0.5,x: write numbers"),
         (("--thresholds", "1.5"), "threshold is 1.5: it must be from 0.0 to 1.0, or inf"),
-        (("--measures", "entropy"), "there is no measure 'entropy': softmax, saturation, classifier"),
+        (("--measures", "entropy"),
+         "there is no measure 'entropy': softmax, saturation, classifier"),
         (("--tokens", "500"), "do not fit into the context"),
         (("--min-exit", "3"), "min_exit is 3: big has 2 layers"),
         (("--resume",), "--resume goes on with the file of --out"),
@@ -234,7 +235,8 @@ def test_calibrate_gives_the_last_threshold_that_passed(
 ) -> None:
     out = tmp_path / "c.json"
     made = run(
-        "calibrate", "--model", zoo.big, "--texts", texts, "--delta", "0.9", "--epsilon", "0.3", "--prompts", "4",
+        "calibrate", "--model", zoo.big, "--texts", texts, "--delta", "0.9", "--epsilon", "0.3",
+        "--prompts", "4",
         "--consistency", consistency, "--out", str(out), *CALIBRATE,
     )  # fmt: skip
     assert made.exit_code == 0, made.output
@@ -253,7 +255,8 @@ def test_calibrate_gives_the_last_threshold_that_passed(
 
 def test_a_loss_is_that_of_the_texts(zoo: Zoo, texts: str) -> None:
     given = calibrate.CalibrationSettings(
-        zoo.big, 0.9, 0.3, texts=(Path(texts).read_text(),), prompts=3, prompt_tokens=8, tokens=4, step=1.0, check=0,
+        zoo.big, 0.9, 0.3, texts=(Path(texts).read_text(),), prompts=3, prompt_tokens=8, tokens=4,
+        step=1.0, check=0,
         measure="saturation", decay="constant",
     )  # fmt: skip
     found = calibrate.run_calibration(given, quiet=True)
@@ -284,9 +287,9 @@ def test_calibration_reports_errors_before_anything_is_run(
 ) -> None:
     few = run("calibrate", "--model", "no such model", "--prompts", "100")
     assert (
-        "100 calibration examples are too few for delta 0.1 and epsilon 0.05: at least 150 are needed"
-        in failed(few)
-    )
+        "100 calibration examples are too few for delta 0.1 and epsilon 0.05: at least 150 "
+        "are needed"
+    ) in failed(few)
     assert "delta is 1.5: it must be above 0 and below 1" in failed(
         run("calibrate", "--delta", "1.5")
     )

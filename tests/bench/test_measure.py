@@ -53,7 +53,7 @@ def test_every_arm_does_every_job_in_every_round_once() -> None:
     assert len({sample.key for sample in book.samples}) == len(book.samples) == 2 * 3 * 3
 
 
-def test_who_goes_first_moves_on_and_everyone_does_as_often() -> None:
+def test_the_first_arm_rotates_and_each_is_first_equally_often() -> None:
     order: list[str] = []
 
     class Noting(Fake):
@@ -273,7 +273,7 @@ JOB = Job("qa", "0", 0, (1,), 6)
     [
         HONEST._replace(accepted=6),  # the bonus is counted as accepted
         HONEST._replace(accepted=5),  # tokens that the stop cut off are counted
-        HONEST._replace(calls=3),  # the prefill is counted as a call
+        HONEST._replace(calls=3),  # the prefill is counted as a pass
         HONEST._replace(calls=1),  # a round is forgotten
         HONEST._replace(silent=1),
         HONEST._replace(ids=(1, 2, 3, 4, 5)),  # another number of tokens than the other arms

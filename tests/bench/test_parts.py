@@ -36,7 +36,7 @@ def layers(cached: int = 9, most: int = 8) -> parts.CompiledLayers:
 
 @compiled
 @pytest.mark.parametrize("k", [1, 3, 8])
-def test_layers_alone_compute_what_they_compute_in_the_call(k: int) -> None:
+def test_layers_alone_compute_what_they_compute_in_the_forward_pass(k: int) -> None:
     """Given the embeddings of the text's own tokens they end at its own logits, to the bit."""
     alone = layers()
     m, text = alone.session.model, alone.session.text
@@ -46,7 +46,7 @@ def test_layers_alone_compute_what_they_compute_in_the_call(k: int) -> None:
 
 
 @compiled
-def test_where_rows_see_themselves_alone_no_text_is_attended() -> None:
+def test_positions_that_see_themselves_alone_attend_to_no_text() -> None:
     """Whatever stands after them, and whoever stands beside them."""
     short, long = layers(cached=1), layers(cached=30)
     for k in (1, 8):

@@ -1,4 +1,4 @@
-"""Peers on a tiny model: the same ids, as many tokens, calls counted, and clear errors."""
+"""Peers on a tiny model: the same ids, as many tokens, counted passes, and clear errors."""
 
 import sys
 import time
@@ -32,14 +32,14 @@ def big(zoo: Zoo) -> Model:
     return models.load(zoo.big, dtype="float32")
 
 
-def asked(model: Model, tokens: int = 12) -> Job:
+def make_job(model: Model, tokens: int = 12) -> Job:
     return Job("qa", "0", 0, tuple(model.tokenizer.encode(TEXT)[:40]), tokens)
 
 
 @pytest.mark.parametrize(
     "label", ["transformers", "transformers:lookup=4", "transformers:assistant=SMALL:tokens=3"]
 )
-def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
+def test_transformers_makes_the_same_tokens_and_its_forward_passes_are_counted(
     zoo: Zoo, big: Model, label: str
 ) -> None:
     pytest.importorskip("transformers")
@@ -49,7 +49,7 @@ def test_transformers_makes_the_same_tokens_and_its_calls_are_counted(
         spec.name, tuple((k, zoo.small if k == "assistant" else v) for k, v in spec.knobs)
     )
     (arm,) = peers.make_peer_arms([spec], settings, big, 96)
-    job = asked(big)
+    job = make_job(big)
     made = arm.run(job, 0, time.perf_counter)
     plain = TechniqueArm(ArmSpec(PLAIN), big, settings).run(job, 0, time.perf_counter)
     check_token_balance(made, job, arm.label)
@@ -76,7 +76,7 @@ def test_transformers_samples_by_seed(zoo: Zoo, big: Model) -> None:
         big,
         96,
     )
-    texts = [arm.run(asked(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
+    texts = [arm.run(make_job(big), seed, time.perf_counter).ids for seed in (0, 0, 1)]
     assert texts[0] == texts[1] != texts[2]
 
 

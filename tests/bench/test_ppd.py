@@ -28,7 +28,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
 def deep(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Six layers that disagree, on the zoo's tokenizer."""
     small = tinyspec.load(zoo.big)
-    config = Config(vocab_size=small.config.vocab_size, d_model=32, n_layers=6, n_heads=2, n_kv_heads=1, head_dim=16,
+    config = Config(vocab_size=small.config.vocab_size, d_model=32, n_layers=6, n_heads=2,
+                    n_kv_heads=1, head_dim=16,
                     d_ff=48, max_positions=96)  # fmt: skip
     folder = tmp_path_factory.mktemp("deep") / "deep"
     Model(config, Model.random(config, scale=0.4).weights, small.tokenizer, "deep").save(folder)

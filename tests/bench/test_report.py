@@ -1,4 +1,4 @@
-"""Tables and pictures say what the figures say; slow-downs are called slow-downs (B43)."""
+"""Tables and pictures show the figures, and a slow-down is called a slow-down (B43)."""
 
 import json
 import re

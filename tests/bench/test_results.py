@@ -136,7 +136,7 @@ def test_the_figures_of_a_run_follow_from_its_samples(path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [p for p in RESULTS if p.name.startswith("parts")], ids=lambda p: p.name
 )
-def test_a_call_taken_apart_follows_from_its_samples(path: Path) -> None:
+def test_the_parts_of_a_forward_pass_follow_from_their_samples(path: Path) -> None:
     result = load(path)
     for cached, of in result["figures"].items():
         found = parts.split_into_parts(result["samples"][cached])

@@ -33,7 +33,7 @@ def result(zoo: Zoo) -> dict[str, Any]:
     return found
 
 
-def test_alpha_is_that_of_paired_rows_and_one_where_the_draft_is_the_target(
+def test_alpha_is_that_of_paired_distributions_and_one_where_the_draft_is_the_target(
     result: dict[str, Any],
 ) -> None:
     drafts = result["drafts"]

@@ -132,7 +132,8 @@ def test_the_fastest_set_wins_and_not_the_one_that_passes_most(
     ) -> dict[str, Any]:
         speed = 1 + len(chosen) / 10
         return {
-            "skip": skip.format_skip_set(chosen), "seconds": 1 / speed, "plain": 1.0, "speed": speed,
+            "skip": skip.format_skip_set(chosen), "seconds": 1 / speed, "plain": 1.0,
+            "speed": speed,
             "accepted": 1 - len(chosen) / 9,
         }  # fmt: skip
 

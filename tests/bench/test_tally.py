@@ -104,7 +104,7 @@ def test_against_itself_every_arm_is_one() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=6))
-def test_tau_times_calls_is_tokens_and_emitted_is_accepted_plus_rounds(
+def test_tau_times_target_passes_is_tokens_and_emitted_is_accepted_plus_rounds(
     requests: list[tuple[int, int]],
 ) -> None:
     made = []

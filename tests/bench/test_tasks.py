@@ -20,7 +20,7 @@ def chatty(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return models.load(tiny_zoo(tmp_path_factory.mktemp("zoo")).big)
 
 
-def told(job: Job) -> Sequence[int]:
+def answer_sevens(job: Job) -> Sequence[int]:
     return [7] * job.tokens
 
 
@@ -107,18 +107,20 @@ def test_an_answer_in_a_conversation_ends_where_its_text_does(chatty: Model) -> 
 
 
 def test_a_prompt_that_is_too_long_keeps_its_end(chatty: Model) -> None:
-    job = tasks.list_jobs(chatty, [Item("books", "1", ("the cat " * 90,), chat=False)], 16, told)[0]
+    job = tasks.list_jobs(
+        chatty, [Item("books", "1", ("the cat " * 90,), chat=False)], 16, answer_sevens
+    )[0]
     assert len(job.ids) + job.tokens == chatty.config.max_positions
     assert job.cropped > 0
     with pytest.raises(TinyspecError, match="--tokens"):
-        tasks.list_jobs(chatty, [Item("books", "1", ("a",), chat=False)], 999, told)
+        tasks.list_jobs(chatty, [Item("books", "1", ("a",), chat=False)], 999, answer_sevens)
 
 
 def test_a_model_without_a_template_continues_the_text(chatty: Model) -> None:
     plain = Model(chatty.config, dict(chatty.weights), chatty.tokenizer)
     plain.tokenizer.chat_template, kept = None, plain.tokenizer.chat_template
     try:
-        job = tasks.list_jobs(plain, [Item("qa", "1", ("the cat",))], 4, told)[0]
+        job = tasks.list_jobs(plain, [Item("qa", "1", ("the cat",))], 4, answer_sevens)[0]
         assert plain.tokenizer.decode(job.ids) == "the cat"
     finally:
         plain.tokenizer.chat_template = kept

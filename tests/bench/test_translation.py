@@ -53,7 +53,8 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_joint_tokenizer(3 * (ENGLISH + GERMAN), 400, root / "tokenizer")
     for number, (role, shape) in enumerate(SHAPES.items()):
         config = Seq2SeqConfig(
-            tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1, decoder_layers=1, max_positions=64,
+            tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1,
+            decoder_layers=1, max_positions=64,
             extra={"trained_for": role}, **shape,
         )  # fmt: skip
         Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(

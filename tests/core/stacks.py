@@ -1,9 +1,9 @@
-"""Random small transformers twice: compiled, and in float64 by the pure twin; and passes over trees
-of rows.
+"""Build small random transformers twice, and run passes over trees of rows through both.
 
-A pass is a forest: every row has a parent that stands before it, or none, and sees its ancestors
-and itself (or some of them). `alone` runs each row by itself; `together` runs them in blocks, in
-any slots, on any threads, beside anything.
+One is compiled, the other is the pure twin in float64. A pass is a forest of rows: every row has a
+parent that stands before it, or none, and sees its ancestors and itself (or some of them). `alone`
+runs each row by itself; `together` runs them in blocks, in any slots, on any threads, beside any
+other rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -65,7 +65,7 @@ def rounds(half: bool) -> bool:
 
 
 def falls(law: Callable[..., None], *accused: Any) -> bool:
-    """Whether the law refutes what it is given."""
+    """Return whether the law refutes the function that it is given."""
     try:
         law(*accused)
     except (AssertionError, ValueError):
@@ -188,7 +188,8 @@ class Stack:
             for _ in range(s.layers if s.head_norms else 0)
         ]
         facts: Any = {
-            "heads": heads, "shared": s.shared, "width": s.width, "rms": s.rms, "gated": s.gated, "silu": s.silu,
+            "heads": heads, "shared": s.shared, "width": s.width, "rms": s.rms, "gated": s.gated,
+            "silu": s.silu,
             "half": s.half, "eps": 1e-5, "scale": 1 / np.sqrt(s.width), "cos": cos, "sin": sin,
         }  # fmt: skip
         self.engine = compute.Engine(
@@ -232,13 +233,13 @@ class Stack:
 
 @dataclass
 class Rows:
-    """The rows of one session: their states, their parents, and which of its ancestors each sees,
-    by key/value head.
+    """The rows of one session: their states, their parents, and the ancestors that each of them
+    sees, by key/value head.
     """
 
     x: Array  # [n, d]
     parents: list[int]
-    hidden: Array  # bool [n, shared, n]: what a row does not see although it is an ancestor
+    hidden: Array  # bool [n, shared, n]: the ancestors that a row does not see
     lead: tuple[Array, Array, Array] | None = None  # which rows see it; its keys and values
     slots: list[int] = field(default_factory=list)
 
@@ -258,8 +259,8 @@ class Rows:
     def feed(
         self, stack: Stack, cache: Array, chosen: Sequence[int], slots: Sequence[int], by_head: bool
     ) -> tuple[Any, ...]:
-        """The chosen rows for `Engine.run`. What is seen is written with a prefix where the slots
-        allow it.
+        """Return the chosen rows for `Engine.run`. The slots that a row sees are written with a
+        prefix where the slots allow it.
         """
         lists = [
             own
@@ -271,19 +272,21 @@ class Rows:
             if self.lead is None
             else ([bool(self.lead[0][row]) for row in chosen], *self.lead[1:])
         )
-        return (cache.ctypes.data, cache.shape[3], [slots[row] for row in chosen], [len(self.path(row)) - 1 for row in chosen],
-                (len(self.hidden[0]) if by_head else 1, [short(own) for own in lists]), lead)  # fmt: skip
+        return (cache.ctypes.data, cache.shape[3], [slots[row] for row in chosen],
+                [len(self.path(row)) - 1 for row in chosen],
+                (len(self.hidden[0]) if by_head else 1, [short(own) for own in lists]),
+                lead)  # fmt: skip
 
 
 def short(slots: list[int]) -> tuple[int, tuple[int, ...]]:
-    """Slots 0, 1, 2... at the beginning of a list are said by their number alone."""
+    """Write the slots 0, 1, 2... at the beginning of a list as their number alone."""
     prefix = next((i for i, slot in enumerate(slots) if slot != i), len(slots))
     return prefix, tuple(slots[prefix:])
 
 
 def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lead: int = 0) -> Rows:
-    """Rows with random states; each ancestor is hidden with probability `hiding`, and half of the
-    rows see the lead.
+    """Return rows with random states; each ancestor is hidden with probability `hiding`, and half
+    of the rows see the lead.
     """
     s, n = stack.shape, len(parents)
     rng = np.random.default_rng(seed)
@@ -299,7 +302,7 @@ def forest(stack: Stack, parents: list[int], seed: int, hiding: float = 0.0, lea
 
 
 def alone(stack: Stack, rows: Rows, mute: bool = False) -> tuple[Array, Array, Array]:
-    """Every row by itself, in slots of their own order: states, logits, cache."""
+    """Run every row by itself, in slots of their own order; return states, logits and cache."""
     n, cache = len(rows.parents), stack.cache(len(rows.parents))
     x = rows.x.copy()
     for row in range(n):

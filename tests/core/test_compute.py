@@ -1,7 +1,7 @@
-"""The compiled product against its pure twin, and each row against itself in other company, for
-every kernel at hand.
+"""The compiled product equals its pure twin, and no bit of a row depends on the rows beside it.
 
-Each law stands as a function of what computes, and wrong implementations of it must fall.
+Each law is a function of the kernel under test, for every kernel that this machine has. Wrong
+kernels must break the law.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,9 @@ from tinyspec._core import reference_compute as twin
 
 Array = NDArray[Any]
 Multiply = Callable[[Array, Array, Array | None, bool, int], Array]
-"""y [k, out] of a weight [out, in], rows [k, in] and a bias; whether it is stored in bfloat16; threads."""
+"""Return y [k, out] of a weight [out, in], rows [k, in] and a bias.
+
+The other arguments say whether the weight is stored in bfloat16, and the number of threads."""
 FUSED = {"avx2", "avx512", "avx512bf16"}  # these round a product and its addition once
 some = settings(max_examples=60, deadline=None)
 quick = settings(max_examples=25, deadline=None)
@@ -85,7 +87,7 @@ def ordered(multiply: Multiply, case: Case) -> None:
 
 
 def companionable(multiply: Multiply, case: Case, threads: int = 1) -> None:
-    """Bit for bit the same whatever stands beside a row, wherever it stands."""
+    """Check that a row has the same bits whatever stands beside it, and wherever it stands."""
     k = len(case.x)
     single = np.concatenate(
         [multiply(case.weight, row[None], case.bias, case.half, 1) for row in case.x]
@@ -117,7 +119,9 @@ class TestProduct:
 
     @quick
     @given(cases, st.integers(1, 120), st.integers(1, 4))
-    def test_a_row_is_the_same_in_any_company(self, case: Case, k: int, threads: int) -> None:
+    def test_a_row_is_the_same_whatever_is_computed_with_it(
+        self, case: Case, k: int, threads: int
+    ) -> None:
         case.x = (
             np.resize(case.x, (k, case.x.shape[1]))
             + np.float32(0.1) * np.arange(k, dtype=np.float32)[:, None]
@@ -141,7 +145,7 @@ class TestProduct:
         ).shape == (0, 3)
 
     def test_wrong_products_fall(self) -> None:
-        """What each does wrong, and the law that sees it."""
+        """The wrong products: what each does wrong, and the law that sees it."""
 
         def in_float32(change: Callable[[Array, Array], Array]) -> Multiply:
             def multiply(
@@ -159,7 +163,8 @@ class TestProduct:
             return np.array([twin.product(w, row, None, step) for row in x])
 
         wrong: list[tuple[str, Callable[..., None], Callable[[Array, Array], Array]]] = [
-            ("numpy's pairwise sum", ordered, lambda w, x: (w[None] * x[:, None]).sum(-1, dtype=np.float32)),
+            ("numpy's pairwise sum", ordered, lambda w, x: (w[None] * x[:, None]).sum(-1,
+            dtype=np.float32)),
             ("from the last to the first", ordered, lambda w, x: inorder(w[:, ::-1], x[:, ::-1])),
             ("the other rounding", ordered, lambda w, x: inorder(w, x, other)),
             ("an odd last input is lost", bounded, lambda w, x: inorder(w[:, :50], x[:, :50])),
@@ -167,7 +172,8 @@ class TestProduct:
             ("rows read one input late", bounded, lambda w, x: inorder(w, np.roll(x, 1, axis=1))),
             ("another order for many rows", companionable,
              lambda w, x: inorder(w, x) if len(x) < 7 else inorder(w[:, ::-1], x[:, ::-1])),
-            ("rows of a slab are mixed up", companionable, lambda w, x: inorder(w, x if len(x) < 2 else x[::-1])),
+            ("rows of a slab are mixed up", companionable, lambda w, x: inorder(w,
+            x if len(x) < 2 else x[::-1])),
         ]  # fmt: skip
         case = Case(37, 51, 9, False, True, 3)
         right = in_float32(inorder)
@@ -176,7 +182,7 @@ class TestProduct:
         for name, law, change in wrong:
             assert falls(law, in_float32(change), case), name
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_what_does_not_fit_is_an_error(self) -> None:
         matrix = stacks.packed(np.ones((5, 4), np.float32), False)
         for x, y in (((2, 3), (2, 5)), ((2, 4), (2, 4)), ((2, 4), (3, 5))):
             with pytest.raises(ValueError, match="do not fit"):
@@ -194,12 +200,12 @@ class TestChoice:
         assert all(compute.sound(name) for name in compute.kernels())
         assert compute.kernels()[-1] == "portable"
 
-    def test_one_that_is_not_is_named_and_passed_over(
+    def test_an_unsound_kernel_is_named_and_skipped(
         self, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert compute.best(machine="aarch64") == compute.kernels()[0]
         assert capsys.readouterr().err == ""
         assert compute.best(lambda name: name == "portable", machine="x86_64") == "portable"
-        said = capsys.readouterr().err.splitlines()
-        assert [line.split()[2] for line in said[:-1]] == compute.kernels()[:-1]
-        assert "the portable kernels are several times slower" in said[-1]
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.split()[2] for line in lines[:-1]] == compute.kernels()[:-1]
+        assert "the portable kernels are several times slower" in lines[-1]

@@ -1,9 +1,8 @@
-"""Passes of the compiled transformer: each row against itself in other company, bit for bit, and
-against its pure twin.
+"""A pass of the compiled transformer gives each row the bits that it has alone.
 
-A pass is a forest of rows (stacks.py). Whatever stands beside a row, in whatever slots, on however
-many threads, however the rows are split: its state, its logits and what it leaves in the cache are
-what it has alone.
+A pass is a forest of rows (stacks.py). The state of a row, its logits and what it leaves in the
+cache do not depend on the rows beside it, the slots, the number of threads or the split into
+blocks. They agree with the pure twin.
 """
 
 from dataclasses import replace
@@ -86,7 +85,7 @@ class TestPass:
         st.booleans(),
         st.data(),
     )
-    def test_a_row_is_the_same_in_any_company(
+    def test_a_row_is_the_same_whatever_is_computed_with_it(
         self,
         shape: Shape,
         parents: list[list[int]],
@@ -110,7 +109,7 @@ class TestPass:
     )
     @pytest.mark.parametrize("threads", [1, 2, 4])
     def test_long_prompts_and_wide_trees(self, shape: Shape, threads: int) -> None:
-        """More rows than go through the layers together (96); a tree of 120 leaves."""
+        """More rows than one block of the layers takes (96): a tree of 120 leaves."""
         stack = Stack(shape)
         for parents in (list(range(-1, 149)), [-1, *[0] * 120], [(i - 1) // 2 for i in range(110)]):
             rows = forest(stack, parents, 5)
@@ -172,7 +171,7 @@ class TestPass:
                 setattr(other.twin, fact, value)
                 assert falls(faithful, other, rows), fact
 
-    def test_what_does_not_fit_is_refused(self) -> None:
+    def test_what_does_not_fit_is_an_error(self) -> None:
         stack = Stack(LLAMA)
         cache, x = stack.cache(4), np.zeros((1, LLAMA.d), np.float32)
         good: dict[str, Any] = {

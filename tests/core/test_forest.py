@@ -1,5 +1,6 @@
-"""The forest of counted tries: the kernel equals its twin after any history, memory is bounded, bad
-input is one line.
+"""The forest of counted tries equals its twin after any history.
+
+Its memory is bounded, and bad input is an error of one line.
 """
 
 import random

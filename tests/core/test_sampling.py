@@ -1,6 +1,7 @@
-"""Sampling at its edges. That every kernel equals its twin bit for bit is a law
-(tests/laws/test_twins.py); here is what both must be: lawful draws, ties to the lowest id, errors
-that are one sentence.
+"""Sampling at its edges, in every kernel and in its twin.
+
+Draws are possible tokens, ties go to the lowest id, and an error is one sentence. That every kernel
+equals its twin bit for bit is a law (tests/laws/test_twins.py).
 """
 
 import math
@@ -28,7 +29,7 @@ cores = pytest.mark.parametrize("core", [_core, fallback])
 
 
 @given(VOCABULARY_SIZES.flatmap(float_rows), st.data())
-def test_a_draw_is_a_token_that_the_row_allows(row: FloatRow, data: st.DataObject) -> None:
+def test_a_draw_is_a_token_that_the_distribution_allows(row: FloatRow, data: st.DataObject) -> None:
     given = np.array(data.draw(st.lists(edge_uniforms(cdf_edges(row)), min_size=1, max_size=6)))
     assert row[_core.sample_inverse_cdf(row, given[0])] > 0
     drawn = _core.sample_without_replacement(row, given)
@@ -68,7 +69,9 @@ def test_equal_weights_across_a_whole_vocabulary_keep_the_lowest_ids() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("n", [1, 2, 31, 32, 33, 64, 101])
-def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dtype: type) -> None:
+def test_a_greedy_distribution_is_the_first_of_the_largest_wherever_it_stands(
+    n: int, dtype: type
+) -> None:
     knobs = ((), 0.0, None, None, None, 1.0)
     for at in range(n):
         for again in {at, min(at + 1, n - 1), n - 1}:
@@ -92,7 +95,7 @@ def test_a_greedy_law_is_the_first_of_the_largest_wherever_it_stands(n: int, dty
     st.sampled_from([0.5, 0.8, 1.0, 1.2, 1.5, 2.0]),
     st.sampled_from([np.float32, np.float64]),
 )
-def test_a_greedy_law_under_a_penalty_is_that_of_the_penalised_scores(
+def test_a_greedy_distribution_under_a_penalty_is_that_of_the_penalised_scores(
     logits: FloatRow, history: list[int], penalty: float, dtype: type
 ) -> None:
     """Ties too: a score that falls may meet another one, which then stands first."""
@@ -105,7 +108,7 @@ def test_a_greedy_law_under_a_penalty_is_that_of_the_penalised_scores(
 
 @cores
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_bad_rows_are_one_sentence(core, temperature) -> None:  # type: ignore[no-untyped-def]
+def test_bad_logits_or_distributions_are_an_error_of_one_sentence(core, temperature) -> None:  # type: ignore[no-untyped-def]
     knobs = ((), temperature, None, None, None, 1.0)
     for bad in ([math.nan, 0.0], [math.inf, 0.0], [-math.inf, -math.inf], []):
         with pytest.raises(TinyspecError, match="logits"):

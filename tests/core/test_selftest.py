@@ -1,5 +1,6 @@
-"""The C behind the compiled transformer passes its own test, which needs no Python: .ci/emulate
-runs it on other processors.
+"""The C code of the compiled transformer passes its own test, which needs no Python.
+
+.ci/emulate runs the same test on other processors.
 """
 
 import shutil

@@ -1,5 +1,6 @@
-"""The suffix array: a search through the whole text finds the same, by the kernel and by its
-twin.
+"""The suffix array finds what a search through the whole text finds.
+
+This holds for the kernel and for its twin.
 """
 
 from collections import Counter
@@ -112,10 +113,10 @@ def test_a_damaged_order_is_an_error_and_no_crash(core, wrong):
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_progress_is_told_and_what_it_raises_comes_through(core):
-    told = []
-    core.suffix_order(np.zeros(40, np.int32), told.append)
-    assert told[-1] == DEPTH and told == sorted(told)
+def test_progress_is_reported_and_what_it_raises_comes_through(core):
+    depths = []
+    core.suffix_order(np.zeros(40, np.int32), depths.append)
+    assert depths[-1] == DEPTH and depths == sorted(depths)
 
     def stop(done):
         raise KeyboardInterrupt

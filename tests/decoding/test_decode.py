@@ -90,7 +90,7 @@ def test_a_prompt_at_the_context_limit_ends_at_once() -> None:
     assert d.finished == "context"
 
 
-def test_an_empty_prompt_is_refused() -> None:
+def test_an_empty_prompt_is_an_error() -> None:
     with pytest.raises(TinyspecError, match="empty"):
         decoder().extend(())
 
@@ -101,14 +101,14 @@ def test_a_finished_text_takes_no_further_step() -> None:
         d.step(Seeded(0))
 
 
-def test_every_adversary_keeps_the_law() -> None:
+def test_every_adversary_keeps_the_distribution() -> None:
     plain = exact_law(lambda: decoder(), tokens=3)
     assert sum(plain.values()) == 1
     for tokens in ((0,), (1, 1), (2, 0, 1)):
         assert exact_law(lambda tokens=tokens: decoder(Always(*tokens)), tokens=3) == plain  # type: ignore[misc]
 
 
-def test_plain_decoding_makes_one_token_a_call() -> None:
+def test_plain_decoding_makes_one_token_a_forward_pass() -> None:
     d = decoder(stop=StoppingCriteria(max_new_tokens=5))
     d.extend((0,))
     stats, rng = Statistics(), Seeded(3)
@@ -186,7 +186,7 @@ def test_a_verifier_that_commits_nothing_is_an_error() -> None:
 
 
 class Keeping(BaseDrafter):
-    """Keeps every round, and reads its laws when all is over."""
+    """Keeps every round, and reads its distributions when decoding has ended."""
 
     def __init__(self) -> None:
         self.rounds: list[Round] = []
@@ -199,7 +199,9 @@ class Keeping(BaseDrafter):
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.7])
-def test_a_rounds_laws_are_those_of_its_moment_however_late_they_are_read(penalty: float) -> None:
+def test_a_rounds_distributions_are_those_of_its_moment_however_late_they_are_read(
+    penalty: float,
+) -> None:
     model, drafter = TableModel(seed=4, vocabulary=3, floats=True), Keeping()
     sampling = SamplingParams(temperature=0.7, repetition_penalty=penalty)
     d = run(
@@ -248,7 +250,7 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
     )
     plain = run(Decoder(model.session(), BaseDrafter(), verify_tree, sampling=sampling, stop=stop))
     text = [0]
-    for token in plain.new:  # and plain decoding is the law's
+    for token in plain.new:  # and plain decoding has the reference's distribution
         rows = model.session()
         rows.extend(text)
         assert token == int(sampling.probs(rows.score(TokenTree()).logits[0], text).argmax())
@@ -260,9 +262,9 @@ def test_a_greedy_walk_penalises_what_its_own_path_says(seed: int) -> None:
     assert drafted.rounds <= 4
 
 
-def test_the_laws_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
-    """A penalty looks at the text as it was, and a greedy law is not made before it is read; the
-    text has gone on since.
+def test_the_distributions_of_a_round_are_those_of_its_own_text_whenever_they_are_read() -> None:
+    """A penalty must see the text as it was in the round. A greedy distribution is computed only
+    when it is read, and by then the text has grown.
     """
     sampling = SamplingParams(0.0, repetition_penalty=9.0)
     session = small.model().session()

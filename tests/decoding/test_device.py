@@ -1,5 +1,6 @@
-"""Verification on a device: decided as on the host, and the host waits once a round. CPU tensors
-stand in for the device.
+"""Verification on a device decides as on the host, and the host waits once a round.
+
+CPU tensors stand in for the device.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,7 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(method: str, sampling: SamplingParams, tokens: int = 24) -> list[int]:
+def generate_tokens(method: str, sampling: SamplingParams, tokens: int = 24) -> list[int]:
     m = model(LLAMA, dtype=torch.float64)
     request = Request(
         m.session(),
@@ -73,9 +74,9 @@ def made(method: str, sampling: SamplingParams, tokens: int = 24) -> list[int]:
 def test_the_text_is_the_hosts(
     method: str, sampling: SamplingParams, request: pytest.FixtureRequest
 ) -> None:
-    expected = made(method, sampling)
+    expected = generate_tokens(method, sampling)
     request.getfixturevalue("away")
-    assert made(method, sampling) == expected
+    assert generate_tokens(method, sampling) == expected
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -95,18 +96,18 @@ def test_the_host_waits_once_a_round(
     q = torch.full((13,), 1 / 13, dtype=torch.float64)
     draft_probs = (q, q, None, None, q) if declared else (None,) * 5
     tree = TokenTree((1, 1, 4, 2, 5), (ROOT, ROOT, ROOT, 0, 1), draft_probs, (False,) * 5)
-    laws = decode.TargetProbs(
+    target_probs = decode.TargetProbs(
         decode.Scores(logits, torch.empty(0), [1] * 6), sampling, [1, 2], tree
     )
     with Waits() as waits:
-        verdict = verify.verify_tree(tree, laws, Seeded(1))
-        rows = [laws[node] for node in (ROOT, *verdict.accepted)]
+        verdict = verify.verify_tree(tree, target_probs, Seeded(1))
+        rows = [target_probs[node] for node in (ROOT, *verdict.accepted)]
     assert (len(fetched), waits.count) == (1, 0)
     assert all(abs(float(row.sum()) - 1) < 1e-12 for row in rows)
 
 
 ROUNDS = {
-    # (technique, temperature): (nodes of the draft, waits of the host, operations outside of graphs)
+    # (technique, temperature): (nodes of the draft, waits of the host, operations out of graphs)
     ("autoregressive", 0.0): (0, 1, 22),
     ("autoregressive", 0.8): (0, 1, 46),
     ("llma", 0.0): (0, 1, 22),
@@ -201,7 +202,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
     same = [
         min(i for i in range(7) if _spelled(tree, i) == _spelled(tree, node)) for node in range(7)
     ]
-    laws = [None if law is None else torch.tensor(law) for law in tree.draft_probs]
+    draft_probs = [None if probs is None else torch.tensor(probs) for probs in tree.draft_probs]
     seen = set()
     for _ in range(400):
         rows, uniforms = rng.dirichlet(np.ones(4) / 2, size=8), rng.random(8)
@@ -209,7 +210,7 @@ def test_equal_siblings_and_their_children_are_walked_as_on_the_host() -> None:
         expected = _core.verify_tree(*tree, dict(zip(range(-1, 7), rows, strict=True)), uniforms)
         there = torch.tensor(rows)
         got = device.verify_on_device(
-            tree.tokens, tree.parents, laws, tree.probe, there, None, uniforms.tolist()
+            tree.tokens, tree.parents, draft_probs, tree.probe, there, None, uniforms.tolist()
         )
         assert got == tuple(expected)
         seen.add(got[0])
@@ -221,24 +222,23 @@ def _spelled(tree: TokenTree, node: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize(
-    ("bad", "said"), [(float("nan"), "NaN"), (float("inf"), r"\+inf"), (-float("inf"), "all -inf")]
+    ("bad", "message"),
+    [(float("nan"), "NaN"), (float("inf"), r"\+inf"), (-float("inf"), "all -inf")],
 )
 @pytest.mark.usefixtures("away")
-def test_a_row_that_is_no_distribution_is_an_error_when_it_is_reached(
-    bad: float, said: str
-) -> None:
+def test_what_is_no_distribution_is_an_error_when_it_is_reached(bad: float, message: str) -> None:
     logits = torch.zeros(2, 3, dtype=torch.float64)
     logits[1] = bad
     tree = TokenTree.chain((1,))
-    laws = decode.TargetProbs(
+    target_probs = decode.TargetProbs(
         decode.Scores(logits, torch.empty(0), [1, 1]), SamplingParams(), [0], tree
     )
     reached = 0
     for seed in range(20):
         if Seeded(seed).draw_at(np.full(3, 1 / 3), 1) == 1:  # the draft token
             reached += 1
-            with pytest.raises(TinyspecError, match=said):
-                verify.verify_tree(tree, laws, Seeded(seed))
+            with pytest.raises(TinyspecError, match=message):
+                verify.verify_tree(tree, target_probs, Seeded(seed))
         else:
-            assert verify.verify_tree(tree, laws, Seeded(seed)).accepted == ()
+            assert verify.verify_tree(tree, target_probs, Seeded(seed)).accepted == ()
     assert 0 < reached < 20

@@ -1,6 +1,4 @@
-"""The loop that rewrites a canvas, what it tells, and the judgement of a teacher; and that their
-laws see defects.
-"""
+"""The loop that rewrites a canvas: its events, the teacher that judges, and their laws."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -70,7 +68,7 @@ def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
     assert len(running.scores) == len(running.tokens)
 
 
-def test_a_pass_is_told_as_plain_data() -> None:
+def test_a_pass_is_reported_as_plain_data() -> None:
     request = RefineRequest(random_reader(0))
     step = next(iter(refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0))))
     written = step.written()
@@ -119,7 +117,7 @@ def test_a_card_makes_what_its_kind_says() -> None:
         find_technique("autoregressive").refiner(RefineRequest(random_reader(0)))
 
 
-def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
+def test_the_forward_log_separates_model_and_teacher() -> None:
     request = RefineRequest(random_reader(0), random_reader(0))
     assert request.teacher is not None
     request.teacher.encode(torch.tensor([SOURCE]))
@@ -129,7 +127,7 @@ def test_model_and_teacher_are_told_apart_in_the_ledger() -> None:
 # ---------------------------------------------------------------------- a teacher's judgement
 
 
-def said(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
+def token_logprobs(teacher: Seq2Seq, source: list[int], text: list[int]) -> list[float]:
     """log p of each token and of the end, one after the other through a session."""
     session, found = teacher.condition_on(source).session(), list[float]()
     for at, token in enumerate([*text, teacher.config.eos]):
@@ -144,11 +142,11 @@ def test_one_pass_judges_all_candidates_as_the_teacher_would_one_by_one() -> Non
     scores = score_candidates(teacher, SOURCE, canvas(*texts))
     assert [call.model for call in forward_log] == ["teacher/encoder", "teacher"]
     for row, text in enumerate(texts):
-        expected = said(teacher, SOURCE, text)
+        expected = token_logprobs(teacher, SOURCE, text)
         assert scores[row].tolist() == pytest.approx(
             [*expected, *[0.0] * (4 - len(text))], abs=1e-12
         )
-    sums = [sum(said(teacher, SOURCE, text)) for text in texts]
+    sums = [sum(token_logprobs(teacher, SOURCE, text)) for text in texts]
     assert best_candidate(teacher, SOURCE, canvas(*texts)) == sums.index(max(sums))
 
 
@@ -160,7 +158,7 @@ def test_what_stands_in_padding_is_not_judged() -> None:
     )
 
 
-def test_a_teacher_that_cannot_judge_is_refused() -> None:
+def test_a_teacher_that_cannot_judge_is_an_error() -> None:
     model = random_reader(0)
     with pytest.raises(TinyspecError, match="does not write from left to right"):
         check_teacher(model, random_reader(1))

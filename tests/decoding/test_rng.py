@@ -1,5 +1,6 @@
-"""RandomSource: reproducible, split by role and round, global state untouched; Exhaustive adds up
-to one.
+"""Random sources: reproducible, split by role and round, and apart from global generators.
+
+The probabilities of the outcomes that Exhaustive walks add up to one.
 """
 
 import random
@@ -50,7 +51,10 @@ def test_asking_one_key_twice_is_an_error(rng):
 
 
 def test_seeds_are_the_same_in_another_process():
-    code = "from tinyspec.decoding.rng import Seeded; print(Seeded(7).split('draft', 2).uniforms(3).tolist())"
+    code = (
+        "from tinyspec.decoding.rng import Seeded; print(Seeded(7).split('draft', "
+        "2).uniforms(3).tolist())"
+    )
     out = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
@@ -123,8 +127,8 @@ def test_positions_have_uniforms_of_their_own():
 
 def test_exhaustive_order_is_plackett_luce():
     row = [F(1, 2), F(1, 3), F(1, 6)]
-    law = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))
-    assert law == {
+    distribution = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))
+    assert distribution == {
         (a, b): row[a] * row[b] / (1 - row[a]) for a in range(3) for b in range(3) if a != b
     }
     assert Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement([F(0), F(1)], 2))) == {
@@ -148,7 +152,7 @@ def test_exhaustive_walks_every_branch_once_and_none_of_probability_zero():
     assert dict(outcomes)[2, True, False, True] == F(1, 4)
 
 
-def test_exhaustive_refuses_what_it_cannot_enumerate():
+def test_what_exhaustive_cannot_enumerate_is_an_error():
     rng = next(Exhaustive.walk(lambda rng: rng))[0]
     assert rng.uniforms(3) is None
     with pytest.raises(TinyspecError, match="race"):

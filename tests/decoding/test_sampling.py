@@ -1,5 +1,7 @@
-"""SamplingParams: settings, order, ties; equal to transformers' processors, exact over Fractions,
-the same on a device.
+"""SamplingParams: its settings, their order, and ties.
+
+The result equals that of transformers' processors. It is exact over Fractions, and the same on a
+device.
 """
 
 import math
@@ -111,7 +113,7 @@ def test_ties_go_to_the_lowest_id_everywhere():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_every_cpu_dtype_gives_a_float64_law(dtype):
+def test_every_cpu_dtype_gives_a_float64_distribution(dtype):
     row = SamplingParams(temperature=0.8).probs(torch.tensor([1.0, -2.0, 0.5], dtype=dtype))
     assert row.dtype == np.float64
     assert (
@@ -124,7 +126,7 @@ def test_the_penalty_hits_each_distinct_id_once():
     np.testing.assert_allclose(row, np.exp([1.0, -2.0, 0.0]) / np.exp([1.0, -2.0, 0.0]).sum())
 
 
-def test_weights_that_are_fractions_give_exact_laws():
+def test_weights_that_are_fractions_give_exact_distributions():
     weights = [F(1), F(4), F(5), F(0)]
     assert SamplingParams().probs(weights) == [F(1, 10), F(4, 10), F(5, 10), 0]
     assert SamplingParams(temperature=0.5).probs(weights) == [F(1, 42), F(16, 42), F(25, 42), 0]

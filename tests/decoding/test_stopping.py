@@ -112,6 +112,6 @@ def test_text_ends_before_the_first_stop_string() -> None:
         {"strings": ("a",)},
     ],
 )
-def test_unusable_stops_are_refused(wrong: dict[str, object]) -> None:
+def test_unusable_stops_are_an_error(wrong: dict[str, object]) -> None:
     with pytest.raises(TinyspecError):
         StoppingCriteria(**wrong)  # type: ignore[arg-type]

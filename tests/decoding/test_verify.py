@@ -1,4 +1,4 @@
-"""The walk keeps the target's law, proved by enumeration, and the traps that others fell into."""
+"""Verification keeps the target's distribution, proved by enumeration, and known mistakes fail."""
 
 from fractions import Fraction as F
 
@@ -23,22 +23,22 @@ def exact(weights):
 
 
 class Table:
-    """A law for every context, from a list of laws."""
+    """Return a distribution for every context, from a list of distributions."""
 
-    def __init__(self, laws):
-        self.laws = laws
+    def __init__(self, distributions):
+        self.distributions = distributions
 
     def __call__(self, context):
-        return self.laws[(sum(context) * 2 + len(context)) % len(self.laws)]
+        return self.distributions[(sum(context) * 2 + len(context)) % len(self.distributions)]
 
     def joint(self, n, context=(), mass=F(1)):
         if len(context) == n:
             return {context: mass}
-        law = {}
+        masses = {}
         for token, x in enumerate(self(context)):
             if x > 0:
-                law |= self.joint(n, (*context, token), mass * x)
-        return law
+                masses |= self.joint(n, (*context, token), mass * x)
+        return masses
 
 
 def rounds(propose, p, n):
@@ -61,35 +61,35 @@ def rounds(propose, p, n):
 
 @given(st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(WEIGHTS, min_size=2, max_size=2))
 @settings(max_examples=12)
-def test_a_chain_with_its_law_declared_keeps_the_joint_law(ps, qs):
+def test_a_chain_with_its_distribution_declared_keeps_the_joint_distribution(ps, qs):
     p, q = Table([exact(x) for x in ps]), Table([exact(x) for x in qs])
 
     def propose(text, source):
-        tokens, laws = (), []
+        tokens, draft_probs = (), []
         for _ in range(2):
-            laws.append(q(text + tokens))
-            tokens += (source.draw(laws[-1]),)
-        return TokenTree.chain(tokens, laws)
+            draft_probs.append(q(text + tokens))
+            tokens += (source.draw(draft_probs[-1]),)
+        return TokenTree.chain(tokens, draft_probs)
 
     assert Exhaustive.law(rounds(propose, p, 3)) == p.joint(3)
 
 
 @given(st.lists(WEIGHTS, min_size=3, max_size=3), WEIGHTS, st.booleans())
 @settings(max_examples=30)
-def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, replace):
+def test_several_drafts_with_and_without_replacement_keep_the_distribution(ps, weights, replace):
     p, q = Table([exact(x) for x in ps]), exact(weights)
 
     def propose(text, source):
-        tokens, laws = (), ()
+        tokens, draft_probs = (), ()
         row = q
         for _ in range(2):
-            tokens, laws = (*tokens, source.draw(row)), (*laws, row)
+            tokens, draft_probs = (*tokens, source.draw(row)), (*draft_probs, row)
             row = q if replace else exclude_token(row, tokens[-1])
-            if not replace and row == laws[-1]:
+            if not replace and row == draft_probs[-1]:
                 break
         child = source.draw(q)
         n = len(tokens)
-        return TokenTree((*tokens, child), (*(-1,) * n, 0), (*laws, q), (False,) * (n + 1))
+        return TokenTree((*tokens, child), (*(-1,) * n, 0), (*draft_probs, q), (False,) * (n + 1))
 
     assert Exhaustive.law(rounds(propose, p, 2)) == p.joint(2)
 
@@ -98,7 +98,7 @@ def test_several_drafts_with_and_without_replacement_keep_the_law(ps, weights, r
     st.lists(WEIGHTS, min_size=3, max_size=3), st.lists(st.integers(0, 2), min_size=4, max_size=4)
 )
 @settings(max_examples=50)
-def test_a_tree_without_laws_keeps_the_law_whatever_it_holds(ps, tokens):
+def test_a_tree_without_distributions_keeps_the_targets_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
     tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
     assert Exhaustive.law(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
@@ -127,7 +127,7 @@ def test_residual_is_the_positive_part_normalised():
     assert residual([F(1, 2), F(1, 2)], [F(1), F(0)]) == [0, 1]
 
 
-def test_a_residual_with_nothing_left_is_the_row():
+def test_a_residual_with_nothing_left_is_the_target_distribution():
     p = np.array([0.5, 0.5])
     assert residual(p, p).tolist() == p.tolist()
     assert exclude_token(np.array([0.0, 1.0]), 1).tolist() == [0.0, 1.0]
@@ -175,7 +175,7 @@ def test_the_id_of_a_probe_may_be_beyond_the_vocabulary_on_a_device():
     assert verify_on_device(tokens, parents, draft_probs, probe, rows, None, uniforms)[0] == (0,)
 
 
-def test_only_the_rows_of_accepted_nodes_are_read():
+def test_only_the_distributions_after_accepted_nodes_are_read():
     class Rows(dict):
         read = ()
 
@@ -190,7 +190,7 @@ def test_only_the_rows_of_accepted_nodes_are_read():
 
 
 @pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
-def test_a_token_its_own_law_cannot_produce_breaks_the_contract(kind):
+def test_a_token_that_its_distribution_cannot_produce_breaks_the_contract(kind):
     row = np.array([0.5, 0.5])
     tree = TokenTree.chain([0], [kind([0.0, 1.0])])
     with pytest.raises(TinyspecError, match="declare None"):
@@ -252,7 +252,7 @@ def draw_tree(data, most=8):
 
 
 @given(st.data())
-def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_rows(data):
+def test_a_greedy_walk_computes_no_distribution_and_gives_the_same_verdict(data):
     tree, logits = draw_tree(data)
     p = Greedy(logits)
     verdict = verify_tree(tree, p, Seeded(0))
@@ -265,11 +265,11 @@ def test_a_greedy_walk_makes_no_row_and_its_verdict_is_that_of_the_walk_over_row
     )
 
 
-def test_a_declared_law_or_a_temperature_makes_the_rows():
-    for law, sampling in (
+def test_a_declared_distribution_or_a_temperature_needs_the_distributions():
+    for declared, sampling in (
         (np.array([0.5, 0.5]), SamplingParams(temperature=0.0)),
         (None, SamplingParams()),
     ):
         p = Greedy(np.zeros((2, 2), np.float32), sampling)
-        verify_tree(TokenTree([0], [ROOT], [law], [False]), p, Seeded(0))
+        verify_tree(TokenTree([0], [ROOT], [declared], [False]), p, Seeded(0))
         assert ROOT in p.read

@@ -33,9 +33,7 @@ def test_calibrate_obeys_its_law(law: str) -> None:
     assert CALIBRATION_LAWS[law](PARTS).cases > 0
 
 
-def test_of_four_hundred_examples_fixed_sequence_testing_errs_with_3_percent_and_who_goes_on_with_38() -> (
-    None
-):
+def test_fixed_sequence_testing_errs_with_3_percent_and_testing_on_errs_with_38() -> None:
     """delta 0.1, epsilon 0.05; five safe candidates, then fifteen whose risk is 0.101: exact
     products of binomial tails.
     """

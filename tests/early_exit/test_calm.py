@@ -1,5 +1,6 @@
-"""CALM: three measures, a threshold that decays, states copied up, a classifier that is trained,
-and both ends.
+"""CALM: three measures, a threshold that decays, states copied up, and a trained classifier.
+
+At one end of the threshold it is plain decoding, at the other every token leaves at the first exit.
 """
 
 import math
@@ -51,7 +52,7 @@ M = network(LLAMA)
 L, V, D = LLAMA.n_layers, LLAMA.vocab_size, LLAMA.d_model
 
 
-def made(
+def make_decoder(
     model: Any = M,
     sampling: SamplingParams = GREEDY,
     stop: StoppingCriteria | None = None,
@@ -103,9 +104,11 @@ def test_trap_the_confidence_is_the_gap_and_not_the_greatest_probability() -> No
 
 
 def test_thresholds_fall_over_the_tokens_that_the_text_can_get() -> None:
-    """N: the request's limit, or the rest of the context if that is less; without both nothing falls."""
+    """N is the request's limit, or the rest of the context if that is less. Without both, the
+    threshold does not fall.
+    """
 
-    def asked(stop: StoppingCriteria, positions: int | None) -> list[float]:
+    def thresholds_of(stop: StoppingCriteria, positions: int | None) -> list[float]:
         request = Request(M.session(), sampling=GREEDY, stop=stop, positions=positions)
         decoder = CARD.make(request, threshold=1.0, tau=4.0, decay="t5x")
         decoder.extend(PROMPT)
@@ -116,21 +119,23 @@ def test_thresholds_fall_over_the_tokens_that_the_text_can_get() -> None:
         return [pytest.approx(0.9 + 0.1 * math.exp(-4 * t / n)) for t in (0, 4)]
 
     room = len(PROMPT) + 16
-    assert asked(StoppingCriteria(max_new_tokens=8), None) == fallen(8)
-    assert asked(StoppingCriteria(max_new_tokens=8), room) == fallen(8)
-    assert asked(StoppingCriteria(), room) == fallen(16)
-    assert asked(StoppingCriteria(max_new_tokens=64), room) == fallen(16)
-    assert asked(StoppingCriteria(), None) == [1.0, 1.0]
+    assert thresholds_of(StoppingCriteria(max_new_tokens=8), None) == fallen(8)
+    assert thresholds_of(StoppingCriteria(max_new_tokens=8), room) == fallen(8)
+    assert thresholds_of(StoppingCriteria(), room) == fallen(16)
+    assert thresholds_of(StoppingCriteria(max_new_tokens=64), room) == fallen(16)
+    assert thresholds_of(StoppingCriteria(), None) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("setting", ON_TABLES, ids=str)
 def test_printed_algorithm_is_what_runs(setting: ExitSetting) -> None:
-    """Row, layers and keys of every new token, on tables of three layers; the prompt runs in full."""
+    """Compares logits, layers and keys of every new token, on tables of three layers. The prompt
+    runs in full.
+    """
     exits = 0
     for model, seed in product(exit_tables(), range(4)):
         depth = model.config.n_layers
         stop = StoppingCriteria(max_new_tokens=setting.tokens)
-        decoder = made(model, SamplingParams(), stop, **setting.knobs)
+        decoder = make_decoder(model, SamplingParams(), stop, **setting.knobs)
         decoder.extend([0, 1])
         caches: list[list[Any]] = [[] for _ in range(depth)]
 
@@ -169,7 +174,9 @@ def test_saturation_is_a_cosine_from_0_to_1_and_has_no_first_layer() -> None:
     assert hidden_saturation(a, torch.tensor([4.0, -3.0])) == pytest.approx(0)
     assert hidden_saturation(a, -a) == 0 and hidden_saturation(a, torch.zeros(2)) == 0
     for threshold, first in ((1e-9, 2), (0.0, 1)):
-        found = layers(made(threshold=threshold, measure="saturation", decay="constant"), PROMPT)
+        found = layers(
+            make_decoder(threshold=threshold, measure="saturation", decay="constant"), PROMPT
+        )
         assert min(found) >= first
         assert first > 1 or set(found) == {1}  # at 0 everybody leaves at once
 
@@ -200,7 +207,7 @@ def test_on_a_fixed_text_layers_fall_with_the_threshold_from_all_to_the_first(me
     for prompt in ([3], PROMPT, [1, 2, 3, 4]):
         before = L
         for threshold in (math.inf, 1.0, 0.8, 0.6, 0.4, 0.2, 0.0):
-            decoder = made(model, threshold=threshold, measure=measure, decay="constant")
+            decoder = make_decoder(model, threshold=threshold, measure=measure, decay="constant")
             decoder.extend(prompt)
             now = decoder.step(Seeded(0)).scores.layers[0]
             assert now <= before
@@ -238,21 +245,21 @@ def test_inf_bypasses_clip_and_decay_and_one_does_not() -> None:
 
     for decay in ("paper", "t5x", "constant"):
         for threshold, layer in ((1.0, 1), (math.inf, 3)):
-            decoder = made(Sure(0).model, threshold=threshold, decay=decay)
+            decoder = make_decoder(Sure(0).model, threshold=threshold, decay=decay)
             assert set(layers(decoder, [0])) == {layer}
             assert len(decoder.target.rule.layers) == (0 if threshold == math.inf else 2)  # type: ignore[attr-defined]
 
 
-def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
+def test_confidence_is_measured_where_min_exit_and_interval_say() -> None:
     deep = with_classifier(3)
-    assert set(layers(made(threshold=0.0, min_exit=2, decay="constant"), PROMPT)) == {2}
-    assert set(layers(made(threshold=0.0, min_exit=L), PROMPT)) == {L}
+    assert set(layers(make_decoder(threshold=0.0, min_exit=2, decay="constant"), PROMPT)) == {2}
+    assert set(layers(make_decoder(threshold=0.0, min_exit=L), PROMPT)) == {L}
     for knobs, asked in (
         ({"min_exit": 1, "interval": 2}, [1]),
         ({"min_exit": 2}, [2]),
         ({}, [1, 2]),
     ):
-        assert list(made(deep, threshold=1.0, **knobs).target.rule.layers) == asked  # type: ignore[attr-defined]
+        assert list(make_decoder(deep, threshold=1.0, **knobs).target.rule.layers) == asked  # type: ignore[attr-defined]
 
 
 # ------------------------------------------------------------------ its neutral value, and the loop
@@ -262,7 +269,7 @@ def test_where_it_is_asked_is_what_min_exit_and_interval_say() -> None:
 def test_at_inf_the_text_is_the_full_models_bit_for_bit(measure: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         model = M.to(dtype=dtype)
-        decoder, whole = made(model, threshold=math.inf, measure=measure), model.session()
+        decoder, whole = make_decoder(model, threshold=math.inf, measure=measure), model.session()
         decoder.extend(PROMPT)
         whole.extend(PROMPT)
         for _ in range(4):
@@ -286,16 +293,20 @@ def test_text_is_written_as_the_common_loop_does_it() -> None:
     """No tokens, one, an end of text at once and later, a prompt at the context's limit, sampling
     by the seed.
     """
-    assert made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0)).extend(PROMPT) is None
-    nothing = made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0))
+    assert (
+        make_decoder(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0)).extend(PROMPT) is None
+    )
+    nothing = make_decoder(threshold=0.3, stop=StoppingCriteria(max_new_tokens=0))
     nothing.extend(PROMPT)
     assert nothing.finished == "length" and nothing.new == []
-    one = made(threshold=0.3, stop=StoppingCriteria(max_new_tokens=1))
+    one = make_decoder(threshold=0.3, stop=StoppingCriteria(max_new_tokens=1))
     assert len(layers(one, PROMPT)) == 1
-    free = made(threshold=0.3)
+    free = make_decoder(threshold=0.3)
     layers(free, PROMPT)
     for end in dict.fromkeys(free.new):
-        ended = made(threshold=0.3, stop=StoppingCriteria(eos=frozenset({end}), max_new_tokens=9))
+        ended = make_decoder(
+            threshold=0.3, stop=StoppingCriteria(eos=frozenset({end}), max_new_tokens=9)
+        )
         layers(ended, PROMPT)
         assert ended.new == free.new[: free.new.index(end) + 1] and ended.finished == "eos"
     limit = CARD.make(
@@ -310,7 +321,7 @@ def test_text_is_written_as_the_common_loop_does_it() -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
+def test_a_prompt_in_a_batch_has_the_text_it_has_alone() -> None:
     """Rows leave at different layers, so their passes do not even have the same number."""
     model = M.to(dtype=torch.float32)
     prompts = [PROMPT, [1], [7, 8, 2]]
@@ -325,14 +336,14 @@ def test_in_a_batch_a_row_is_what_it_is_alone() -> None:
 
 
 def test_statistics_and_the_ledger_show_layers_fills_and_head_products() -> None:
-    decoder = made(threshold=0.0, decay="constant", stop=StoppingCriteria(max_new_tokens=5))
+    decoder = make_decoder(threshold=0.0, decay="constant", stop=StoppingCriteria(max_new_tokens=5))
     found = layers(decoder, PROMPT)
     assert found == [1] * 5
     calls = [call for call in decoder.forward_log if not call.prefill]
     assert sum(call.row_layers for call in calls) == 5
     assert (
         sum(call.head_rows for call in calls) == 5
-    )  # the row that was looked at is the row that is used
+    )  # the logits that the rule read are those that are used
     assert sum(call.fills for call in calls) == 4 * (L - 1)
     assert isinstance(decoder.target, ExitTarget)
     stats = start_generation(
@@ -412,7 +423,7 @@ def test_a_threshold_outside_its_range_raises_an_error(threshold: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"min_exit": 0}, "min_exit is 0: it must be from 1 to 1024"),
         ({"min_exit": L + 1}, f"min_exit is {L + 1}: model has {L} layers"),
@@ -430,7 +441,7 @@ def test_a_threshold_outside_its_range_raises_an_error(threshold: Any) -> None:
         ({"fill": "copy"}, "no knob 'fill'"),
     ],
 )
-def test_bad_settings_raise_a_one_line_error(knobs: dict[str, Any], said: str) -> None:
+def test_bad_settings_raise_a_one_line_error(knobs: dict[str, Any], message: str) -> None:
     with pytest.raises(TinyspecError) as caught:
         start_generation(M, PROMPT, method="calm", **knobs)
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

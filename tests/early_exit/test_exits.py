@@ -1,4 +1,4 @@
-"""Tokens that leave early: what the target shows, what it leaves behind, and the three fills."""
+"""Tokens that leave early: what the target shows, what is missing in the cache, and three fills."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ EMPTY = TokenTree()
 
 
 class At(ExitRule):
-    """Tokens leave behind these layers, one after the other; those behind the list run the whole
+    """Tokens leave after these layers, one after the other; tokens beyond the list run the whole
     model.
     """
 
@@ -72,7 +72,7 @@ def test_a_copied_tokens_keys_are_each_layers_own_projection_of_its_exit_state(m
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("row", [False, True])
-def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_bit(
+def test_a_token_that_never_leaves_early_runs_the_full_model_bit_for_bit(
     dtype: Any, row: bool
 ) -> None:
     m = model(LLAMA, dtype=dtype)
@@ -86,7 +86,7 @@ def test_who_is_asked_in_every_layer_and_never_leaves_is_the_full_model_bit_for_
 
 
 @pytest.mark.parametrize("fill", ["recompute", "postpone"])
-def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: str) -> None:
+def test_the_other_two_fills_are_cache_exact_and_the_logits_stay_the_exits(fill: str) -> None:
     target, _ = begun(At(1, 2, 1), fill)
     scores = run(target, [7, 8, 9, 2])
     text = [*PROMPT, 7, 8, 9]
@@ -102,26 +102,24 @@ def test_the_other_two_fills_are_cache_exact_and_the_row_stays_the_exits(fill: s
 
 
 def test_what_each_fill_costs_is_in_the_ledger() -> None:
-    """Exits behind 1, 1 and then the whole model, three layers: fills, layers, and who runs with
-    whom.
+    """Exits after layers 1 and 1, then the whole model of three layers: fills, layers, and which
+    tokens run together.
     """
-    told = {}
+    passes = {}
     for fill in FILLS:
         target, forward_log = begun(At(1, 1), fill)
         run(target, [7, 8, 9])
-        told[fill] = [
+        passes[fill] = [
             (call.rows, call.row_layers, call.fills) for call in forward_log if not call.prefill
         ]
-    one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's row, where the rule reads none
+    one, head = (1, 1.0, 0), (1, 0.0, 0)  # a layer; the exit's logits, where the rule reads none
     whole = [one, one, one]
-    assert told["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
-    assert told["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
-    assert told["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
+    assert passes["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
+    assert passes["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
+    assert passes["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
 
 
-def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_not_pays_one() -> (
-    None
-):
+def test_a_rule_that_reads_logits_pays_a_head_product_a_layer_and_any_other_pays_one() -> None:
     for row, products in ((True, 2 + 1), (False, 1 + 1)):
         target, forward_log = begun(At(2, row=row))
         run(target, [7])
@@ -129,7 +127,7 @@ def test_a_rule_that_reads_rows_pays_a_head_product_a_layer_and_one_that_does_no
         assert sum(call.head_rows for call in forward_log) == products
 
 
-def test_a_rule_sees_the_states_it_reads_the_step_and_the_row() -> None:
+def test_a_rule_sees_the_states_it_reads_the_step_and_the_logits() -> None:
     rule = At(1, row=True, states=2)
     target, _ = begun(rule)
     run(target, [7, 8])

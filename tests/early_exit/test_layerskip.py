@@ -1,5 +1,6 @@
-"""LayerSkip: the whole model's text, layers below the exit run once, one cache, drafts of the model
-cut off behind the exit.
+"""LayerSkip writes the whole model's text and runs the layers below the exit once.
+
+Draft and verification share one cache. The drafts are those of the model cut off after the exit.
 """
 
 from dataclasses import replace
@@ -42,7 +43,7 @@ GREEDY = SamplingParams(temperature=0.0)
 FIVE = replace(LLAMA, n_layers=5)
 
 
-def made(
+def make_decoder(
     session: Any,
     sampling: SamplingParams = GREEDY,
     stop: StoppingCriteria | None = None,
@@ -134,14 +135,14 @@ def test_printed_algorithm_is_what_runs(exit: int, gamma: int) -> None:
             decoder.extend(text)
             return decoder.step(rng).tokens
 
-        laws = []
+        distributions = []
         for function in (runs, printed):
             found: dict[tuple[int, ...], Any] = {}
             for tokens, probability in Exhaustive.walk(function):
                 found[tokens] = found.get(tokens, 0) + probability
-            laws.append(found)
-        assert laws[0] == laws[1]
-        assert len(laws[0]) > 3
+            distributions.append(found)
+        assert distributions[0] == distributions[1]
+        assert len(distributions[0]) > 3
 
 
 @pytest.mark.parametrize(
@@ -170,14 +171,14 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_exit(
     model = network(config, seed=1, dtype=dtype)
     text = plain(model, [1, 2, 3])
     for exit, gamma in product((1, 2, 3), (1, 3)):
-        decoder = made(model.session(), exit=exit, gamma=gamma)
+        decoder = make_decoder(model.session(), exit=exit, gamma=gamma)
         finish(decoder, [1, 2, 3])
         assert decoder.new == text
 
 
 def test_draft_from_the_last_layer_is_always_accepted() -> None:
     for sampling in (GREEDY, SamplingParams(0.7)):
-        rounds = finish(made(network(LLAMA).session(), sampling, exit=3, gamma=4), [1, 2])
+        rounds = finish(make_decoder(network(LLAMA).session(), sampling, exit=3, gamma=4), [1, 2])
         assert [len(round.tokens) for round in rounds] == [5] * 4
         assert not any(round.verdict.rejected for round in rounds)
 
@@ -191,7 +192,7 @@ def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
     exit: int, gamma: int, sampling: SamplingParams
 ) -> None:
     rounds = finish(
-        made(network(FIVE, seed=2).session(), sampling, exit=exit, gamma=gamma), [1, 2, 3]
+        make_decoder(network(FIVE, seed=2).session(), sampling, exit=exit, gamma=gamma), [1, 2, 3]
     )
     for round in rounds:
         n = len(round.tree.tokens)
@@ -210,7 +211,7 @@ def test_a_round_costs_n_times_the_exit_to_draft_and_the_layers_above_for_all(
 
 
 def test_round_reads_the_head_once_per_draft_token_and_position() -> None:
-    for round in finish(made(network(FIVE).session(), exit=2, gamma=3), [1, 2]):
+    for round in finish(make_decoder(network(FIVE).session(), exit=2, gamma=3), [1, 2]):
         n = len(round.tree.tokens)
         assert sum(call.head_rows for call in round.draft_calls) == n
         assert sum(call.head_rows for call in round.calls) == n + 1
@@ -224,7 +225,7 @@ def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(
     leaves there.
     """
     session = network(FIVE, seed=1).session()
-    decoder = made(session, sampling, exit=2, gamma=3)
+    decoder = make_decoder(session, sampling, exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -237,7 +238,7 @@ def test_after_every_round_all_layers_hold_the_text_but_its_newest_token(
 
 def test_rejected_token_leaves_nothing_in_the_early_layers() -> None:
     session = network(FIVE, seed=1).session()
-    decoder = made(session, SamplingParams(0.8), exit=2, gamma=3)
+    decoder = make_decoder(session, SamplingParams(0.8), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     refused = 0
     while not decoder.finished:
@@ -254,7 +255,7 @@ def test_draft_is_sampled_from_the_model_cut_off_after_the_exit() -> None:
     cut = Model(
         replace(FIVE, n_layers=2), {k: w for k, w in model.weights.items() if k[0] not in "234"}
     )
-    decoder = made(model.session(), SamplingParams(), exit=2, gamma=3)
+    decoder = make_decoder(model.session(), SamplingParams(), exit=2, gamma=3)
     decoder.extend([1, 2, 3])
     for _ in range(4):
         text = list(decoder.context)
@@ -269,7 +270,7 @@ def test_draft_is_sampled_from_the_model_cut_off_after_the_exit() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = made(network(LLAMA).session(), stop=StoppingCriteria(max_new_tokens=wanted))
+    decoder = make_decoder(network(LLAMA).session(), stop=StoppingCriteria(max_new_tokens=wanted))
     rounds = finish(decoder, [1])
     assert len(decoder.new) == len(rounds) == wanted
     assert all(not round.tree.tokens for round in rounds)
@@ -280,7 +281,7 @@ def test_an_end_of_text_ends_it_as_the_first_token_and_inside_a_draft() -> None:
     text = plain(model, [1, 2, 3])
     for eos in {text[0], text[3]}:
         stop = StoppingCriteria(eos=frozenset({eos}), max_new_tokens=20)
-        decoder = made(model.session(), stop=stop, exit=2, gamma=6)
+        decoder = make_decoder(model.session(), stop=stop, exit=2, gamma=6)
         finish(decoder, [1, 2, 3])
         assert decoder.new == text[: text.index(eos) + 1] == plain(model, [1, 2, 3], stop=stop)
 
@@ -299,11 +300,11 @@ def test_an_exit_out_of_range_is_named_with_the_range() -> None:
     with pytest.raises(
         TinyspecError, match="exit 4 is out of range: model has 3 layers; layerskip takes 1 to 3"
     ):
-        made(network(LLAMA).session(), exit=4)
+        make_decoder(network(LLAMA).session(), exit=4)
     with pytest.raises(TinyspecError, match="exit is -1: it must be from 0 to 1024"):
-        made(network(LLAMA).session(), exit=-1)
+        make_decoder(network(LLAMA).session(), exit=-1)
     with pytest.raises(TinyspecError, match="gamma is 0: it must be from 1 to 1024"):
-        made(network(LLAMA).session(), gamma=0)
+        make_decoder(network(LLAMA).session(), gamma=0)
 
 
 def test_by_default_a_quarter_of_the_layers_draft() -> None:
@@ -326,12 +327,15 @@ def test_generate_takes_it_by_name() -> None:
 # ---------------------------------------------------------------------- what the recipe is for
 
 TINY = Config(
-    vocab_size=12, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48, max_positions=64
+    vocab_size=12, d_model=32, n_layers=4, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48,
+    max_positions=64
 )  # fmt: skip
 
 
 def texts(random: torch.Generator, count: int, length: int) -> torch.Tensor:
-    """Nine tokens of ten follow from the two before them: one layer cannot know them, all four can."""
+    """Nine tokens of ten follow from the two before them. One layer cannot know them, all four
+    can.
+    """
     ids = torch.randint(12, (count, length), generator=random)
     for at in range(2, length):
         ruled = torch.rand(count, generator=random) < 0.9
@@ -365,7 +369,7 @@ def test_a_model_that_was_taught_so_drafts_better_from_its_middle_than_one_that_
     for name, exits in (("plain", ExitLosses()), ("layerskip", recipe)):
         model, drafted, accepted = trained(exits), 0, 0
         for prompt in prompts:
-            decoder = made(model.session(), exit=2, gamma=3)
+            decoder = make_decoder(model.session(), exit=2, gamma=3)
             rounds = finish(decoder, prompt)
             assert decoder.new == plain(model, prompt)
             drafted += sum(len(round.tree.tokens) for round in rounds)

@@ -1,5 +1,6 @@
-"""PPD: the whole model's tokens, a clock that follows from the guesses that held, half-run nodes
-that become the text.
+"""PPD writes the whole model's tokens, and its clock follows from the draft tokens that match.
+
+Nodes that were run part of the way become the text.
 """
 
 from fractions import Fraction
@@ -42,7 +43,7 @@ CARD = find_technique("ppd")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def made(
+def make_decoder(
     target: Any,
     sampling: SamplingParams = GREEDY,
     stop: StoppingCriteria | None = None,
@@ -115,7 +116,9 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(
     model = network(config, seed=1, dtype=dtype)
     text = plain(model, [1, 2, 3], n=12)
     for layer, k in product((2, 3), (1, 3, 99)):
-        decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=12), layer=layer, k=k)
+        decoder = make_decoder(
+            model.session(), stop=StoppingCriteria(max_new_tokens=12), layer=layer, k=k
+        )
         finish(decoder, [1, 2, 3])
         assert decoder.new == text
 
@@ -123,7 +126,7 @@ def test_on_a_transformer_it_is_greedy_decoding_at_every_layer_and_k(
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -> None:
     session = network(LLAMA, seed=1).session()
-    decoder = made(session, SamplingParams(0.7), k=k, layer=2)
+    decoder = make_decoder(session, SamplingParams(0.7), k=k, layer=2)
     decoder.extend([1, 2, 3])
     while not decoder.finished:
         decoder.step(Seeded(decoder.rounds))
@@ -131,10 +134,10 @@ def test_what_stands_in_the_cache_after_every_round_is_a_fresh_forward(k: int) -
     assert session.cache_exact
 
 
-def test_repetition_penalty_changes_the_guesses() -> None:
-    """It changes which tokens come first, so a guess without it would miss them."""
+def test_repetition_penalty_changes_the_draft_tokens() -> None:
+    """A penalty changes the likeliest tokens, so a draft token without it would miss them."""
     model, penalty = network(LLAMA, seed=3), SamplingParams(0.0, repetition_penalty=1.7)
-    decoder = made(model.session(), penalty, layer=3, k=1)
+    decoder = make_decoder(model.session(), penalty, layer=3, k=1)
     decoder.extend([1, 2, 3])
     pipeline: Any = decoder.target
     scores = pipeline.session.score(TokenTree())
@@ -158,7 +161,7 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
     for at in range(tokens):
         own = [
             ForwardRecord("m", 1, layer - begun * (depth - layer), 1)
-        ]  # up to the guess; then the branches beside the rest
+        ]  # up to the draft token; then the branches beside the rest
         beside = [
             ForwardRecord("m", k, k * (depth - layer), 0),
             ForwardRecord("m", 1, depth - layer, 1),
@@ -182,13 +185,13 @@ def test_the_theorem_is_the_sum_of_its_rounds(data: Any, depth: int, k: int, tok
 def test_over_all_outcomes_the_clock_is_the_theorems(
     depth: int, layer: int, k: int, sampling: SamplingParams
 ) -> None:
-    """E[steps] = d l - (l - 1) p (d - dbar), p being the mean chance that the text goes on with a
-    guess; in fractions.
+    """E[steps] = d l - (l - 1) p (d - dbar), in fractions. p is the mean probability that the text
+    goes on with a draft token.
     """
     model, tokens = TableModel(5, 3, depth, zeros=False), 3
 
     def run(rng: Exhaustive) -> tuple[Any, Any]:
-        decoder = made(
+        decoder = make_decoder(
             model.session([]), sampling, StoppingCriteria(max_new_tokens=tokens), layer=layer, k=k
         )
         decoder.extend([0])
@@ -227,7 +230,7 @@ def test_printed_algorithm_is_what_runs(depth: int, layer: int, k: int) -> None:
         return tuple(map(int, text)), clock, work
 
     def runs(rng: Exhaustive) -> Any:
-        decoder = made(
+        decoder = make_decoder(
             model.session([]),
             SamplingParams(),
             StoppingCriteria(max_new_tokens=tokens),
@@ -239,31 +242,31 @@ def test_printed_algorithm_is_what_runs(depth: int, layer: int, k: int) -> None:
         work = sum(call.row_layers for calls in rounds for call in calls)
         return tuple(decoder.context), sum(map(count_layer_steps, rounds)), work
 
-    laws = []
+    distributions = []
     for function in (runs, printed):
         found: dict[Any, Any] = {}
         for outcome, probability in Exhaustive.walk(function):
             found[outcome] = found.get(outcome, 0) + probability
-        laws.append(found)
-    assert laws[0] == laws[1]
-    assert len(laws[0]) >= 27
+        distributions.append(found)
+    assert distributions[0] == distributions[1]
+    assert len(distributions[0]) >= 27
 
 
-def test_more_guesses_never_match_less_often() -> None:
-    """The text is one, and the k likeliest are among the k + 1 likeliest."""
+def test_more_draft_tokens_match_no_less_often() -> None:
+    """The text is the same, and the k likeliest tokens are among the k + 1 likeliest."""
     model = network(LLAMA, seed=2)
     clocks = []
     for k in (1, 2, 4, 8, 13):
-        decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=20), k=k)
+        decoder = make_decoder(model.session(), stop=StoppingCriteria(max_new_tokens=20), k=k)
         clocks.append(sum(map(count_layer_steps, finish(decoder, [1, 2]))))
     assert clocks == sorted(clocks, reverse=True)
     assert (
         clocks[-1] == 20 * 3 - 19
-    )  # all tokens are guesses: every one after the first saves d - dbar = 1
+    )  # all tokens are draft tokens: every one after the first saves d - dbar = 1
 
 
 def test_at_the_last_layer_nothing_is_begun_and_nothing_is_gained() -> None:
-    decoder = made(network(LLAMA).session(), layer=3, k=3)
+    decoder = make_decoder(network(LLAMA).session(), layer=3, k=3)
     calls = finish(decoder, [1, 2])
     assert [[(c.rows, c.row_layers, c.head_rows) for c in round] for round in calls] == [
         [(1, 3.0, 1)]
@@ -271,7 +274,7 @@ def test_at_the_last_layer_nothing_is_begun_and_nothing_is_gained() -> None:
 
 
 def test_each_round_reads_the_head_twice_and_no_branch_reads_it() -> None:
-    decoder = made(network(LLAMA).session(), layer=2, k=5)
+    decoder = make_decoder(network(LLAMA).session(), layer=2, k=5)
     calls = finish(decoder, [1, 2])
     assert [tuple(c.head_rows for c in round) for round in calls] == [(1, 0, 1)] * 8 + [(1,)]
     assert [round[1].rows for round in calls[:-1]] == [5] * 8
@@ -283,12 +286,12 @@ def test_each_round_reads_the_head_twice_and_no_branch_reads_it() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: float) -> None:
-    """Main process and branches at the same time; the ledger's calls of a round may come in another
-    order.
+    """Main process and branches run at the same time, so the forward passes of a round may be
+    logged in another order.
     """
     model, found = network(LLAMA, seed=4, dtype=dtype), []
     for threads in (False, True):
-        decoder = made(
+        decoder = make_decoder(
             model.session(),
             SamplingParams(temperature),
             StoppingCriteria(max_new_tokens=40),
@@ -306,7 +309,7 @@ def test_threads_change_no_token_and_no_bit(dtype: torch.dtype, temperature: flo
 
 
 def test_a_failure_in_the_branches_thread_is_raised_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = made(network(LLAMA).session(), layer=2, threads=True)
+    decoder = make_decoder(network(LLAMA).session(), layer=2, threads=True)
     decoder.extend([1, 2])
     pipeline: Any = decoder.target
     advance = pipeline.session.run_to_layer
@@ -321,7 +324,7 @@ def test_a_failure_in_the_branches_thread_is_raised_here(monkeypatch: pytest.Mon
         decoder.step(Seeded(0))
 
 
-def test_in_a_batch_every_row_is_the_row_alone_with_threads_or_without() -> None:
+def test_every_prompt_in_a_batch_has_the_text_it_has_alone_with_threads_or_without() -> None:
     model, prompts = network(LLAMA, dtype=torch.float32), [[1, 2, 3], [4], [5, 6]]
     alone = [tinyspec.generate(model, p, max_new_tokens=8).tokens for p in prompts]
     for threads in (False, True):
@@ -334,14 +337,14 @@ def test_in_a_batch_every_row_is_the_row_alone_with_threads_or_without() -> None
 
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_small_budgets_begin_with_nothing_that_is_not_wanted(wanted: int) -> None:
-    decoder = made(Table(1), stop=StoppingCriteria(max_new_tokens=wanted), layer=2, k=2)
+    decoder = make_decoder(Table(1), stop=StoppingCriteria(max_new_tokens=wanted), layer=2, k=2)
     calls = finish(decoder, [0])
     assert len(decoder.new) == len(calls) == wanted
     assert sum(call.rows == 2 for round in calls for call in round) == max(wanted - 1, 0)
 
 
 def test_the_end_of_text_ends_it_at_once() -> None:
-    decoder = made(
+    decoder = make_decoder(
         Table(1), SamplingParams(), StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9)
     )
     finish(decoder, [0])
@@ -360,7 +363,7 @@ def test_it_fills_the_context_to_its_last_position() -> None:
 
 def test_a_text_that_is_taken_back_and_corrected_goes_on_as_if_it_had_been_the_prompt() -> None:
     model = network(LLAMA, seed=1)
-    decoder = made(model.session(), stop=StoppingCriteria(max_new_tokens=6), layer=2)
+    decoder = make_decoder(model.session(), stop=StoppingCriteria(max_new_tokens=6), layer=2)
     finish(decoder, [1, 2, 3])
     decoder.rewind(5)
     decoder.extend([4])
@@ -372,8 +375,8 @@ def test_a_text_that_is_taken_back_and_corrected_goes_on_as_if_it_had_been_the_p
 
 
 def test_layers_per_token_count_the_branches() -> None:
-    """What `generate` reports is the theorem's number of evaluations: no figure leaves the guesses
-    out.
+    """`generate` reports the number of evaluations of the theorem: every figure counts the draft
+    tokens.
     """
     model = network(LLAMA, seed=2, dtype=torch.float32)
     stats = tinyspec.generate(model, [1, 2], method="ppd", layer=2, k=13, max_new_tokens=10).stats
@@ -397,7 +400,7 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"layer": 1}, "below half of the 3 layers .* ppd takes 2 to 3"),
         ({"layer": 4}, "layer 4 is out of range: table has 3; ppd takes 2 to 3"),
@@ -406,7 +409,7 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
         ({"depth": 2}, "ppd has no knob 'depth'"),
     ],
 )
-def test_what_is_out_of_range_raises_a_one_line_error(knobs: dict[str, int], said: str) -> None:
-    with pytest.raises(TinyspecError, match=said) as error:
-        made(Table(1), **knobs)
+def test_what_is_out_of_range_raises_a_one_line_error(knobs: dict[str, int], message: str) -> None:
+    with pytest.raises(TinyspecError, match=message) as error:
+        make_decoder(Table(1), **knobs)
     assert "\n" not in str(error.value)

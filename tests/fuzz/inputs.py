@@ -1,4 +1,7 @@
-"""The classes of damaged inputs. Each function draws one input and returns what it is and how to try it."""
+"""The classes of damaged inputs.
+
+Each function draws one input, and returns its description and a function that tries it.
+"""
 
 import json
 import os
@@ -53,7 +56,7 @@ class Refused(Exception):
 
 
 class World(NamedTuple):
-    """What inputs are made of: sound models, and a folder of this process to write damaged ones into."""
+    """What inputs are made of: sound models, and a folder of this process for damaged ones."""
 
     folder: Path
     scratch: Path
@@ -183,13 +186,17 @@ KINDS = {
         *("ByteLevel", "WordPiece", "Metaspace", "Strip", "Fuse", "ByteFallback", "Replace", "CTC"),
         *("BPEDecoder", "Sequence"),
     ),
-    "post_processor": ("ByteLevel", "TemplateProcessing", "BertProcessing", "RobertaProcessing", "Sequence"),
+    "post_processor": ("ByteLevel", "TemplateProcessing", "BertProcessing",
+                       "RobertaProcessing", "Sequence"),
 }  # fmt: skip
 FIELDS = [
     *("precompiled_charsmap", "content", "prepend", "strip_left", "strip_right", "start", "stop"),
-    *("add_prefix_space", "trim_offsets", "use_regex", "behavior", "invert", "replacement", "split"),
-    *("prepend_scheme", "individual_digits", "delimiter", "prefix", "cleanup", "pad_token", "length"),
-    *("word_delimiter_token", "suffix", "sep", "cls", "single", "pair", "special_tokens", "lowercase"),
+    *("add_prefix_space", "trim_offsets", "use_regex", "behavior", "invert", "replacement",
+      "split"),
+    *("prepend_scheme", "individual_digits", "delimiter", "prefix", "cleanup", "pad_token",
+      "length"),
+    *("word_delimiter_token", "suffix", "sep", "cls", "single", "pair", "special_tokens",
+      "lowercase"),
     *("normalizers", "pretokenizers", "decoders", "processors", "clean_text", "strip_accents"),
 ]  # fmt: skip
 
@@ -230,11 +237,13 @@ def damage_tokenizer(world: World, rng: Random) -> tuple[str, Try]:
 
 VALUES = [
     *("messages", "messages[0].content", "bos_token", "x", "loop", "[1, 'a']", "{'a': 1}", "'ab'"),
-    *("3", "0.5", "10 ** 9", "-1", "none", "true", "ns", "range(99999)", "namespace(a=1)", "[]", "''"),
+    *("3", "0.5", "10 ** 9", "-1", "none", "true", "ns", "range(99999)", "namespace(a=1)", "[]",
+      "''"),
     *("'%9d'", "'{:>9}'", "99999", "cycler('a', 'b')", "messages[0]", "(1, 2)"),
 ]  # fmt: skip
 FILTERS = [
-    *("join", "replace", "center", "indent", "format", "batch", "slice", "round", "list", "sort", "sum"),
+    *("join", "replace", "center", "indent", "format", "batch", "slice", "round", "list", "sort",
+      "sum"),
     *("tojson", "upper", "trim", "length", "map", "select", "first", "last", "unique", "dictsort"),
     *("items", "groupby", "string", "int", "float", "default", "wordwrap", "truncate", "reverse"),
     *("min", "max", "abs", "attr", "escape", "safe", "title", "urlize", "xmlattr", "pprint"),
@@ -253,7 +262,11 @@ def draw_expression(rng: Random, depth: int = 0) -> str:
     one, other = (draw_expression(rng, depth + 1) for _ in range(2))
     return rng.choice(
         [
-            f"({one} {rng.choice(['+', '-', '*', '/', '//', '%', '**', '~', '==', 'in', 'and', '<'])} {other})",
+            (
+                f"({one} "
+                f"{rng.choice(['+', '-', '*', '/', '//', '%', '**', '~', '==', 'in', 'and', '<'])} "
+                f"{other})"
+            ),
             f"({one} | {rng.choice(FILTERS)})",
             f"({one} | {rng.choice(FILTERS)}({other}))",
             f"({one} | {rng.choice(FILTERS)}({other}, {draw_expression(rng, depth + 1)}))",
@@ -281,7 +294,11 @@ def draw_statement(rng: Random, depth: int = 0) -> str:
             f"{{% set ns = namespace(a={value}) %}}" + doubles.replace("DOUBLE", "[ns.a, ns.a]"),
             f"{{% macro f(x) %}}{inner}{{{{ f(x) if {value} }}}}{{% endmacro %}}{{{{ f(1) }}}}",
             f"{{% if {value} %}}{inner}{{% endif %}}",
-            f"{{% filter {rng.choice(['upper', 'trim', 'indent(9999)', 'center(99999999)'])} %}}{inner}{{% endfilter %}}",
+            (
+                f"{{% filter "
+                f"{rng.choice(['upper', 'trim', 'indent(9999)', 'center(99999999)'])} "
+                f"%}}{inner}{{% endfilter %}}"
+            ),
             f"{{% set x %}}{inner}{{% endset %}}{{{{ x * 99 }}}}",
         ]
     )
@@ -422,7 +439,9 @@ def describe(values: dict[str, Any]) -> str:
 
 
 def damage_command(world: World, rng: Random) -> tuple[str, Try]:
-    """A command line of generate, chat, translate, replay, methods, models, data, grade or train."""
+    """Return a command line of a subcommand: generate, chat, translate, replay, methods and
+    others.
+    """
     folder = world.folder
     lines = [
         [

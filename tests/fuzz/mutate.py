@@ -53,11 +53,16 @@ PLAIN: list[Any] = [
 ]
 OBJECTS: list[Any] = [
     *(b"", b"x", (), (1, 2), {1}, frozenset({"x"}), object(), Ellipsis, print, int, lambda: 1, 1j),
-    *(Fraction(1, 3), Decimal("1.5"), Path("x"), range(3), np.int64(3), np.float32(0.5), np.bool_(1)),
-    *(np.array([1, 2]), np.array(3), np.array([[1]]), np.array([1.5]), np.array(["x"]), np.array([])),
-    *(torch.tensor([1, 2]), torch.tensor(3), torch.zeros(0), torch.tensor([[1]]), torch.tensor(0.5)),
-    *([np.int64(5), 6], [np.array([1])], [b"x"], [[1.5]], [2**70], {"role": "user"}, [{"role": "user"}]),
-    *([{"role": "user", "content": "hi"}], [{"role": 1, "content": None}], memoryview(b"x"), "x" * 10**6),
+    *(Fraction(1, 3), Decimal("1.5"), Path("x"), range(3), np.int64(3), np.float32(0.5),
+    np.bool_(1)),
+    *(np.array([1, 2]), np.array(3), np.array([[1]]), np.array([1.5]), np.array(["x"]),
+    np.array([])),
+    *(torch.tensor([1, 2]), torch.tensor(3), torch.zeros(0), torch.tensor([[1]]),
+    torch.tensor(0.5)),
+    *([np.int64(5), 6], [np.array([1])], [b"x"], [[1.5]], [2**70], {"role": "user"},
+      [{"role": "user"}]),
+    *([{"role": "user", "content": "hi"}], [{"role": 1, "content": None}], memoryview(b"x"),
+    "x" * 10**6),
 ]  # fmt: skip
 
 
@@ -143,7 +148,9 @@ def damage_text(rng: Random, text: str) -> str:
 
 
 def damage_bytes(rng: Random, data: bytes, within: int) -> bytes:
-    """Data with bytes changed among the first `within`, cut short, or with a piece taken out or put in."""
+    """Return data with bytes changed among the first `within`, cut short, or with a piece taken out
+    or put in.
+    """
     changed = bytearray(data)
     for _ in range(rng.choice([1, 1, 2, 4, 16])):
         at = rng.randrange(min(within, len(changed)))

@@ -1,4 +1,7 @@
-"""Damaged inputs of every class are refused in one line or accepted: a fixed share of `make fuzz`."""
+"""Damaged inputs of every class are accepted or an error of one line.
+
+This is a fixed share of `make fuzz`.
+"""
 
 from pathlib import Path
 from random import Random

@@ -1,4 +1,7 @@
-"""Try damaged inputs in worker processes, so that one that hangs or dies is counted and ends nothing."""
+"""Try damaged inputs in worker processes.
+
+An input that hangs or kills its worker is counted, and the others are still tried.
+"""
 
 import multiprocessing
 import os
@@ -109,7 +112,7 @@ def try_inputs(inputs: Sequence[Input], workers: int = 1) -> Iterator[Outcome]:
             for at, worker in enumerate(running):
                 if worker.pipe in heard:
                     try:
-                        said = worker.pipe.recv()
+                        outcome = worker.pipe.recv()
                     except (EOFError, ConnectionResetError):
                         worker.process.join()
                         if worker.input is None:
@@ -125,7 +128,7 @@ def try_inputs(inputs: Sequence[Input], workers: int = 1) -> Iterator[Outcome]:
                         worker.ready = True
                     elif worker.input is not None:
                         done, worker.input = worker.input, None
-                        yield Outcome(*done, *said)
+                        yield Outcome(*done, *outcome)
                 elif worker.input and time.monotonic() - worker.begun > DEADLINE:
                     worker.stop()
                     yield Outcome(*worker.input, "hang", f"no answer in {DEADLINE:g} s")
@@ -145,7 +148,8 @@ def describe_outcomes(outcomes: Sequence[Outcome]) -> str:
     kinds = list(dict.fromkeys(outcome.kind for outcome in outcomes))
     width = max(map(len, kinds), default=0)
     lines = [
-        f"{'class of inputs':{width}}  inputs  refused in one line  accepted  tracebacks  hangs  signals"
+        f"{'class of inputs':{width}}  inputs  refused in one line  accepted  "
+        "tracebacks  hangs  signals"
     ]
     for kind in [*sorted(kinds), "all"]:
         n = [

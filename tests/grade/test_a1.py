@@ -1,6 +1,4 @@
-"""Assignment A1: the reference keeps every law, and each plausible mistake breaks the law that is
-meant for it.
-"""
+"""A1: the reference keeps every law, and each plausible mistake breaks the law meant for it."""
 
 import doctest
 import math
@@ -52,7 +50,7 @@ def test_the_reference_keeps_every_law(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_and_in_other_cases(name: str) -> None:
+def test_the_reference_keeps_every_law_in_other_cases(name: str) -> None:
     cases = Cases(seed=1) if name == "generate" else Cases(seed=1, times=2)
     other = judge_laws(TASKS[name], getattr(reference, name), cases)
     assert all(
@@ -596,7 +594,7 @@ def one_draft_fewer(
 def call_for_the_newest(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """The recovered token is read by a call of its own."""
+    """The recovered token is read by a forward pass of its own."""
 
     class Twice:
         def __len__(self) -> int:
@@ -623,7 +621,7 @@ def draft_not_warped(
 def declared_raw(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """B4: drawn from the warped row, judged by the raw one."""
+    """B4: drawn from the warped distribution, judged by the raw one."""
     plain = (Fraction(1), None, None)
     return looping(target, draft, prompt, n, gamma, eos, knobs, chance, declared_knobs=plain)
 
@@ -661,7 +659,7 @@ def peek_weights(session: Any, text: Any) -> Any:
 
 
 class Peeked:
-    """A session whose calls leave no trace."""
+    """A session whose forward passes leave no trace."""
 
     def __init__(self, session: Any):
         self.session, self.read = session, list[int]()
@@ -683,7 +681,7 @@ class Peeked:
 def nobody_called(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Plain decoding of rows that no forward pass returned.
+    """Plain decoding from distributions that no forward pass returned.
 
     The laws of the caches and the passes all hold where there is no pass.
     """
@@ -693,7 +691,7 @@ def nobody_called(
 def called_afterwards(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """The same, and one call in the end."""
+    """The same, and one forward pass at the end."""
     new = nobody_called(target, draft, prompt, n, gamma, eos, knobs, chance)
     if new:
         target.score([*prompt, *new][:-1])
@@ -709,7 +707,7 @@ def draft_never_called(
 def drafts_too_many(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Fewer calls than the rule needs, of longer drafts than were asked for."""
+    """Fewer forward passes than the rule needs, with longer drafts than were asked for."""
     return looping(target, draft, prompt, n, gamma + 1, eos, knobs, chance)
 
 
@@ -733,9 +731,10 @@ def draft_called_for_nothing(
 def drafts_what_the_target_says(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Every draft is accepted: it is drawn from the target's rows, looked up.
+    """Every draft is accepted, because it is drawn from the target's distributions, which are
+    looked up.
 
-    The draft model is called for show.
+    The forward pass of the draft model is not used.
     """
 
     class Shown(Peeked):
@@ -923,7 +922,7 @@ def test_the_reference_through_the_child_process(folder: Path) -> None:
     assert graded.score == graded.max_score == 100, graded.problem
 
 
-def test_a_half_solved_submission_is_told_its_smallest_case(folder: Path) -> None:
+def test_a_half_solved_submission_is_shown_its_smallest_case(folder: Path) -> None:
     """As README and hand-out promise: points for what is right, and a case to calculate by hand for
     what is wrong.
     """
@@ -1064,7 +1063,7 @@ def test_floats_may_be_calculated_with() -> None:
     )
 
 
-def test_a_session_says_the_rows_of_its_model() -> None:
+def test_a_session_returns_the_distributions_of_its_model() -> None:
     rng = random.Random(0)
     laws = tuple(tuple(map(Fraction, rng.sample(range(9), 3))) for _ in range(5))
     texts = [tuple(rng.choices(range(3), k=rng.randint(1, 6))) for _ in range(40)]
@@ -1086,7 +1085,7 @@ def test_a_session_shows_what_the_handout_names_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("row", [[False, True], [math.nan, math.nan]])
-def test_what_is_no_number_is_said(row: Any) -> None:
+def test_what_is_no_number_breaks_the_law(row: Any) -> None:
     with pytest.raises(LawViolated) as accused:
         judge_laws(TASKS["residual"], lambda p, q: row)
     assert accused.value.counterexample.expected == "a list of 2 numbers (no bool, no nan)"
@@ -1105,6 +1104,6 @@ def test_what_is_no_number_is_said(row: Any) -> None:
         (lambda session: session.score([0] * 51), "room for 50"),
     ],
 )
-def test_a_session_refuses_misuse(misuse: Callable[[Any], Any], said: str) -> None:
+def test_misuse_of_a_session_is_an_error(misuse: Callable[[Any], Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         misuse(props_a1.Session([[Fraction(1), Fraction(1)]]))

@@ -1,5 +1,6 @@
-"""A2: the reference holds every law, and each mistake of students and of the field is caught by the
-law meant for it.
+"""A2: the reference keeps every law, and the law meant for each mistake catches it.
+
+The mistakes are those of students and of the field.
 """
 
 import doctest
@@ -41,7 +42,7 @@ def find_counterexample(
     function: Callable[..., Any],
     cases: Cases = Cases(),  # noqa: B008
 ) -> Counterexample | None:
-    """Return what the first law that a function breaks says of it."""
+    """Return the counterexample of the first law that a function breaks."""
     for law in TASKS[name].laws:
         try:
             evidence = law(function, cases)
@@ -318,7 +319,7 @@ def test_a_mask_of_ones_and_zeros_will_do() -> None:
     )
 
 
-def test_a_wrong_mask_is_told_in_words() -> None:
+def test_a_wrong_mask_is_described_in_words() -> None:
     said = find_counterexample("mask", MASKS["floats"])
     assert said is not None
     assert said.case["what is wrong"] == "entry 0 is 1.0 (float), neither True nor False"
@@ -367,7 +368,7 @@ def equal_siblings_merged(session: Any, tokens: list[int], parents: list[int]) -
 
 
 def path_by_path(session: Any, tokens: list[int], parents: list[int]) -> Any:
-    """Right, at the price of a call a node."""
+    """Right, but with one forward pass per node."""
     rows = []
     for end in range(ROOT, len(tokens)):
         fed = [session.text[-1], *(tokens[node] for node in a2_trees.node_path(parents, end))]
@@ -420,13 +421,13 @@ def test_wrong_scores(name: str) -> None:
 
 
 def round_rows(digits: int) -> Callable[..., Any]:
-    """Return the right rows, as floats of so many digits."""
+    """Return the right distributions, as floats of so many digits."""
     return lambda *given: [
         [round(float(x), digits) for x in row] for row in REFERENCE.score(*given)
     ]
 
 
-def test_rows_in_floats_are_judged_to_nine_digits() -> None:
+def test_distributions_in_floats_are_judged_to_nine_digits() -> None:
     assert find_counterexample("score", round_rows(12)) is None
     for wrong in (round_rows(7), lambda *given: [["1/3"] * 3 for _ in REFERENCE.score(*given)]):
         said = find_counterexample("score", wrong)
@@ -434,7 +435,7 @@ def test_rows_in_floats_are_judged_to_nine_digits() -> None:
         assert said.law == a2_trees.ROWS
 
 
-def test_the_session_refuses_what_does_not_fit() -> None:
+def test_what_does_not_fit_the_session_is_an_error() -> None:
     session = TreeSession([0, 1, 2])
     for given, sentence in (
         (([], [], []), "at least one"),
@@ -566,7 +567,8 @@ WRONG_SIBLINGS = {
     "point not taken away": (make_siblings(point=lambda p, token: p), a2_siblings.POINT),
     "point not renormalised": (make_siblings(point=but), a2_siblings.POINT),
     "point as uniform": (make_siblings(as_law=as_uniform), a2_siblings.POINT),
-    "point as p": (make_siblings(as_law=lambda p: [x or Fraction(1) for x in p]), a2_siblings.POINT),
+    "point as p": (make_siblings(as_law=lambda p: [x or Fraction(1) for x in p]),
+    a2_siblings.POINT),
 }  # fmt: skip
 
 
@@ -667,7 +669,7 @@ def next_to_it(parents: list[int], here: int) -> list[int]:
 def points_at_the_root_alone(
     tokens: list[int], parents: list[int], p_rows: Any, q_rows: Any, chance: Any
 ) -> Any:
-    """Takes a node without a draft's law for one without children."""
+    """Takes a node without a draft distribution for one without children."""
 
     def of(parents: list[int], here: int) -> list[int]:
         return children(parents, here) if here == ROOT or q_rows[here + 1] is not None else []
@@ -696,7 +698,8 @@ WRONG_WALKS = {
     "bonus everywhere": (bonus_everywhere, a2_walk.JOINT),
     "branch by branch": (branch_by_branch, a2_walk.JOINT),
     "siblings in reverse": (make_walk(of=children_reversed), a2_walk.JOINT),
-    "siblings with replacement": (make_walk(judge=make_siblings(rest=lambda q, token: q)), a2_walk.JOINT),
+    "siblings with replacement": (make_walk(judge=make_siblings(rest=lambda q, token: q)),
+    a2_walk.JOINT),
     "the first child alone": (make_walk(of=first_child), a2_walk.KEPT),
     "one level": (make_walk(most=1), a2_walk.KEPT),
     "two levels": (make_walk(most=2), a2_walk.KEPT),

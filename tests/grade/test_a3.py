@@ -1,5 +1,6 @@
-"""A3: the reference holds every law, and each mistake of students and of the field is caught by the
-law meant for it.
+"""A3: the reference keeps every law, and the law meant for each mistake catches it.
+
+The mistakes are those of students and of the field.
 """
 
 import doctest
@@ -439,7 +440,7 @@ class RecomputesFromTheStateBelow(Recomputes):
 
 
 class RunsTheTopAsWell(Decoding):
-    """Reads the row of the exit, and saves nothing: one layer above is run for no one."""
+    """Reads the logits of the exit, and saves nothing: it runs one layer above for no reason."""
 
     def fill(self, position: int, state: int, left: int) -> None:
         if left < self.model.depth:
@@ -553,7 +554,7 @@ RECOMPUTE = {
 }
 
 
-def test_the_frame_of_the_wrong_ones_is_right() -> None:
+def test_without_a_mistake_the_test_doubles_are_right() -> None:
     assert find_broken_law("decode", Decoding()) is None
     assert find_broken_law("decode_recomputing", Recomputes()) is None
 
@@ -568,7 +569,7 @@ def test_wrong_recomputations(wrong: type[Decoding]) -> None:
     assert find_broken_law("decode_recomputing", wrong()) == RECOMPUTE[wrong]
 
 
-def test_a_hole_is_told_with_layer_and_position() -> None:
+def test_a_hole_is_named_with_layer_and_position() -> None:
     with pytest.raises(LawViolated) as told:
         TASKS["decode"].laws[0](NothingIsFilled(), Cases())
     assert (
@@ -795,7 +796,7 @@ class TheLastBlockIsWhole(Iteration):
 
 
 class ShiftedByOne(Iteration):
-    """Takes what is said in a place for what comes after it."""
+    """Takes the answer at a position for the token after that position's answer."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         for _ in range(len(guess)):
@@ -820,7 +821,7 @@ class OneByOne(Iteration):
 class OneTokenASweep(Iteration):
     """It runs as many forward passes as plain decoding.
 
-    It leaves the rest of the guess as it was, also where it has come true.
+    It leaves the rest of the block as it was, even where it has become right.
     """
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
@@ -847,7 +848,7 @@ class EverySweepTwice(Iteration):
 
 
 class StartsAnew(Iteration):
-    """Finds out what is final, and forgets the guesses after it."""
+    """Finds out which tokens are final, and forgets the other tokens of the block."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         known = list[int]()
@@ -863,7 +864,7 @@ class StartsAnew(Iteration):
 
 
 def second(model: Any, text: list[int], count: int) -> list[int]:
-    """Return the greedy tokens, by a second model whose calls nobody counts."""
+    """Return the greedy tokens, by a second model whose forward passes are not counted."""
     unseen, made = type(model)(**model.made_of), list[int]()
     while len(made) < count:
         made += unseen.says([*text, *made], [0])
@@ -871,14 +872,14 @@ def second(model: Any, text: list[int], count: int) -> list[int]:
 
 
 class AsksASecondModel(Iteration):
-    """The greedy text, without a call of the model that was given."""
+    """Return the greedy text, without a forward pass of the model that was given."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         return second(model, text, len(guess))
 
 
 class GuessesWhatASecondModelSays(Iteration):
-    """One call a block, which confirms what is known."""
+    """One forward pass a block, which only confirms what is known."""
 
     def solved(self, model: Any, text: list[int], guess: list[int]) -> list[int]:
         return list(model.says(text, second(model, text, len(guess))))
@@ -944,7 +945,7 @@ def misuses() -> Iterator[tuple[Callable[[], Any], str]]:
 
 
 @pytest.mark.parametrize("misuse", misuses(), ids=lambda misuse: misuse[1][:24])
-def test_misuse_is_refused_in_a_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
+def test_misuse_is_an_error_of_one_sentence(misuse: tuple[Callable[[], Any], str]) -> None:
     with pytest.raises(ValueError, match=misuse[1]):
         misuse[0]()
 
@@ -985,7 +986,7 @@ def test_the_reference_has_all_points_in_a_child_process(tmp_path: Path) -> None
     assert sum(result.score for result in results.values()) == 100
 
 
-def test_the_starter_has_none(tmp_path: Path) -> None:
+def test_the_starter_has_no_points(tmp_path: Path) -> None:
     results = handed_in(tmp_path, make_starter(ASSIGNMENT))
     assert [result.score for result in results.values()] == [0] * len(TASKS)
     assert all("is not written yet" in result.sentence for result in results.values())
@@ -994,7 +995,10 @@ def test_the_starter_has_none(tmp_path: Path) -> None:
 
 HALF_DONE = (
     (
-        "            model.store(layer, position, model.project(layer, position, state))\n        if position",
+        (
+            "            model.store(layer, position, model.project(layer, position, state))\n "
+            "       if position"
+        ),
         "            pass\n        if position",
     ),
     ("        if position < first + n - 1:", "        if position < first + n:"),
@@ -1007,7 +1011,7 @@ HALF_DONE = (
 )
 
 
-def test_half_done_work_is_told_which_law_it_breaks_and_where(tmp_path: Path) -> None:
+def test_half_done_work_is_shown_which_law_it_breaks_and_where(tmp_path: Path) -> None:
     text = (FOLDER / "reference.py").read_text(encoding="utf-8")
     for right, wrong in HALF_DONE:
         assert text.count(right) == 1

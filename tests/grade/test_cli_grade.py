@@ -1,6 +1,4 @@
-"""`tinyspec grade` and `tinyspec assignment`: what they print, how they end, what they write and
-reject.
-"""
+"""`tinyspec grade` and `tinyspec assignment`: output, exit codes, files, and what they reject."""
 
 import ast
 import json
@@ -167,7 +165,7 @@ def test_a_heading_stands_once_in_gradescope_s_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_folder_of_submissions_is_told_to_be_graded_one_by_one(tmp_path: Path) -> None:
+def test_the_message_about_a_folder_of_submissions_says_to_grade_one_by_one(tmp_path: Path) -> None:
     for name in ("anna", "ben"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "submission.py").write_text("")
@@ -177,7 +175,9 @@ def test_a_folder_of_submissions_is_told_to_be_graded_one_by_one(tmp_path: Path)
 
 @pytest.mark.usefixtures("tiny")
 def test_a_file_in_place_of_its_folder(tmp_path: Path) -> None:
-    """`my-a1/submission.py` is taken as `my-a1`; `my-a1/a1.py` is told to be renamed."""
+    """`my-a1/submission.py` is accepted as `my-a1`. For `my-a1/a1.py` the message says how to
+    rename it.
+    """
     submit(tmp_path, RIGHT)
     assert run("grade", "A0", str(tmp_path / "submission.py")).exit_code == 0
     (tmp_path / "submission.py").rename(tmp_path / "a1.py")
@@ -198,7 +198,7 @@ def test_help_says_what_it_is_not() -> None:
         assert words in " ".join(run("grade", "--help").output.split())
 
 
-def test_the_list() -> None:
+def test_the_list_shows_every_assignment_and_its_points() -> None:
     told = json.loads(run("assignment", "list", "--json").stdout)
     assert [one["name"] for one in told] == ["A1", "A2", "A3"]
     assert all(sum(task["max_score"] for task in one["tasks"]) == 100 for one in told)
@@ -255,7 +255,9 @@ def unfinished() -> str:
 
 
 def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
-    """Unpacked elsewhere it grades, by the scripts that Gradescope calls. A broken one says so."""
+    """Unpacked elsewhere it grades, by the scripts that Gradescope runs. A broken one reports
+    that.
+    """
     out = tmp_path / "a1.zip"
     result = run("assignment", "bundle", "A1", str(out), "--seed", "1848")
     assert result.exit_code == 0, result.output

@@ -41,15 +41,23 @@ BODIES = {
     "return [[[[[[[[[[[[[[1]]]]]]]]]]]]]]": "returned data nested deeper than 12 levels",
     "return 10**4000": "returned a number of more than 1000 digits",
     "return 'x' * 10**6": "returned a text of more than 20000 letters",
-    "type(chance).accept = lambda self, ratio: True; return True": f"changes the chance it was given, {NOT_ALLOWED}",
+    "type(chance).accept = lambda self, ratio: True; return True": (
+        f"changes the chance it was given, {NOT_ALLOWED}"
+    ),
     "chance.accept = lambda ratio: True; return True": "raises AttributeError",
-    "Fraction.__eq__ = lambda self, other: True; return True": f"changes Fraction.__eq__, {NOT_ALLOWED}",
+    "Fraction.__eq__ = lambda self, other: True; return True": (
+        f"changes Fraction.__eq__, {NOT_ALLOWED}"
+    ),
     "import builtins; builtins.sum = len; return True": f"changes builtins.sum, {NOT_ALLOWED}",
-    "import fractions; fractions.Fraction = float; return True": f"changes fractions.Fraction, {NOT_ALLOWED}",
+    "import fractions; fractions.Fraction = float; return True": (
+        f"changes fractions.Fraction, {NOT_ALLOWED}"
+    ),
     "os.fork(); return True": f"starts a process, {NOT_ALLOWED}",
     "os.system('true')": f"starts a process, {NOT_ALLOWED}",
     "import subprocess; subprocess.run(['true'])": f"starts a process, {NOT_ALLOWED}",
-    "import threading; threading.Thread(target=time.sleep, args=(9,)).start(); return True": "starts a thread",
+    "import threading; threading.Thread(target=time.sleep, args=(9,)).start(); return True": (
+        "starts a thread"
+    ),
     "os.kill(os.getppid(), 9)": f"sends a signal, {NOT_ALLOWED}",
     "import socket; socket.socket()": f"uses the network, {NOT_ALLOWED}",
     "open('written', 'w').write('x')": f"writes a file, {NOT_ALLOWED}",
@@ -60,18 +68,28 @@ BODIES = {
     "import random; return random.random() < p[token]": "the module random is closed",
     "while chance.accept(Fraction(1, 2)): pass": "asked chance more than 1000 times in one run",
     "return chance.accept('yes')": "raises TypeError: chance.accept needs a number, not a str",
-    "return chance.draw(p[:0])": "raises ValueError: chance.draw cannot draw from a row without mass",
-    "return chance.draw([2, -1])": "raises ValueError: chance.draw needs finite numbers from 0 on",
-    "return chance.draw([0.5, float('nan')])": "raises ValueError: chance.draw needs finite numbers from 0 on",
-    "return chance.accept(Fraction(1, 3**999))": "raises ValueError: chance.accept takes numbers of at most 1000 bits",
+    "return chance.draw(p[:0])": (
+        "raises ValueError: chance.draw cannot draw from a row without mass"
+    ),
+    "return chance.draw([2, -1])": (
+        "raises ValueError: chance.draw needs finite numbers from 0 on"
+    ),
+    "return chance.draw([0.5, float('nan')])": (
+        "raises ValueError: chance.draw needs finite numbers from 0 on"
+    ),
+    "return chance.accept(Fraction(1, 3**999))": (
+        "raises ValueError: chance.accept takes numbers of at most 1000 bits"
+    ),
     "return open('/etc/hostname').read()": f"reads a file that is not its own, {NOT_ALLOWED}",
     "return open(sys.modules['tinyspec.grade.child'].__file__.replace('child', 'task')).read()": (
         f"reads a file that is not its own, {NOT_ALLOWED}"
     ),
     "return chance.draw(3)": "raises TypeError: chance.draw needs a list of numbers, not an int",
     "return chance.draw([float('inf')])": "raises ValueError",
-    "RUNS.append(1); return len(RUNS) % 2 == 0": "decides differently when it is run again",
-    "RUNS.append(1); return chance.accept(Fraction(1, len(RUNS) + 1))": "decides differently when it is run again",
+    "RUNS.append(1); return len(RUNS) % 2 == 0": ("decides differently when it is run again"),
+    "RUNS.append(1); return chance.accept(Fraction(1, len(RUNS) + 1))": (
+        "decides differently when it is run again"
+    ),
     "[os.write(n, b'{}\\n') for n in PIPES]; return True": "writes into the grader's pipe",
     "[os.write(n, b'no\\n') for n in PIPES]; return True": "writes into the grader's pipe",
     "[os.close(n) for n in PIPES]; time.sleep(99)": "closes the grader's pipe",
@@ -96,27 +114,29 @@ class Third(Fraction): pass
 """
 
 
-def said(report: GradeReport, name: str = "accept") -> str:
+def sentence_about(report: GradeReport, name: str = "accept") -> str:
     """Return the sentence about a task that had no result."""
     return next(result.sentence for result in report.results if result.task.name == name)
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_what_a_function_does_costs_it_its_points_and_is_said(body: str, tmp_path: Path) -> None:
+def test_what_a_function_does_costs_it_its_points_and_is_reported(
+    body: str, tmp_path: Path
+) -> None:
     source = f"{PRELUDE}{ABOVE}{RIGHT}\ndef accept(p, q, token, chance):\n    {body}\n"
     began = time.monotonic()
     report = grade_tiny(tmp_path, source, only=["accept"])
     assert time.monotonic() - began < 20
     assert report.score == 0
-    assert BODIES[body] in said(report)
-    assert "given p = (0, 1), q = (0, 1), token = 1" in said(report)
+    assert BODIES[body] in sentence_about(report)
+    assert "given p = (0, 1), q = (0, 1), token = 1" in sentence_about(report)
     assert os.listdir(tmp_path) == ["submission.py"]
 
 
-def test_what_was_refused_is_told_even_where_it_was_caught(tmp_path: Path) -> None:
+def test_what_was_not_allowed_is_reported_even_where_the_function_caught_it(tmp_path: Path) -> None:
     caught = "\ndef residual(p, q):\n    try:\n        open('written', 'w')\n"
     caught += "    except Exception:\n        return p\n"
-    assert said(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
+    assert sentence_about(grade_tiny(tmp_path, RIGHT + caught), "residual").startswith(
         "residual writes a file, which"
     )
 
@@ -144,14 +164,14 @@ def test_what_was_noted_of_a_function_is_out_of_its_reach(tmp_path: Path) -> Non
         assert "counter = Counter" in str(failed.value)
 
 
-def test_more_ways_than_can_be_judged_are_refused_in_time(tmp_path: Path) -> None:
+def test_more_outcomes_than_can_be_judged_are_an_error_in_time(tmp_path: Path) -> None:
     """Twenty idle coins a case: cheap for the submission, and dear for who multiplies them."""
     coins = "\ndef accept(p, q, token, chance):\n"
     coins += "    [chance.accept(Fraction(1, 2)) for _ in range(20)]\n    return True\n"
     report = grade_tiny(
         tmp_path, PRELUDE + RIGHT + coins, limits=FAST._replace(task=1.0), only=["accept"]
     )
-    assert "takes too long" in said(report) or "is too slow" in said(report)
+    assert "takes too long" in sentence_about(report) or "is too slow" in sentence_about(report)
 
 
 def test_a_function_costs_only_itself(tmp_path: Path) -> None:
@@ -161,7 +181,10 @@ def test_a_function_costs_only_itself(tmp_path: Path) -> None:
 
 
 MODULES = {
-    "import numpy": "No module named 'numpy', and there is Python's standard library alone (submission.py, line 1)",
+    "import numpy": (
+        "No module named 'numpy', and there is Python's standard library alone (submission.py, "
+        "line 1)"
+    ),
     "import tinyspec.laws": "raises ModuleNotFoundError",
     "def accept(:": "raises SyntaxError: invalid syntax (submission.py, line 1)",
     "\x00": "raises SyntaxError: source code string cannot contain null bytes",
@@ -193,22 +216,22 @@ def test_a_function_that_is_missing_or_none(tmp_path: Path) -> None:
     report = grade_tiny(tmp_path, "accept = 3\n")
     assert (
         "accept is missing: submission.py has an int where it should have a function of this name"
-        in said(report)
+        in sentence_about(report)
     )
     assert (
-        said(report, "residual")
+        sentence_about(report, "residual")
         == "residual is missing: submission.py has no function of this name"
     )
     assert report.score == 0
 
 
 def test_arguments_that_do_not_fit(tmp_path: Path) -> None:
-    assert "raises TypeError: residual() takes 0" in said(
+    assert "raises TypeError: residual() takes 0" in sentence_about(
         grade_tiny(tmp_path, "def residual(): pass"), "residual"
     )
 
 
-def test_a_folder_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_without_a_submission_is_an_error(tmp_path: Path) -> None:
     for folder, words in (
         (tmp_path / "nowhere", "does not exist"),
         (tmp_path / "file", "is no folder"),
@@ -223,7 +246,7 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert "holds no submission.py" in grade_folder(TINY, tmp_path, limits=FAST).problem
 
 
-def test_what_it_leaves_behind_is_gone(tmp_path: Path) -> None:
+def test_what_a_submission_leaves_is_removed(tmp_path: Path) -> None:
     source = "import atexit, time, signal\natexit.register(time.sleep, 99)\n"
     source += f"signal.signal(15, signal.SIG_IGN)\n{RIGHT}"
     began = time.monotonic()
@@ -257,13 +280,13 @@ def test_the_environment_is_bare_and_hashes_are_fixed(
     assert first is not None and "SECRET" not in first.got[0]
 
 
-def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
+def test_grading_ends_soon_even_if_every_function_hangs(tmp_path: Path) -> None:
     source = (
         "def accept(*args):\n    while True: pass\ndef residual(*args):\n    while True: pass\n"
     )
     report = grade_tiny(tmp_path, source)
-    assert "after 1.5 s" in said(report)
-    assert "after 0.5 s" in said(report, "residual")  # the time for waiting was used up
+    assert "after 1.5 s" in sentence_about(report)
+    assert "after 0.5 s" in sentence_about(report, "residual")  # the time for waiting was used up
     spent = 0.0
     for _ in range(10):  # tasks that all hang, with the limits that are used
         spent += max(Limits().least, min(Limits().call, Limits().hanging - spent))
@@ -273,13 +296,13 @@ def test_everything_hangs_and_it_is_still_soon_over(tmp_path: Path) -> None:
 def test_slow_answers_are_counted_together(tmp_path: Path) -> None:
     source = "import time\ndef residual(p, q):\n    time.sleep(0.2)\n    return p\n"
     limits = FAST._replace(task=0.3)
-    assert "is too slow: it took more than 0.3 s in all" in said(
+    assert "is too slow: it took more than 0.3 s in all" in sentence_about(
         grade_tiny(tmp_path, source, limits=limits, only=["residual"]), "residual"
     )
 
 
-def test_nobody_dies_with_it(tmp_path: Path) -> None:
-    """A hundred megabytes of answers, and no answer at all, leave no process behind."""
+def test_no_process_of_the_grader_survives_or_dies_with_a_submission(tmp_path: Path) -> None:
+    """A hundred megabytes of answers, and no answer at all, leave no process running."""
     submit(tmp_path, RIGHT)
     for _ in range(3):
         assert grade_folder(TINY, tmp_path, limits=FAST).score == 100

@@ -1,5 +1,6 @@
-"""The grader: a function in a child process is judged as it would be here, and plain data crosses
-unchanged.
+"""The grader judges a function in a child process as it would judge it here.
+
+Plain data crosses between the processes unchanged.
 """
 
 import math
@@ -96,7 +97,7 @@ def test_nan_and_infinity_cross() -> None:
     "data",
     [{"q": "1"}, {"q": "1/0"}, {"q": 3}, {"t": 3}, {"x": 1}, {}, {"t": [], "d": []}, {"p": 1}],
 )
-def test_what_nobody_wrote_is_refused(data: Any) -> None:
+def test_what_nobody_wrote_is_an_error(data: Any) -> None:
     with pytest.raises(NotPlain):
         from_json([data])
 
@@ -155,7 +156,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Any:
         child.close()
 
 
-def test_any_decision_procedure_has_the_same_law_and_the_same_runs(there: Any) -> None:
+def test_any_decision_procedure_has_the_same_distribution_and_the_same_runs(there: Any) -> None:
     local, remote = here(PROGRAMS, "run"), there(PROGRAMS, "run")
 
     @settings(max_examples=60)
@@ -191,7 +192,7 @@ def verify(style, p, q, draft, chance):
 
 
 def find_verdict(function: Callable[..., Any], style: Any, seed: int) -> Any:
-    """Return what a law says of a function: its evidence, its counterexample, or that it fails."""
+    """Return the result of a law for a function: evidence, a counterexample, or that it fails."""
 
     def verify(p: Any, q: Any, draft: Any, chance: Any) -> Any:
         return function(style, p, q, draft, chance)
@@ -253,7 +254,7 @@ def test_arguments_by_name_and_a_chance_among_them(there: Any) -> None:
         remote(5, c=Fraction(1, 2))
 
 
-def test_props_remember_what_was_done_with_them_over_there(there: Any) -> None:
+def test_props_keep_what_the_child_process_did_with_them(there: Any) -> None:
     source = """
 def count(counter, steps, chance):
     for _ in range(steps):
@@ -305,7 +306,7 @@ def test_a_right_submission_has_all_points_twice_the_same(tmp_path: Path) -> Non
         )
 
 
-def test_a_wrong_one_is_told_the_smallest_case(tmp_path: Path) -> None:
+def test_a_wrong_one_is_shown_the_smallest_case(tmp_path: Path) -> None:
     report = grade_tiny(tmp_path, RIGHT.replace("max(0, x - y)", "abs(x - y)"))
     good, bad = report.results
     assert (good.score, bad.score) == (40, 0)
@@ -411,7 +412,10 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
         ),
         ("    # solution\n    # end of solution\n", "line 1: this solution stands in no function"),
         (
-            '"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # end of solution',
+            (
+                '"""return a + b + c"""\ndef f():\n    # solution\n    return a + b + c\n    # '
+                "end of solution"
+            ),
             "",
         ),
         (
@@ -420,7 +424,7 @@ def test_a_starter_keeps_everything_but_the_solution() -> None:
         ),
     ],
 )
-def test_markers_that_do_not_match_and_leaks_are_refused(text: str, words: str) -> None:
+def test_markers_that_do_not_match_and_leaks_are_an_error(text: str, words: str) -> None:
     if not words:
         assert find_leaks(solution_lines(text), "the secret: return a + b + c + d") == []
         return
@@ -450,6 +454,6 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
     assert all("is not written yet" in result.sentence for result in report.results), report.results
 
 
-def test_an_assignment_that_there_is_not() -> None:
+def test_an_unknown_assignment_is_an_error() -> None:
     with pytest.raises(TinyspecError, match="no assignment 'A9': there are A1, A2, A3"):
         find_assignment("A9")

@@ -259,7 +259,7 @@ def generate(target, draft, prompt, n, gamma, eos, knobs, chance):
 """
 
 
-def test_what_has_no_idea_in_it_earns_little(tmp_path: Path) -> None:
+def test_functions_that_do_not_try_earn_little(tmp_path: Path) -> None:
     """Plain decoding is half of the loop. Functions that return what lies at hand earn little."""
     scores = score_a1(tmp_path, f"from fractions import Fraction\n{NO_IDEA}")
     assert scores == {"warp": 3, "acceptance": 2, "residual": 4, "verify": 3, "generate": 15}
@@ -516,7 +516,7 @@ def test_json_and_gradescope_have_the_points_of_every_law(tmp_path: Path) -> Non
         assert f"{law['score']} of {law['max_score']}" in scope["tests"][3]["output"]
 
 
-def test_a_final_run_draws_its_seed_and_students_are_not_told_it(tmp_path: Path) -> None:
+def test_a_final_run_draws_its_seed_and_does_not_show_it_to_students(tmp_path: Path) -> None:
     first, second = (grading.choose_cases(True, None) for _ in range(2))
     assert first.seed != second.seed and first.times == second.times == grading.FINAL_TIMES
     assert grading.choose_cases(False, None) == Cases(0, 1)

@@ -55,7 +55,7 @@ class Drafted(ModelDrafter):
 
 
 class Argmax(Drafted):
-    """Proposes the likeliest token and declares the soft law."""
+    """Proposes the likeliest token and declares the soft distribution."""
 
     def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         row = list(laws[node])
@@ -63,14 +63,14 @@ class Argmax(Drafted):
 
 
 class Raw(Drafted):
-    """Draws from the warped law and declares the law before the warpers."""
+    """Draws from the warped distribution and declares the one before the warpers."""
 
     def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         return rng.draw(laws[node]), laws.probs_under(node, SamplingParams())
 
 
 class Narrow(Drafted):
-    """Draws from the law in bfloat16 and declares the wider one."""
+    """Draws from the distribution in bfloat16 and declares the wider one."""
 
     def one(self, laws: TargetProbs, node: int, rng: RandomSource) -> tuple[int, Any]:
         row = laws[node]
@@ -107,7 +107,7 @@ class Twice(Drafted):
 
 
 class Replaced(Siblings):
-    """Draws without replacement and declares the law with it."""
+    """Draws without replacement and declares the distribution with replacement."""
 
     def propose(
         self,

@@ -1,4 +1,4 @@
-"""The same decisions on another road: rows in narrow tensors, and the torch operations of a GPU.
+"""The same decisions in other number formats: narrow dtypes, and the torch operations of a GPU.
 
 On the CPU every dtype is read as float64 exactly, so the verifier decides as the plain twin does,
 to the bit. A device adds in its own order: it must decide the same unless a uniform, a ratio or a
@@ -58,7 +58,7 @@ class RoundingDoubt:
         return BoundedNumber(float(value), slack, self)
 
     def row(self, row: Any) -> "list[BoundedNumber]":
-        """Return a row of exact numbers."""
+        """Return a distribution of exact numbers."""
         return [self.about(x) for x in row.tolist()]
 
 
@@ -184,13 +184,13 @@ def walk_equals_twin(
                 [None if row is None else _row_as_floats(row) for row in draft_probs],
                 case.probe,
             )
-            said = reference.verify_tree(
+            verdict = reference.verify_tree(
                 *columns,
                 lists,
                 given.accept,
                 lambda row: reference.sample_inverse_cdf(row, given.next()),
             )
-            return (*said, len(given.rest))
+            return (*verdict, len(given.rest))
 
         expected, got = outcome_or_error(theirs, {}), outcome_or_error(ours, {})
         if expected != got:

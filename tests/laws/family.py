@@ -1,5 +1,4 @@
-"""Sessions, their forks and their views, in any order of operations, against plain lists and fresh
-forwards.
+"""Sessions, forks and views in any order of operations, against lists and fresh forward passes.
 
 tests/lm/test_session_machine.py drives one session with one view: probes, early exits, fills,
 hidden states. What it cannot see is here: several texts that were forked from each other and all go
@@ -201,9 +200,7 @@ class Family(RuleBasedStateMachine):
 
     @rule(n=which)
     def fork(self, n: int) -> None:
-        """Both go on, and neither hears of the other. Of three, the one that was there first is
-        dropped.
-        """
+        """Both go on, and neither changes the other. Of three, the oldest is dropped."""
         line = self.line(n)
         self.lines = [
             *self.lines[-2:],

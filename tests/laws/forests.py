@@ -1,5 +1,4 @@
-"""The forest of counted tries in any order of operations, against a count of every window of every
-text.
+"""The forest of counted tries in any order of operations, against counts of all windows.
 
 The twin keeps a dictionary of windows; the judge here keeps nothing but the texts, and counts them
 anew for every question.
@@ -38,10 +37,10 @@ class Forests(RuleBasedStateMachine):
         }  # of closed texts, and what was halved
         self.open: list[
             tuple[int, str, list[int]]
-        ] = []  # number, tree, what was said since the last halving
-        for which, (tree, said) in enumerate((("prompt", first), ("outputs", second))):
+        ] = []  # number, tree, output since the last halving
+        for which, (tree, tokens) in enumerate((("prompt", first), ("outputs", second))):
             self.begin_a_text(tree)
-            self.append(which, said)
+            self.append(which, tokens)
         self.old: dict[str, Windows] = {
             "prompt": Counter(),
             "outputs": Counter(),
@@ -50,15 +49,15 @@ class Forests(RuleBasedStateMachine):
     def windows(self, tree: str) -> Windows:
         """How often each window of up to `depth` tokens occurred."""
         found = Counter(self.old[tree])
-        for _, where, said in self.open:
+        for _, where, tokens in self.open:
             if where == tree:
-                found.update(self.of(said))
+                found.update(self.of(tokens))
         return found
 
-    def of(self, said: list[int]) -> Windows:
-        ends = range(1, len(said) + 1)
+    def of(self, text: list[int]) -> Windows:
+        ends = range(1, len(text) + 1)
         return Counter(
-            tuple(said[end - n : end]) for end in ends for n in range(1, min(self.depth, end) + 1)
+            tuple(text[end - n : end]) for end in ends for n in range(1, min(self.depth, end) + 1)
         )
 
     @rule(tree=TREES)
@@ -69,23 +68,23 @@ class Forests(RuleBasedStateMachine):
     @rule(which=WHICH, new=TOKENS)
     def append(self, which: int, new: list[int]) -> None:
         if self.open:
-            number, _, said = self.open[which % len(self.open)]
+            number, _, tokens = self.open[which % len(self.open)]
             self.forest.append(number, new)
-            said.extend(new)
+            tokens.extend(new)
 
     @rule(which=WHICH, drop=st.integers(1, 6))
     def rewind(self, which: int, drop: int) -> None:
         if self.open:
-            number, _, said = self.open[which % len(self.open)]
+            number, _, tokens = self.open[which % len(self.open)]
             self.forest.rewind(number, max(self.forest.length(number) - drop, 0))
-            del said[max(len(said) - drop, 0) :]
+            del tokens[max(len(tokens) - drop, 0) :]
 
     @rule(which=WHICH)
     def close(self, which: int) -> None:
         if which < len(self.open):
-            number, tree, said = self.open.pop(which)
+            number, tree, tokens = self.open.pop(which)
             self.forest.close(number)
-            self.old[tree].update(self.of(said))
+            self.old[tree].update(self.of(tokens))
 
     @rule(tree=TREES)
     def halve(self, tree: str) -> None:
@@ -93,9 +92,9 @@ class Forests(RuleBasedStateMachine):
         self.old[tree] = Counter(
             {path: count // 2 for path, count in self.windows(tree).items() if count > 1}
         )
-        for _, where, said in self.open:
+        for _, where, tokens in self.open:
             if where == tree:
-                said.clear()
+                tokens.clear()
 
     @rule(tree=TREES)
     def forget(self, tree: str) -> None:

@@ -1,15 +1,17 @@
-"""Five trained drafters with random weights: test doubles for the feature laws, not the techniques.
+"""Five trained drafters with random weights, as test doubles for the feature laws.
 
-Each is as much of its technique as decides positions, features and masks:
+They are not the techniques. Each is as much of its technique as decides positions, features and
+masks:
 
     Medusa    arXiv 2401.10774  heads on the last state that is known
-    EAGLE-1   arXiv 2401.15077  one layer over (next token, state) pairs, continued on its own outputs
+    EAGLE-1   arXiv 2401.15077  one layer over (next token, state) pairs, continued on its outputs
     Kangaroo  arXiv 2404.18911  an adapter over the states of an early layer
     PaSS      arXiv 2311.13581  look-ahead embeddings after the newest token, every second round
     SPACE     arXiv 2402.11809  mask tokens after the newest token and after every draft token
 
-Beside each stands its training forward: the same logits for a whole text at once, in the torch layers that
-training uses. Both share the weights and a head's formula, and nothing that knows a position.
+Beside each stands its training forward: the same logits for a whole text at once, in the torch
+layers that training uses. Both share the weights and a head's formula, and nothing that knows a
+position.
 
 Left out: training, the papers' trees, Kangaroo's stop at low confidence, weights of the right size.
 """
@@ -42,7 +44,7 @@ Weights = dict[str, Tensor]
 
 
 class Host(NamedTuple):
-    """A drafter as the laws take it: its builder, and its training forward."""
+    """A drafter as the laws take it: the function that builds it, and its training forward."""
 
     make: MakeDecoder
     forward: TrainingForward
@@ -64,7 +66,9 @@ def draw_weights(seed: int, **shapes: Sequence[int]) -> Weights:
 def draw_children(
     logits: Tensor, k: int, sampling: SamplingParams, history: Sequence[int], rng: RandomSource
 ) -> list[tuple[int, Probs | None]]:
-    """Return k siblings: the likeliest tokens at temperature 0, else a sample without replacement."""
+    """Return k siblings: the likeliest tokens at temperature 0, else sampled without
+    replacement.
+    """
     if sampling.temperature == 0:
         return [(token, None) for token in top_k_tokens(logits.numpy(), k)]
     return sample_siblings(sampling.probs(logits, history), k, rng)
@@ -78,7 +82,7 @@ def add_node(tree: TokenTree, token: int, parent: int, q: Probs | None, probe: b
 
 
 class FeatureDrafter(BaseDrafter):
-    """Keeps one state of the target for every committed token but the newest, which is not run yet."""
+    """Keeps one state of the target for every committed token but the newest, which has not run."""
 
     def __init__(self, model: Model, layer: int):
         self.model, self.hidden_layers = model, (layer,)
@@ -112,7 +116,7 @@ def medusa_logits(w: Weights, head: int, h: Tensor) -> Tensor:
 
 
 class MedusaDrafter(FeatureDrafter):
-    """Two tokens from the first head, and under each of them one from the second, as point masses."""
+    """Two tokens from the first head, and one from the second under each, as point masses."""
 
     widths = (2, 1)
 
@@ -163,7 +167,9 @@ def project(
 
 
 def finish_layer(c: Config, w: Weights, x: Tensor, mixed: Tensor) -> Tensor:
-    """Return the layer's output [n, d] from its input and what attention brought: the MLP if it has one."""
+    """Return the layer's output [n, d] from its input and the result of attention, by the MLP if
+    the layer has one.
+    """
     x = x + mixed @ w["o"].T
     if "up" in w:
         gate, up = (F.rms_norm(x, (c.d_model,), w["norm2"], c.norm_eps) @ w["up"].T).chunk(2, -1)
@@ -232,7 +238,9 @@ def pair(w: Weights, model: Model, token: int, state: Tensor) -> Tensor:
 
 
 class EagleDrafter(FeatureDrafter):
-    """A tree of two branches of two tokens, sampled without replacement, with declared distributions."""
+    """A tree of two branches of two tokens, sampled without replacement; it declares
+    distributions.
+    """
 
     widths = (2, 1)
 
@@ -265,7 +273,7 @@ class EagleDrafter(FeatureDrafter):
         return tree
 
     def predict_state(self, tree: TokenTree, node: int) -> Tensor:
-        """Return the state [d] of a node as the layer predicts it from the one before, its own output."""
+        """Return the state [d] of a node, predicted by the layer from its own output before."""
         if node not in self.row_of:
             above = self.row_of[tree.parents[node]]
             x = pair(self.weights, self.model, tree.tokens[node], self.layer.output(above))
@@ -322,7 +330,9 @@ def kangaroo_logits(w: Weights, model: Model, adapted: Tensor) -> Tensor:
 
 
 class KangarooDrafter(FeatureDrafter):
-    """A chain of two tokens: the target's first layer, then an adapter of one attention sublayer."""
+    """A chain of two tokens, by the target's first layer and an adapter of one attention
+    sublayer.
+    """
 
     def __init__(self, target: Any):
         super().__init__(target.model, EXIT)
@@ -425,7 +435,10 @@ def look_ahead(request: Request) -> Decoder:
 
 
 def look_ahead_forward(model: Model, text: Sequence[int], drafted: Sequence[int]) -> Tensor | None:
-    """Embedding j after a token predicts the token j + 1 after it; the text has grown by one since."""
+    """Return the logits of the look-ahead embeddings.
+
+    Embedding j after a token predicts the token j + 1 after it; the text has grown by one since.
+    """
     if len(text) == 1:
         return None
     c, ahead = model.config, pass_weights(model.config)["ahead"]
@@ -443,9 +456,10 @@ MASKS = 2  # in a group, and tokens of a draft
 
 
 class SpaceDrafter(BaseDrafter):
-    """A chain from one group of masks; a new group after the newest token and after each draft token.
+    """A chain from one group of masks.
 
-    A mask is a real token of the vocabulary (here the last one), run as a probe.
+    A new group stands after the newest token and after each draft token. A mask is a real token of
+    the vocabulary (here the last one), run as a probe.
     """
 
     def __init__(self, config: Config):

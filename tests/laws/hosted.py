@@ -1,6 +1,4 @@
-"""Techniques of every shape that the book will need, each in a few lines: what the suites must be
-able to host.
-"""
+"""Techniques of every shape that the suites must be able to judge, each in a few lines."""
 
 from collections.abc import Callable, Sequence
 from fractions import Fraction
@@ -94,7 +92,7 @@ def two_models(request: Request) -> Decoder:
 
 
 class Inner(BaseDrafter):
-    """A decoder drafts: its tokens carry the law they were committed under."""
+    """A decoder drafts: its tokens declare the distribution under which they were committed."""
 
     def __init__(self, decoder: Decoder, gamma: int, truthful: bool):
         self.decoder, self.gamma, self.truthful, self.asked = decoder, gamma, truthful, 0
@@ -135,7 +133,7 @@ class Inner(BaseDrafter):
 
 
 class Remembers(ModelDrafter):
-    """Tells the law of its last token, for the toy that takes it for the middle's."""
+    """Declares the distribution of its last token, for the toy that takes it for the middle's."""
 
     last: Any = None
 
@@ -153,7 +151,7 @@ class Remembers(ModelDrafter):
 
 def cascade(truthful: bool) -> Card:
     """The smallest drafts for the middle, the middle for the target. The toy declares the
-    smallest's law.
+    smallest's distribution.
     """
 
     def build(request: Request) -> Decoder:
@@ -191,7 +189,9 @@ class Exits:
 
 
 def own_draft(plan: Plan, exact: bool = True) -> Card:
-    """Drafts with a part of its own layers. The toy judges with the first layer's rows as well."""
+    """Drafts with a part of its own layers. The toy judges with the first layer's logits as
+    well.
+    """
 
     def build(request: Request) -> Decoder:
         session: Any = request.target
@@ -299,7 +299,9 @@ class Races(BaseDrafter):
 
 
 def racing(shift: int) -> Card:
-    """Gumbel coupling. The toy numbers its races by rounds in place of positions when it verifies."""
+    """Gumbel coupling. When it verifies, the toy numbers its races by rounds in place of
+    positions.
+    """
 
     def match(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
@@ -317,7 +319,7 @@ def racing(shift: int) -> Card:
 
 
 def less(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> Any:
-    """The expert's row, lowered where the amateur's is high."""
+    """The expert's distribution, lowered where the amateur's is high."""
     p, q = rows
     if not isinstance(p, list):
         return torch.as_tensor(p) + torch.log(2 - torch.as_tensor(q).softmax(-1))
@@ -325,7 +327,7 @@ def less(rows: Sequence[Any], text: Sequence[int], path: Sequence[int]) -> Any:
 
 
 def contrast(request: Request) -> Decoder:
-    """Its law is its own: the card says so, and the suites ask its own target."""
+    """Its distribution is its own: the card says so, and the suites ask its own target."""
     request.target = JointTarget([request.target, request.drafts[0]], less)
     return request.decoder(BaseDrafter(), verify_tree)
 

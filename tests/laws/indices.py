@@ -1,5 +1,4 @@
-"""The n-gram index in any order of operations, against a dictionary of texts and a search through
-all of them.
+"""The n-gram index in any order of operations, against a dictionary and a full search.
 
 tests/core/test_tree_and_trie.py compares the kernel with its twin after a history; here both are
 compared with what they claim: the twin keeps a dictionary of n-grams, the judge keeps nothing but

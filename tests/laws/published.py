@@ -1,7 +1,7 @@
-"""Samplers as people publish them: right ones in many dialects, and wrong ones with the mistakes
-that were published.
+"""Samplers as people publish them: right ones in many styles, and wrong ones.
 
-`python -m tests.laws.published` says how long `check` takes to find each mistake.
+The mistakes are published ones. `python -m tests.laws.published` says how long `check` takes to
+find each of them.
 """
 
 import bisect
@@ -91,7 +91,7 @@ def logarithms(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
 
 
 def single_precision(p: Rows, q: Rows, draft: list[int], rng: Any) -> Any:
-    """float32 rows: right up to 1e-7."""
+    """Distributions in float32: right up to 1e-7."""
     return vectors(np.asarray(p, np.float32), np.asarray(q, np.float32), draft, rng)
 
 
@@ -139,7 +139,8 @@ def rejections(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
 
 
 RIGHT = (
-    textbook, vectors, by_hand, given_uniforms, global_generators, logarithms, single_precision, with_epsilon, in_torch,
+    textbook, vectors, by_hand, given_uniforms, global_generators, logarithms, single_precision,
+    with_epsilon, in_torch,
     no_bonus, plain,
 )  # fmt: skip
 
@@ -287,7 +288,7 @@ WRONG_DRAFTERS: dict[str, Callable[..., Any]] = {
 }
 
 
-# ---------------------------------------------------------------------- wrong where small cases do not reach
+# ------------------------------------------------------------- wrong where small cases do not reach
 
 
 def late(
@@ -297,7 +298,7 @@ def late(
     begins: int = 0,
     pause: float = 0.0,
 ) -> Callable[..., list[int]]:
-    """Speculative sampling, with a place for each mistake; it is right before the call `begins`."""
+    """Speculative sampling with a place for each mistake; right for `begins` - 1 calls."""
     calls = 0
 
     def verify(p: Rows, q: Rows, draft: list[int], rng: Any) -> list[int]:
@@ -496,7 +497,7 @@ DEEP_DRAFTERS: dict[str, tuple[Callable[..., Any], str]] = {
 
 
 def seconds(**function: Any) -> tuple[float, Counterexample | None]:
-    """How long a check computed, and what it found."""
+    """Return how long a check computed, and what it found."""
     began = time.process_time()
     found = check(**function).counterexample
     return time.process_time() - began, found

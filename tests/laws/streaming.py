@@ -1,8 +1,8 @@
 """Laws of streamed text: a stream is the whole decoding, and stop strings are found anywhere.
 
-Tokens of a byte-level vocabulary end inside of characters; which do depends on the vocabulary, so
-both laws take a real tokenizer. Texts are drawn from all of Unicode, ids from the whole vocabulary,
-and both are split at any place.
+Tokens of a byte-level vocabulary may end inside a character. Which of them do depends on the
+vocabulary, so both laws take a real tokenizer. Texts are drawn from all of Unicode, ids from the
+whole vocabulary, and both are split at any place.
 """
 
 from collections.abc import Callable, Sequence

@@ -58,7 +58,9 @@ def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None
 
 
 def test_a_loop_that_rejects_is_followed_until_it_does_not_matter() -> None:
-    """It has so many outcomes that the time ends before the fixed cases do: nothing wrong, and no proof."""
+    """It has so many outcomes that the time ends before the fixed cases do. So nothing is wrong,
+    and nothing is proved.
+    """
     result = check(published.rejections, seconds=2)
     assert result.counterexample is None
     assert result.evidence[0].cases >= 2
@@ -168,7 +170,7 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
     assert accused(drafter=stale).case["context"] == [1]
 
 
-# ---------------------------------------------------------------------- what small cases do not show
+# --------------------------------------------------------------------- what small cases do not show
 
 
 @pytest.mark.parametrize("name", [name for name in DEEP_VERIFIERS if "100,000" not in name])
@@ -181,8 +183,8 @@ def test_a_mistake_of_floats_alone_says_so() -> None:
     assert found.case["rows"] == "float64 (on Fractions it is right)"
 
 
-def test_a_fault_that_begins_late_is_found_by_many_calls() -> None:
-    """With the default of ten seconds on a machine that makes 100,000 calls in that time."""
+def test_a_fault_that_begins_late_is_found_by_many_runs() -> None:
+    """With the default of ten seconds on a machine that makes 100,000 runs in that time."""
     late = published.late(ratio=published.accept_all, begins=100_000)
     found = check(late, seconds=60).counterexample
     assert found is not None and found.law == "joint law"
@@ -264,7 +266,7 @@ def test_a_verifier_that_is_right_on_chains_is_refuted_on_siblings() -> None:
         check(verify_tree, trees=("forest",))
 
 
-def test_a_path_that_is_none_is_refused() -> None:
+def test_a_verifier_whose_path_is_none_is_accused() -> None:
     def last(tree: Any, p: Any, source: RandomSource) -> Verdict:
         return Verdict((len(tree.tokens) - 1,), 0)
 
@@ -296,7 +298,7 @@ NO_VERDICT = {
 
 
 @pytest.mark.parametrize("message", NO_VERDICT)
-def test_where_nothing_can_be_said_it_says_why(message: str) -> None:
+def test_where_no_verdict_is_possible_it_says_why(message: str) -> None:
     with pytest.raises(TinyspecError, match=message):
         check(NO_VERDICT[message])
     with pytest.raises(TinyspecError, match="nothing to check"):
@@ -315,7 +317,7 @@ def test_where_nothing_can_be_said_it_says_why(message: str) -> None:
         ({"generate": lambda p, q: [0]}, r"called as generate\(p, q, gamma, n, rng\) -> tokens"),
     ],
 )
-def test_another_signature_is_refused_in_one_line(function: Any, message: str) -> None:
+def test_another_signature_is_an_error_of_one_line(function: Any, message: str) -> None:
     """`check(3)`: "a verifier is a function, called as verify(p_rows [gamma + 1, V], ...) ..."."""
     with pytest.raises(TinyspecError, match=message) as caught:
         check(**function)
@@ -386,7 +388,7 @@ def test_check_prints_a_counterexample_and_returns_it(capsys: pytest.CaptureFixt
     assert repr(result) == "<CheckResult broken: joint law>"
 
 
-def test_what_was_kept_before_a_counterexample_is_said_too() -> None:
+def test_the_laws_kept_before_a_counterexample_are_named_too() -> None:
     wrong = WRONG_DRAFTERS["proposed only if token 0"]
     result = check(published.textbook, drafter=wrong, seconds=3)
     assert not result
@@ -403,7 +405,10 @@ def test_a_notebook_shows_a_verdict_once(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_importing_the_laws_is_cheap() -> None:
-    loaded = "import tinyspec.laws, sys; print(any(name in sys.modules for name in ('torch', 'numpy', 'hypothesis')))"
+    loaded = (
+        "import tinyspec.laws, sys; print(any(name in sys.modules for name in ('torch', "
+        "'numpy', 'hypothesis')))"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", loaded], capture_output=True, text=True, check=True

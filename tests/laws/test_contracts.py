@@ -1,5 +1,6 @@
-"""The contracts of a drafter: what is honest passes, each breach is named, and each breach changes
-what is emitted.
+"""The contracts of a drafter: honest drafters pass, and each breach is named.
+
+Each breach also changes the distribution of the output.
 """
 
 from collections.abc import Sequence
@@ -105,16 +106,16 @@ def test_every_technique_keeps_its_contracts(card: Any) -> None:
 
 
 @pytest.mark.parametrize("sampling", contracts.EXACT_SAMPLINGS + contracts.FLOAT_SAMPLINGS, ids=str)
-def test_a_law_declared_before_the_warper_is_seen_under_every_warper(
+def test_a_distribution_declared_before_the_warper_is_seen_under_every_warper(
     sampling: SamplingParams,
 ) -> None:
-    """Each warper in the list changes some row of the tables, so none is there for show."""
+    """Each warper in the list changes some distribution of the tables, so all of them matter."""
     settings = [ContractSetting(seed, sampling, torch.float64) for seed in range(1, 7)]
     assert any(find_violations(lambda s=s: decoder(Raw)(request(s)))[0] for s in settings)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("dtype", contracts.DTYPES, ids=str)
-def test_a_law_drawn_in_another_dtype_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
+def test_a_distribution_drawn_in_another_dtype_is_seen_in_every_dtype(dtype: torch.dtype) -> None:
     setting = ContractSetting(2, SamplingParams(temperature=0.7), dtype)
     found, _ = find_violations(lambda: decoder(Narrow)(request(setting)))
     assert {offence.law for offence in found} == {TRUTHFUL}
@@ -135,18 +136,18 @@ def emitted(
     tokens: int,
     gamma: int = 2,
 ) -> Any:
-    def made() -> Decoder:
+    def make_decoder() -> Decoder:
         target, draft = (TableModel(0, 2, rows=lambda context, row=row: row) for row in (p, q))
         return Request(target.session(), [draft.session()]).decoder(
             drafter(draft.session(), gamma, frozenset()), verifier
         )
 
-    return exact_law(made, tokens)
+    return exact_law(make_decoder, tokens)
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
-    """p = q = (1/2, 1/2), and the declared law is the one that is drawn from: presence alone is at
-    fault.
+    """p = q = (1/2, 1/2), and the declared distribution is the one that is drawn from: presence
+    alone is wrong.
     """
     assert emitted(KeepZero, verify_tree, (1, 1), (1, 1), 1, gamma=1) == {
         (0,): F(3, 4),
@@ -162,7 +163,7 @@ def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
     assert found[0] == (PRESENCE, (0,), (), [F(1, 2), F(1, 2)], [1, 0])
 
 
-def test_keep_only_token_0_is_exact_when_it_declares_no_law() -> None:
+def test_keep_only_token_0_is_exact_when_it_declares_no_distribution() -> None:
     class Points(KeepZero):
         def propose(self, *given: Any) -> TokenTree:
             return TokenTree.chain(super().propose(*given).tokens)
@@ -180,7 +181,7 @@ def test_block_verification_and_examined_tokens_29_128_instead_of_3_16() -> None
         assert emitted(drafter, verifier, (1, 3), (2, 1), 2)[1, 0] == F(3, 16)
 
 
-def test_block_verification_keeps_the_law_of_fresh_drafts() -> None:
+def test_block_verification_keeps_the_distribution_of_fresh_drafts() -> None:
     target, draft = TableModel(4), TableModel(5, zeros=False)
     plain = exact_law(lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3)
     fast = exact_law(

@@ -1,5 +1,6 @@
-"""The stand-ins for random generators: every way to draw has its exact law, and what cannot be
-walked is refused.
+"""The stand-ins for random generators: every way to draw has its exact distribution.
+
+What cannot be enumerated is an error.
 """
 
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def loop(row: Any, u: Any) -> int:
 @pytest.mark.parametrize("way", INVERSIONS)
 @given(LAW)
 @settings(max_examples=20)
-def test_every_way_to_draw_from_a_row_has_its_law(way: str, row: list[F]) -> None:
+def test_every_way_to_draw_from_a_distribution_follows_it(way: str, row: list[F]) -> None:
     law = outcomes(lambda rng: INVERSIONS[way](row, rng))
     assert law == {token: x for token, x in enumerate(row) if x}
 
@@ -163,7 +164,7 @@ def test_every_way_to_ask_torch_for_two_fair_coins(way: str) -> None:
     )
 
 
-def test_torch_reseeded_gives_the_same_noise_and_what_cannot_be_asked_is_refused() -> None:
+def test_torch_reseeded_gives_the_same_noise_and_what_cannot_be_asked_is_an_error() -> None:
     def reseeded() -> Any:
         return [torch.manual_seed(0) or torch.rand(1) < 0.5 for _ in range(2)]
 

@@ -109,15 +109,22 @@ def counted(n: int) -> Callable[[], int]:
 
 
 MAKERS: list[Callable[[int], Any]] = [
-    lambda n: n, lambda n: float(n), lambda n: str(n), lambda n: Fraction(n, 7), lambda n: [1, n], lambda n: (1, n),
-    lambda n: {n}, lambda n: frozenset({n}), lambda n: {1: n}, lambda n: {n: 1}, lambda n: deque([1, n]),
-    lambda n: OrderedDict(a=n), lambda n: Names(a=n), lambda n: Plain(n), lambda n: Pair(1, n), slotted, looped, counted,
-    lambda n: np.array([1.0, n]), lambda n: np.float64(n), lambda n: torch.tensor([1.0, n]), lambda n: np.array([None, n]),
-    lambda n: torch.tensor([n], dtype=torch.bfloat16), lambda n: random.Random(n), lambda n: np.random.default_rng(n),
+    lambda n: n, lambda n: float(n), lambda n: str(n), lambda n: Fraction(n, 7), lambda n: [1, n],
+    lambda n: (1, n),
+    lambda n: {n}, lambda n: frozenset({n}), lambda n: {1: n}, lambda n: {n: 1},
+    lambda n: deque([1, n]),
+    lambda n: OrderedDict(a=n), lambda n: Names(a=n), lambda n: Plain(n), lambda n: Pair(1, n),
+    slotted, looped, counted,
+    lambda n: np.array([1.0, n]), lambda n: np.float64(n), lambda n: torch.tensor([1.0, n]),
+    lambda n: np.array([None, n]),
+    lambda n: torch.tensor([n], dtype=torch.bfloat16), lambda n: random.Random(n),
+    lambda n: np.random.default_rng(n),
     generator, lambda n: Seeded(n), lambda n: functools.partial(max, n), lambda n: Plain(n).method,
     lambda n: itertools.count(n),
-    lambda n: list(Colour)[n], lambda n: iter([n, 2]), lambda n: SimpleNamespace(a=n), lambda n: TableModel(n),
-    lambda n: (lambda: n), lambda n: (lambda x=n: x), lambda n: slice(n), lambda n: range(n), lambda n: bytearray([n]),
+    lambda n: list(Colour)[n], lambda n: iter([n, 2]), lambda n: SimpleNamespace(a=n),
+    lambda n: TableModel(n),
+    lambda n: (lambda: n), lambda n: (lambda x=n: x), lambda n: slice(n), lambda n: range(n),
+    lambda n: bytearray([n]),
     lambda n: [Plain(n), Plain(1)], lambda n: {Pair(0, n): Plain(n)}, lambda n: {"f": [counted(n)]},
 ]  # fmt: skip
 
@@ -130,8 +137,10 @@ def test_equal_things_have_equal_digests_and_others_have_not(make: Callable[[int
 
 
 def test_kinds_differ() -> None:
-    things = [0, 0.0, False, None, "0", b"0", (), [], {}, set(), Fraction(0), np.float64(0), np.zeros(1), torch.zeros(1),
-              np.zeros((1, 1)), np.zeros(1, np.float32), deque(), Colour.RED, 0j, Plain, compute_digest]  # fmt: skip
+    things = [0, 0.0, False, None, "0", b"0", (), [], {}, set(), Fraction(0), np.float64(0),
+              np.zeros(1), torch.zeros(1),
+              np.zeros((1, 1)), np.zeros(1, np.float32), deque(), Colour.RED, 0j, Plain,
+              compute_digest]  # fmt: skip
     assert len({compute_digest(thing) for thing in things}) == len(things)
 
 
@@ -212,7 +221,7 @@ def test_a_lock_is_known_by_whether_it_is_held() -> None:
     assert compute_digest(Plain(free)) == compute_digest(Plain(held))
 
 
-def test_outside_is_not_looked_into() -> None:
+def test_a_digest_skips_what_is_named_as_outside() -> None:
     forward_log: list[int] = []
     owner = Plain(forward_log)
     before = compute_digest(owner, (forward_log,))

@@ -1,4 +1,4 @@
-"""The exact law is exact, and it sees what a test of single tokens cannot."""
+"""The exact distribution is exact, and it shows what a test of single tokens cannot show."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -87,14 +87,15 @@ def test_the_reference_stops_where_a_text_ends() -> None:
 
 
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
-def test_plain_decoding_and_a_drafted_chain_have_the_reference_law(
+def test_plain_decoding_and_a_drafted_chain_have_the_reference_distribution(
     sampling: SamplingParams,
 ) -> None:
     same(lambda: plain(sampling=sampling), sampling=sampling)
     same(lambda: drafted(sampling=sampling), sampling=sampling)
 
 
-@given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any), st.sampled_from([0, 1, 0.5, 1 / 3]),
+@given(st.lists(st.integers(0, 5), min_size=4, max_size=4).filter(any),
+       st.sampled_from([0, 1, 0.5, 1 / 3]),
        st.none() | st.integers(1, 4), st.none() | st.sampled_from([0.1, 0.5, 0.7, 0.9, 1.0]),
        st.none() | st.sampled_from([0.0, 0.3, 0.5, 1.0]))  # fmt: skip
 def test_the_judges_warpers_are_those_of_the_house(
@@ -124,7 +125,7 @@ def test_merging_changes_nothing_but_the_work() -> None:
     assert merged.states < whole.states
 
 
-def test_a_law_is_exact_below_a_prompt_of_any_length_and_after_a_stop() -> None:
+def test_a_distribution_is_exact_after_a_prompt_of_any_length_and_after_a_stop() -> None:
     stop = StoppingCriteria(eos=frozenset({1}), max_new_tokens=3)
     compare_laws(
         Reference(P.row, stop=stop).law(3, (2, 0, 1)),
@@ -139,7 +140,7 @@ def test_one_round_alone() -> None:
     assert {len(text) for text in joint} == {1, 2, 3}
 
 
-def test_laws_in_floats_agree_to_twelve_digits() -> None:
+def test_distributions_in_floats_agree_to_twelve_digits() -> None:
     p, q = TableModel(4, floats=True), TableModel(3, floats=True)
     for sampling in (
         SamplingParams(0.7),
@@ -242,8 +243,8 @@ def test_noise_hidden_in_a_closure_is_not_merged_away_and_noise_in_a_class_is_no
 
 
 class Lies(BaseDrafter):
-    """A coin tossed in the first round, and not told to anybody, decides whether the later rounds
-    declare a false law.
+    """A coin tossed in the first round, and shown nowhere, decides whether the later rounds declare
+    a false distribution.
     """
 
     lying: bool | None = None
@@ -285,7 +286,7 @@ class Ages(BaseDrafter):
         return TokenTree.chain([0 if len(self.age) < 2 else 1])
 
 
-def test_a_decoder_that_changes_from_text_to_text_is_told_from_one_that_repeats_itself() -> None:
+def test_a_decoder_that_changes_from_text_to_text_is_not_one_that_repeats_itself() -> None:
     rows = TableModel(rows=lambda context: [1, 1, 1])
     accused(
         lambda: Decoder(rows.session(), Ages(), verify_tree), tokens=1, name=REPEATS, model=rows
@@ -309,7 +310,7 @@ class Counts(BaseDrafter):
         return TokenTree.chain([context[-1]] if self.told % 2 else [])
 
 
-def test_a_counter_blocks_merging_and_its_law_is_right() -> None:
+def test_a_counter_blocks_merging_and_its_distribution_is_right() -> None:
     def counts() -> Decoder:
         return Decoder(P.session(), Counts(), verify_tree)
 
@@ -403,11 +404,15 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
             assert target.plan == plan
 
 
-def test_the_smallest_text_that_differs_is_told() -> None:
+def test_the_smallest_text_that_differs_is_reported() -> None:
     with pytest.raises(LawViolated) as caught:
         compare_laws(
             {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
         )
-    told = caught.value.counterexample
-    assert (told.law, told.expected, told.got) == (JOINT, {(0,): F(1, 2)}, {(0,): F(1, 3)})
-    assert "p = [1/2, 1/2]" in str(told)
+    counterexample = caught.value.counterexample
+    assert (counterexample.law, counterexample.expected, counterexample.got) == (
+        JOINT,
+        {(0,): F(1, 2)},
+        {(0,): F(1, 3)},
+    )
+    assert "p = [1/2, 1/2]" in str(counterexample)

@@ -1,7 +1,7 @@
-"""The feature laws accuse no right drafter, and each mistake that no older law sees.
+"""The feature laws accuse no right drafter, and see each mistake that no older law sees.
 
-The mistakes are changes of the test doubles in `heads`. They are not rows of the museum, whose rows change the library:
-they move there with the techniques.
+The mistakes are changes of the test doubles in `heads`. They are not rows of the museum, whose rows
+change the library: they move there with the techniques.
 """
 
 import json
@@ -152,7 +152,9 @@ def test_no_older_law_sees_a_misplaced_state(mutant: HeadMutant) -> None:
 @pytest.mark.parametrize("law", FEATURE_LAWS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_feature_law_names_a_misplaced_state(mutant: HeadMutant, law: str) -> None:
-    """F1 alone cannot see a mistake that does not depend on the past: it needs no training forward."""
+    """F1 alone cannot see a mistake that does not depend on the past. It needs no training
+    forward.
+    """
     with mutant.applied():
         if law not in mutant.laws:
             assert FEATURE_LAWS[law](HOSTS[mutant.drafter]).cases > 200

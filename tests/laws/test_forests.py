@@ -1,5 +1,6 @@
-"""Machines over the forest of counted tries, kernel and twin; every defect here must be seen by the
-machine.
+"""State machines over the forest of counted tries, kernel and twin.
+
+A machine must see every defect that is listed here.
 """
 
 from typing import Any

@@ -1,5 +1,6 @@
-"""Machines: sessions, forks and views against lists and fresh forwards, the n-gram index against a
-search through texts.
+"""State machines: sessions, forks and views against lists and fresh forward passes.
+
+The n-gram index is compared with a search through the texts.
 
 Every defect here must be seen by the machine that is meant for it.
 """
@@ -73,7 +74,7 @@ class Restless(Session):
 
 
 class Blind(View):
-    """A view that does not hear that its session has gone on."""
+    """A view that does not notice that its session has gone on."""
 
     def _sync_trunk(self) -> None:
         return None
@@ -163,7 +164,7 @@ def test_the_machine_sees(defect: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [NgramIndex, fallback.NgramIndex])
-def test_an_index_refuses_lengths_that_it_does_not_know(kind: Any) -> None:
+def test_a_length_that_an_index_does_not_know_is_an_error(kind: Any) -> None:
     with pytest.raises(TinyspecError, match="max_n >= 1"):
         kind(0)
     for longest, shortest in ((3, 1), (1, 2), (2, 0)):

@@ -1,4 +1,4 @@
-"""Every mutant is killed by the law meant for it, nothing right is accused, and no law is idle."""
+"""Every mutant is killed by the law meant for it, nothing right is accused, no law is idle."""
 
 import json
 
@@ -81,14 +81,16 @@ def test_a_crash_is_no_verdict() -> None:
     assert line["killed_by"] is None and "ZeroDivisionError" in line["survived"]
 
 
-def test_survival_is_told() -> None:
+def test_a_mutant_that_survives_is_reported() -> None:
     nothing = Mutant("none", "rng: RandomSource", "rng:  object", verify_tree, law="support")
     line = museum.judge_mutant(nothing)
     assert line["killed_by"] is None and "found nothing" in line["survived"]
 
 
 def test_a_counterexample_speaks_of_the_task() -> None:
-    """The smallest p and q that show it, the draft, the law that was due and the law that came."""
+    """It has the smallest p and q that show it, the draft, the expected and the got
+    distribution.
+    """
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "residual is p")
     found = museum.judge_mutant(mutant)["counterexample"]
     assert found["case"] == {
@@ -122,7 +124,7 @@ def test_a_patch_ends_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("old", ["no such text", "("])
-def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
+def test_a_text_that_is_not_there_exactly_once_is_an_error(old: str) -> None:
     with (
         pytest.raises(ValueError, match=r"decoding.verify.verify_tree: .* occurs \d+ times"),
         apply_patches([Patch(verify_tree, old, "")]),
@@ -130,21 +132,21 @@ def test_a_text_that_is_not_there_once_is_refused(old: str) -> None:
         pass
 
 
-def test_new_outer_names_are_refused() -> None:
+def test_new_outer_names_are_an_error() -> None:
     """A code object cannot gain a variable of the function around it."""
     wrong = Patch(TokenTree.path, "return", "super()\nreturn")
     with pytest.raises(ValueError, match="other outer names"), apply_patches([wrong]):
         pass
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_an_error() -> None:
     """So that a name that was changed elsewhere is found without running the law."""
     wrong = Patch(TokenTree.path, "return", "no_such_name\nreturn")
     with pytest.raises(ValueError, match=r"not there: \['no_such_name'\]"), apply_patches([wrong]):
         pass
 
 
-def test_what_is_no_plain_function_is_refused() -> None:
+def test_what_is_no_plain_function_is_an_error() -> None:
     with pytest.raises(TypeError, match="no function of Python"):
         unwrap(len)
 

@@ -1,5 +1,6 @@
-"""A tree in one pass is its paths one by one, and a cache is what a fresh pass leaves; on broken
-sessions neither is.
+"""A tree in one pass equals its paths one by one, and its cache that of a fresh pass.
+
+On broken sessions both laws fail.
 """
 
 import random
@@ -32,8 +33,8 @@ REFERENCES = [[token for _ in range(3) for token in range(LLAMA.vocab_size)], [1
 
 @pytest.fixture(scope="module", params=["float64", "float32"])
 def zoo(request) -> tuple[Model, Model, float]:
-    """The bundled pair, and how far a row may be off: float32 sums some hundred terms a layer,
-    twelve layers deep.
+    """The bundled pair, and how far a logit may be off: float32 sums some hundred terms a layer, in
+    twelve layers.
     """
     pair = [tinyspec.load(name, dtype=request.param) for name in ("storyteller", "apprentice")]
     return *pair, 1e-10 if request.param == "float64" else 3e-5
@@ -53,7 +54,7 @@ def held_by(
 
 @models
 def test_the_plain_pass_is_the_model_trained(m: Model) -> None:
-    """Its logits are those of the pass that training differentiates, which shares no line with it."""
+    """Its logits equal those of the pass that training differentiates; the two share no line."""
     text = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
     with torch.no_grad():
         expected = m.training_logits(torch.tensor([text]))[0].numpy()
@@ -86,7 +87,7 @@ def test_a_row_is_the_same_bits_whatever_is_computed_beside_it(dtype: torch.dtyp
         assert session_laws.row_identity(m.session, cases=6).cases == 27
 
 
-def test_the_bundled_storyteller_is_lawful(zoo: tuple[Model, Model, float]) -> None:
+def test_the_bundled_storyteller_keeps_the_laws_of_passes(zoo: tuple[Model, Model, float]) -> None:
     target, draft, tolerance = zoo
     session_laws.node_logits(target.session, cases=1, rounds=2, nodes=4, tolerance=tolerance)
     session_laws.sibling_order(target.session, verify_tree, cases=4, tolerance=tolerance)

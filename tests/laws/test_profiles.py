@@ -1,4 +1,4 @@
-"""What a profile asks, what a state remembers, and what the committed runs found."""
+"""What a profile runs, what a state remembers, and what the committed runs found."""
 
 import json
 from dataclasses import replace
@@ -106,18 +106,18 @@ def test_a_run_over_seeds_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     with pytest.raises(Stop):
         nothing_correct_is_accused(cards, 2, state, stop)
     state.write()
-    told = nothing_correct_is_accused(cards, 2, State(file, "seeds"))
+    report = nothing_correct_is_accused(cards, 2, State(file, "seeds"))
     whole = nothing_correct_is_accused(cards, 2, State(None, "seeds"))
-    assert told["accused"] == whole["accused"] == []
+    assert report["accused"] == whole["accused"] == []
     for key in ("seeds", "cases", "branches"):
-        assert told["methods"]["autoregressive"][key] == whole["methods"]["autoregressive"][key]
+        assert report["methods"]["autoregressive"][key] == whole["methods"]["autoregressive"][key]
 
 
 def test_an_accusation_on_one_seed_is_noted_and_the_run_goes_on(tmp_path: Path) -> None:
     card = BROKEN["bonus from the wrong row"][0]
-    told = nothing_correct_is_accused([card], 2, State(tmp_path / "s.json", "seeds"))
-    assert {entry["law"] for entry in told["accused"]} == {JOINT}
-    assert told["methods"][card.name]["seeds"] == 2
+    report = nothing_correct_is_accused([card], 2, State(tmp_path / "s.json", "seeds"))
+    assert {entry["law"] for entry in report["accused"]} == {JOINT}
+    assert report["methods"][card.name]["seeds"] == 2
 
 
 RESULTS = Path(__file__).parent.parent.parent / "tutorials" / "results"

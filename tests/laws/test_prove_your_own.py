@@ -1,7 +1,6 @@
-"""Lesson 09 and the page of mistakes: every sampler they refute is refuted with exactly the case
-that is told here.
+"""Lesson 09 and the page of mistakes: each sampler is refuted with the case that they show.
 
-That their cells run, and in which time, tests/test_tutorials.py says.
+tests/test_tutorials.py runs their cells.
 """
 
 import re
@@ -127,7 +126,7 @@ TOLD = {
 
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", TOLD, ids=lambda path: path.stem)
-def test_what_is_refuted_is_told_to_the_letter(
+def test_a_refutation_is_printed_to_the_letter(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the order of the page; the lesson's last cell is a test that passes."""
@@ -136,16 +135,16 @@ def test_what_is_refuted_is_told_to_the_letter(
         if path == PAGE and "check" not in cell.code:
             continue  # mutants alone: tests/laws/test_museum.py
         exec(compile(cell.code, str(path), "exec"), names)
-    said, at = re.sub(r"\d+\.\d s", "# s", capsys.readouterr().out), 0
-    for told in TOLD[path]:
-        assert told in said[at:]
-        at = said.index(told, at) + len(told)
+    printed, at = re.sub(r"\d+\.\d s", "# s", capsys.readouterr().out), 0
+    for line in TOLD[path]:
+        assert line in printed[at:]
+        at = printed.index(line, at) + len(line)
     if path == LESSON:
         names["test_my_sampler"]()
 
 
 def test_the_pages_have_the_mistakes_they_are_for() -> None:
-    assert sum("broken:" in told for told in (*TOLD[LESSON], *TOLD[PAGE])) >= 9
+    assert sum("broken:" in line for line in (*TOLD[LESSON], *TOLD[PAGE])) >= 9
     text = " ".join(PAGE.read_text(encoding="utf-8").split())
     assert len(re.findall(r'killed\(".*?", by=".*?"\)', text)) >= 35
     assert text.count("The property") >= 20

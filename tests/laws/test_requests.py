@@ -1,5 +1,6 @@
-"""Every registered technique under the laws of a whole request, and defects that each of these laws
-must see.
+"""Every registered technique keeps the laws of a whole request.
+
+Each of these laws must see the defects that are listed for it.
 """
 
 import random
@@ -30,8 +31,8 @@ DECODERS = [name for name, known in load_techniques().items() if known.kind == "
 @pytest.mark.parametrize("law", requests.REQUEST_LAWS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_technique_keeps_the_laws_of_a_request(name: str, law: str) -> None:
-    """State that outlives a request is kept where there is a clock; without one, as here, a request
-    stands alone.
+    """State that outlives a request is kept only where there is a clock. Without one, as here, each
+    request stands alone.
     """
     assert requests.REQUEST_LAWS[law](load_techniques()[name]).cases >= 8
 
@@ -62,7 +63,7 @@ def chain(request: Request) -> ModelDrafter:
 
 
 class Shared(BaseDrafter):
-    """Remembers what was said, in the class: every request copies from all others."""
+    """Remembers the output in the class, so every request copies from all others."""
 
     said: ClassVar[list[int]] = []
 
@@ -175,7 +176,7 @@ def swapped(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
 
 
 def wider(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
-    """A batch whose rows are rounded as no row alone is."""
+    """A batch whose logits are rounded as those of no single text are."""
     rows = run_together(list(jobs))
     return [
         [
@@ -284,7 +285,7 @@ def test_every_law_of_requests_kills_something() -> None:
     assert {law for law, _ in DEFECTS.values()} == set(requests.REQUEST_LAWS)
 
 
-def test_the_sound_technique_behind_the_defects_is_not_accused() -> None:
+def test_the_sound_technique_under_the_defects_is_not_accused() -> None:
     for law in requests.REQUEST_LAWS.values():
         law(SOUND)
     assert requests.stop_of_request(stopping(StoppingCriteria)).cases > 100

@@ -1,5 +1,6 @@
-"""The statistical demo: its tests keep their level, have the power they state, and its control
-fails.
+"""The statistical demo: its tests keep their level and have the power that they state.
+
+Its control, a known mistake, fails.
 """
 
 import importlib
@@ -139,7 +140,7 @@ def test_the_running_e_value_is_the_wealth() -> None:
     assert other.log == pytest.approx(running.log)  # only what came counts, not in which order
 
 
-def test_what_the_law_calls_impossible_refutes_it_at_once() -> None:
+def test_an_impossible_outcome_refutes_the_distribution_at_once() -> None:
     running = EValue(NULL)
     for x in "aez":
         running.see(x)
@@ -168,7 +169,7 @@ def test_looking_after_every_text_keeps_the_level() -> None:
 
 
 def test_looking_at_the_g_test_after_every_text_does_not() -> None:
-    """The control of the test above: a p-value that is valid once is not valid three hundred times."""
+    """The control of the test above: a p-value that is valid once is not valid after 300 looks."""
     critical, expected = stats.chi2.isf(0.1, 3), np.array(list(NULL.values()))
     counts = np.cumsum(streams(NULL, 300, 300)[..., None] == np.array(list(NULL)), axis=1)[:, 49:]
     g = statistics._g_statistic(counts, expected * np.arange(50, 301)[:, None])
@@ -176,7 +177,7 @@ def test_looking_at_the_g_test_after_every_text_does_not() -> None:
     assert (g >= critical).any(axis=1).mean() > 0.25
 
 
-def test_a_wrong_law_is_refuted_sooner_or_later() -> None:
+def test_a_wrong_distribution_is_refuted_sooner_or_later() -> None:
     law = {"a": 0.45, "b": 0.25, "c": 0.2, "d": 0.1}
     running = EValue(NULL)
     for x in streams(law, 1, 5000)[0]:
@@ -229,12 +230,12 @@ def test_the_power_that_is_stated_is_the_power() -> None:
 
 
 def logs(text: list[int]) -> np.ndarray:
-    """The log of the law of the next token at temperature 0.7."""
+    """Return the log of the distribution of the next token at temperature 0.7."""
     row = run_dense(TARGET, text).logits[-1] / 0.7
     return row - np.log(np.exp(row).sum())
 
 
-def test_cells_are_the_coarsened_law() -> None:
+def test_cells_are_the_coarsened_distribution() -> None:
     cells = statistics.TextCells(TARGET, PROMPT, 2, 3, 0.7)
     assert math.fsum(cells.probs.values()) == pytest.approx(1)
     assert len(cells.probs) == 3 * 4 + 1
@@ -320,7 +321,7 @@ def test_without_a_number_of_texts_it_runs_until_it_refutes_or_is_interrupted() 
     assert "G-test   " not in statistics.format_demo(result)
 
 
-def test_a_refutation_and_a_blind_control_are_said() -> None:
+def test_a_refutation_and_a_blind_control_are_reported() -> None:
     result = quick(samples=40)
     assert "refuted: the texts do not" in statistics.format_demo({**result, "refuted": True})
     assert "void" in statistics.format_demo({**result, "control_failed": False})
@@ -339,7 +340,7 @@ def test_a_refutation_and_a_blind_control_are_said() -> None:
     ) and "10^infinite" in statistics.format_demo({**result, **found})
 
 
-def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:
+def test_what_cannot_be_sampled_is_an_error(monkeypatch) -> None:
     with pytest.raises(TinyspecError, match="temperature above 0"):
         quick(temperature=0.0)
     with pytest.raises(TinyspecError, match="samples is 0"):
@@ -354,7 +355,7 @@ def test_what_cannot_be_sampled_is_refused(monkeypatch) -> None:
 
 
 def test_the_control_is_the_field_s_mistake() -> None:
-    """It proposes the draft's best token and declares the whole law."""
+    """It proposes the draft's best token and declares the whole distribution."""
     session = DRAFT.session()
     session.extend(PROMPT)
     tree = statistics.SoftGreedy(session, 1).propose(

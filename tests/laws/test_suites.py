@@ -1,5 +1,6 @@
-"""Every registered technique is held to its guarantee; the suites host every shape of technique,
-and see their defects.
+"""Every registered technique is held to its guarantee.
+
+The suites can judge techniques of every shape, and see their defects.
 """
 
 import json
@@ -78,9 +79,9 @@ HOSTED = {
 
 
 @pytest.mark.parametrize("name", HOSTED)
-def test_they_host_techniques_of_every_shape(name: str) -> None:
-    """A sample of the cases: a registered technique runs them all, one that keeps another's law
-    too.
+def test_the_suites_host_techniques_of_every_shape(name: str) -> None:
+    """This is a sample of the cases. A registered technique runs them all, as does one that keeps
+    another target's distribution.
     """
     assert any(find_technique(known).keeps for known in load_techniques())
     assert (
@@ -96,7 +97,9 @@ def test_an_analysis_has_no_law_and_is_not_built() -> None:
     assert prove_technique(hosted.card(hosted.planner, kind="analysis")) == []
 
 
-def test_who_keeps_nobodys_law_must_bring_an_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_technique_that_keeps_no_distribution_must_bring_an_oracle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for card in (
         hosted.card(hosted.fill_in, kind="refine"),
         hosted.card(hosted.fill_in, Guarantee.APPROX),
@@ -158,7 +161,7 @@ def no_bonus_from_the_right_row(tree: TokenTree, p: TargetProbs, rng: RandomSour
 
 
 class Late(Decoder):
-    """Tells its tokens' laws one row late."""
+    """Declares its tokens' distributions one position late."""
 
     def step(self, rng: RandomSource) -> Any:
         round = super().step(rng)
@@ -198,7 +201,8 @@ BROKEN: dict[str, tuple[Card, str]] = {
         JOINT,
     ),
     "bonus from the wrong row": (
-        broken(SPECULATIVE, lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row)),
+        broken(SPECULATIVE, lambda request: request.decoder(draft_of(request),
+        no_bonus_from_the_right_row)),
         JOINT,
     ),
     "the end of text is not the end": (
@@ -215,12 +219,14 @@ BROKEN: dict[str, tuple[Card, str]] = {
     "races numbered by the round": (hosted.racing(3), SAME_TOKENS),
     "an exit that is not neutral": (replace(hosted.EARLY, lossy=("layers", 2)), JOINT),
     "a knob that makes it dearer": (
-        replace(hosted.EARLY, build=lambda request, layers: hosted.early(request, layers=3 if layers == 3 else 4 - layers)),
+        replace(hosted.EARLY, build=lambda request, layers: hosted.early(request,
+        layers=3 if layers == 3 else 4 - layers)),
         KNOB_COST,
     ),
     "keys left where they were": (hosted.card(unmoved, drafts=1), JOINT),
     "laws told one row late": (
-        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree, sampling=request.sampling,
+        broken(SPECULATIVE, lambda request: Late(request.target, draft_of(request), verify_tree,
+        sampling=request.sampling,
                                                  stop=request.stop, positions=request.positions)),
         ROUND_LAWS,
     ),
@@ -228,7 +234,7 @@ BROKEN: dict[str, tuple[Card, str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_they_accuse_what_is_broken(name: str) -> None:
+def test_the_suites_accuse_broken_techniques(name: str) -> None:
     card, law = BROKEN[name]
     with pytest.raises(LawViolated) as caught:
         prove_technique(card)
@@ -251,7 +257,7 @@ SHARED_WALK = [
 def test_a_wrong_shared_walk_is_accused_for_every_technique_that_uses_it(
     name: str, mutant: Mutant
 ) -> None:
-    """By its verifier's own cases: no small draft has three siblings or a third node in a row."""
+    """Its verifier's own cases show it: no small draft has three siblings or a chain of three."""
     with mutant.applied(), pytest.raises(LawViolated) as caught:
         prove_technique(find_technique(name))
     assert "its verifier" in str(caught.value.__notes__)
@@ -278,11 +284,15 @@ def test_a_counterexample_is_small_and_speaks_of_p_and_q() -> None:
                 lambda request: request.decoder(draft_of(request), no_bonus_from_the_right_row),
             )
         )
-    told = caught.value.counterexample
-    assert len(told.case["text"]) == 2
-    assert len(told.case["p along the text"]) == len(told.case["q along the text"]) == 2
-    assert len(told.case["p along the text"][0]) == 2  # V
-    assert json.dumps(told.as_dict())
+    counterexample = caught.value.counterexample
+    assert len(counterexample.case["text"]) == 2
+    assert (
+        len(counterexample.case["p along the text"])
+        == len(counterexample.case["q along the text"])
+        == 2
+    )
+    assert len(counterexample.case["p along the text"][0]) == 2  # V
+    assert json.dumps(counterexample.as_dict())
 
 
 def test_a_verifier_of_its_own_is_tried_on_longer_chains_than_it_is_given() -> None:

@@ -1,5 +1,6 @@
-"""Table models: every row is what a fresh pass says, and sessions and views mean what those of a
-transformer mean.
+"""Table models: every row is that of a fresh pass.
+
+Their sessions and views behave as those of a transformer.
 """
 
 import random
@@ -19,7 +20,8 @@ from tinyspec.tree import ROOT, TokenTree
 
 L, V = 3, 4
 PLANS = [
-    Plan(last=1), Plan(last=2), Plan(skip=frozenset({2})), Plan(skip=frozenset({3, 4})), Plan(last=2, skip=frozenset({1})),
+    Plan(last=1), Plan(last=2), Plan(skip=frozenset({2})), Plan(skip=frozenset({3, 4})),
+    Plan(last=2, skip=frozenset({1})),
     Plan(visible=VisibleSet.for_all_layers((0, 2), 4, L, 1)),
     Plan(visible=VisibleSet((None, (frozenset({0}),), (frozenset(),)), 3)),
 ]  # fmt: skip
@@ -36,7 +38,7 @@ PREFIX = tuple(
 )
 
 
-def test_rows_are_laws_with_small_denominators() -> None:
+def test_rows_are_distributions_with_small_denominators() -> None:
     m = TableModel(3)
     for a in range(3):
         row = m.row((0, a))
@@ -85,7 +87,7 @@ def test_rows_in_floats_are_the_logarithms_of_the_exact_ones() -> None:
         )
 
 
-def test_a_session_refuses_what_a_session_refuses() -> None:
+def test_a_table_session_rejects_what_a_session_rejects() -> None:
     session = TableModel(1, positions=4).session()
     with pytest.raises(TinyspecError, match="no text"):
         session.score(TokenTree())
@@ -193,8 +195,10 @@ class Pair:
 
     def step(self) -> None:
         rng, text = self.rng, [self.rng.randrange(V) for _ in range(self.rng.randint(1, 2))]
-        act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind", "fill", "fork", "watch",
-                          "view", "view", "view commit", "view rewind", "view append", "follow", "copy"])  # fmt: skip
+        act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind",
+                          "fill", "fork", "watch",
+                          "view", "view", "view commit", "view rewind", "view append", "follow",
+                          "copy"])  # fmt: skip
         tap = rng.choice((L, L, 1))
         if act == "extend":
             self.compare(self.both("extend", text, (tap,)), tap)

@@ -218,7 +218,7 @@ def k_seq(tree: TokenTree, p, rng) -> Verdict:
     low, rho = F(1), F(k)
     for _ in range(
         5
-    ):  # any rho from the root up to k keeps the law: the upper end of the bracket is taken
+    ):  # any rho from the root up to k is exact: the upper end of the bracket is taken
         middle = (low + rho) / 2
         low, rho = (
             (low, middle) if 1 - (1 - beta(middle)) ** k <= middle * beta(middle) else (middle, rho)
@@ -231,7 +231,7 @@ def k_seq(tree: TokenTree, p, rng) -> Verdict:
     return Verdict((), rng.draw([a - min(c, a / rho) * share for a, c in zip(row, q, strict=True)]))
 
 
-def test_k_seq_reaches_its_share_of_the_optimum_and_keeps_the_law() -> None:
+def test_k_seq_reaches_its_share_of_the_optimum_and_keeps_the_distribution() -> None:
     theorems.kseq_reaches_share(k_seq, largest=4)
     for p, q in list(distribution_pairs(largest=5))[::9]:
         _, law, _ = theorems.play_siblings(k_seq, theorems.with_replacement, p, q, 3)
@@ -245,7 +245,7 @@ def test_k_seq_s_bound_kills_single_draft_rejection_called_k_seq() -> None:
 # ---------------------------------------------------------------------------- order of the siblings
 
 
-def test_children_in_draw_order_keep_the_law() -> None:
+def test_children_in_draw_order_keep_the_distribution() -> None:
     def by_chance(q, k, rng):  # as a drafter draws them
         tokens = rng.sample_without_replacement(q, k)
         laws = [q]
@@ -271,7 +271,7 @@ def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
 
     def shown(
         q, k, rng
-    ):  # a sorted token may be impossible under the law it got: then nothing is declared
+    ):  # a sorted token may be impossible under its new distribution: then none is declared
         tokens, laws = best_first(q, k, rng)
         return tokens, laws if all(law[t] for t, law in zip(tokens, laws, strict=True)) else [
             q
@@ -281,7 +281,7 @@ def test_children_sorted_after_they_were_drawn_do_not(along: bool) -> None:
 
 
 @pytest.mark.parametrize("law_of", [lambda q, laws: [q] * len(laws)], ids=["the first law for all"])
-def test_a_law_that_was_not_renormalised_is_seen(law_of) -> None:
+def test_a_distribution_that_was_not_renormalised_is_seen(law_of) -> None:
     def stale(q, k, rng):
         tokens, laws = theorems.without_replacement(q, k, rng)
         return tokens, law_of(q, laws)

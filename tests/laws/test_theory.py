@@ -1,5 +1,6 @@
-"""Every theorem holds for the library; what each of them kills is in test_theorems and
-test_passes.
+"""Every theorem holds for the library.
+
+What each of them kills is in test_theorems.py and test_passes.py.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,8 @@ LLAMA = Config(
     tied=True,
 )
 GPT2 = replace(
-    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4,
+    qkv_bias=True,
     out_bias=True, mlp_bias=True, family="gpt2",
 )  # fmt: skip
 
@@ -88,7 +90,7 @@ THEORY = all_theorems()
 
 
 @pytest.mark.parametrize("law", THEORY.values(), ids=THEORY)
-def test_it_holds(law: Callable[[], Evidence]) -> None:
+def test_every_theorem_holds(law: Callable[[], Evidence]) -> None:
     evidence = law()
     assert evidence.cases >= 20
     assert evidence.seconds > 0

@@ -1,4 +1,4 @@
-"""The two oracles of optimal transport agree; small laws are enumerated once each."""
+"""The two oracles of optimal transport agree, and small distributions are enumerated once."""
 
 import importlib
 from fractions import Fraction as F
@@ -53,7 +53,7 @@ def test_the_install_command_fits_a_clone_or_a_wheel(monkeypatch, tmp_path) -> N
     assert evidence.install_command() == 'pip install -e ".[test]"'
 
 
-def test_small_laws_come_once_each_and_the_smallest_first() -> None:
+def test_small_distributions_come_once_each_and_the_smallest_first() -> None:
     some = list(distribution_pairs(largest=6))
     assert len(set(some)) == len(some)
     assert some[0] == ((0, 1), (0, 1))

@@ -1,5 +1,6 @@
-"""Every kernel equals its pure twin to the bit, and a device decides as it does; the laws that say
-so each kill something.
+"""Every kernel equals its pure twin to the bit, and a device decides as it does.
+
+Each of these laws kills something.
 """
 
 import math
@@ -36,7 +37,7 @@ def test_every_function_of_the_core_has_a_twin() -> None:
     assert functions == set(twins.TWINS)
 
 
-def test_the_front_doors_decide_as_the_twin_on_the_same_uniforms() -> None:
+def test_verifiers_decide_as_the_twin_on_the_same_uniforms() -> None:
     assert min(devices.walk_equals_twin().cases, devices.decisions_equal_twin().cases) > 100
 
 
@@ -127,7 +128,7 @@ def walking(
         )
         first = uniforms[0] if len(uniforms) else 0.0
         take = given.next if fresh else lambda: given.next() * 0 + first
-        said = reference.verify_tree(
+        verdict = reference.verify_tree(
             tokens,
             parents,
             lists,
@@ -137,7 +138,7 @@ def walking(
             lambda row: draw(row, take()),
             reject,
         )
-        return (*said, len(uniforms) - len(given.rest))
+        return (*verdict, len(uniforms) - len(given.rest))
 
     return walk
 
@@ -227,7 +228,7 @@ def test_a_defective_kernel_is_accused(name: str, defect: str, kernel: Callable[
     )
 
 
-def test_an_accusation_names_the_smallest_rows() -> None:
+def test_an_accusation_names_the_smallest_distributions() -> None:
     with pytest.raises(LawViolated) as caught:
         twins.equals_twin("residual", far_apart)
     case = caught.value.counterexample.case
@@ -249,12 +250,12 @@ class EagerChance(Replay):
         return bool(self._next() <= ratio)
 
 
-def test_defects_behind_the_front_doors_are_accused() -> None:
+def test_defects_of_verifiers_are_accused() -> None:
     with pytest.raises(LawViolated):
         devices.walk_equals_twin(rng=SpendthriftChance)
     with pytest.raises(LawViolated):
         devices.decisions_equal_twin(rng=EagerChance)
-    with pytest.raises(LawViolated):  # a law that is rounded once more on its way
+    with pytest.raises(LawViolated):  # a distribution that is rounded once more on its way
         devices.walk_equals_twin(
             walk=lambda tree, p, rng: HOST.verify_tree(
                 tree._replace(draft_probs=[narrow(q) for q in tree.draft_probs]), p, rng
@@ -286,7 +287,8 @@ DEVICE_DEFECTS: list[tuple[str, str, Callable[..., Any]]] = [
     ("apply_sampling", "ties go to the highest id", tie_to_the_highest),
     ("apply_sampling", "top-p without the token that crosses", small_nucleus),
     ("residual", "no clamp", lambda p, q: p if (p == q).all() else (p - q) / abs(p - q).sum()),
-    ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token, 0.0, row)),
+    ("exclude_token", "not normalised", lambda row, token: np.where(np.arange(len(row)) == token,
+    0.0, row)),
     ("verify_tree", "the residual is p", walking(reject=keep)),
 ]  # fmt: skip
 

@@ -1,5 +1,6 @@
-"""Small checkpoint folders for the tests: every configuration, random weights, and ways to damage
-them.
+"""Small checkpoint folders for the tests, and ways to damage them.
+
+There is one for every configuration, with random weights.
 """
 
 import json
@@ -110,7 +111,7 @@ def shard(path: Path) -> dict[str, str]:
     return where
 
 
-def refused(path: Path | str, pattern: str) -> None:
+def expect_error(path: Path | str, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
         checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)

@@ -1,5 +1,4 @@
-"""A transformer written a second time, as naively as possible: one token, layer and head at a time,
-in numpy float64.
+"""A transformer written a second time, one token, layer and head at a time, in numpy float64.
 
 It shares nothing with the code under test but the weights and the frequencies of the rotations, so
 that it can be the judge of caches, trees, views and batches.
@@ -18,7 +17,7 @@ from tinyspec.lm.ops import rotary_frequencies
 
 @dataclass
 class Token:
-    """A token that was run: its position, its keys and values by layer, what it showed on its way."""
+    """A token that was run: its position, its keys and values by layer, and what it showed."""
 
     position: int
     keys: dict[int, np.ndarray] = field(default_factory=dict)  # layer -> [KV, hd]

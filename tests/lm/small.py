@@ -24,7 +24,8 @@ LLAMA = Config(
 )
 PROMPT = [3, 1, 4, 1, 5, 9]
 GPT2 = replace(
-    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    LLAMA, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4,
+    qkv_bias=True,
     out_bias=True, mlp_bias=True, family="gpt2",
 )  # fmt: skip
 QWEN3 = replace(LLAMA, qk_norm=True, head_dim=6, family="qwen3")

@@ -1,5 +1,6 @@
-"""Batching is a barrier: every row of a batch equals the row alone, whoever comes first, and
-nothing ever hangs.
+"""Batching is a barrier: every text in a batch equals the text alone.
+
+This holds whichever request comes first, and no request waits for ever.
 """
 
 import random
@@ -52,7 +53,7 @@ PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2], [3, 3], [12, 0, 1]]
 
 
 @pytest.mark.parametrize("jitter", [0.0, 0.002])
-def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
+def test_a_prompt_in_a_batch_equals_the_prompt_alone(jitter: float) -> None:
     alone = [greedy(None, p, 4 + 3 * i) for i, p in enumerate(PROMPTS)]
     together = run_together(
         [
@@ -66,7 +67,7 @@ def test_a_row_of_a_batch_equals_the_row_alone(jitter: float) -> None:
 
 
 def test_the_order_of_the_requests_does_not_matter() -> None:
-    """Lengths, prompts and drafts differ; nothing leaks between rows."""
+    """Lengths, prompts and drafts differ; nothing leaks between the texts."""
     one = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in PROMPTS])
     other = run_together([lambda barrier, p=p: greedy(barrier, p, 6) for p in reversed(PROMPTS)])
     for (text, rows), (text_other, rows_other) in zip(one, reversed(other), strict=True):

@@ -1,5 +1,6 @@
-"""A draft that borrows its embeddings: saved without them, loaded with its target's, silent about
-what it cannot say.
+"""A draft that borrows its embeddings is saved without them and loaded with its target's.
+
+The logits of tokens that it does not have are minus infinity.
 """
 
 import json
@@ -26,7 +27,8 @@ def draft_of(target: Model, name: str, tied: bool = True) -> Model:
     """A draft of one layer that can say six tokens."""
     c = target.config
     config = Config(
-        vocab_size=c.vocab_size, d_model=c.d_model, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=24,
+        vocab_size=c.vocab_size, d_model=c.d_model, n_layers=1, n_heads=2, n_kv_heads=1,
+        head_dim=16, d_ff=24,
         max_positions=96, tied=False, head_ids=SAYS, extra={borrowed.FROM: name, "draft_of": name},
     )  # fmt: skip
     own = Model.random(config, seed=3, scale=0.3).weights
@@ -69,14 +71,18 @@ def test_the_logits_live_in_the_targets_vocabulary_and_are_minus_infinity_outsid
     ids = [1, 2, 3, 284]  # ids that it cannot say may be read
     logits = draft.logits(ids)
     assert logits.shape == (4, 286)
-    said = torch.zeros(286, dtype=torch.bool)
-    said[list(SAYS)] = True
-    assert (logits[:, ~said] == -torch.inf).all() and logits[:, said].isfinite().all()
+    in_vocabulary = torch.zeros(286, dtype=torch.bool)
+    in_vocabulary[list(SAYS)] = True
+    assert (logits[:, ~in_vocabulary] == -torch.inf).all() and logits[
+        :, in_vocabulary
+    ].isfinite().all()
     blocks = Blocks(draft.config, dict(draft.weights))
     dense = blocks.training_logits(torch.tensor([ids]))[0]
     close = 0.1 if dtype == torch.bfloat16 else 1e-4
-    assert torch.allclose(dense[:, said].float(), logits[:, said].float(), atol=close, rtol=close)
-    assert torch.equal(blocks.head_logits(torch.tensor([ids]))[0], dense[:, said])
+    assert torch.allclose(
+        dense[:, in_vocabulary].float(), logits[:, in_vocabulary].float(), atol=close, rtol=close
+    )
+    assert torch.equal(blocks.head_logits(torch.tensor([ids]))[0], dense[:, in_vocabulary])
     session = draft.session()
     session.extend(ids)
     assert torch.allclose(session.score(TokenTree()).logits[0], logits[-1], atol=close)
@@ -96,7 +102,7 @@ def test_it_drafts_for_its_target_and_changes_no_greedy_token(
     assert len(found.tokens) == 24  # type: ignore[union-attr]
 
 
-def test_an_untied_targets_head_lends_the_rows(tmp_path: Path) -> None:
+def test_an_untied_target_lends_the_rows_of_its_head(tmp_path: Path) -> None:
     zoo = tiny_zoo(tmp_path)
     tied = tinyspec.load(zoo.big)
     config = checkpoint.replace(tied.config, tied=False)
@@ -122,7 +128,7 @@ def test_a_target_by_name_is_found_where_models_are(
     assert tinyspec.load(tmp_path / "other" / "draft").config.head_ids == SAYS
 
 
-def test_another_target_and_damage_are_refused_in_one_line(
+def test_another_target_and_damage_are_an_error_of_one_line(
     pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
     target, folder = pair

@@ -42,8 +42,8 @@ def test_plain_steps_chains_and_their_verification_take_the_short_way(
         session.commit((), 2)
         for n in range(1, 5):  # a draft model's chain, a token at a time
             grown = session.score(TokenTree.chain([1, 2, 3, 4][:n]))
-        session.append([1, 2, 0])  # of which two were kept
-        session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one call
+        session.append([1, 2, 0])  # of which two were accepted
+        session.score(TokenTree.chain([5, 6, 7]))  # a chain that another model drew, in one pass
         session.commit((0, 1, 2), 8)
         session.append([9])
         last = session.score(EMPTY)
@@ -116,7 +116,7 @@ def test_what_is_special_goes_the_long_way() -> None:
 
 
 def best(rows: list[Any], most: int) -> Callable[[Any], int | None]:
-    """The highest token of each row, `most` times."""
+    """Choose the likeliest token at each position, `most` times."""
 
     def choose(row: Any) -> int | None:
         rows.append(np.array(row))
@@ -140,7 +140,7 @@ def scored(session: Session, most: int) -> list[Any]:
     st.sampled_from(PACKED),
     st.lists(st.tuples(st.integers(1, 4), st.integers(0, 4)), min_size=1, max_size=4),
 )
-def test_guesses_that_choose_each_other_are_those_of_trees(
+def test_draft_tokens_that_choose_each_other_are_those_of_trees(
     m, rounds: list[tuple[int, int]]
 ) -> None:
     forward_logs: tuple[list[ForwardRecord], list[ForwardRecord]] = ([], [])
@@ -154,9 +154,9 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
             rows = scored(one, most)
         expected = scored(other, most)
         assert all((a == b).all() for a, b in zip(rows, expected, strict=True))
-        said = [int(row.argmax()) for row in rows][:kept]
+        chain = [int(row.argmax()) for row in rows][:kept]
         for session in (one, other):
-            session.append([*said, 3])  # what was kept of them, and what came instead
+            session.append([*chain, 3])  # the accepted ones, and the token that replaced the next
         for x, y in zip(one.committed, other.committed, strict=True):
             assert (x.token, x.slot, x.sublayers_done, x.exact, x.logits_at, x.logits is None) == (
                 y.token, y.slot, y.sublayers_done, y.exact, y.logits_at, y.logits is None,
@@ -169,20 +169,20 @@ def test_guesses_that_choose_each_other_are_those_of_trees(
 
 
 @compiled
-def test_they_can_be_scored_committed_and_continued_from_like_others() -> None:
+def test_a_drafted_chain_can_be_scored_committed_and_continued() -> None:
     m = PACKED[0]
     forward_log: list[ForwardRecord] = []
     session, rows = begun(m, forward_log), list[Any]()
     assert session.draft_chain(3, best(rows, 3))
-    said = [int(row.argmax()) for row in rows]
+    chain = [int(row.argmax()) for row in rows]
     before = len(forward_log)
-    again = session.score(TokenTree.chain(said[:2]), hidden_layers=(LLAMA.n_layers,))
+    again = session.score(TokenTree.chain(chain[:2]), hidden_layers=(LLAMA.n_layers,))
     assert (again.logits.numpy() == np.array(rows)).all()
     assert [call.row_layers for call in forward_log[before:]] == [0.0], (
         "what was run is continued from its last state"
     )
-    session.commit((0,), said[1])
-    assert [node.token for node in session.committed[-2:]] == said[:2]
+    session.commit((0,), chain[1])
+    assert [node.token for node in session.committed[-2:]] == chain[:2]
 
 
 @compiled

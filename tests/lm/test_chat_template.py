@@ -1,4 +1,7 @@
-"""A chat template is a stranger's program: it writes the text that jinja writes, or it is stopped in one line."""
+"""A chat template writes the text that jinja writes, or it is stopped in one line.
+
+A template comes from a stranger, so it is not trusted.
+"""
 
 import subprocess
 import sys
@@ -21,28 +24,38 @@ MESSAGES = [
 ORDINARY = {
     "roles": (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}[{{ m.content | trim }}]"
-        "{% elif loop.last %}{{ m['role'] ~ ': ' ~ m.content }}{% else %}{{ m.content + '\n' }}{% endif %}{% endfor %}"
+        "{% elif loop.last %}{{ m['role'] ~ ': ' ~ m.content }}{% else %}{{ m.content + '\n' "
+        "}}{% endif %}{% endfor %}"
     ),
     "namespace": (
         "{% set ns = namespace(found=false, text='') %}{% for m in messages %}"
-        "{% if m.role == 'user' %}{% set ns.found = true %}{% set ns.text = ns.text + m.content %}{% endif %}"
+        "{% if m.role == 'user' %}{% set ns.found = true %}{% set ns.text = ns.text + "
+        "m.content %}{% endif %}"
         "{% endfor %}{{ ns.text if ns.found else 'none' }}"
     ),
     "macro": (
-        "{% macro turn(m, first=true) %}{{ '' if first else '|' }}{{ m.role | upper }}{{ caller() if caller }}{% endmacro %}"
+        "{% macro turn(m, first=true) %}{{ '' if first else '|' }}{{ m.role | upper }}{{ "
+        "caller() if caller }}{% endmacro %}"
         "{% for m in messages %}{{ turn(m, loop.first) }}{% endfor %}"
         "{% call turn(messages[0]) %}!{% endcall %}"
     ),
     "filters": (
-        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join(', ') }}"
-        "{{ messages | map(attribute='role') | list }}{{ messages[0] | dictsort }}{{ messages | length }}"
-        "{{ 'a b'.split() | reverse | join }}{{ messages[1].content | replace('text', 'word') | indent(2, true) }}"
-        "{% for a, b in messages[0].items() %}{{ '%s=%5s' | format(a, b) }}{{ '{:>8}'.format(b) }}{% endfor %}"
-        "{{ [1, 2, 3] | sum }}{{ (1.25 * 3) | round(1) }}{{ 2 ** 5 % 7 }}{{ {'a': (1, 2)} }}{{ 'ab' * 3 }}"
+        "{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | "
+        "join(', ') }}"
+        "{{ messages | map(attribute='role') | list }}{{ messages[0] | dictsort }}{{ messages "
+        "| length }}"
+        "{{ 'a b'.split() | reverse | join }}{{ messages[1].content | replace('text', 'word') "
+        "| indent(2, true) }}"
+        "{% for a, b in messages[0].items() %}{{ '%s=%5s' | format(a, b) }}{{ "
+        "'{:>8}'.format(b) }}{% endfor %}"
+        "{{ [1, 2, 3] | sum }}{{ (1.25 * 3) | round(1) }}{{ 2 ** 5 % 7 }}{{ {'a': (1, 2)} }}{{ "
+        "'ab' * 3 }}"
     ),
     "blocks": (
-        "{% set text %}{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor %}{% endset %}"
-        "{{ text | trim }}{% filter upper %}a{{ 1 }}{% endfilter %}{{ undefined_name }}{{ messages[9] is defined }}"
+        "{% set text %}{% for m in messages if m.role != 'system' %}{{ m.content }};{% endfor "
+        "%}{% endset %}"
+        "{{ text | trim }}{% filter upper %}a{{ 1 }}{% endfilter %}{{ undefined_name }}{{ "
+        "messages[9] is defined }}"
     ),
 }  # fmt: skip
 
@@ -54,7 +67,10 @@ def test_counting_does_not_change_the_text(template: str) -> None:
     assert render_chat(template, MESSAGES, True, {"bos_token": "<s>"}) == expected != ""
 
 
-DOUBLING = "{%% set ns = namespace(x=%s) %%}{%% for i in range(99) %%}{%% set ns.x = %s %%}{%% endfor %%}{{ ns.x }}"
+DOUBLING = (
+    "{%% set ns = namespace(x=%s) %%}{%% for i in range(99) %%}{%% set ns.x = %s %%}{%% endfor "
+    "%%}{{ ns.x }}"
+)
 GREEDY = {
     "lipsum": "{{ lipsum(n=100000) }}",
     "format": '{{ "%1000000000d" | format(1) }}',
@@ -84,12 +100,21 @@ GREEDY = {
     "a large power": "{{ 10 ** (10 ** 10) }}",
     "join": "{{ (['a' * 10 ** 6] * 10 ** 3) | join }}",
     "str.join": "{{ ''.join(['a' * 10 ** 6] * 10 ** 3) }}",
-    "join of what is not a list": "{{ range(10 ** 5) | map(attribute='x', default='a' * 10 ** 6) | join }}",
-    "sum of lists": "{{ range(10 ** 5) | map(attribute='x', default=[1] * 10 ** 4) | sum(start=[]) | length }}",
+    "join of what is not a list": (
+        "{{ range(10 ** 5) | map(attribute='x', default='a' * 10 ** 6) | join }}"
+    ),
+    "sum of lists": (
+        "{{ range(10 ** 5) | map(attribute='x', default=[1] * 10 ** 4) | sum(start=[]) | "
+        "length }}"
+    ),
     "many wide texts": "{{ range(10 ** 5) | map('center', 10 ** 5) | list | length }}",
-    "loops in loops": "{% set r = range(10 ** 5) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}",
+    "loops in loops": (
+        "{% set r = range(10 ** 5) %}{% for i in r %}{% for j in r %}{% endfor %}{% endfor %}"
+    ),
     "plain text in a loop": "{% for i in range(10 ** 5) %}" + 9999 * "a" + "{% endfor %}",
-    "plain text in a loop, captured": "{% set x %}{% for i in range(10 ** 5) %}" + 9999 * "a" + "{% endfor %}{% endset %}",
+    "plain text in a loop, captured": (
+        "{% set x %}{% for i in range(10 ** 5) %}" + 9999 * "a" + "{% endfor %}{% endset %}"
+    ),
     "a macro that calls itself twice": (
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}"
     ),
@@ -132,9 +157,9 @@ def test_a_greedy_template_is_stopped_before_it_has_a_gigabyte() -> None:
         check=True,
         cwd=Path(__file__).parents[2],
     )
-    said = dict(zip(GREEDY, done.stdout.splitlines(), strict=True))
-    assert {n: line for n, line in said.items() if not line.startswith("the chat template")} == {}
-    assert {n: line for n, line in said.items() if "all memory" in line} == {}
+    lines = dict(zip(GREEDY, done.stdout.splitlines(), strict=True))
+    assert {n: line for n, line in lines.items() if not line.startswith("the chat template")} == {}
+    assert {n: line for n, line in lines.items() if "all memory" in line} == {}
 
 
 def test_a_template_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +169,7 @@ def test_a_template_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
         render_chat("{% for i in range(99) %}{{ i }}{% endfor %}", MESSAGES, True, {})
 
 
-def test_memory_that_is_out_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_out_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     def use_all(*_: object, **__: object) -> str:
         raise MemoryError
 

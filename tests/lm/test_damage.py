@@ -1,5 +1,6 @@
-"""A checkpoint that is damaged, hostile, or not computed here is refused in one line that names the
-culprit.
+"""A damaged or hostile checkpoint is an error of one line that names what is wrong.
+
+So is a checkpoint that the package does not compute.
 """
 
 import json
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tests.lm.checkpoints import MISTRAL, QWEN2, QWEN3, edit, folder, refused, shard
+from tests.lm.checkpoints import MISTRAL, QWEN2, QWEN3, edit, expect_error, folder, shard
 from tests.lm.small import GPT2, LLAMA
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
@@ -100,22 +101,27 @@ from tinyspec.lm import checkpoint
         (
             MISTRAL,
             {"sliding_window": 63},
-            "sliding_window 63 is less than max_position_embeddings 64.*lower max_position_embeddings to 63",
+            (
+                "sliding_window 63 is less than max_position_embeddings 64.*lower "
+                "max_position_embeddings to 63"
+            ),
         ),
         (MISTRAL, {"sliding_window": 0}, "sliding_window is 0, expected a whole number"),
     ],
 )
-def test_a_config_we_would_compute_wrongly_is_refused_by_field(tmp_path, config, changes, says):
+def test_a_config_that_we_would_compute_wrongly_is_an_error_that_names_the_field(
+    tmp_path, config, changes, says
+):
     path = folder(tmp_path, config)
     edit(path / "config.json", **changes)
-    refused(path, says)
+    expect_error(path, says)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "\xff\xfe", "[" * 100_000, '{"a": NaN'])
-def test_json_that_is_not_a_config_is_refused(tmp_path, content):
+def test_json_that_is_not_a_config_is_an_error(tmp_path, content):
     path = folder(tmp_path)
     (path / "config.json").write_text(content, encoding="latin-1")
-    refused(path, "config.json: (not valid JSON|expected a JSON object)")
+    expect_error(path, "config.json: (not valid JSON|expected a JSON object)")
 
 
 def header(values: object, length: int | None = None) -> bytes:
@@ -148,10 +154,10 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_safetensors_header_is_refused_in_one_line(tmp_path, content):
+def test_a_hostile_safetensors_header_is_an_error_of_one_line(tmp_path, content):
     path = folder(tmp_path)
     (path / "model.safetensors").write_bytes(content)
-    refused(path, "model.safetensors: truncated or damaged")
+    expect_error(path, "model.safetensors: truncated or damaged")
 
 
 @settings(
@@ -161,7 +167,7 @@ def test_a_hostile_safetensors_header_is_refused_in_one_line(tmp_path, content):
     cut=st.floats(0, 0.999),
     flips=st.lists(st.tuples(st.integers(0, 1500), st.integers(0, 255)), max_size=4),
 )
-def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, cut, flips):
+def test_a_damaged_file_is_read_or_an_error_and_never_crashes(tmp_path_factory, cut, flips):
     path = folder(tmp_path_factory.mktemp("damaged"))
     data = bytearray((path / "model.safetensors").read_bytes())
     for where, value in flips:
@@ -170,7 +176,7 @@ def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, c
     with suppress(TinyspecError):
         checkpoint.read_checkpoint(path)
     (path / "model.safetensors").write_bytes(data[: int(cut * len(data))])
-    refused(path, "model.safetensors: truncated or damaged")
+    expect_error(path, "model.safetensors: truncated or damaged")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -180,14 +186,14 @@ def test_weights_that_are_not_finite_are_named(tmp_path, value, dtype):
     tensors = load_file(path / "model.safetensors")
     tensors["model.layers.1.self_attn.k_proj.weight"][1, 2] = value
     save_file(tensors, path / "model.safetensors")
-    refused(path, r"model.layers.1.self_attn.k_proj.weight holds NaN or infinity")
+    expect_error(path, r"model.layers.1.self_attn.k_proj.weight holds NaN or infinity")
 
 
-def test_weights_that_are_not_floats_are_refused(tmp_path):
+def test_weights_that_are_not_floats_are_an_error(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
     save_file({name: w.to(torch.int8) for name, w in tensors.items()}, path / "model.safetensors")
-    refused(path, "is int8, expected float32, bfloat16")
+    expect_error(path, "is int8, expected float32, bfloat16")
 
 
 @pytest.mark.parametrize("text", ["a\nb\x1b[31m", "a" * 5000])
@@ -202,16 +208,16 @@ def test_what_a_file_says_is_quoted_on_one_short_line(tmp_path, text):
     assert str(error.value).endswith("fetch or save it again")
 
 
-def test_an_extra_tensor_is_refused_by_name(tmp_path):
+def test_an_extra_tensor_is_an_error_that_names_it(tmp_path):
     path = folder(tmp_path)
     tensors = load_file(path / "model.safetensors")
     save_file(
         {**tensors, "model.layers.0.self_attn.q_norm.weight": torch.ones(4)},
         path / "model.safetensors",
     )
-    refused(path, "model.layers.0.self_attn.q_norm.weight not in the architecture")
+    expect_error(path, "model.layers.0.self_attn.q_norm.weight not in the architecture")
     save_file({**tensors, "two\nlines\x1b[31m": torch.ones(4)}, path / "model.safetensors")
-    refused(path, r"'two\\nlines\\x1b\[31m' not in the architecture")
+    expect_error(path, r"'two\\nlines\\x1b\[31m' not in the architecture")
 
 
 def test_shards_and_index_must_agree(tmp_path):
@@ -220,33 +226,33 @@ def test_shards_and_index_must_agree(tmp_path):
     name, first = next(iter(where.items()))
     moved = {**where, name: sorted(set(where.values()))[2]}
     index.write_text(json.dumps({"weight_map": moved}))
-    refused(
+    expect_error(
         path,
         re.escape(repr(name)) + " is missing, but model.safetensors.index.json places it there",
     )
     index.write_text(json.dumps({"weight_map": {**where, name: "../../x.safetensors"}}))
-    refused(path, "expected a .safetensors file beside it")
+    expect_error(path, "expected a .safetensors file beside it")
     index.write_text(json.dumps({"weight_map": {k: v for k, v in where.items() if v != first}}))
-    refused(path, f"weight_map does not name {first}")
+    expect_error(path, f"weight_map does not name {first}")
     index.write_text(json.dumps({}))
-    refused(path, "weight_map is missing")
+    expect_error(path, "weight_map is missing")
     index.write_text(json.dumps({"weight_map": where}))
     (path / first).unlink()
-    refused(path, f"{first}: missing, but model.safetensors.index.json names it")
+    expect_error(path, f"{first}: missing, but model.safetensors.index.json names it")
 
 
 @pytest.mark.parametrize("file", ["pytorch_model.bin", "model.pt", "weights.pth"])
-def test_a_pickle_is_refused_with_the_way_to_convert_it(tmp_path, file):
+def test_a_pickle_is_an_error_that_says_how_to_convert_it(tmp_path, file):
     path = folder(tmp_path)
     (path / "model.safetensors").rename(path / file)
-    refused(path, f"{file}: a pickle can run code.*save_pretrained")
-    refused(path / file, "a pickle can run code.*save_pretrained")
+    expect_error(path, f"{file}: a pickle can run code.*save_pretrained")
+    expect_error(path / file, "a pickle can run code.*save_pretrained")
 
 
 def test_what_is_not_there_is_named(tmp_path):
-    refused(tmp_path / "nowhere", "nowhere: no such checkpoint")
-    refused(tmp_path, "config.json: missing")
+    expect_error(tmp_path / "nowhere", "nowhere: no such checkpoint")
+    expect_error(tmp_path, "config.json: missing")
     path = folder(tmp_path)
-    refused(path / "model.safetensors", "named by its folder")
+    expect_error(path / "model.safetensors", "named by its folder")
     (path / "model.safetensors").unlink()
-    refused(path, "model.safetensors: missing, and so is model.safetensors.index.json")
+    expect_error(path, "model.safetensors: missing, and so is model.safetensors.index.json")

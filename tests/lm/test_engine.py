@@ -73,7 +73,8 @@ from tinyspec.lm.engine import Engine
 def read(name):
     return int(open("/proc/self/status").read().split(name + ":")[1].split()[0]) * 1024
 
-config = Config(vocab_size=64, d_model=512, n_layers=10, n_heads=8, n_kv_heads=8, head_dim=64, d_ff=1536, max_positions=64)
+config = Config(vocab_size=64, d_model=512, n_layers=10, n_heads=8, n_kv_heads=8, head_dim=64,
+                d_ff=1536, max_positions=64)
 torch.ones(1 << 22)  # whose freeing lets the allocator keep pieces of this size from now on
 before = read("VmRSS")
 weights = {name: torch.zeros(shape).add_(1) for name, shape in config.shapes().items()}

@@ -1,5 +1,4 @@
-"""What an early exit leaves out: no read ever meets a missing key, each fill gives what it says,
-and the ledger counts it.
+"""What an early exit leaves out: each fill does what it says, and the forward log counts it.
 
 Judges are the naive transformer of tests/lm/oracle.py and plain arithmetic over the layers where
 tokens left.
@@ -71,7 +70,7 @@ def test_a_key_that_is_missing_in_one_layer_stops_every_read_of_that_layer_and_n
 
 
 @pytest.mark.parametrize("layer", range(1, L))
-def test_a_guess_that_was_run_part_of_the_way_is_run_on_before_anyone_reads_it(layer: int) -> None:
+def test_a_draft_token_that_was_run_part_of_the_way_is_run_on_before_it_is_read(layer: int) -> None:
     """A half-run parent is not read above its reach: whoever hangs below it takes it along, or it
     is an error.
     """
@@ -109,7 +108,7 @@ def test_a_table_refuses_it_too() -> None:
             session.score(EMPTY)
 
 
-def test_in_a_batch_the_request_that_lacks_a_key_is_refused() -> None:
+def test_in_a_batch_the_request_that_lacks_a_key_is_an_error() -> None:
     def job(hole: bool) -> Any:
         def run(barrier: Any) -> None:
             session = M.session(barrier=barrier)
@@ -151,7 +150,9 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
 
 
 class Scheduled(ExitRule):
-    """Tokens leave after as many layers as the list says; it may look at each row on the way."""
+    """Tokens leave after as many layers as the list says; the rule may read the logits of each
+    layer.
+    """
 
     layers = tuple(range(1, L))
 
@@ -162,9 +163,11 @@ class Scheduled(ExitRule):
         return at.layer == self.leaves[at.step]
 
 
-def decoded(session: Any, leaves: Sequence[int], fill: str, row: bool = False) -> list[Any]:
-    """One token after the other leaves where the list says; returns the rows. The tokens are 7, 8,
-    9, ...
+def decode_with_exits(
+    session: Any, leaves: Sequence[int], fill: str, row: bool = False
+) -> list[Any]:
+    """Let one token after the other leave where the list says, and return the logits. The tokens
+    are 7, 8, 9, ...
     """
     target = ExitTarget(session, Scheduled(leaves, row), fill)
     target.extend(PROMPT)
@@ -177,8 +180,10 @@ def decoded(session: Any, leaves: Sequence[int], fill: str, row: bool = False) -
     return rows
 
 
-def copied(m: Any, leaves: Sequence[int]) -> list[Token]:
-    """By the oracle: each token leaves, and its state at the exit makes the keys and values above."""
+def run_with_copies(m: Any, leaves: Sequence[int]) -> list[Token]:
+    """Return the tokens by the oracle: each leaves early, and its state at the exit makes the keys
+    and values above.
+    """
     oracle = Oracle(m)
     done = oracle.text(PROMPT[:-1])
     for token, layers in zip([PROMPT[-1], *range(7, 99)], leaves, strict=False):
@@ -187,7 +192,7 @@ def copied(m: Any, leaves: Sequence[int]) -> list[Token]:
 
 
 def exact(m: Any, leaves: Sequence[int]) -> list[Any]:
-    """By the oracle: the rows of exits over a text that was run whole."""
+    """Return the logits of exits, by the oracle, over a text that was run whole."""
     oracle = Oracle(m)
     done, rows = oracle.text(PROMPT[:-1]), []
     for token, layers in zip([PROMPT[-1], *range(7, 99)], leaves, strict=False):
@@ -199,8 +204,8 @@ def exact(m: Any, leaves: Sequence[int]) -> list[Any]:
 @pytest.mark.parametrize("leaves", SCHEDULES, ids=str)
 @pytest.mark.parametrize("m", [M, G], ids=["llama", "gpt2"])
 def test_copy_is_the_exit_state_through_the_matrices_above(m, leaves) -> None:
-    session, done = m.session(), copied(m, leaves)
-    rows = decoded(session, leaves, "copy")
+    session, done = m.session(), run_with_copies(m, leaves)
+    rows = decode_with_exits(session, leaves, "copy")
     for row, token in zip(rows, done[N - 1 :], strict=True):
         np.testing.assert_allclose(row.numpy(), token.logits, atol=1e-10)
     session.fill_cache(
@@ -221,7 +226,9 @@ def test_copy_is_the_exit_state_through_the_matrices_above(m, leaves) -> None:
 @pytest.mark.parametrize("m", [M, G], ids=["llama", "gpt2"])
 def test_recompute_and_postpone_leave_what_a_plain_forward_leaves(m, fill, leaves) -> None:
     session = m.session()
-    for row, expected in zip(decoded(session, leaves, fill), exact(m, leaves), strict=True):
+    for row, expected in zip(
+        decode_with_exits(session, leaves, fill), exact(m, leaves), strict=True
+    ):
         np.testing.assert_allclose(row.numpy(), expected, atol=1e-10)
     np.testing.assert_allclose(
         session.score(EMPTY).logits[0].numpy(), m.logits(session.text)[-1].numpy(), atol=1e-10
@@ -236,7 +243,7 @@ def test_where_nobody_leaves_early_every_fill_is_plain_decoding_to_the_bit(fill:
     for m in (M, F):
         session, plain = m.session(), m.session()
         plain.extend(PROMPT)
-        for at, row in enumerate(decoded(session, (L,) * 3, fill)):
+        for at, row in enumerate(decode_with_exits(session, (L,) * 3, fill)):
             assert torch.equal(row, plain.score(EMPTY).logits[0])
             plain.commit((), 7 + at)
         assert torch.equal(
@@ -247,7 +254,7 @@ def test_where_nobody_leaves_early_every_fill_is_plain_decoding_to_the_bit(fill:
 # ---------------------------------------------------------------------- the ledger
 
 
-def counted(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
+def count_work(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
     """Layer evaluations, head products, fills, the prompt's own left out."""
     own = [call for call in forward_log if not call.prefill]
     return sum(c.row_layers for c in own), sum(c.head_rows for c in own), sum(c.fills for c in own)
@@ -273,15 +280,15 @@ def due(leaves: Sequence[int], fill: str, row: bool) -> tuple[float, int, int]:
 @pytest.mark.parametrize("m", [M, G, F, TABLE], ids=["llama", "gpt2", "compiled", "table"])
 def test_layers_heads_and_fills_are_counted_to_the_last_one(m, fill, row, leaves) -> None:
     forward_log: list[ForwardRecord] = []
-    decoded(m.session(forward_log), leaves, fill, row)
-    assert counted(forward_log) == due(leaves, fill, row)
+    decode_with_exits(m.session(forward_log), leaves, fill, row)
+    assert count_work(forward_log) == due(leaves, fill, row)
     assert sum(call.row_layers for call in forward_log if call.prefill) == (N - 1) * L
 
 
 @pytest.mark.parametrize("fill", FILLS)
-def test_each_fill_is_a_call_of_its_own_kind(fill: str) -> None:
+def test_each_fill_is_a_forward_pass_of_its_own_kind(fill: str) -> None:
     forward_log: list[ForwardRecord] = []
-    decoded(M.session(forward_log), (1, 3, L), fill)
+    decode_with_exits(M.session(forward_log), (1, 3, L), fill)
     late = {
         "copy": [ForwardRecord(M.name, 1, 0.0, 0, L - 1), ForwardRecord(M.name, 1, 0.0, 0, L - 3)],
         "recompute": [ForwardRecord(M.name, 1, L - 1.0, 0), ForwardRecord(M.name, 1, L - 3.0, 0)],
@@ -300,7 +307,7 @@ def test_requests_of_a_batch_are_counted_each_for_itself(fill: str) -> None:
     forward_logs: list[list[ForwardRecord]] = [[], []]
 
     def job(number: int) -> Any:
-        return lambda barrier: decoded(
+        return lambda barrier: decode_with_exits(
             M.session(forward_logs[number], barrier), SCHEDULES[2 + number], fill
         )
 
@@ -308,7 +315,7 @@ def test_requests_of_a_batch_are_counted_each_for_itself(fill: str) -> None:
     for number, rows in enumerate(together):
         alone: list[ForwardRecord] = []
         for row, own in zip(
-            rows, decoded(M.session(alone), SCHEDULES[2 + number], fill), strict=True
+            rows, decode_with_exits(M.session(alone), SCHEDULES[2 + number], fill), strict=True
         ):
             np.testing.assert_allclose(row.numpy(), own.numpy(), atol=1e-10)
         assert forward_logs[number] == alone

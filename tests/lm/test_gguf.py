@@ -1,5 +1,6 @@
-"""A .gguf file gives what the gguf package dequantises, by our names, unpermuted; and its tokenizer
-splits alike.
+"""A .gguf file gives what the gguf package dequantises, by our names and unpermuted.
+
+Its tokenizer splits texts as the original does.
 """
 
 from contextlib import suppress
@@ -24,11 +25,13 @@ from tinyspec.lm.gguf_file import unpermute_rows
 from tinyspec.lm.ops import rotary_frequencies
 
 CONFIG = Config(
-    vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512, max_positions=32,
+    vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512,
+    max_positions=32,
     norm_eps=1e-6, rope_theta=50000.0, tied=True, bos=1, eos=(2,),
 )  # fmt: skip
 GPT2 = replace(
-    CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4, qkv_bias=True,
+    CONFIG, norm="layer", positions="learned", activation="gelu_new", gated=False, n_kv_heads=4,
+    qkv_bias=True,
     out_bias=True, mlp_bias=True, rope_theta=10000.0, family="gpt2",
 )  # fmt: skip
 QUANTISED = [
@@ -93,7 +96,8 @@ def write(
     """A .gguf of random weights, and our weights that it should give."""
     rng, writer = np.random.default_rng(seed), GGUFWriter(path, config.family)
     add = {
-        "context_length": config.max_positions, "embedding_length": config.d_model, "block_count": config.n_layers,
+        "context_length": config.max_positions, "embedding_length": config.d_model,
+        "block_count": config.n_layers,
         "feed_forward_length": config.d_ff, "attention.head_count": config.n_heads,
     }  # fmt: skip
     floats = {"attention.layer_norm_epsilon": config.norm_eps}
@@ -210,7 +214,7 @@ def test_unpermute_undoes_the_permutation(heads, half, width):
     )
 
 
-def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused(tmp_path):
+def test_llama3_frequencies_are_recognised_from_their_factors_and_others_are_an_error(tmp_path):
     scaling = {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -221,7 +225,7 @@ def test_llama3_frequencies_are_recognised_from_their_factors_and_others_refused
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors)
     assert checkpoint.read_checkpoint(tmp_path / "model.gguf").config == scaled
     write(tmp_path / "other.gguf", CONFIG, Quant.F32, rope_freqs__weight=factors[::-1].copy())
-    refused(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
+    expect_error(tmp_path / "other.gguf", "rope_freqs.weight is not the llama3 scaling")
 
 
 def test_linear_scaling_is_read(tmp_path):
@@ -236,7 +240,7 @@ def test_linear_scaling_is_read(tmp_path):
 # ------------------------------------------------------------------ bad input
 
 
-def refused(path: Path, pattern: str) -> None:
+def expect_error(path: Path, pattern: str) -> None:
     with pytest.raises(TinyspecError, match=pattern) as error:
         checkpoint.read_checkpoint(path)
     assert "\n" not in str(error.value)
@@ -257,9 +261,9 @@ def refused(path: Path, pattern: str) -> None:
         ),
     ],
 )
-def test_what_we_would_compute_wrongly_is_refused_by_field(tmp_path, metadata, says):
+def test_what_we_would_compute_wrongly_is_an_error_that_names_the_field(tmp_path, metadata, says):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32, **metadata)
-    refused(tmp_path / "model.gguf", says)
+    expect_error(tmp_path / "model.gguf", says)
 
 
 def set_number(path: Path, key: str, value: int) -> None:
@@ -282,17 +286,17 @@ NUMBERS = {
 
 
 @pytest.mark.parametrize("key", NUMBERS)
-def test_a_number_of_zero_is_refused_by_its_name(tmp_path, key):
+def test_a_number_of_zero_is_an_error_that_names_it(tmp_path, key):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     set_number(tmp_path / "model.gguf", key, 0)
-    refused(tmp_path / "model.gguf", NUMBERS[key])
+    expect_error(tmp_path / "model.gguf", NUMBERS[key])
 
 
-def test_zero_heads_of_length_zero_are_refused(tmp_path):
+def test_zero_heads_of_length_zero_are_an_error(tmp_path):
     write(tmp_path / "model.gguf", CONFIG, Quant.F32)
     for key in ("head_count", "key_length"):
         set_number(tmp_path / "model.gguf", f"llama.attention.{key}", 0)
-    refused(tmp_path / "model.gguf", "llama.attention.head_count is 0")
+    expect_error(tmp_path / "model.gguf", "llama.attention.head_count is 0")
 
 
 def test_an_unknown_architecture_lists_the_known(tmp_path):
@@ -301,14 +305,14 @@ def test_an_unknown_architecture_lists_the_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    refused(
+    expect_error(
         tmp_path / "model.gguf",
         "unknown general.architecture 'mamba'; known: llama, qwen2, qwen3, gpt2",
     )
 
 
 @given(cut=st.floats(0, 0.999))
-def test_a_truncated_file_is_refused(tmp_path_factory, cut):
+def test_a_truncated_file_is_an_error(tmp_path_factory, cut):
     path = tmp_path_factory.getbasetemp() / "whole.gguf"
     if not path.exists():
         write(
@@ -319,14 +323,14 @@ def test_a_truncated_file_is_refused(tmp_path_factory, cut):
     data = path.read_bytes()
     part = path.with_name("part.gguf")
     part.write_bytes(data[: int(cut * len(data))])
-    refused(part, "truncated or damaged")
+    expect_error(part, "truncated or damaged")
 
 
 @settings(
     phases=[Phase.explicit, Phase.reuse, Phase.generate]
 )  # to shrink a hostile file says nothing more
 @given(flips=st.lists(st.tuples(st.integers(4, 1400), st.integers(0, 255)), min_size=1, max_size=3))
-def test_a_damaged_file_is_read_or_refused_and_never_crashes(tmp_path_factory, flips):
+def test_a_damaged_file_is_read_or_an_error_and_never_crashes(tmp_path_factory, flips):
     path = tmp_path_factory.getbasetemp() / "sound.gguf"
     if not path.exists():
         small = replace(
@@ -349,4 +353,4 @@ def test_nan_is_named(tmp_path):
         Quant.F32,
         rope_freqs__weight=np.full(32, np.nan, np.float32),
     )
-    refused(tmp_path / "model.gguf", "rope_freqs.weight")
+    expect_error(tmp_path / "model.gguf", "rope_freqs.weight")

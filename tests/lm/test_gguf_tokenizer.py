@@ -1,5 +1,6 @@
-"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did, digits
-above all.
+"""A tokenizer rebuilt from a .gguf file splits, merges and decodes as the original did.
+
+Digits need the most care.
 """
 
 import os
@@ -46,7 +47,7 @@ def test_rules_known_by_a_regex_split_as_that_model_does():
     assert pieces(byte_metadata("llama-bpe", ("1 2", "12 1")), "a1212") == ["a", "121", "2"]
 
 
-def test_an_unknown_rule_or_kind_is_refused_with_the_known():
+def test_an_unknown_rule_or_kind_is_an_error_that_lists_the_known():
     with pytest.raises(
         TinyspecError, match=r"tokenizer.ggml.pre is 'other'; known: gpt-2, smollm.*llama-bpe"
     ):

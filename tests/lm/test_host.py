@@ -1,5 +1,7 @@
-"""What decoding does between two forward passes leaves torch's threads asleep: awake they would
-spin on the cores that the compiled kernels need next. And numpy's copies are torch's.
+"""What decoding does between two forward passes leaves torch's threads asleep.
+
+Awake, they would spin on the cores that the compiled kernels need next. The copies that numpy makes
+instead equal torch's.
 """
 
 import subprocess
@@ -29,7 +31,8 @@ pool = set(os.listdir("/proc/self/task")) - before
 assert pool, "torch has no pool here"
 config = replace(LLAMA, vocab_size=50_000, max_positions=512)
 model = Model.random(config, seed=0, dtype=torch.bfloat16)
-draft = Model.random(replace(config, n_layers=1, tied=False, head_ids=tuple(range(0, 50_000, 6))), seed=1, dtype=torch.bfloat16)
+small = replace(config, n_layers=1, tied=False, head_ids=tuple(range(0, 50_000, 6)))
+draft = Model.random(small, seed=1, dtype=torch.bfloat16)
 
 def ticks():
     spent = 0
@@ -38,7 +41,8 @@ def ticks():
         spent += int(fields[11]) + int(fields[12])
     return spent
 
-wide = Model.random(replace(config, n_heads=8, n_kv_heads=8, head_dim=64, d_model=512), seed=0, dtype=torch.bfloat16)
+larger = replace(config, n_heads=8, n_kv_heads=8, head_dim=64, d_model=512)
+wide = Model.random(larger, seed=0, dtype=torch.bfloat16)
 for case in sys.argv[1:]:
     method, temperature = case.split(":")
     growing = method == "growing"
@@ -47,11 +51,12 @@ for case in sys.argv[1:]:
         time.sleep(seconds)
         begun = ticks()
         for seed in range(3):
-            if growing:  # much to read at once, a cache that grows with what is said, and a copy of it
+            if growing:  # much to read at once, a cache that grows with the output, and a copy
                 tinyspec.generate(wide, list(range(5, 125)), max_new_tokens=16, seed=seed)
                 Cache(wide.config, wide.dtype, wide.device, 128).clone()
             else:
-                tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16, seed=seed,
+                tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16,
+                                  seed=seed,
                                   temperature=float(temperature), **knobs)
     print(case, ticks() - begun)
 """

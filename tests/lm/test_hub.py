@@ -1,8 +1,6 @@
-"""Fetching by hub id, against a server on this machine that answers as the hub does. No test here
-leaves it.
+"""Fetching by hub id, against a server on this machine that answers as the hub does.
 
-`huggingface_hub` reads its environment when it is imported, so every fetch runs in a process of its
-own.
+No test here uses the network beyond this machine.
 """
 
 import hashlib
@@ -219,7 +217,7 @@ def test_an_interrupted_download_leaves_no_half_file_and_goes_on_where_it_was(se
         ),
     ],
 )
-def test_what_cannot_be_fetched_is_said_in_one_line(server, tmp_path, repo, env, says):
+def test_what_cannot_be_fetched_is_an_error_of_one_line(server, tmp_path, repo, env, says):
     out, _ = fetch(tmp_path, server.url, repo, **env)
     assert out.startswith(f"ERROR {says}")
     assert "\n" not in out

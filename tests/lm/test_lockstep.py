@@ -33,15 +33,15 @@ def test_every_step_is_the_dense_pass(model: Seq2Seq) -> None:
         rows.step(tokens[:, 0])
 
 
-def test_rows_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
+def test_texts_that_are_selected_go_on_with_their_own_past_and_source(model: Seq2Seq) -> None:
     rows = Lockstep(model, model.encode(pad_sequences(SOURCES)), 6)
     rows.step(torch.tensor([BOS, BOS, BOS]))
     rows.step(torch.tensor([5, 6, 7]))
     rows.select(torch.tensor([2, 0, 2]))
     found = rows.step(torch.tensor([8, 8, 9]))
-    for row, (source, said) in enumerate((([2], [7, 8]), ([0], [5, 8]), ([2], [7, 9]))):
+    for row, (source, tokens) in enumerate((([2], [7, 8]), ([0], [5, 8]), ([2], [7, 9]))):
         alone = Lockstep(model, model.encode(pad_sequences([SOURCES[source[0]]])), 6)
-        for token in (BOS, *said):
+        for token in (BOS, *tokens):
             last = alone.step(torch.tensor([token]))
         torch.testing.assert_close(found[row], last[0], rtol=0, atol=1e-10)
 

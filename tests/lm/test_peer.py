@@ -1,5 +1,6 @@
-"""transformers computes the same logits, for every configuration, prompt, and split of the
-prompt.
+"""transformers computes the same logits.
+
+This holds for every configuration, every prompt, and every split of the prompt.
 """
 
 from dataclasses import replace
@@ -65,9 +66,12 @@ def test_logits_equal_transformers_for_any_config_prompt_and_split(
 def transformers_config(config: Config):
     if config.family == "gpt2":
         return transformers.GPT2Config(
-            vocab_size=config.vocab_size, n_embd=config.d_model, n_layer=config.n_layers, n_head=config.n_heads,
-            n_inner=config.d_ff, n_positions=config.max_positions, layer_norm_epsilon=config.norm_eps,
-            tie_word_embeddings=config.tied, bos_token_id=config.bos, eos_token_id=list(config.eos) or None,
+            vocab_size=config.vocab_size, n_embd=config.d_model, n_layer=config.n_layers,
+            n_head=config.n_heads,
+            n_inner=config.d_ff, n_positions=config.max_positions,
+            layer_norm_epsilon=config.norm_eps,
+            tie_word_embeddings=config.tied, bos_token_id=config.bos,
+            eos_token_id=list(config.eos) or None,
         )  # fmt: skip
     rope = {"rope_theta": config.rope_theta, **(config.rope_scaling or {"rope_type": "default"})}
     kind, own = {
@@ -81,8 +85,10 @@ def transformers_config(config: Config):
     }[config.family]
     return kind(
         vocab_size=config.vocab_size, hidden_size=config.d_model, intermediate_size=config.d_ff,
-        num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
-        head_dim=config.head_dim, max_position_embeddings=config.max_positions, rms_norm_eps=config.norm_eps,
+        num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads,
+        num_key_value_heads=config.n_kv_heads,
+        head_dim=config.head_dim, max_position_embeddings=config.max_positions,
+        rms_norm_eps=config.norm_eps,
         rope_parameters=rope, tie_word_embeddings=config.tied, bos_token_id=config.bos,
         eos_token_id=list(config.eos) or None, **own,
     )  # fmt: skip

@@ -1,8 +1,7 @@
-"""Rows of a real session, bit for bit: whatever way led to a text, its rows are those of one-token
-steps.
+"""A text has the logits of one-token steps, bit for bit, whatever led to it.
 
 On a CPU, in float32 and bfloat16. So what is lossless in exact arithmetic is lossless in these, and
-a batch row is the row.
+a text in a batch is the text alone.
 """
 
 from collections.abc import Iterator
@@ -61,7 +60,9 @@ def plans(config: Config) -> list[Plan]:
 
 
 def stepped(m: Model, text: list[int]) -> Session:
-    """A session that has read a text one token at a time, each as a decoder would: score, commit."""
+    """Return a session that has read a text one token at a time, as a decoder would: score,
+    commit.
+    """
     session = m.session()
     session.extend(text[:1])
     for token in text[1:]:
@@ -76,7 +77,9 @@ def row(m: Model, text: list[int]) -> torch.Tensor:
 
 
 def lawful(session: Session, t: TokenTree) -> None:
-    """All rows of a tree, and what is committed by then, as one-token steps leave them."""
+    """Return the logits of a tree and of the text committed by then, as one-token steps leave
+    them.
+    """
     m, text = session.model, session.text
     logits = session.score(t).logits
     for node in range(ROOT, len(t.tokens)):
@@ -91,7 +94,7 @@ def lawful(session: Session, t: TokenTree) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.sampled_from(MODELS), st.data())
-def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
+def test_every_way_to_a_text_gives_the_logits_of_one_token_steps(
     m: Model, data: st.DataObject
 ) -> None:
     """Texts in any pieces, trees kept and dropped, layers run later, views between, texts taken
@@ -123,7 +126,7 @@ def test_every_way_to_a_text_gives_the_rows_of_one_token_steps(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(MODELS), texts, trees(), st.integers(0, 3))
-def test_rows_under_a_plan_are_those_of_their_paths(
+def test_logits_under_a_plan_are_those_of_their_paths(
     m: Model, text: list[int], t: TokenTree, which: int
 ) -> None:
     plan = plans(m.config)[which]
@@ -206,8 +209,8 @@ def patched(target: object, name: str, new: object) -> Iterator[None]:
 
 
 def test_wrong_paths_fall() -> None:
-    """Keys in the order of the slots, or a sibling's slot among them: a tree's rows no longer are
-    those of their paths.
+    """With keys in the order of the slots, or with a sibling's slot among them, a tree's logits are
+    no longer those of its paths.
     """
     right = ForwardBatch.visible_slots
 

@@ -1,5 +1,6 @@
-"""The encoder-decoder: against a version written out token by token, in batches, as a session, as a
-folder on disk.
+"""The encoder-decoder equals a version that is written out token by token.
+
+It does so in batches, as a session, and as a folder on disk.
 """
 
 import json
@@ -57,8 +58,8 @@ def causal(n: int) -> Tensor:
 
 
 class Oracle:
-    """One row, one head, one looked-at place at a time, in numpy; shares nothing with the model but
-    its weights.
+    """Compute one position, one head and one attended position at a time, in numpy. Shares nothing
+    with the model but its weights.
     """
 
     def __init__(self, source: Seq2Seq):
@@ -181,7 +182,7 @@ def test_attention_is_torchs_own() -> None:
     assert torch.allclose(attend_dense(*heads, there[:, None]), expected, atol=1e-12)
 
 
-def test_who_may_look_nowhere_gets_nothing_and_gradients_stay_finite() -> None:
+def test_a_position_that_attends_to_nothing_gets_zeros_and_finite_gradients() -> None:
     q = torch.randn(1, 2, 2, 4, requires_grad=True)
     out = attend_dense(q, q, q, torch.tensor([[[False, False], [True, False]]]))
     out.sum().backward()
@@ -362,7 +363,7 @@ def twins(seed: int) -> tuple[Seq2Seq, Seq2Seq]:
 
 @compiled
 @pytest.mark.parametrize("seed", range(3))
-def test_the_compiled_path_says_what_torch_says_and_a_row_has_the_same_bits_whatever_is_beside_it(
+def test_the_compiled_path_equals_torch_and_a_rows_bits_depend_on_nothing_beside_it(
     seed: int,
 ) -> None:
     small, wide = twins(seed)
@@ -418,7 +419,7 @@ def test_weights_that_are_written_to_are_packed_anew_and_weights_in_training_are
 # ---------------------------------------------------------------------- bad input
 
 
-def test_bad_input_is_told_in_one_line() -> None:
+def test_bad_input_is_an_error_of_one_line() -> None:
     m, full = model(), model(replace(PLAIN, positional=True))
     for call, says in (
         (
@@ -491,7 +492,7 @@ def damaged(folder: Path, **changes: object) -> Path:
         ({"model_type": "llama"}, "no encoder-decoder of tinyspec's"),
     ],
 )
-def test_a_config_that_contradicts_is_refused_by_field(
+def test_a_config_that_contradicts_is_an_error_that_names_the_field(
     tmp_path: Path, changes: dict[str, object], says: str
 ) -> None:
     with pytest.raises(TinyspecError, match=says) as error:
@@ -500,14 +501,14 @@ def test_a_config_that_contradicts_is_refused_by_field(
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_truncated_file_is_refused(tmp_path: Path, share: float) -> None:
+def test_a_truncated_file_is_an_error(tmp_path: Path, share: float) -> None:
     file = damaged(tmp_path / "m") / "model.safetensors"
     file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
     with pytest.raises(TinyspecError, match=r"model.safetensors: truncated or damaged"):
         Seq2Seq.load(tmp_path / "m")
 
 
-def test_a_hostile_or_unfinished_folder_is_refused(tmp_path: Path) -> None:
+def test_a_hostile_or_unfinished_folder_is_an_error(tmp_path: Path) -> None:
     folder = damaged(tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     save_file({**tensors, "embed": tensors["embed"] * float("nan")}, folder / "model.safetensors")

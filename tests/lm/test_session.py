@@ -1,5 +1,6 @@
-"""What a session promises: whatever was drafted, kept or taken back, it says what a plain forward
-says.
+"""A session gives what a plain forward pass gives.
+
+This holds whatever was drafted, committed or taken back before.
 """
 
 import numpy as np
@@ -57,7 +58,7 @@ class TestTrees:
 
     @quick
     @given(trees(), st.randoms(use_true_random=False))
-    def test_the_order_of_siblings_changes_no_row(self, t: TokenTree, random) -> None:
+    def test_the_order_of_siblings_changes_no_logits(self, t: TokenTree, random) -> None:
         n = len(t.tokens)
         key = [random.random() for _ in range(n)]
         order = sorted(range(n), key=lambda i: (t.depths()[i], key[i]))
@@ -112,7 +113,7 @@ class TestTrees:
             sum(call.rows for call in forward_log[before:]) <= 1
         )  # the newest token, if it was new
 
-    def test_a_path_that_is_none_is_refused(self) -> None:
+    def test_a_path_that_is_none_is_an_error(self) -> None:
         session = begun(M)
         session.score(tree([1, 2, 3], [ROOT, ROOT, 1]))
         with pytest.raises(ValueError, match="not a path"):
@@ -120,7 +121,7 @@ class TestTrees:
         session.commit([1, 2], 5)
         assert session.text == [*PROMPT, 2, 3, 5]
 
-    def test_a_round_without_next_stops_on_a_node_whose_row_is_known(self) -> None:
+    def test_a_round_without_next_stops_on_a_node_whose_logits_are_known(self) -> None:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
         row = session.score(TokenTree.chain([7, 8])).logits[2]
@@ -156,14 +157,14 @@ class TestText:
                 hidden[:, i].numpy(), [*token.states[:L], token.top], atol=1e-10
             )
 
-    def test_extend_shows_states_also_of_tokens_that_were_guessed_right(self) -> None:
+    def test_extend_shows_states_also_of_accepted_draft_tokens(self) -> None:
         session = begun(M)
         session.score(TokenTree.chain([5, 6, 7]))
         shown = session.extend([5, 6, 2], hidden_layers=(1, L)).hidden
         whole = M.session().extend([*PROMPT, 5, 6, 2], hidden_layers=(1, L)).hidden
         close(shown, whole[:, len(PROMPT) - 1 :])
 
-    def test_appended_tokens_that_were_guessed_are_not_run_again(self) -> None:
+    def test_appended_tokens_that_were_drafted_are_not_run_again(self) -> None:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
         session.score(TokenTree.chain([5, 6]))
@@ -216,7 +217,7 @@ class TestText:
         same_cache(session)
         same_cache(twin)
 
-    def test_a_fork_keeps_the_row_of_the_newest_token(self) -> None:
+    def test_a_fork_keeps_the_logits_of_the_newest_token(self) -> None:
         forward_log: list[ForwardRecord] = []
         session = begun(M, forward_log)
         row = session.score(EMPTY).logits
@@ -224,7 +225,7 @@ class TestText:
         close(session.fork().score(EMPTY).logits, row)
         assert len(forward_log) == calls
 
-    def test_bad_input_is_refused_by_name(self) -> None:
+    def test_bad_input_is_an_error_that_names_it(self) -> None:
         session = M.session()
         for call in (lambda: session.score(EMPTY), lambda: session.commit((), 1)):
             with pytest.raises(TinyspecError, match="no text yet"):

@@ -133,7 +133,7 @@ class Machine(RuleBasedStateMachine):
         self.follow(text)
         if (
             hidden_layers and first in self.copied
-        ):  # to show what was not kept, it was run after all
+        ):  # to show what was not stored, it was run after all
             self.copied.discard(first)
         self.waiting = {}
         assert shown.hidden.shape == (len(hidden_layers), len(self.text) - 1 - first, D)
@@ -168,7 +168,9 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tree is not None and len(self.text) < 40)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        """Nodes that were only advanced may be committed: they wait, as those that leave early do."""
+        """Nodes that were only advanced may be committed: they wait, like tokens that leave
+        early.
+        """
         assert self.tree is not None
         drafted = [i for i, probe in enumerate(self.tree.probe) if not probe]
         node = data.draw(st.sampled_from([ROOT, *drafted]))

@@ -1,5 +1,6 @@
-"""Steps of fixed shape compute what the blocks compute: padding, masks and reused stores change
-nothing.
+"""Steps of fixed shape compute what the blocks compute.
+
+Padding, masks and reused stores change nothing.
 """
 
 import gc

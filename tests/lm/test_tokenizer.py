@@ -14,7 +14,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.tokenizer import Tokenizer
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + eos_token + "
+    "'\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 CONFIG = {
@@ -178,7 +179,8 @@ def test_a_template_has_the_helpers_that_transformers_gives_it():
     assert render("{{ strftime_now('%Y') | length }}") == "4"
     assert (
         render(
-            "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration %}\n{% endfor %}"
+            "{% for m in messages %}\n  {% generation %}{{ m.content }}{% endgeneration "
+            "%}\n{% endfor %}"
         )
         == "x"
     )
@@ -307,7 +309,8 @@ def test_a_damaged_file_is_named(tmp_path: Path, file, content, says):
 PANICS = {
     "a charsmap that is no charsmap": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
     "a charsmap that is missing": {"type": "Precompiled", "precompiled_charsmap": None},
-    "a charsmap that points outside": {"type": "Precompiled", "precompiled_charsmap": "CAAAAP//////////"},
+    "a charsmap that points outside": {"type": "Precompiled",
+    "precompiled_charsmap": "CAAAAP//////////"},
     "an empty text": {"type": "Replace", "pattern": {"String": ""}, "content": "x"},
     "an empty expression": {"type": "Replace", "pattern": {"Regex": ""}, "content": "x"},
     "an optional expression": {"type": "Replace", "pattern": {"Regex": "q?"}, "content": "x"},
@@ -316,7 +319,7 @@ PANICS = {
 
 
 @pytest.mark.parametrize("normalizer", PANICS.values(), ids=PANICS)
-def test_a_tokenizer_that_panics_is_refused_in_one_line(tmp_path: Path, capfd, normalizer):
+def test_a_tokenizer_that_panics_is_an_error_of_one_line(tmp_path: Path, capfd, normalizer):
     byte_level().save(tmp_path)
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "normalizer": normalizer}))
@@ -329,7 +332,7 @@ def test_a_tokenizer_that_panics_is_refused_in_one_line(tmp_path: Path, capfd, n
 
 
 def test_a_panic_at_one_text_is_an_error_of_that_text(tmp_path: Path):
-    """The expression `(a+)+$` takes exponential time at `aa...ab`: the library gives up and panics."""
+    """The expression `(a+)+$` takes exponential time at `aa...ab`, so the library panics."""
     byte_level().save(tmp_path)
     file = tmp_path / "tokenizer.json"
     slow = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "x"}

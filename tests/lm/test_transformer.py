@@ -119,7 +119,7 @@ def test_every_precision_runs(
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.data())
 def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
-    """B21, B22: other lengths, plans, entries and exits beside a row change nothing in it."""
+    """B21, B22: no position changes with the lengths, plans, entries and exits beside it."""
     m = model(data.draw(st.sampled_from([LLAMA, GPT2])))
     kv = m.config.n_kv_heads
     plans = [
@@ -161,7 +161,7 @@ def test_feeds_of_one_forward_equal_each_alone(data: st.DataObject) -> None:
         assert session.forward_log[-1].rows == len(other.layers)
 
 
-def test_the_ledger_counts_rows_layers_heads_and_prefills() -> None:
+def test_the_forward_log_counts_positions_layers_heads_and_prefills() -> None:
     m = model(LLAMA)
     forward_log: list[ForwardRecord] = []
     session = m.session(forward_log)

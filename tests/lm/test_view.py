@@ -62,7 +62,9 @@ def known(m, text: tuple[int, ...]) -> list[Token]:
 
 
 def rows(m, text: Sequence[int], trunk: Sequence[int], t: TokenTree, plan: Plan) -> np.ndarray:
-    """The oracle: the text's past under the whole model, from its newest token on under the plan."""
+    """Return the logits by the oracle: the past under the whole model, then the rest under the
+    plan.
+    """
     oracle = Oracle(m)
     past = known(m, tuple(text[:-1]))
     past = oracle.text([text[-1], *trunk], plan, past)
@@ -117,7 +119,7 @@ def test_plans_may_take_turns_on_the_same_nodes(turns: list[Plan]) -> None:
 
 
 def cost(first: Plan, then: Plan) -> float:
-    """Layers run under `then` by a row that was run under `first` before."""
+    """Return how many layers a position runs under `then` after it was run under `first`."""
     forward_log: list[ForwardRecord] = []
     session = begun(forward_log=forward_log)
     session.view(first).score(TokenTree.chain([1, 2]))
@@ -225,7 +227,7 @@ def test_a_trunk_whose_beginning_was_committed_and_taken_back_is_gone() -> None:
     close(view.score(EMPTY).logits, rows(M, PROMPT, [], EMPTY, Plan(last=1)))
 
 
-def test_a_view_refuses_what_a_session_refuses() -> None:
+def test_a_view_rejects_what_a_session_rejects() -> None:
     session = M.session()
     view = session.view(Plan(last=1))
     for call in (lambda: view.score(EMPTY), lambda: view.extend([1])):
@@ -256,8 +258,8 @@ def test_appended_tokens_are_run_by_the_whole_model_before_a_view_looks() -> Non
 
 @plans
 def test_what_a_view_computed_does_not_outlive_a_commit_of_what_it_looked_at(plan: Plan) -> None:
-    """Its past is the whole model's then, and a row says the same whether it was drafted before or
-    not.
+    """Its past is then that of the whole model, and a position has the same logits whether it was
+    drafted before or not.
     """
     session = begun()
     view = session.view(plan)

@@ -1,5 +1,6 @@
-"""Parallel decoding: every sweep, every start, the only fixed point, and the same tokens as greedy
-decoding.
+"""Parallel decoding writes the same tokens as greedy decoding, from every start.
+
+Every sweep is checked, and the greedy text is the only fixed point.
 """
 
 import json
@@ -140,9 +141,7 @@ def test_greedy_text_is_the_only_fixed_point() -> None:
         assert only_fixed_point(model, n) == [tuple(greedy_by_hand(model, SWEEP_PROMPT, n))]
 
 
-def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_only_the_latter_confirms() -> (
-    None
-):
+def test_the_frame_and_the_published_algorithm_agree_and_only_the_latter_confirms() -> None:
     confirmed = 0
     for model, block, start in product(sweep_tables(2), (2, 4), product((0, 1), repeat=4)):
         says = lambda text, block, model=model: sweep_block(model, text, block)  # noqa: E731
@@ -155,11 +154,16 @@ def test_the_frame_and_the_published_algorithm_go_through_the_same_states_and_on
         for states in found.blocks:
             made = passes = 0
             while made < block:  # then the frame has nothing more to ask
-                sweep, guess, said = ours.pop(0), states[passes], states[passes + 1]
-                assert (sweep.block, sweep.predicted) == (tuple(guess[made:-1]), tuple(said[made:]))
+                sweep, guess, predicted = ours.pop(0), states[passes], states[passes + 1]
+                assert (sweep.block, sweep.predicted) == (
+                    tuple(guess[made:-1]),
+                    tuple(predicted[made:]),
+                )
                 made, passes = made + sweep.n_final, passes + 1
             more = len(states) - 1 - passes
-            assert more == (guess != said)  # a pass more, where the last sweep changed something
+            assert more == (
+                guess != predicted
+            )  # a pass more, where the last sweep changed something
             confirmed += more
         assert not ours
     assert confirmed > 0
@@ -184,7 +188,7 @@ def test_a_wrong_start_of_one_place_is_repaired_in_one_sweep_where_no_place_read
 
 
 @pytest.mark.parametrize("knobs", [{"block": 1}, {"form": "hgj", "prefix": 0}], ids=str)
-def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_call_by_call(knobs: Any) -> None:
+def test_blocks_of_one_and_a_prefix_of_none_are_plain_decoding_pass_by_pass(knobs: Any) -> None:
     model, ours, theirs = small_network(3, 5), list[Any](), list[Any]()
     assert finish(decoded(model, forward_log=ours, **knobs)) == alone(model, forward_log=theirs)[0]
     assert ours == theirs
@@ -238,9 +242,9 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
     model = small_network(11, 6)
-    told = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
+    sweeps = list(trace_sweeps(decoded(model, n=8, form="pj", penalty=1.7), Seeded(0)))
     text = alone(model, n=8, penalty=1.7)[0]
-    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == text
+    assert [x for sweep in sweeps for x in sweep.predicted[: sweep.n_final]] == text
     assert text != alone(model, n=8)[0]
 
 
@@ -275,23 +279,26 @@ def test_jacobi_decoder_drafts_for_another_exactly() -> None:
 
 def test_the_sweeps_tell_the_whole_block_and_how_much_of_it_is_final() -> None:
     model = small_network(2, 6)
-    told = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
-    assert [x for sweep in told for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[0]
+    sweeps = list(trace_sweeps(decoded(model, n=10, block=4), Seeded(0)))
+    assert [x for sweep in sweeps for x in sweep.predicted[: sweep.n_final]] == alone(model, n=10)[
+        0
+    ]
     left = 0
-    for sweep in told:
+    for sweep in sweeps:
         assert len(sweep.predicted) == len(sweep.block) + 1 and 1 <= sweep.n_final <= len(
             sweep.predicted
         )
         assert left in (0, len(sweep.predicted))
         left = len(sweep.predicted) - sweep.n_final
     assert (
-        json.loads(json.dumps([sweep._asdict() for sweep in told]))[0]["n_final"] == told[0].n_final
+        json.loads(json.dumps([sweep._asdict() for sweep in sweeps]))[0]["n_final"]
+        == sweeps[0].n_final
     )
 
 
 def test_draft_is_what_the_last_sweep_predicted() -> None:
-    told = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
-    for before, after in pairwise(told):
+    sweeps = list(trace_sweeps(decoded(small_network(2, 6), n=10, form="pj"), Seeded(0)))
+    for before, after in pairwise(sweeps):
         assert after.block == before.predicted[before.n_final : -1]
 
 
@@ -314,7 +321,7 @@ def test_starts_are_padding_random_tokens_the_texts_tokens_or_the_newest_one() -
 
 @pytest.mark.parametrize("knobs", FORMS, ids=str)
 @pytest.mark.parametrize("n", [0, 1, 2])
-def test_few_tokens_or_none(knobs: Any, n: int) -> None:
+def test_few_tokens_or_none_are_those_of_greedy_decoding(knobs: Any, n: int) -> None:
     model = small_network(7, 5)
     assert finish(decoded(model, n=n, **knobs)) == alone(model, n=n)[0]
 
@@ -377,7 +384,7 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knobs", "said"),
+    ("knobs", "message"),
     [
         ({"block": 0}, "block is 0: it must be from 1 to 1024"),
         ({"prefix": -1}, "prefix is -1: it must be from 0 to 1048576"),
@@ -387,8 +394,8 @@ def test_nothing_is_left_of_a_request_that_ended() -> None:
     ],
     ids=str,
 )
-def test_a_wrong_knob_raises_a_one_line_error(knobs: Any, said: str) -> None:
-    with pytest.raises(TinyspecError, match=said):
+def test_a_wrong_knob_raises_a_one_line_error(knobs: Any, message: str) -> None:
+    with pytest.raises(TinyspecError, match=message):
         CARD.make(Request(Table(3)), **knobs)
 
 
@@ -410,11 +417,11 @@ def test_a_user_gets_the_greedy_text_up_to_the_edge_of_the_context(folder: str) 
 
 
 def test_the_command_line_prints_the_plain_text(folder: str) -> None:
-    said = run("generate", "--model", folder, "-n", "30", "the cat")
+    plain = run("generate", "--model", folder, "-n", "30", "the cat")
     ours = run(
         "generate", "--model", folder, "-n", "30", "--method", "jacobi", "--block", "5", "the cat"
     )
-    assert said.exit_code == ours.exit_code == 0 and said.stdout == ours.stdout
+    assert plain.exit_code == ours.exit_code == 0 and plain.stdout == ours.stdout
     assert "block is 0" in failed(
         run("generate", "--model", folder, "--method", "jacobi", "--block", "0", "the cat")
     )
@@ -464,9 +471,9 @@ def test_a_teacher_translates_the_same_in_every_form_from_every_start(knobs: Any
             init=init,
             **knobs,
         )
-        told = list(trace_sweeps(d, Seeded(seed)))
+        sweeps = list(trace_sweeps(d, Seeded(seed)))
         assert d.new == dense(host, source, 12)
-        assert len(told) == d.rounds <= len(d.new) and all(sweep.n_final >= 1 for sweep in told)
+        assert len(sweeps) == d.rounds <= len(d.new) and all(sweep.n_final >= 1 for sweep in sweeps)
 
 
 def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_end_of_text() -> (
@@ -480,9 +487,7 @@ def test_a_block_begins_with_the_models_padding_and_a_language_model_takes_its_e
         assert next(trace_sweeps(decoded(model, [1], block=3), Seeded(0))).block == (pad, pad)
 
 
-def test_on_a_teacher_too_greedy_text_is_the_only_fixed_point_and_m_plus_one_sweeps_are_enough() -> (
-    None
-):
+def test_with_a_teacher_too_greedy_text_is_the_only_fixed_point_in_m_plus_one_sweeps() -> None:
     host = teacher(1, vocabulary=4)
     model = host.condition_on([3, 2, 3])
     for start in product(range(4), repeat=3):
@@ -505,9 +510,9 @@ def test_a_sweep_on_a_teacher_runs_what_is_left_of_the_block_and_the_encoder_is_
     d = decoded(
         host.condition_on(SOURCES[0]), [host.config.bos], n=10, forward_log=forward_log, form="pj"
     )
-    told = list(trace_sweeps(d, Seeded(0)))
+    sweeps = list(trace_sweeps(d, Seeded(0)))
     assert [call.rows for call in forward_log if call.model == host.name] == [
-        1 + len(sweep.block) for sweep in told
+        1 + len(sweep.block) for sweep in sweeps
     ]
     assert [call.prefill for call in forward_log].count(True) == 1
     assert d.target.cache_exact

@@ -1,5 +1,6 @@
-"""Mask-Predict: any number of words is hidden in training, and decoding masks exactly what the
-paper says.
+"""Mask-Predict masks in decoding exactly the words that the paper says.
+
+In training any number of words is hidden.
 """
 
 from itertools import pairwise
@@ -76,7 +77,7 @@ def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
 
 
 @pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "mask_predict"])
-def test_look_alikes_are_told_apart(name: str) -> None:
+def test_look_alikes_are_distinguished(name: str) -> None:
     assert judge_toy(find_toy("mask_predict", name))["killed_by"]
 
 
@@ -195,17 +196,17 @@ def test_the_loss_is_the_cross_entropy_of_the_hidden_words_and_of_the_length() -
         n = int((target[row] != 0).sum())
         memory = model.encode(source[row : row + 1, : 2 + row])
         read = torch.where(hidden[row], 3, target[row])[None, :n]
-        law = model.logits(model.decode(model.embed(read), memory))[0].log_softmax(dim=-1)
+        logprobs = model.logits(model.decode(model.embed(read), memory))[0].log_softmax(dim=-1)
         for i in range(n):
             if hidden[row, i]:
-                total -= 0.9 * float(law[i, target[row, i]]) + 0.1 * float(law[i].mean())
+                total -= 0.9 * float(logprobs[i, target[row, i]]) + 0.1 * float(logprobs[i].mean())
         total -= float(model.length_logits(memory)[0].log_softmax(dim=-1)[n])
     assert got == pytest.approx(total / int(hidden.sum()), abs=1e-9)
 
 
 def test_the_loss_does_not_depend_on_visible_words_predictions() -> None:
-    """Gradients reach the head at hidden words alone: with one hidden word, one row of logits
-    counts.
+    """Gradients reach the head only at hidden words: with one hidden word, one position's logits
+    count.
     """
     model = tiny()
     model.forward_log = []
@@ -273,20 +274,20 @@ def test_the_card_says_what_it_is() -> None:
 def test_the_length_token_tells_no_empty_translation() -> None:
     config = Seq2SeqConfig(8, 8, 2, 8, encoder_layers=1, decoder_layers=1, lengths=6)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
-    law = length_logprobs(model, model.encode(torch.tensor([[4, 5], [6, 0]]))).exp()
-    assert law[:, 0].tolist() == [0, 0]
-    assert law.sum(dim=1).tolist() == pytest.approx([1, 1], abs=1e-6)
+    probs = length_logprobs(model, model.encode(torch.tensor([[4, 5], [6, 0]]))).exp()
+    assert probs[:, 0].tolist() == [0, 0]
+    assert probs.sum(dim=1).tolist() == pytest.approx([1, 1], abs=1e-6)
 
 
 def test_the_beam_holds_the_likeliest_first_and_the_shorter_of_equals() -> None:
-    law = torch.tensor([[0.0, 0.3, 0.4, 0.3], [0.0, 0.25, 0.25, 0.5]]).log()
-    assert select_lengths(law, 2) == [[2, 1], [3, 1]]
-    assert select_lengths(law, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
+    logprobs = torch.tensor([[0.0, 0.3, 0.4, 0.3], [0.0, 0.25, 0.25, 0.5]]).log()
+    assert select_lengths(logprobs, 2) == [[2, 1], [3, 1]]
+    assert select_lengths(logprobs, 99) == [[2, 1, 3], [3, 1, 2]]  # length 0 is none
 
 
 def test_wider_beams_contain_the_narrower() -> None:
-    law = torch.rand(5, 20, generator=torch.Generator().manual_seed(1)).log()
-    for narrow, wide in zip(select_lengths(law, 3), select_lengths(law, 8), strict=True):
+    logprobs = torch.rand(5, 20, generator=torch.Generator().manual_seed(1)).log()
+    for narrow, wide in zip(select_lengths(logprobs, 3), select_lengths(logprobs, 8), strict=True):
         assert wide[:3] == narrow
 
 

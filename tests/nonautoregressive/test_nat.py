@@ -1,5 +1,6 @@
-"""NAT: fertilities make the length, one pass makes the words, the teacher chooses; and what it is
-trained by.
+"""NAT: fertilities give the length, one pass writes the words, and the teacher chooses.
+
+Its losses and gradients are tested too.
 """
 
 from dataclasses import replace
@@ -130,15 +131,15 @@ def test_the_uniform_copy_takes_the_nearest_place() -> None:
 
 def test_candidates_are_argmax_average_then_samples() -> None:
     model, source = random_student(1), (6, 5, 4)
-    law = fertility_probs(model, source)
+    probs = fertility_probs(model, source)
     refiner = nat.NatRefiner(model, None, "argmax", 4000, 1.0)
     drawn = refiner.propose_fertilities(
         model.fertility_logits(memory_of(model, source))[0], Seeded(0)
     )
-    assert drawn[0].tolist() == fixed_fertilities(law, "argmax") and drawn[
+    assert drawn[0].tolist() == fixed_fertilities(probs, "argmax") and drawn[
         1
-    ].tolist() == fixed_fertilities(law, "average")
-    for word, row in enumerate(law):
+    ].tolist() == fixed_fertilities(probs, "average")
+    for word, row in enumerate(probs):
         shares = torch.bincount(drawn[2:, word], minlength=3) / 3998
         assert torch.allclose(shares.double(), torch.tensor(row, dtype=torch.float64), atol=0.035)
 
@@ -180,13 +181,13 @@ def test_a_translation_depends_on_the_source_and_its_fertilities_alone() -> None
     them.
     """
     model, judge, source = random_student(3), random_teacher(3), (4, 7, 5)
-    told: dict[tuple[int, ...], list[int]] = {}
+    texts: dict[tuple[int, ...], list[int]] = {}
     for seed, samples in product(range(6), (3, 8)):
         canvas = run(model, judge, source, seed, samples=samples, temperature=4.0).canvas
         assert canvas is not None
         for candidate, f in enumerate(canvas.extra.tolist()):
-            assert told.setdefault(tuple(f), canvas.text(candidate)) == canvas.text(candidate)
-    assert len(told) > 5
+            assert texts.setdefault(tuple(f), canvas.text(candidate)) == canvas.text(candidate)
+    assert len(texts) > 5
 
 
 def test_the_encoder_and_the_decoder_run_once_and_the_teacher_once_where_there_is_a_choice() -> (
@@ -261,7 +262,7 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
     model, judge = random_student(0), random_teacher(0)
     got = nat.reverse_kl(model, judge, SOURCE, COUNTS, model.encode(SOURCE), judge.encode(SOURCE))
     for row, (x, f) in enumerate(((SOURCE[0], COUNTS[0]), (SOURCE[1, :2], COUNTS[1, :2]))):
-        memory, cross_kv, total, said = (
+        memory, cross_kv, total, written = (
             model.encode(x[None]),
             judge.encode(x[None]),
             0.0,
@@ -269,13 +270,15 @@ def test_reverse_kl_asks_the_teacher_about_the_students_own_words() -> None:
         )
         read = torch.repeat_interleave(x, f)[None]
         slots = torch.ones_like(read, dtype=torch.bool)
-        laws = model.logits(nat.decode_parallel(model, read, slots, memory))[0].softmax(dim=-1)
-        for law in laws:
-            causal = torch.ones(len(said), len(said), dtype=torch.bool).tril()
-            states = judge.decode(judge.embed(torch.tensor([said])), cross_kv, causal)
+        student_probs = model.logits(nat.decode_parallel(model, read, slots, memory))[0].softmax(
+            dim=-1
+        )
+        for q in student_probs:
+            causal = torch.ones(len(written), len(written), dtype=torch.bool).tril()
+            states = judge.decode(judge.embed(torch.tensor([written])), cross_kv, causal)
             p = judge.logits(states)[0, -1].softmax(dim=-1)
-            total += float((law * (law.log() - p.log())).sum())
-            said.append(4 + int(law[4:].argmax()))
+            total += float((q * (q.log() - p.log())).sum())
+            written.append(4 + int(q[4:].argmax()))
         assert float(got[row]) == pytest.approx(total)
 
 
@@ -291,13 +294,13 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
         ]
         memory, cross_kv = model.encode(source), judge.encode(source)
         logits = model.fertility_logits(memory)
-        law = logits.softmax(dim=-1)
+        probs = logits.softmax(dim=-1)
         costs, exact = {}, torch.zeros((), dtype=torch.float64)
         for f in product(range(3), repeat=2):
-            kept = nat.clip_fertilities(model, source, torch.tensor([f]), law.detach())
+            kept = nat.clip_fertilities(model, source, torch.tensor([f]), probs.detach())
             costs[f] = nat.reverse_kl(model, judge, source, kept, memory, cross_kv).detach()
-            exact = exact + law[0, 0, f[0]] * law[0, 1, f[1]] * costs[f][0]
-        mean = tuple(nat.average_fertilities(law.detach())[0].tolist())
+            exact = exact + probs[0, 0, f[0]] * probs[0, 1, f[1]] * costs[f][0]
+        mean = tuple(nat.average_fertilities(probs.detach())[0].tolist())
         want = torch.autograd.grad(exact, weights, retain_graph=True, materialize_grads=True)
         got = [torch.zeros_like(w) for w in weights]
         for f, cost in costs.items():
@@ -305,7 +308,7 @@ def test_the_gradient_of_fine_tuning_is_that_of_the_expectation_over_all_fertili
                 logits, memory.mask, torch.tensor([f]), cost - costs[mean]
             )
             slopes = torch.autograd.grad(scalar, weights, retain_graph=True, materialize_grads=True)
-            probability = float(law[0, 0, f[0]].detach() * law[0, 1, f[1]].detach())
+            probability = float(probs[0, 0, f[0]].detach() * probs[0, 1, f[1]].detach())
             got = [total + probability * slope for total, slope in zip(got, slopes, strict=True)]
         assert any(float(w.abs().max()) > 1e-3 for w in want)
         for one, other in zip(want, got, strict=True):
@@ -325,17 +328,22 @@ def test_fine_tuning_adds_up_its_three_terms_and_leaves_the_teacher_alone() -> N
     with torch.no_grad():
         memory, cross_kv = model.encode(SOURCE), judge.encode(SOURCE)
         logits = model.fertility_logits(memory)
-        law = logits.softmax(dim=-1)
+        probs = logits.softmax(dim=-1)
         generator = torch.Generator().manual_seed(3)
-        drawn = torch.multinomial(law.flatten(0, 1), 1, generator=generator).view(2, 3)
+        drawn = torch.multinomial(probs.flatten(0, 1), 1, generator=generator).view(2, 3)
         cost, baseline, given = (
             nat.reverse_kl(
-                model, judge, SOURCE, nat.clip_fertilities(model, SOURCE, f, law), memory, cross_kv
+                model,
+                judge,
+                SOURCE,
+                nat.clip_fertilities(model, SOURCE, f, probs),
+                memory,
+                cross_kv,
             )
-            for f in (drawn, nat.average_fertilities(law), COUNTS)
+            for f in (drawn, nat.average_fertilities(probs), COUNTS)
         )
         chosen = (
-            law.log().gather(-1, drawn[..., None])[..., 0].masked_fill(SOURCE == 0, 0).sum(dim=1)
+            probs.log().gather(-1, drawn[..., None])[..., 0].masked_fill(SOURCE == 0, 0).sum(dim=1)
         )
         latent = ((cost - baseline) * chosen).sum()
         expected = share * (latent + given.sum()) / 5 + (1 - share) * nat.nat_loss(
@@ -423,9 +431,7 @@ def test_an_aligners_fertilities_are_learnt_to_more_than_95_in_100() -> None:
 
 
 @pytest.mark.slow
-def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_with_two_dialects() -> (
-    None
-):
+def test_distillation_fine_tuning_and_the_teachers_choice_each_help_with_two_dialects() -> None:
     """Lexicon and fertilities are a dialect's. One pass on raw pairs mixes dialects. Right
     translations, of 100: teacher 99; raw 8, fine-tuned 20, with 30 samples 88; distilled 89, with
     30 samples 99. Fifty seconds of one core.
@@ -447,7 +453,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
         [(p.source, p.target) for p in train],
         250,
     )
-    said = write_translations(judge, sources, BeamSettings(beam=1))
+    distilled = write_translations(judge, sources, BeamSettings(beam=1))
 
     def share(model: Seq2Seq, samples: int) -> float:
         refiner = find_technique("nat").refiner(RefineRequest(model, judge), samples=samples)
@@ -459,7 +465,7 @@ def test_distillation_fine_tuning_and_the_teachers_choice_each_help_on_a_task_wi
         > 0.95
     )
     shares = {}
-    for name, targets in (("raw", [p.target for p in train]), ("distilled", said)):
+    for name, targets in (("raw", [p.target for p in train]), ("distilled", distilled)):
         pairs = [(x, y) for x, y in zip(sources, targets, strict=True) if 0 < len(y) <= 3 * len(x)]
         data = aligned(pairs)
         model = fit(

@@ -1,6 +1,4 @@
-"""A batch of sources is refined to what each of them is refined to alone, with the passes of
-one.
-"""
+"""A batch of sources is refined as each source alone, with the passes of one."""
 
 import pytest
 import torch
@@ -50,7 +48,7 @@ def nat() -> tuple[Seq2Seq, Refiner]:
 
 
 @pytest.mark.parametrize("make", [mask_predict, nat])
-def test_together_is_one_by_one(make: object) -> None:
+def test_sources_refined_together_equal_those_refined_one_by_one(make: object) -> None:
     one, refiner = make()  # type: ignore[operator]
     single, canvases = [], []
     for i, source in enumerate(SOURCES):

@@ -1,5 +1,6 @@
-"""Laws of the display: origins are told with and without colour, nothing steers the terminal,
-pieces make the whole.
+"""The display shows origins with and without colour, and no text steers the terminal.
+
+The pieces that it prints make the whole text.
 """
 
 import io
@@ -55,9 +56,9 @@ def test_control_characters_are_shown_not_sent() -> None:
 
 
 def test_the_legend_names_what_occurs() -> None:
-    said = style_legend(["bonus", "plain"]).plain
-    assert "bonus" in said
-    assert "recovered" not in said
+    legend = style_legend(["bonus", "plain"]).plain
+    assert "bonus" in legend
+    assert "recovered" not in legend
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.99])
@@ -67,8 +68,10 @@ def test_a_slow_down_is_called_one(ratio: float) -> None:
 
 
 def test_the_range_of_a_slow_down_is_in_its_own_terms() -> None:
-    said = ratio_in_words(0.5, [0.4, 0.5, 0.8])
-    assert said == "a slow-down: 2.00x the time of plain decoding (median of 3 races, 1.25 to 2.50)"
+    words = ratio_in_words(0.5, [0.4, 0.5, 0.8])
+    assert (
+        words == "a slow-down: 2.00x the time of plain decoding (median of 3 races, 1.25 to 2.50)"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +90,7 @@ def lanes(zoo: Zoo) -> list[Lane]:
     return race(target, starts)
 
 
-def drawn(console: Console, shown: Any) -> list[str]:
+def capture_lines(console: Console, shown: Any) -> list[str]:
     with console.capture() as seen:
         console.print(shown, highlight=False)
     return seen.get().splitlines()
@@ -104,13 +107,13 @@ def test_every_frame_fits_its_terminal_and_is_as_tall_as_the_last(
     heights = set[int]()
     for share in (0, 0.01, 0.3, 0.7, 0.99, 1):
         cut = [cut_lane(lane, share * longest) for lane in lanes]
-        lines = drawn(console, stage.draw(cut, 24, lanes, "slowed 100x " * 30))
+        lines = capture_lines(console, stage.draw(cut, 24, lanes, "slowed 100x " * 30))
         assert max(map(cell_len, lines)) <= wide
         heights.add(len(lines))
     assert len(heights) == 1
     assert heights.pop() < 24  # a row is left for the cursor
-    assert len(drawn(console, stage.tell(lanes[1], 8))) <= 8 + len(
-        drawn(console, style_legend(list(STYLES)))
+    assert len(capture_lines(console, stage.tell(lanes[1], 8))) <= 8 + len(
+        capture_lines(console, style_legend(list(STYLES)))
     )
 
 
@@ -118,21 +121,21 @@ def test_four_lanes_are_readable_on_a_small_terminal(lanes: list[Lane]) -> None:
     """At 80 x 24 each of four lanes keeps three lines of text, and the report cuts no word."""
     many = [*lanes, *(replace(lanes[1], method=name) for name in ("token_recycling", "llma"))]
     console = Console(file=io.StringIO(), width=80, height=24)
-    lines = drawn(
+    lines = capture_lines(
         console, RaceStage(console, "the cat sat on the mat " * 20, "a title").draw(many, 24)
     )
     heads = [i for i, line in enumerate(lines) if "forward passes, " in line]
     assert [lines[i].partition(":")[0] for i in heads] == [name_lane(lane.method) for lane in many]
     assert len(lines) < 24 and min(b - a for a, b in pairwise(heads)) == 5  # head, bar, text
     outcomes = compare_lanes([many], [True] * 9)
-    said = drawn(console, race_report(many, outcomes, ["exact"] * 3))
-    assert max(map(cell_len, said)) <= 80 and not any("…" in line for line in said)
-    assert all(any(line.startswith(name_lane(lane.method)) for line in said) for lane in many)
+    report = capture_lines(console, race_report(many, outcomes, ["exact"] * 3))
+    assert max(map(cell_len, report)) <= 80 and not any("…" in line for line in report)
+    assert all(any(line.startswith(name_lane(lane.method)) for line in report) for lane in many)
 
 
 def test_the_newest_text_is_shown(lanes: list[Lane]) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
-    lines = drawn(
+    lines = capture_lines(
         console, RaceStage(console, "far away\n" + "the cat sat on the mat " * 60).draw(lanes, 24)
     )
     assert not any("far away" in line for line in lines)
@@ -171,14 +174,16 @@ def test_a_short_race_is_slowed_and_a_long_one_is_played_as_it_was() -> None:
 
 def test_the_report_speaks_plainly(lanes: list[Lane]) -> None:
     console = Console(file=io.StringIO(), width=80, height=24)
-    said = "\n".join(
-        drawn(console, race_report(lanes, compare_lanes([lanes] * 3, [True] * 9), ["exact"]))
+    text = "\n".join(
+        capture_lines(
+            console, race_report(lanes, compare_lanes([lanes] * 3, [True] * 9), ["exact"])
+        )
     )
-    assert "identical: yes" in said
-    assert "median of 3 races" in said
-    assert "tokens per forward pass" in said
+    assert "identical: yes" in text
+    assert "median of 3 races" in text
+    assert "tokens per forward pass" in text
     sampled = "\n".join(
-        drawn(console, race_report(lanes, compare_lanes([lanes], [False] * 9), ["exact"]))
+        capture_lines(console, race_report(lanes, compare_lanes([lanes], [False] * 9), ["exact"]))
     )
     assert "identical: not expected (same distribution, not the same text)" in sampled
 

@@ -1,5 +1,6 @@
-"""Laws of a race: clocks count steps and nothing else, the lane with the least time moves next; and
-of its picture.
+"""A race: clocks count decoding steps and nothing else, and the lane behind in time moves next.
+
+Its picture is tested too.
 """
 
 import random
@@ -39,7 +40,7 @@ def starts(pair: tuple[Model, Model], **options: Any) -> list[Any]:
 
 
 class Ticking:
-    """A clock that shows one second more each time it is read: whatever is timed took one second."""
+    """A clock that shows one second more at each reading, so whatever is timed takes one second."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -72,7 +73,7 @@ def test_a_clock_counts_the_prompt_and_every_round(pair: tuple[Model, Model]) ->
         assert len(lane.trace.rounds) == lane.stats.target_calls
 
 
-def test_the_lane_behind_moves(pair: tuple[Model, Model]) -> None:
+def test_the_lane_with_the_least_time_moves(pair: tuple[Model, Model]) -> None:
     clock, moves = Ticking(), list[tuple[int, float]]()
 
     def watched(number: int, begin: Any) -> Any:
@@ -143,7 +144,7 @@ def test_of_two_races_in_the_middle_the_slower_is_shown() -> None:
 # ---------------------------------------------------------------------- the picture
 
 
-def made(rounds: int, seed: int = 0) -> Trace:
+def make_trace(rounds: int, seed: int = 0) -> Trace:
     """A trace as speculative decoding leaves it: gamma 4, some accepted, then one of its own."""
     draw, trace = random.Random(seed), Trace([1])
     for _ in range(rounds):
@@ -184,7 +185,7 @@ def boxes(root: ElementTree.Element, kind: str) -> Iterator[int]:
 
 
 def test_every_token_has_a_box_of_its_origin() -> None:
-    fast = made(40)
+    fast = make_trace(40)
     root = ElementTree.fromstring(draw_race([track(plain(60), 0.01), track(fast, 0.01)], "a race"))
     legend = 1
     for kind in ("accepted", "recovered", "bonus"):
@@ -198,7 +199,10 @@ def test_every_token_has_a_box_of_its_origin() -> None:
 def test_the_picture_stands_alone_and_is_small() -> None:
     pieces = ["wo\x1brd ", "<b>", "&"] * 200
     drawn = draw_race(
-        [track(plain(512), 0.01), track(made(200), 0.02, pieces=pieces, verdict="1.30x as fast")],
+        [
+            track(plain(512), 0.01),
+            track(make_trace(200), 0.02, pieces=pieces, verdict="1.30x as fast"),
+        ],
         'A "race" & more',
     )
     assert len(drawn.encode()) < 60_000
@@ -225,7 +229,9 @@ def test_the_picture_brings_its_own_background() -> None:
 
 def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
     pieces = [" alpha", "bet", " soup"] * 30
-    drawn = draw_race([track(made(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race")
+    drawn = draw_race(
+        [track(make_trace(60), 0.1, pieces=pieces, prompt="Once <upon> a time")], "a race"
+    )
     lines = [
         t for t in ElementTree.fromstring(drawn).iter(f"{SVG}text") if t.get("class") == "mono"
     ]
@@ -237,7 +243,7 @@ def test_the_excerpt_breaks_between_words_and_keeps_the_colours() -> None:
 
 
 def test_columns_share_one_time_axis() -> None:
-    drawn = draw_race([track(plain(10), 0.1), track(made(5), 0.1)], "a race")
+    drawn = draw_race([track(plain(10), 0.1), track(make_trace(5), 0.1)], "a race")
     root = ElementTree.fromstring(drawn)
     finishes = [
         float(p.get("d", "")[1:].split()[0])
@@ -248,5 +254,5 @@ def test_columns_share_one_time_axis() -> None:
     assert finishes[1] == pytest.approx(24 + 912 * 0.6 / 1.1, abs=0.1)
 
 
-def test_nothing_written_still_draws() -> None:
+def test_a_race_without_tokens_is_drawn() -> None:
     ElementTree.fromstring(draw_race([Track("empty", Trace([1]), [])], "nothing"))

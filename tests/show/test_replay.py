@@ -26,16 +26,22 @@ from tinyspec.generation import start_generation
 from tinyspec.show import replay
 
 CALM = (
-    'tinyspec generate "The old sailor said" --model exits-loss --method calm --measure classifier --threshold 0.7 '
+    'tinyspec generate "The old sailor said" --model exits-loss --method calm --measure '
+    "classifier --threshold 0.7 "
     "--repetition-penalty 1.2 -n 60 --stats"
 )
 TREE = (
-    'tinyspec generate "The dragon opened one eye and" --method specinfer --expansion 3x2x1x1 --temperature 0.8 '
+    'tinyspec generate "The dragon opened one eye and" --method specinfer --expansion 3x2x1x1 '
+    "--temperature 0.8 "
     "--seed 7 -n 60 --replay tree.html"
 )
-JACOBI = 'tinyspec translate "A man is grilling out in his backyard." --method jacobi --replay jacobi.html'
+JACOBI = (
+    'tinyspec translate "A man is grilling out in his backyard." --method jacobi --replay '
+    "jacobi.html"
+)
 MASK_PREDICT = (
-    'tinyspec translate "A boy in midair trying to kick a soccer ball" --method mask_predict --iterations 4 '
+    'tinyspec translate "A boy in midair trying to kick a soccer ball" --method mask_predict '
+    "--iterations 4 "
     "--replay passes.html"
 )
 SHOWN = (CALM, TREE, JACOBI, MASK_PREDICT)
@@ -192,7 +198,7 @@ def test_a_model_without_trained_exits_is_named(model: str, noted: bool) -> None
     )
 
 
-def test_where_no_token_leaves_early_no_layers_are_told() -> None:
+def test_where_no_token_leaves_early_no_layers_are_shown() -> None:
     done = CliRunner().invoke(
         main,
         ["generate", "The sea", "--method", "calm", "--threshold", "inf", "-n", "4", "--stats"],
@@ -214,23 +220,23 @@ PICTURES = (
 def test_a_shown_picture_is_explained_by_its_kind(
     command: str, start: str, run_shown: Callable[[str], Ran]
 ) -> None:
-    told = replay.describe_picture(run_shown(command).record)
-    assert told.startswith(start) and told.count(". ") == 0 and told.endswith(".")
+    sentence = replay.describe_picture(run_shown(command).record)
+    assert sentence.startswith(start) and sentence.count(". ") == 0 and sentence.endswith(".")
 
 
 @pytest.mark.parametrize(
-    ("method", "told"),
+    ("method", "expected"),
     [
         ("autoregressive", "without draft tokens"),
         ("llma", "a chain of draft tokens found without a draft model"),
         ("speculative_decoding", "a chain of draft tokens, of which"),
     ],
 )
-def test_a_picture_is_explained_by_where_drafts_come_from(method: str, told: str) -> None:
+def test_a_picture_is_explained_by_where_drafts_come_from(method: str, expected: str) -> None:
     record = recorded(
         method, references=["Once upon a time there was a little girl"] if method == "llma" else ()
     )
-    assert told in replay.describe_picture(record)
+    assert expected in replay.describe_picture(record)
 
 
 # ---------------------------------------------------------------------- the record
@@ -244,7 +250,7 @@ def test_the_pieces_joined_are_the_text(tree: replay.Record) -> None:
     ) == model.tokenizer.decode(tokens)
 
 
-def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
+def test_every_draft_token_has_its_probabilities(tree: replay.Record) -> None:
     n_drafted = 0
     for round in tree["rounds"]:
         assert (
@@ -259,7 +265,7 @@ def test_every_guess_has_its_probabilities(tree: replay.Record) -> None:
 
 
 @pytest.mark.parametrize("detailed", [True, False])
-def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool) -> None:
+def test_a_round_without_draft_tokens_has_no_draft_probabilities(detailed: bool) -> None:
     model = tinyspec.load("storyteller")
     running = start_generation(model, "The sea", method="autoregressive", max_new_tokens=2)
     running.trace.detailed = detailed
@@ -269,7 +275,7 @@ def test_a_round_without_guesses_has_no_probabilities_of_guesses(detailed: bool)
         assert round["p"] == round["q"] == round["tokens"] == [] and len(round["said"]) == 1
 
 
-def test_what_was_said_is_what_logprobs_say() -> None:
+def test_the_shown_probabilities_are_those_of_logprobs() -> None:
     model = tinyspec.load("storyteller")
     running = start_generation(
         model, "The sea", method="speculative_decoding", max_new_tokens=12, seed=3, temperature=0.9
@@ -277,8 +283,8 @@ def test_what_was_said_is_what_logprobs_say() -> None:
     running.trace.detailed = True
     for _ in running:
         pass
-    said = [p for round in running.trace.rounds for p in round.said]
-    assert said == pytest.approx([2.718281828459045**x for x in running.logprobs], rel=1e-4)
+    shown = [p for round in running.trace.rounds for p in round.said]
+    assert shown == pytest.approx([2.718281828459045**x for x in running.logprobs], rel=1e-4)
 
 
 def test_a_trace_survives_json_with_its_probabilities() -> None:
@@ -321,11 +327,14 @@ def test_a_saved_record_is_read_back(tree: replay.Record, tmp_path: Path) -> Non
     assert replay.read_record(tmp_path / "trace.json") == tree
 
 
-BROKEN = '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers": 1, "prompt": "", "rounds": [{}]}'
+BROKEN = (
+    '{"kind": "text", "model": "m", "method": "x", "summary": "", "n_layers": 1, "prompt": "", '
+    '"rounds": [{}]}'
+)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{}", '{"kind": "text"}', BROKEN, "\u0000"])
-def test_what_is_no_trace_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+def test_what_is_no_trace_is_an_error_of_one_line(text: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(text)
     with pytest.raises(TinyspecError, match=r"save one with tinyspec generate --replay FILE\.json"):
         replay.read_record(tmp_path / "t.json")

@@ -1,4 +1,4 @@
-"""auto: the law under every policy, and a policy that follows what it measures."""
+"""auto: the target's distribution under every policy, and a policy that follows measurements."""
 
 import random
 from collections.abc import Callable
@@ -73,14 +73,14 @@ def every_policy(
     make: Callable[[Choose], Decoder], reference: Reference, tokens: int, prompt: tuple[int, ...]
 ) -> int:
     """Whatever has happened and whatever is chosen then, a round followed by plain decoding has the
-    reference's law.
+    reference's distribution.
 
     By induction from the last round backwards, every policy that looks at the past, at time, or at
-    dice of its own then has the reference's law: the choice is a branch, and laws are compared
-    within each branch, not on average over them. The past is all that could be seen of it: choices,
-    trees, rejections and texts.
+    its own random numbers then has the reference's distribution: the choice is a branch, and
+    distributions are compared within each branch, not on average over them. The past is all that
+    could be seen of it: choices, trees, rejections and texts.
     """
-    laws: dict[Any, dict[tuple[int, ...], Any]] = {}
+    distributions: dict[Any, dict[tuple[int, ...], Any]] = {}
     for rounds in range(1, tokens + 1):
 
         def play(rng: Exhaustive, rounds: int = rounds) -> Any:
@@ -101,19 +101,19 @@ def every_policy(
 
         for outcome, probability in Exhaustive.walk(play):
             if outcome is not None:
-                past, choices, said = outcome
-                law = laws.setdefault((past, choices), {})
-                law[said] = law.get(said, 0) + probability
-    for (past, _), law in laws.items():
+                past, choices, output = outcome
+                distribution = distributions.setdefault((past, choices), {})
+                distribution[output] = distribution.get(output, 0) + probability
+    for (past, _), distribution in distributions.items():
         before = (*prompt, *(token for entry in past for token in entry[-1]))
         left = len(prompt) + tokens - len(before)
-        mass = sum(law.values())
+        mass = sum(distribution.values())
         whole: dict[tuple[int, ...], Any] = {}
-        for said, probability in law.items():
-            for rest, more in reference.law(left - len(said), (*before, *said)).items():
-                whole[(*said, *rest)] = whole.get((*said, *rest), 0) + probability / mass * more
+        for output, probability in distribution.items():
+            for rest, more in reference.law(left - len(output), (*before, *output)).items():
+                whole[(*output, *rest)] = whole.get((*output, *rest), 0) + probability / mass * more
         assert whole == reference.law(left, before)
-    return len(laws)
+    return len(distributions)
 
 
 @pytest.mark.parametrize("draft", [False, True])
@@ -133,7 +133,7 @@ def test_the_joint_distribution_holds_under_every_policy(
     assert isinstance(next(iter(reference.law(1, (0, 1)).values())), Fraction)
 
 
-def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
+def test_a_choice_that_sees_the_token_being_drawn_is_detected() -> None:
     """The proof is not blind: keep a draft token only if it is 0, under its declared distribution:
     the joint distribution is another."""
 
@@ -165,7 +165,7 @@ def test_a_choice_that_sees_the_token_being_drawn_is_found_out() -> None:
 # ------------------------------------------------------------------ the policy
 
 
-def test_where_rows_are_free_drafts_are_long_and_where_they_cost_a_token_there_are_none() -> None:
+def test_drafts_are_long_where_positions_are_free_and_absent_where_one_costs_a_token() -> None:
     free, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: 1.0)
     assert decoder.rounds == free <= 10
     linear, decoder = time_request(CARD.make, POEM, [POEM], lambda rows: float(rows))
@@ -188,7 +188,7 @@ def test_where_acceptance_collapses_drafting_stops() -> None:
     assert decoder.drafter.option == PLAIN
 
 
-def test_trust_comes_back_without_running_a_row() -> None:
+def test_trust_comes_back_without_running_a_draft_token() -> None:
     """Draft tokens that were not run are compared with what came."""
     watch = Watch()
     wanted = Request(
@@ -206,7 +206,7 @@ def test_trust_comes_back_without_running_a_row() -> None:
     for size in curve.sizes:
         curve.record_round(size, 1.0 + size)
     while not decoder.finished:
-        assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # every row costs a call
+        assert not decoder.step(Seeded(decoder.rounds)).tree.tokens  # a position costs a pass
     assert trust.first[8] > 0.5
 
 
@@ -272,12 +272,12 @@ def test_where_a_look_takes_longer_than_it_gains_only_every_fourth_round_is_look
 
 
 @given(st.lists(st.integers(0, 2), min_size=8, max_size=40), st.floats(0, 1), st.integers(1, 16))
-def test_no_token_is_likelier_than_its_parent(said: list[int], further: float, size: int) -> None:
-    texts = LookupDrafter(Request(Table(3), references=[said, said[::-1]]), 16, False)
+def test_no_token_is_likelier_than_its_parent(output: list[int], further: float, size: int) -> None:
+    texts = LookupDrafter(Request(Table(3), references=[output, output[::-1]]), 16, False)
     no_scores: Any = None
-    texts.extend(said[:5], no_scores)
+    texts.extend(output[:5], no_scores)
     texts.trust.further = dict.fromkeys(texts.trust.further, further)
-    chances = texts.rank_lookups(said[:5], 16)
+    chances = texts.rank_lookups(output[:5], 16)
     of = dict(zip(texts.order, chances, strict=True))
     assert all(of[node] <= of.get(parent, 1.0) for node, parent in enumerate(texts.trust.parents))
     tree = texts.best_tree(min(size, len(chances)))
@@ -320,7 +320,7 @@ def test_substitution_leaves_a_single_draft_token_alone() -> None:
     assert texts.best_tree(1).tokens == [3]
 
 
-def test_each_look_is_believed_on_its_own() -> None:
+def test_each_lookup_has_its_own_trust() -> None:
     """After [0, 1] the references have 2; if 1 replaced 3, they say 4. One tree has both, and
     failures are of one look.
     """
@@ -358,7 +358,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     looks = texts.look_up_drafts
 
     def dear(context: Any, max_draft_depth: int, both: bool) -> Any:
-        watch.now += 0.05  # of a call
+        watch.now += 0.05  # of a pass
         boths.append(both)
         return looks(context, max_draft_depth, both)
 
@@ -369,7 +369,7 @@ def test_where_looks_are_dear_there_is_only_the_first() -> None:
     assert boths[0] and not any(boths[6:])  # the time of a look is an average
 
 
-def test_a_round_that_was_not_looked_at_judges_no_look() -> None:
+def test_a_round_without_a_lookup_changes_no_trust() -> None:
     texts = LookupDrafter(Request(Table(9), references=[[0, 1, 2], [0, 3, 4]]), 16, False)
     no_scores: Any = None
     texts.extend([0, 1], no_scores)
@@ -412,8 +412,8 @@ def test_the_size_with_the_most_expected_tokens_an_expected_second_is_chosen() -
 
 
 def drafted(step: float, right: bool, tokens: int = 150) -> tuple[float, Any]:
-    """A text with a draft model: how long it took, where a call takes 1, a row more 0.05, and a
-    step of the draft `step`.
+    """Decode a text with a draft model, and return its time and its decoder. A forward pass
+    takes 1, each further position 0.05, and a step of the draft `step`.
     """
     watch = Watch()
 
@@ -476,8 +476,9 @@ def test_an_idle_draft_model_runs_nothing() -> None:
 def test_lazy_drafter_drafts_what_an_eager_one_does(
     deeds: list[tuple[str, int]],
 ) -> None:
-    """Its rows depend on the whole text: one token lost, or one too many, and the
-    draft tokens differ."""
+    """Its distributions depend on the whole text: with one token lost, or one too many, the draft
+    tokens differ.
+    """
     late, soon, text = (
         LazyDrafter(Table(4), 2, frozenset(), 12),
         ModelDrafter(Table(4), 2, frozenset(), 12),
@@ -500,13 +501,13 @@ def test_lazy_drafter_drafts_what_an_eager_one_does(
             for each in (late, soon):
                 each.rewind(len(text))
         else:
-            said = tuple((n + i) % 3 for i in range(n))
-            text = [*text, *said]
+            output = tuple((n + i) % 3 for i in range(n))
+            text = [*text, *output]
             for each in (late, soon):
                 if deed == "tell":
-                    each.extend(said, NOTHING_SEEN)
+                    each.extend(output, NOTHING_SEEN)
                 else:
-                    each.observe(Round(TokenTree(), NOTHING_SEEN, Verdict((), 0), said, ()))
+                    each.observe(Round(TokenTree(), NOTHING_SEEN, Verdict((), 0), output, ()))
         assert (late.length, late.left_behind) == (soon.length, soon.left_behind)
 
 
@@ -565,9 +566,7 @@ def test_one_disturbed_round_does_not_switch_drafting_off_for_all_requests_to_co
     assert calls[0] > 60 and calls[-1] < 30
 
 
-def test_a_size_never_run_takes_the_slope_of_the_next_smaller_that_was_or_else_of_the_next_larger() -> (
-    None
-):
+def test_a_size_never_run_takes_the_slope_of_the_next_smaller_or_else_the_next_larger() -> None:
     curve = CostModel(9)
     assert curve.costs() == pytest.approx([1 + 0.1 * size for size in curve.sizes])
     for size, seconds in ((0, 10.0), (2, 11.0), (5, 15.0)):

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 class Fixed(Table):
-    """The same row everywhere."""
+    """The same distribution in every context."""
 
     def __init__(self, *weights: int):
         self.weights = weights
@@ -38,13 +38,13 @@ class Fixed(Table):
 
 
 class Rows(dict[int, Any]):
-    """The large model's rows by node, for a verifier alone."""
+    """The large model's distributions by node, for a verifier alone."""
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Any:
         return self[node]
 
 
-def made(
+def make_decoder(
     large: Any = 1,
     small: Any = 2,
     sampling: SamplingParams | None = None,
@@ -73,7 +73,7 @@ def test_printed_algorithm_is_what_runs(fallback: float, rollback: float) -> Non
     """`write_turn` and one round of the decoder give every text with the same probability."""
 
     def turn(rng: Exhaustive) -> tuple[int, ...]:
-        decoder = made(p, q, fallback=fallback, rollback=rollback, gamma=2)
+        decoder = make_decoder(p, q, fallback=fallback, rollback=rollback, gamma=2)
         decoder.extend((0,))
         decoder.step(rng)
         return tuple(decoder.context)
@@ -101,13 +101,13 @@ def test_trap_a_token_stays_unless_it_is_bad_whatever_the_ratio() -> None:
     rollback 1 never.
     """
     for rollback, kept in ((5.0, 3), (1.0, 0)):
-        decoder = made(Fixed(1, 4), Fixed(1, 0), GREEDY, rollback=rollback, gamma=3)
+        decoder = make_decoder(Fixed(1, 4), Fixed(1, 0), GREEDY, rollback=rollback, gamma=3)
         decoder.extend((0,))
         assert len(decoder.step(Seeded(0)).verdict.accepted) == kept
 
 
 def test_an_unsure_token_is_dropped_and_the_large_model_writes_it() -> None:
-    decoder = made(
+    decoder = make_decoder(
         Fixed(0, 0, 1), Fixed(2, 1, 1), GREEDY, fallback=0.5, rollback=20.0
     )  # 1/2 is not above it
     decoder.extend((0,))
@@ -117,7 +117,7 @@ def test_an_unsure_token_is_dropped_and_the_large_model_writes_it() -> None:
 
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
     for sampling in (SamplingParams(), GREEDY, SamplingParams(0.5), SamplingParams(top_k=1)):
-        decoder = made(Fixed(1, 1, 1), Fixed(4, 3, 3), sampling, fallback=0.45)
+        decoder = make_decoder(Fixed(1, 1, 1), Fixed(4, 3, 3), sampling, fallback=0.45)
         decoder.extend((0,))
         assert not decoder.step(Seeded(0)).tree.tokens
 
@@ -153,7 +153,8 @@ def test_rollback_0_gives_the_large_models_distribution(
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
     assert (
         exact_law(
-            lambda: made(sampling=sampling, rollback=0.0, rule=rule, fallback=0.0, gamma=2), 2
+            lambda: make_decoder(sampling=sampling, rollback=0.0, rule=rule, fallback=0.0, gamma=2),
+            2,
         )
         == plain
     )
@@ -162,14 +163,15 @@ def test_rollback_0_gives_the_large_models_distribution(
 def test_at_fallback_1_the_small_model_writes_nothing() -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
     assert (
-        exact_law(lambda: made(Table(1), Fixed(0, 0, 1), fallback=1.0, rollback=20.0), 3) == plain
+        exact_law(lambda: make_decoder(Table(1), Fixed(0, 0, 1), fallback=1.0, rollback=20.0), 3)
+        == plain
     )
 
 
 def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end() -> None:
     rounds = [
         finish(
-            made(
+            make_decoder(
                 Fixed(2, 1),
                 Fixed(2, 1),
                 GREEDY,
@@ -185,14 +187,14 @@ def test_safe_and_drafted_it_is_faster_than_the_papers_rollback_at_the_exact_end
 
 
 @pytest.mark.parametrize("rule", ["paper", "safe"])
-def test_calls_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) -> None:
+def test_passes_of_the_large_model_fall_as_either_threshold_is_turned(rule: str) -> None:
     """Tokens of one round, every outcome walked: on fixed texts, since in free running the text
     changes.
     """
 
     def tokens(seed: int, prompt: tuple[int, ...], **knobs: float) -> Any:
         def play(rng: Exhaustive) -> int:
-            decoder = made(seed, seed + 1, **{"rule": rule, "gamma": 3, **knobs})
+            decoder = make_decoder(seed, seed + 1, **{"rule": rule, "gamma": 3, **knobs})
             decoder.extend(prompt)
             return len(decoder.step(rng).tokens)
 
@@ -228,15 +230,15 @@ def test_away_from_its_neutral_value_it_promises_nothing() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_are_the_large_models(wanted: int) -> None:
-    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted), fallback=0.0), [0])
+    decoder = finish(make_decoder(stop=StoppingCriteria(max_new_tokens=wanted), fallback=0.0), [0])
     assert len(decoder.new) == decoder.rounds == wanted
 
 
 def test_an_end_of_text_that_the_small_model_writes_is_read_before_it_counts() -> None:
     stop = StoppingCriteria(eos=frozenset({0}), max_new_tokens=9)
-    kept = finish(made(Fixed(1, 1), Fixed(1, 0), GREEDY, stop), [1])
+    kept = finish(make_decoder(Fixed(1, 1), Fixed(1, 0), GREEDY, stop), [1])
     assert (kept.new, kept.finished, kept.rounds) == ([0], "eos", 1)
-    taken_back = finish(made(Fixed(0, 1), Fixed(1, 0), GREEDY, stop), [1])
+    taken_back = finish(make_decoder(Fixed(0, 1), Fixed(1, 0), GREEDY, stop), [1])
     assert taken_back.new == [1] * 9
 
 
@@ -245,4 +247,4 @@ def test_an_end_of_text_that_the_small_model_writes_is_read_before_it_counts() -
 )
 def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, Any]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
-        made(**knobs)
+        make_decoder(**knobs)

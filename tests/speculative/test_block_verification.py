@@ -29,8 +29,10 @@ CARD = find_technique("block_verification")
 HALF, THIRD, QUARTER = F(1, 2), F(1, 3), F(1, 4)
 
 
-def kept(verifier, p, q, gamma):
-    """Expected tokens kept of a draft of gamma, the rows being the same everywhere."""
+def mean_accepted(verifier, p, q, gamma):
+    """Return the expected number of accepted tokens of a draft of gamma, with the same
+    distributions in every context.
+    """
 
     def play(rng):
         tokens = [rng.draw(q) for _ in range(gamma)]
@@ -44,17 +46,19 @@ def test_printed_algorithm_is_proved_exact() -> None:
 
 
 def test_printed_algorithm_is_what_runs() -> None:
-    """`verify_block` has the outcomes of `verify_tree_by_block`, on every case of the exact suite."""
+    """`verify_block` has the outcomes of `verify_tree_by_block` on every case of the exact
+    suite.
+    """
     assert compare_on_chains(verify_block, verify_tree_by_block) > 2000
 
 
 def test_the_largest_place_that_passes_ends_the_round_and_an_earlier_failure_does_not() -> None:
-    """The paper's example: token by token 10/9 tokens are kept of two, as a block 11/9; no verifier
-    can keep 12/9 = 4/3.
+    """The paper's example: of two draft tokens, 10/9 are accepted token by token, 11/9 as a block;
+    no verifier can accept 12/9 = 4/3.
     """
     p, q = [THIRD, 2 * THIRD], [2 * THIRD, THIRD]
-    assert kept(verify_tree, p, q, 2) == F(10, 9)
-    assert kept(verify_tree_by_block, p, q, 2) == F(11, 9)
+    assert mean_accepted(verify_tree, p, q, 2) == F(10, 9)
+    assert mean_accepted(verify_tree_by_block, p, q, 2) == F(11, 9)
     assert verification_laws.BlockCase(tuple(p), tuple(q), False, 2).kept() == (
         F(10, 9),
         F(11, 9),
@@ -103,9 +107,10 @@ def test_theorem_at_least_i_tokens_are_accepted_with_probability_w_i(gamma: int)
 
 def test_theorem_longer_block_accepts_more_and_gamma_1_is_token_verification() -> None:
     for p, q in distribution_pairs(largest=5):
-        assert kept(verify_tree_by_block, p, q, 1) == kept(verify_tree, p, q, 1)
+        assert mean_accepted(verify_tree_by_block, p, q, 1) == mean_accepted(verify_tree, p, q, 1)
         lengths = [
-            kept(verify_tree_by_block, p, q, gamma) for gamma in range(4 if len(p) == 2 else 3)
+            mean_accepted(verify_tree_by_block, p, q, gamma)
+            for gamma in range(4 if len(p) == 2 else 3)
         ]
         assert all(shorter <= longer for shorter, longer in pairwise(lengths))
 
@@ -153,13 +158,15 @@ def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() 
             rejected = round.verdict.rejected
             self.tail = list(round.tree.tokens[rejected[0] + 1 :]) if rejected else []
 
-    def said(verifier, declared):
+    def probability_of_1_0(verifier, declared):
         return exact_law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
 
     assert (
-        said(verify_tree, declared=True) == said(verify_tree_by_block, declared=False) == F(3, 16)
+        probability_of_1_0(verify_tree, declared=True)
+        == probability_of_1_0(verify_tree_by_block, declared=False)
+        == F(3, 16)
     )
-    assert said(verify_tree_by_block, declared=True) == F(29, 128)
+    assert probability_of_1_0(verify_tree_by_block, declared=True) == F(29, 128)
 
 
 # ------------------------------------------------------------------ edges
@@ -170,10 +177,12 @@ def test_floats_decide_as_fractions_do() -> None:
     case = verification_laws.BlockCase((F(1, 8), F(3, 8), HALF), (HALF, QUARTER, QUARTER), True, 2)
     for draft, uniforms in product(product(range(3), repeat=2), product(grid, repeat=3)):
         rows = {node: case.target(draft[: node + 1]) for node in range(ROOT, 2)}
-        laws = [case.draft(draft[:node]) for node in range(2)]
+        draft_probs = [case.draft(draft[:node]) for node in range(2)]
         floats = {node: np.array(row, float) for node, row in rows.items()}
-        exact = verify_tree_by_block(TokenTree.chain(draft, laws), rows, Replay(uniforms))
-        tree = TokenTree.chain(draft, [np.array(q, np.float32) for q in laws])  # exact in any dtype
+        exact = verify_tree_by_block(TokenTree.chain(draft, draft_probs), rows, Replay(uniforms))
+        tree = TokenTree.chain(
+            draft, [np.array(q, np.float32) for q in draft_probs]
+        )  # exact in any dtype
         assert verify_tree_by_block(tree, floats, Replay(uniforms)) == exact
 
 
@@ -183,13 +192,13 @@ def test_none_is_a_point_mass() -> None:
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
         declared, points = (
             Exhaustive.law(
-                lambda rng, laws=laws: verify_tree_by_block(
-                    TokenTree.chain(tokens, laws),  # noqa: B023
+                lambda rng, draft_probs=draft_probs: verify_tree_by_block(
+                    TokenTree.chain(tokens, draft_probs),  # noqa: B023
                     [p] * 3,  # noqa: B023
                     rng,
                 )
             )
-            for laws in (masses, [None, None])
+            for draft_probs in (masses, [None, None])
         )
         assert declared == points
 

@@ -1,5 +1,6 @@
-"""Cascade speculative drafting: what every level is called for, the four ablations, max-gram, and
-bad input.
+"""Cascade speculative drafting: how often each level runs, the four ablations, and max-gram.
+
+Bad input is an error.
 """
 
 from typing import Any
@@ -31,7 +32,7 @@ from tinyspec.technique import Request, find_technique
 CARD = find_technique("cascade")
 
 
-def made(
+def make_decoder(
     quotas: str,
     *seeds: int,
     sampling: SamplingParams | None = None,
@@ -67,7 +68,7 @@ def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> Decoder:
 def test_printed_algorithm_is_what_runs(quotas: str, seeds: tuple[int, ...]) -> None:
     """The same draft, and as many forward passes of every level."""
     for prompt in ([0, 1], [2, 0, 1, 2, 0], [1, 1, 0, 1, 2, 1, 1]):
-        d = made(quotas, *seeds, sampling=SamplingParams(0.0))
+        d = make_decoder(quotas, *seeds, sampling=SamplingParams(0.0))
         d.extend(prompt)
         passes = [0] * (len(seeds) - 1)
 
@@ -90,7 +91,7 @@ def test_printed_algorithm_is_what_runs(quotas: str, seeds: tuple[int, ...]) -> 
         assert [level.decoder.target.calls for level in d.drafter.below[:-1]] == passes
 
 
-def test_trap_every_level_is_called_as_often_as_k_says() -> None:
+def test_trap_every_level_runs_as_often_as_k_says() -> None:
     """A two-level draft with a constant gamma, however long, is not it."""
     assert called_as_k_says(CARD.make).cases > 0
     with pytest.raises(AssertionError):
@@ -109,10 +110,12 @@ def test_what_k_predicts_by_hand() -> None:
 @pytest.mark.parametrize("horizontal", [True, False])
 def test_four_ablations_keep_the_distribution(vertical: bool, horizontal: bool) -> None:
     knobs = {"vertical": vertical, "horizontal": horizontal}
-    assert exact_law(lambda: made("1,1/1", 1, 2, **knobs), 2) == exact_law(lambda: plain(1), 2)
+    assert exact_law(lambda: make_decoder("1,1/1", 1, 2, **knobs), 2) == exact_law(
+        lambda: plain(1), 2
+    )
 
 
-def test_the_ablations_do_what_they_say() -> None:
+def test_each_ablation_changes_what_its_knob_says() -> None:
     def counts(**knobs: bool) -> tuple[int, int]:
         poem = TableModel(
             vocabulary=5, rows=lambda text: [int(x == len(text) % 5) for x in range(5)]
@@ -132,7 +135,7 @@ def test_the_ablations_do_what_they_say() -> None:
     assert (
         both[0] == wide[0] == tall[0] == none[0] == 6
     )  # six tokens a round: all agree, whoever writes
-    assert both[1] < wide[1] and tall[1] < none[1]  # the draft's calls fall by recursion
+    assert both[1] < wide[1] and tall[1] < none[1]  # recursion saves passes of the draft
     assert both[1] < tall[1] and wide[1] < none[1]  # and by leaving the end of a draft to max-gram
 
 
@@ -140,13 +143,13 @@ def test_the_ablations_do_what_they_say() -> None:
     "sampling", [SamplingParams(0.0), SamplingParams(0.5), SamplingParams(top_k=2)], ids=str
 )
 def test_three_levels_and_max_gram_keep_the_joint_distribution(sampling: SamplingParams) -> None:
-    got = exact_law(lambda: made("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
+    got = exact_law(lambda: make_decoder("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
     assert got == exact_law(lambda: plain(1, sampling), 2)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
 def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> None:
-    got = exact_law(lambda: made("2,1/1", 1, 2, lenience=lenience), 2)
+    got = exact_law(lambda: make_decoder("2,1/1", 1, 2, lenience=lenience), 2)
     for text, probability in exact_law(lambda: plain(1), 2).items():
         assert float(got[text]) == pytest.approx(float(probability), abs=1e-12)
 
@@ -154,7 +157,7 @@ def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> Non
 def test_a_lenient_review_lets_more_pass() -> None:
     def calls(lenience: float) -> int:
         d = finish(
-            made(
+            make_decoder(
                 "4,0/3",
                 5,
                 6,
@@ -174,7 +177,7 @@ def test_max_gram_copies_what_followed_the_longest_match() -> None:
 
 def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_does() -> None:
     with_table, without = (
-        finish(made("0,2/0", 1, 2, stop=StoppingCriteria(max_new_tokens=1), sample=n))
+        finish(make_decoder("0,2/0", 1, 2, stop=StoppingCriteria(max_new_tokens=1), sample=n))
         for n in (40, 0)
     )
     table = with_table.drafter.below[-1].table
@@ -186,7 +189,7 @@ def test_where_nothing_matches_the_bigram_table_answers_and_without_one_nobody_d
 
 
 def test_nothing_is_drafted_after_an_end_of_text() -> None:
-    d = made(
+    d = make_decoder(
         "3,3/2",
         1,
         1,
@@ -200,7 +203,8 @@ def test_nothing_is_drafted_after_an_end_of_text() -> None:
 @pytest.mark.parametrize("wanted", [0, 1, 2])
 def test_short_requests_end_where_they_should(wanted: int) -> None:
     assert (
-        len(finish(made("3,2/2", 1, 2, stop=StoppingCriteria(max_new_tokens=wanted))).new) == wanted
+        len(finish(make_decoder("3,2/2", 1, 2, stop=StoppingCriteria(max_new_tokens=wanted))).new)
+        == wanted
     )
 
 

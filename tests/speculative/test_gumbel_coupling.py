@@ -45,7 +45,7 @@ def text(decoder: Decoder, seed: int) -> list[int]:
 
 
 class Bush(BaseDrafter):
-    """A tree with equal siblings and a probe, of laws that mean nothing."""
+    """A tree with equal siblings and a probe. Its declared distributions have no meaning."""
 
     def propose(
         self, context: Sequence[int], max_draft_depth: int, sampling: SamplingParams, source: Any
@@ -123,7 +123,7 @@ def test_theorem_it_keeps_between_what_needs_no_knowledge_of_q_and_what_the_rati
     assert strict > 50
 
 
-def test_on_large_rows_the_sum_by_sorting_is_the_double_sum() -> None:
+def test_for_large_vocabularies_the_sum_by_sorting_is_the_double_sum() -> None:
     rng = np.random.default_rng(0)
     for zeros in (False, True):
         p, q = rng.dirichlet(np.full(300, 0.3), 2)
@@ -183,7 +183,7 @@ def test_impossible_token_never_wins_and_a_rejection_is_followed_by_the_winner()
         round = decoder.step(source)
         rejections += len(round.verdict.rejected)
         assert all(
-            law[token] > 0 for token, law in zip(round.tokens, round.output_probs, strict=True)
+            probs[token] > 0 for token, probs in zip(round.tokens, round.output_probs, strict=True)
         )
         assert len(round.verdict.accepted) + len(round.verdict.rejected) <= len(round.tree.tokens)
     assert rejections > 0

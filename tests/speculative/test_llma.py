@@ -38,7 +38,9 @@ def finish(d: Decoder, prompt: list[int], seed: int = 0) -> Decoder:
     return d
 
 
-def made(target: Table, references: list[list[int]], wanted: int, **knobs: object) -> Decoder:
+def make_decoder(
+    target: Table, references: list[list[int]], wanted: int, **knobs: object
+) -> Decoder:
     request = Request(
         target, sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=wanted), references=references
     )
@@ -58,18 +60,20 @@ def test_printed_algorithm_is_what_runs(n: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 3, 15])
-def test_a_text_copied_whole_takes_one_call_per_k_plus_one_tokens(k: int) -> None:
+def test_a_text_copied_whole_takes_one_target_pass_per_k_plus_one_tokens(k: int) -> None:
     poem = list(range(1, 33))
-    d = finish(made(Reciter(poem), [poem], 30, k=k), poem[:2])
+    d = finish(make_decoder(Reciter(poem), [poem], 30, k=k), poem[:2])
     assert d.new == poem[2:32]
     assert d.rounds == -(-30 // (k + 1))
 
 
 def test_trap_a_reference_outside_the_prompt_is_used() -> None:
-    """Prompt lookup is not LLMA: without the reference the same text takes a call a token."""
+    """Prompt lookup is not LLMA: without the reference the same text takes one target pass a
+    token.
+    """
     poem = list(range(1, 33))
-    assert finish(made(Reciter(poem), [poem], 30, k=15), poem[:2]).rounds == 2
-    assert finish(made(Reciter(poem), [], 30, k=15), poem[:2]).rounds == 30
+    assert finish(make_decoder(Reciter(poem), [poem], 30, k=15), poem[:2]).rounds == 2
+    assert finish(make_decoder(Reciter(poem), [], 30, k=15), poem[:2]).rounds == 30
 
 
 def test_the_longest_match_is_copied() -> None:
@@ -93,13 +97,13 @@ def test_a_copy_never_runs_past_the_end_of_a_reference_or_the_room() -> None:
 
 def test_without_own_the_growing_text_is_no_reference() -> None:
     poem = [1, 2, 1, 2, 1, 2, 1, 2, 1, 2]
-    assert finish(made(Reciter(poem), [], 8, own=True), poem[:1]).rounds < 8
-    assert finish(made(Reciter(poem), [], 8, own=False), poem[:1]).rounds == 8
+    assert finish(make_decoder(Reciter(poem), [], 8, own=True), poem[:1]).rounds < 8
+    assert finish(make_decoder(Reciter(poem), [], 8, own=False), poem[:1]).rounds == 8
 
 
 def test_the_index_grows_and_is_never_rebuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     poem = list(range(1, 33))
-    d = made(Reciter(poem), [poem], 30, k=3)
+    d = make_decoder(Reciter(poem), [poem], 30, k=3)
     added: list[int] = []
     index = d.drafter.index
 
@@ -130,20 +134,20 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 
 def test_rewinding_takes_the_text_out_of_the_index() -> None:
-    d = made(Reciter(list(range(1, 9)) * 2), [], 12)
+    d = make_decoder(Reciter(list(range(1, 9)) * 2), [], 12)
     finish(d, [1, 2])
     d.rewind(3)
     assert d.drafter.index.length(0) == 3
 
 
-def test_it_falls_silent_where_copies_fail_and_speaks_again_where_they_would_hold() -> None:
+def test_drafting_stops_where_copies_fail_and_starts_where_they_would_hold() -> None:
     """Text that repeats its bigrams and never goes on alike: with a price hardly anything is run,
     without one all is.
     """
     poem = [token for n in range(2, 16) for token in (1, n)]
 
     def nodes(price: float) -> int:
-        d = made(Reciter(poem), [], 20, price=price)
+        d = make_decoder(Reciter(poem), [], 20, price=price)
         d.extend(poem[:6])
         return sum(
             len(d.step(Seeded(d.rounds)).tree.tokens) for _ in iter(lambda: d.finished, "length")
@@ -152,4 +156,4 @@ def test_it_falls_silent_where_copies_fail_and_speaks_again_where_they_would_hol
     assert nodes(0.0) > 12
     assert nodes(0.25) == 0
     again = [*poem[:10], *range(20, 35), *range(20, 35), 20]
-    assert finish(made(Reciter(again), [], 34, price=0.25), again[:6]).rounds < 34 - 5
+    assert finish(make_decoder(Reciter(again), [], 34, price=0.25), again[:6]).rounds < 34 - 5

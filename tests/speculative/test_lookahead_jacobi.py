@@ -1,6 +1,4 @@
-"""Lookahead decoding: the window's n-grams, one pass for both branches, and what more columns
-save.
-"""
+"""Lookahead decoding: the window's n-grams, one pass for both branches, and wider windows."""
 
 from itertools import pairwise
 from typing import Any

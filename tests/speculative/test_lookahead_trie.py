@@ -1,5 +1,6 @@
-"""Lookahead with a trie: inserting, eliminating, pruning, retrieval in stages; branches; when it
-keeps silent.
+"""Lookahead with a trie: inserting, eliminating, pruning, and retrieval in stages.
+
+It also drafts branches, and stops drafting where drafts fail.
 """
 
 import gc
@@ -101,7 +102,9 @@ def test_printed_algorithm_is_what_runs(budget: int, stops: frozenset[int]) -> N
 
 
 def test_the_draft_is_the_last_stage_and_not_what_all_stages_found() -> None:
-    """2 1 went on with 9 once; 1 alone with 5 and 6 twice each, the two most frequent. With a price the stages are joined."""
+    """After 2 1 came 9, once; after 1 alone came 5 and 6, twice each, the two most frequent. With a
+    price the stages are joined.
+    """
     text = [2, 1, 9, 0, 1, 5, 0, 1, 5, 0, 1, 6, 0, 1, 6, 0, 2, 1]
     for price, expected in ((0.0, {(5,), (6,)}), (1e-9, {(9,), (6,)})):
         d = drafter(length=2, branch=2, price=price)
@@ -320,7 +323,9 @@ def test_what_lies_beyond_a_leaf_or_a_mismatch_is_not_judged() -> None:
 
 
 def test_random_text_runs_hardly_any_draft_token() -> None:
-    """Every word has been there before, in other company: draft tokens fail, and soon none is run."""
+    """Every word occurred before, but after other words: draft tokens fail, and soon none is
+    run.
+    """
     rng = random.Random(0)
     text = [1 + rng.randrange(12) for _ in range(200)]
     d = CARD.make(

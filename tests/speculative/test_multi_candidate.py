@@ -1,4 +1,4 @@
-"""Multi-candidate speculative decoding: both modes keep the law, and what each accepts."""
+"""Multi-candidate speculative decoding: both modes are exact, and what each accepts."""
 
 from fractions import Fraction as F
 from itertools import product
@@ -30,7 +30,7 @@ from tinyspec.technique import Request, find_technique
 CARD = find_technique("multi_candidate")
 
 
-def made(
+def make_decoder(
     p: int = 1,
     q: int = 2,
     sampling: SamplingParams | None = None,
@@ -65,7 +65,9 @@ def test_trap_three_candidates_keep_the_joint_distribution(
 ) -> None:
     """The best k judged by q, sorted draws, a forgotten rejection: each gives another
     distribution (laws/traps/multi_candidate.py)."""
-    got = exact_law(lambda: made(sampling=sampling, configuration="3", replacement=replacement), 2)
+    got = exact_law(
+        lambda: make_decoder(sampling=sampling, configuration="3", replacement=replacement), 2
+    )
     assert got == exact_law(lambda: plain(sampling=sampling), 2)
 
 
@@ -95,7 +97,7 @@ def test_acceptance_is_the_formulas() -> None:
 
 
 def test_a_round_is_one_target_pass() -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=30), configuration="2x2x1")
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=30), configuration="2x2x1")
     d.extend((0,))
     while not d.finished:
         depth = min(3, d.max_draft_depth)
@@ -108,11 +110,11 @@ def test_a_round_is_one_target_pass() -> None:
 
 
 def test_greedy_second_best_saves_a_round() -> None:
-    """Draws would all be the same token there: the likeliest two are proposed instead."""
+    """All draws would be the same token there, so the two likeliest are proposed instead."""
     greedy, wanted = SamplingParams(temperature=0.0), StoppingCriteria(max_new_tokens=24)
     rounds = {}
     for configuration in ("1x1", "3x3"):
-        d = made(3, 4, greedy, wanted, configuration=configuration)
+        d = make_decoder(3, 4, greedy, wanted, configuration=configuration)
         d.extend((0,))
         while not d.finished:
             d.step(Seeded(d.rounds))
@@ -124,7 +126,7 @@ def test_greedy_second_best_saves_a_round() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_no_room_is_no_draft(wanted: int) -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=wanted))
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=wanted))
     d.extend((0,))
     if wanted:
         assert d.step(Seeded(0)).tree.tokens == []
@@ -132,7 +134,9 @@ def test_no_room_is_no_draft(wanted: int) -> None:
 
 
 def test_eos_inside_a_draft_is_last() -> None:
-    d = made(stop=StoppingCriteria(eos=frozenset({2}), max_new_tokens=40), configuration="3x3x2")
+    d = make_decoder(
+        stop=StoppingCriteria(eos=frozenset({2}), max_new_tokens=40), configuration="3x3x2"
+    )
     d.extend((0,))
     while not d.finished:
         round = d.step(Seeded(d.rounds))
@@ -144,7 +148,7 @@ def test_eos_inside_a_draft_is_last() -> None:
 @pytest.mark.parametrize("configuration", ["4x", "tree", "0", "4 by 2", "9x9x9x9"])
 def test_bad_configuration_is_one_line(configuration: str) -> None:
     with pytest.raises(TinyspecError, match="children"):
-        made(configuration=configuration)
+        make_decoder(configuration=configuration)
 
 
 def test_impossible_tokens_are_no_candidates() -> None:
@@ -152,4 +156,6 @@ def test_impossible_tokens_are_no_candidates() -> None:
     d.extend((0,))
     tree = d.drafter.propose([0], 5, SamplingParams(top_k=2), Seeded(0))
     assert len(tree.tokens) == 2
-    assert all(F(law[token]) > 0 for token, law in zip(tree.tokens, tree.draft_probs, strict=True))  # type: ignore[index]
+    assert all(
+        F(probs[token]) > 0 for token, probs in zip(tree.tokens, tree.draft_probs, strict=True)
+    )  # type: ignore[index]

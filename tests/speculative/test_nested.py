@@ -1,5 +1,6 @@
-"""A decoder as a drafter: whose law its tokens have, what it keeps of its text, and how often its
-models are called.
+"""A decoder as a drafter: the distribution that its tokens declare, and how often models run.
+
+Its own text follows the outer one.
 """
 
 import pytest
@@ -95,8 +96,8 @@ def test_its_text_follows_the_outer_one_through_rounds_rewinds_and_corrections()
     assert inner.context == inner.target.text == inner.drafter.model.text == []
 
 
-def test_a_correction_costs_no_call_of_its_own() -> None:
-    """What came from outside runs with the next tree: a plain middle is called once a token."""
+def test_a_correction_costs_no_forward_pass_of_its_own() -> None:
+    """Tokens from outside run with the next tree, so a plain middle runs once a token."""
     target, middle = Table(1), Table(2)
     d = Decoder(target, NestedDrafter(Decoder(middle, BaseDrafter(), verify_tree), 3), verify_tree)
     d.extend((0, 1, 2))

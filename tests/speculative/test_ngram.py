@@ -1,5 +1,6 @@
-"""Katz's back-off model: a law by definition, its likeliest token, and the text it is counted
-in.
+"""Katz's back-off model: its distribution by definition, and its likeliest token.
+
+Both follow from the text that it counted.
 """
 
 from fractions import Fraction as F

@@ -1,5 +1,6 @@
-"""The planner: its model of throughput, its measurements, and the recommendation held against a
-clock and against models.
+"""The planner: its model of throughput, its measurements, and its recommendation.
+
+The recommendation is compared with a clock and with models.
 """
 
 import time
@@ -50,8 +51,8 @@ DRAFTS = [
 def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accepted() -> None:
     assert recommends_the_fastest(planned).cases
     watch = Watch()
-    asked = {draft.name: repeat_requests(draft, 0.02, watch) for draft in DRAFTS}
-    verify, profiles, advice = plan_drafts(asked, 4, watch)
+    requests = {draft.name: repeat_requests(draft, 0.02, watch) for draft in DRAFTS}
+    verify, profiles, advice = plan_drafts(requests, 4, watch)
     assert advice[0].draft == "wide"
     assert (
         max(profiles, key=lambda p: p.tar(4)).name == "deep"
@@ -61,16 +62,16 @@ def test_trap_what_is_recommended_is_the_fastest_by_the_clock_not_the_best_accep
 
 def test_every_forecast_is_near_what_decoding_then_takes() -> None:
     watch = Watch()
-    asked = {
+    requests = {
         draft.name: repeat_requests(draft, 0.02, watch, texts=12, tokens=30) for draft in DRAFTS
     }
-    advice = plan_drafts(asked, 4, watch)[2]
+    advice = plan_drafts(requests, 4, watch)[2]
     slope = {draft.name: draft for draft in DRAFTS}
     rates: dict[str | None, float] = {None: 1.0}
     for found in advice:
         if found.draft is not None:
             rates[found.draft], tar = measure_throughput(
-                asked[found.draft], found.n, watch, seed=100
+                requests[found.draft], found.n, watch, seed=100
             )
             rate = rates[found.draft]
             assert found.rate == pytest.approx(rate, rel=0.15)
@@ -112,7 +113,7 @@ def test_where_no_draft_pays_plain_decoding_is_recommended() -> None:
 
 
 def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
-    watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own law
+    watch, same = Watch(), Draft("same", GOOD, 0.0)  # the target's own distribution
     profile = profile_draft("same", repeat_requests(same, 0.0, watch), 3, watch)
     assert profile.reach == (1.0, 1.0, 1.0)
     assert measure_throughput(repeat_requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
@@ -137,7 +138,7 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
     assert deep.config.parameters() == pytest.approx(wide.config.parameters(), rel=0.1)
     target = model(1, 32, 48)
 
-    def asked(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
+    def make_requests(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
         yield (
             Request(
                 target.session(),
@@ -149,7 +150,7 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
         )
 
     def step(draft: Model) -> float:
-        return profile_draft("x", lambda: asked(draft), 2, time.perf_counter).step
+        return profile_draft("x", lambda: make_requests(draft), 2, time.perf_counter).step
 
     slow, fast = zip(*((step(deep), step(wide)) for _ in range(5)), strict=True)
     assert min(slow) > 1.25 * min(fast)

@@ -1,4 +1,7 @@
-"""Every verification rule passes over probes, and a rule for chains names the branch that it cannot judge."""
+"""Every verification rule skips probes.
+
+A rule for chains names the branch that it cannot judge.
+"""
 
 from collections.abc import Callable
 from fractions import Fraction as F

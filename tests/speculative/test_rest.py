@@ -285,14 +285,16 @@ def test_documents_come_from_text_and_json_lines_packed_or_not(zoo: Zoo, tmp_pat
     (tmp_path / "a.txt").write_text(long)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(lines.encode()))
-    files, told = sorted(tmp_path.iterdir()), list[tuple[str, int, int]]()
-    build_datastore(tmp_path / "store", files, model.tokenizer, tell=lambda *one: told.append(one))
+    files, progress = sorted(tmp_path.iterdir()), list[tuple[str, int, int]]()
+    build_datastore(
+        tmp_path / "store", files, model.tokenizer, tell=lambda *one: progress.append(one)
+    )
     store = open_datastore(tmp_path / "store")
     documents = "".join(f"{token} " for token in store.tokens.tolist()).split("-1 ")
-    said = [model.tokenizer.decode([int(token) for token in one.split()]) for one in documents]
-    assert said == [long, "the cat", "the dog", "the cat", "the dog"]
-    assert {what for what, _, _ in told} == {"reading texts", "sorting places"}
-    assert all(done <= whole for _, done, whole in told) and told[-1][1:] == (32, 32)
+    texts = [model.tokenizer.decode([int(token) for token in one.split()]) for one in documents]
+    assert texts == [long, "the cat", "the dog", "the cat", "the dog"]
+    assert {what for what, _, _ in progress} == {"reading texts", "sorting places"}
+    assert all(done <= whole for _, done, whole in progress) and progress[-1][1:] == (32, 32)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ CARD = find_technique("self_speculative")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def made(
+def make_decoder(
     seed: int = 1,
     sampling: SamplingParams | None = None,
     stop: StoppingCriteria | None = None,
@@ -68,7 +68,7 @@ def test_printed_algorithm_is_what_runs(threshold: float) -> None:
         return [F(x) / sum(weights) for x in weights]
 
     def draft(rng: Exhaustive) -> tuple[int, ...]:
-        decoder = made(1, gamma=3, threshold=threshold)
+        decoder = make_decoder(1, gamma=3, threshold=threshold)
         decoder.extend((0,))
         return tuple(decoder.drafter.propose([0], 9, SamplingParams(), rng).tokens)
 
@@ -89,12 +89,12 @@ def test_the_joint_distribution_is_the_whole_models(
     sampling: SamplingParams, threshold: float
 ) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
-    assert exact_law(lambda: made(1, sampling, gamma=2, threshold=threshold), 2) == plain
+    assert exact_law(lambda: make_decoder(1, sampling, gamma=2, threshold=threshold), 2) == plain
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), GREEDY, SamplingParams(0.5)], ids=str)
 def test_where_nothing_is_skipped_every_token_is_accepted(sampling: SamplingParams) -> None:
-    decoder = made(
+    decoder = make_decoder(
         1, sampling, StoppingCriteria(max_new_tokens=20), skip="none", threshold=0.0, gamma=4
     )
     assert finish(decoder, [0]).rounds == 4
@@ -102,18 +102,18 @@ def test_where_nothing_is_skipped_every_token_is_accepted(sampling: SamplingPara
 
 def test_a_token_that_the_draft_was_unsure_of_stays_and_ends_the_draft() -> None:
     for threshold, length in ((0.0, 5), (1.0, 1)):
-        decoder = made(threshold=threshold, gamma=5)
+        decoder = make_decoder(threshold=threshold, gamma=5)
         decoder.extend((0,))
         assert len(decoder.step(Seeded(0)).tree.tokens) == length
 
 
 def test_how_sure_it_is_does_not_depend_on_the_temperature() -> None:
-    """At temperature 0 every token is certain under the sharpened law; the exit reads the law
-    before.
+    """At temperature 0 every token is certain under the sharpened distribution, so the exit reads
+    the distribution before.
     """
     lengths = []
     for sampling in (GREEDY, SamplingParams(top_k=1)):
-        decoder = made(1, sampling, threshold=0.5, gamma=5)
+        decoder = make_decoder(1, sampling, threshold=0.5, gamma=5)
         decoder.extend((0,))
         lengths.append(len(decoder.step(Seeded(0)).tree.tokens))
     assert lengths[0] == lengths[1] < 5
@@ -136,7 +136,9 @@ def test_the_threshold_rises_where_too_little_passes_and_falls_where_enough_does
 
 
 def test_the_threshold_adapts_within_a_request_and_starts_anew_with_the_next() -> None:
-    decoder = finish(made(1, GREEDY, StoppingCriteria(max_new_tokens=20), threshold=0.8), [0])
+    decoder = finish(
+        make_decoder(1, GREEDY, StoppingCriteria(max_new_tokens=20), threshold=0.8), [0]
+    )
     drafter: Any = decoder.drafter
     assert drafter.exit.threshold != 0.8
     decoder.end()
@@ -174,13 +176,16 @@ def test_on_a_transformer_it_is_greedy_decoding(skip: str) -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
+    decoder = finish(make_decoder(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
     assert len(decoder.new) == decoder.rounds == wanted
 
 
 def test_drafting_stops_at_the_end_of_text() -> None:
     decoder = finish(
-        made(stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0), [0]
+        make_decoder(
+            stop=StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9), threshold=0.0
+        ),
+        [0],
     )
     assert len(decoder.new) == 1
 
@@ -211,7 +216,7 @@ def test_the_default_keeps_the_first_two_layers_and_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    ("skip", "said"),
+    ("skip", "message"),
     [
         ("a0-2+m0-2", "all 6 sublayers"),
         (range(6), "all 6 sublayers"),
@@ -224,9 +229,9 @@ def test_the_default_keeps_the_first_two_layers_and_the_last() -> None:
         ("missing.json", "no such file"),
     ],
 )
-def test_skip_set_without_a_meaning_raises_a_one_line_error(skip: Any, said: str) -> None:
-    with pytest.raises(TinyspecError, match=said) as error:
-        made(skip=skip)
+def test_skip_set_without_a_meaning_raises_a_one_line_error(skip: Any, message: str) -> None:
+    with pytest.raises(TinyspecError, match=message) as error:
+        make_decoder(skip=skip)
     assert "\n" not in str(error.value)
 
 
@@ -248,18 +253,18 @@ def test_the_knob_takes_the_file_of_a_search(tmp_path: Path) -> None:
 )
 def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
-        made(**knobs)
+        make_decoder(**knobs)
 
 
 # ---------------------------------------------------------------------- the search
 
 
 def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> None:
-    def asked(stop_at: int | None) -> list[Any]:
+    def suggest_sets(stop_at: int | None) -> list[Any]:
         search, found = SkipSetSearch(2, seed=3), list[Any]()
         search.tell(frozenset(), 1.0)
         for number in range(6):
-            if number == stop_at:  # interrupted: another object is told the same
+            if number == stop_at:  # interrupted: another object receives the same
                 old, search = search, SkipSetSearch(2, seed=3)
                 for skip, speeds in old.told.items():
                     search.tell(skip, speeds[0], old.points[skip])
@@ -267,12 +272,12 @@ def test_a_search_never_asks_twice_nor_for_everything_and_repeats_itself() -> No
             search.tell(found[-1], 1.0 + 0.1 * len(found[-1]))
         return found
 
-    whole = asked(None)
-    assert whole == asked(3)
+    whole = suggest_sets(None)
+    assert whole == suggest_sets(3)
     assert len(set(whole)) == 6 and frozenset(range(4)) not in whole and frozenset() not in whole
 
 
-def test_the_optimiser_is_told_the_point_that_it_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimiser_receives_the_point_that_it_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not the corner that the point is rounded to; both stand for the same set."""
     search, registered = SkipSetSearch(3, seed=1), list[Any]()
     whole = search.library.BayesianOptimization
@@ -294,11 +299,11 @@ def test_the_optimiser_is_told_the_point_that_it_probed(monkeypatch: pytest.Monk
     for number in range(8):
         search.tell(search.suggest(), 1.0 + 0.1 * number)
     search.suggest()
-    told = [(search.points[skip], speed) for skip, (speed,) in search.told.items()]
-    assert registered == told and registered[0] == ([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
+    tried = [(search.points[skip], speed) for skip, (speed,) in search.told.items()]
+    assert registered == tried and registered[0] == ([0.0, 0.0, 1.0, 0.0, 0.0, 0.0], 1.0)
     for skip, point in search.points.items():
         assert {bit for bit in range(6) if point[bit] > 0.5} == skip
-    assert any(0 < x < 1 for point, _ in told for x in point)
+    assert any(0 < x < 1 for point, _ in tried for x in point)
 
 
 def test_a_search_of_a_model_of_one_layer_has_three_sets() -> None:

@@ -1,5 +1,6 @@
-"""Sequoia: the best tree by dynamic programming, what it commits, what it is measured from, and
-fresh noise every round.
+"""Sequoia: the best tree by dynamic programming, and the tokens that it commits.
+
+What it is measured from is tested too, and that every round has fresh noise.
 """
 
 import json
@@ -43,7 +44,7 @@ from tinyspec.tree import ROOT, TokenTree
 CARD = find_technique("sequoia")
 
 
-def made(
+def make_decoder(
     p: int = 1,
     q: int = 2,
     sampling: SamplingParams | None = None,
@@ -142,7 +143,7 @@ def test_the_expected_tokens_are_the_mean_of_a_round_where_every_position_is_ali
         )
 
 
-def test_the_acceptance_vector_of_paired_rows() -> None:
+def test_the_acceptance_vector_of_paired_distributions() -> None:
     same = [F(1, 2), F(1, 2)]
     assert mean_acceptance_by_rank([(same, same)], 2, Seeded(0)) == [1, 0]
     sure, q = [F(0), F(1), F(0)], [F(1, 2), F(1, 3), F(1, 6)]
@@ -165,16 +166,16 @@ def test_the_vector_of_two_models_is_monotone_enough_and_all_of_p_where_they_are
 def test_the_knob_takes_the_file_of_a_measurement(tmp_path: Path) -> None:
     file = tmp_path / "accepts.json"
     file.write_text(json.dumps({"accepts": [0.5, 0.25, 0.125]}))
-    assert made(accepts=str(file), ranks=2).drafter.learnt.accepts == (0.5, 0.25)
+    assert make_decoder(accepts=str(file), ranks=2).drafter.learnt.accepts == (0.5, 0.25)
     for content in ("[]", "{", '{"accepts": 3}'):
         file.write_text(content)
         with pytest.raises(TinyspecError, match="no result of `tinyspec bench acceptance`"):
-            made(accepts=str(file))
+            make_decoder(accepts=str(file))
     with pytest.raises(TinyspecError, match="no result of `tinyspec bench acceptance`"):
-        made(accepts=str(tmp_path / "missing.json"))
+        make_decoder(accepts=str(tmp_path / "missing.json"))
 
 
-def test_where_rows_cost_more_the_tree_is_smaller_and_where_steps_cost_more_it_is_flatter() -> None:
+def test_dearer_positions_make_the_tree_smaller_and_dearer_steps_make_it_flatter() -> None:
     def plan(row: float, step: float) -> tuple[int, int]:
         curve = CostModel(32)
         curve.step, curve.seconds = step, [1 + row * size for size in curve.sizes]
@@ -220,14 +221,18 @@ def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
     "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
 )
 def test_the_joint_distribution_with_given_figures(sampling: SamplingParams) -> None:
-    got = exact_law(lambda: made(sampling=sampling, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2)
+    got = exact_law(
+        lambda: make_decoder(sampling=sampling, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2
+    )
     assert got == exact_law(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 
 
 def test_the_rest_of_the_vocabulary_is_covered_where_the_draft_ends() -> None:
-    d = made(sampling=SamplingParams(top_k=1), nodes=3, accepts="0.3,0.3,0.3", costs="9,1,1,1,1")
+    d = make_decoder(
+        sampling=SamplingParams(top_k=1), nodes=3, accepts="0.3,0.3,0.3", costs="9,1,1,1,1"
+    )
     d.extend((0,))
     tree = d.drafter.propose([0], 5, SamplingParams(top_k=1), Seeded(0))
     assert sorted(tree.tokens) == [0, 1, 2]
@@ -235,7 +240,7 @@ def test_the_rest_of_the_vocabulary_is_covered_where_the_draft_ends() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 7])
 def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=wanted))
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=wanted))
     d.extend((0,))
     while not d.finished:
         d.step(Seeded(d.rounds))
@@ -259,7 +264,7 @@ def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
 )
 def test_figures_that_mean_nothing_raise_a_named_error(knobs: dict[str, Any]) -> None:
     with pytest.raises(TinyspecError, match="|".join(knobs)):
-        made(**knobs)
+        make_decoder(**knobs)
 
 
 def test_card_is_timed_and_the_distribution_does_not_depend_on_time() -> None:

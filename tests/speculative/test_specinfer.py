@@ -1,5 +1,6 @@
-"""SpecInfer: merged trees of several models, multi-step speculative sampling, and drafts made for
-each other.
+"""SpecInfer: merged trees of several models, and multi-step speculative sampling.
+
+Boosted drafts, which complement each other, are tested too.
 """
 
 import json
@@ -43,7 +44,7 @@ from tinyspec.tree import ROOT, TokenTree
 CARD = find_technique("specinfer")
 
 
-def made(
+def make_decoder(
     p: int = 1,
     qs: tuple[int, ...] = (2, 3),
     sampling: SamplingParams | None = None,
@@ -57,8 +58,8 @@ def made(
 
 
 def one_token(p: Exact, qs: tuple[Exact, ...]) -> tuple[dict[int, F], F, F]:
-    """One proposal of each model: the law of the token, how often one passes, and how often y ~ p
-    is among them.
+    """Return, for one proposal of each model: the distribution of the token, how often a proposal
+    is accepted, and how often y ~ p is among them.
     """
     emitted, passed, found = dict[int, F](), F(0), F(0)
 
@@ -93,8 +94,8 @@ THIRDS = [*distributions(3, 1), *distributions(3, 2), *distributions(3, 3)]
 
 
 def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() -> None:
-    """Theorem 4.2: the token has the law p; theorem 4.3: one passes no less often than y ~ p is
-    among them.
+    """Theorem 4.2: the token has the distribution p. Theorem 4.3: a proposal is accepted no less
+    often than y ~ p is among them.
     """
     strict = 0
     for p, q, other in product(THIRDS[1::3], THIRDS[::2], THIRDS[3::3]):
@@ -111,7 +112,10 @@ def test_the_joint_distribution_under_two_models_and_one(sampling: SamplingParam
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
         assert (
             exact_law(
-                lambda qs=qs, expansion=expansion: made(1, qs, sampling, expansion=expansion), 2
+                lambda qs=qs, expansion=expansion: make_decoder(
+                    1, qs, sampling, expansion=expansion
+                ),
+                2,
             )
             == plain
         )  # type: ignore[misc]
@@ -124,7 +128,7 @@ def test_merged_trees_are_the_trees_below_one_root_and_equal_nodes_stay_two() ->
     assert (tree.tokens, tree.parents) == ((5, 6, 7, 6, 7), (ROOT, ROOT, 1, ROOT, 3))
 
 
-def test_the_target_runs_fewer_rows_than_the_chains_have_tokens() -> None:
+def test_the_target_runs_fewer_positions_than_the_chains_have_tokens() -> None:
     forward_log: list[Any] = []
     target, drafts = model(seed=1), [model(seed=2).session() for _ in range(2)]
     session = target.session(forward_log)
@@ -165,7 +169,7 @@ def test_accepted_token_opens_the_children_of_every_model_that_proposed_it() -> 
 
 
 def test_each_model_may_have_a_tree_of_its_own_and_the_last_serves_the_others() -> None:
-    d = made(qs=(2, 3, 4), expansion="2+1x1")
+    d = make_decoder(qs=(2, 3, 4), expansion="2+1x1")
     d.extend((0,))
     tree = d.drafter.propose([0], 9, SamplingParams(), Seeded(0))
     assert tree.parents == (ROOT, ROOT, ROOT, 2, ROOT, 4)
@@ -173,7 +177,7 @@ def test_each_model_may_have_a_tree_of_its_own_and_the_last_serves_the_others() 
 
 @pytest.mark.parametrize("wanted", [0, 1, 2, 9])
 def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=wanted), expansion="1x2")
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=wanted), expansion="1x2")
     d.extend((0,))
     while not d.finished:
         d.step(Seeded(d.rounds))
@@ -183,15 +187,15 @@ def test_a_text_has_the_length_that_was_asked_for(wanted: int) -> None:
 @pytest.mark.parametrize("expansion", ["1x1+", "+", "0", "a"])
 def test_an_expansion_that_is_none_raises_a_one_line_error(expansion: str) -> None:
     with pytest.raises(TinyspecError, match="children"):
-        made(expansion=expansion)
+        make_decoder(expansion=expansion)
 
 
 def test_a_tree_that_no_draft_would_grow_raises_an_error() -> None:
     with pytest.raises(
         TinyspecError, match="2 trees for 1 draft model: give one for each, or more drafts"
     ):
-        made(qs=(2,), expansion="2+1x1")
-    assert made(qs=(2, 3), expansion="2+1x1")
+        make_decoder(qs=(2,), expansion="2+1x1")
+    assert make_decoder(qs=(2, 3), expansion="2+1x1")
 
 
 # ---------------------------------------------------------------------- boosting
@@ -284,11 +288,11 @@ def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> 
         "--out",
         str(tmp_path / "out"),
     ]
-    told = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}")
-    assert told.exit_code == 0, told.output
-    assert told.output.count("together") == 2
+    trained = run(*call, *small, "--draft", f"{zoo.small},{zoo.small}")
+    assert trained.exit_code == 0, trained.output
+    assert trained.output.count("together") == 2
     drafts = f"{tmp_path / 'out/1'},{tmp_path / 'out/2'}"
-    made = run(
+    result = run(
         "generate",
         "--model",
         zoo.big,
@@ -300,5 +304,5 @@ def test_boosted_drafts_from_the_command_line_draft_together(tmp_path: Path) -> 
         "--draft",
         drafts,
     )
-    assert made.output == run("generate", "--model", zoo.big, "the cat", "-n", "9").output
+    assert result.output == run("generate", "--model", zoo.big, "the cat", "-n", "9").output
     assert "another vocabulary" in failed(run(*call, *small, "--draft", zoo.other))

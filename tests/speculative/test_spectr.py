@@ -1,5 +1,6 @@
-"""SpecTr: K-SEQ against the optimal transport, its factor, and the law over drafts that meet and
-part.
+"""SpecTr: K-SEQ against the optimal transport, its factor, and its exactness.
+
+Drafts may share a beginning and then differ.
 """
 
 from fractions import Fraction as F
@@ -43,7 +44,7 @@ def floats(row) -> np.ndarray:
 
 
 def some(v: int, n: int, seed: int = 0):
-    """Random laws over v tokens, peaked and flat."""
+    """Return random distributions over v tokens, peaked and flat."""
     rng = np.random.default_rng(seed)
     return [
         (rng.dirichlet(np.full(v, c)), rng.dirichlet(np.full(v, d)))
@@ -105,7 +106,7 @@ def test_the_optimum_is_the_linear_programs_and_k_seq_lies_between_its_share_of_
 
 
 @pytest.mark.parametrize("v", [5, 2000])
-def test_theorem_on_rows_of_any_size_the_share_is_reached_and_more_drafts_accept_more(
+def test_theorem_for_any_vocabulary_the_share_is_reached_and_more_drafts_accept_more(
     v: int,
 ) -> None:
     for p, q in some(v, 12, seed=1):
@@ -151,7 +152,7 @@ def test_one_draft_is_token_verification() -> None:
         )
 
 
-# ------------------------------------------------------------------ the law
+# --------------------------------------------------------- the distribution
 
 
 @pytest.mark.parametrize(
@@ -175,14 +176,18 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
 
 
 class Any3(BaseDrafter):
-    """Siblings under laws of every kind: two draws of q, one of r, a point mass, another draw of q."""
+    """Siblings from every kind of distribution: two draws of q, one of r, a point mass, another
+    draw of q.
+    """
 
     def propose(self, context, max_draft_depth, sampling, source):
         q, r = [HALF, HALF, F(0)], [F(1, 5), F(1, 5), F(3, 5)]
-        laws = [q, r, list(q), None, q]
-        tokens = [2 if row is None else source.draw(row) for row in laws]
+        draft_probs = [q, r, list(q), None, q]
+        tokens = [2 if row is None else source.draw(row) for row in draft_probs]
         return (
-            TokenTree(tokens, (ROOT,) * 5, laws, (False,) * 5) if max_draft_depth else TokenTree()
+            TokenTree(tokens, (ROOT,) * 5, draft_probs, (False,) * 5)
+            if max_draft_depth
+            else TokenTree()
         )
 
 
@@ -223,7 +228,9 @@ def test_where_they_share_no_token_p_is_drawn_from() -> None:
 
 
 def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:
-    """One draft left, or none: rho is 1 in both; with two, the bracket of the fractions is coarser."""
+    """With one draft left, or none, rho is 1 in both. With two, the bracket of the fractions is
+    coarser.
+    """
     q = [F(1, 4), F(1, 4), HALF]
     tree = TokenTree.chain([2, 0], [q, q])
     rows = {ROOT: [HALF, F(1, 4), F(1, 4)], 0: [F(1, 8), F(3, 8), HALF], 1: q}

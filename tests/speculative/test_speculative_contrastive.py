@@ -1,4 +1,4 @@
-"""Speculative contrastive decoding: the contrast's law, its amateur, its edges."""
+"""Speculative contrastive decoding: the contrasted distribution, its amateur, and its edges."""
 
 from fractions import Fraction as F
 from itertools import product
@@ -32,7 +32,7 @@ CARD = find_technique("speculative_contrastive")
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def made(
+def make_decoder(
     expert: int = 1,
     amateur: int = 2,
     sampling: SamplingParams | None = None,
@@ -70,13 +70,13 @@ def test_trap_plain_speculative_decoding_is_not_contrastive() -> None:
 
 def test_without_contrast_and_plausibility_it_is_speculative_decoding_of_the_expert() -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
-    assert exact_law(lambda: made(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
+    assert exact_law(lambda: make_decoder(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
 
 
 def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
     knobs = {"beta": 1.0, "plausibility": 0.2}
-    assert exact_law(lambda: made(gamma=2, **knobs), 3) == exact_law(
-        lambda: made(gamma=0, **knobs), 3
+    assert exact_law(lambda: make_decoder(gamma=2, **knobs), 3) == exact_law(
+        lambda: make_decoder(gamma=0, **knobs), 3
     )
 
 
@@ -119,8 +119,10 @@ def test_logits_give_the_formulas_distribution(beta: float, plausibility: float)
             with np.errstate(divide="ignore", invalid="ignore"):
                 weights = np.where(kept, p_e ** (1 + beta) / (p_a**beta), 0)
         assert contrast_weights(list(p_e), list(p_a), beta, plausibility) == pytest.approx(weights)
-        made = make_contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
-        assert torch.softmax(made, -1).numpy() == pytest.approx(weights / weights.sum(), abs=1e-12)
+        contrasted = make_contrast(beta, plausibility)([e + shift, torch.from_numpy(a)], (), ())
+        assert torch.softmax(contrasted, -1).numpy() == pytest.approx(
+            weights / weights.sum(), abs=1e-12
+        )
 
 
 def test_tokens_that_the_amateur_cannot_say_come_before_all_others() -> None:
@@ -159,13 +161,13 @@ def test_one_expert_pass_a_round_and_a_bonus_after_a_whole_draft() -> None:
 
 @pytest.mark.parametrize("wanted", [0, 1])
 def test_budgets_of_no_and_one_token_need_no_draft(wanted: int) -> None:
-    decoder = finish(made(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
+    decoder = finish(make_decoder(stop=StoppingCriteria(max_new_tokens=wanted)), [0])
     assert len(decoder.new) == wanted and decoder.rounds == wanted
 
 
 def test_an_end_of_text_inside_a_block_ends_it() -> None:
     stop = StoppingCriteria(eos=frozenset({0, 1, 2}), max_new_tokens=9)
-    assert len(finish(made(stop=stop), [0]).new) == 1
+    assert len(finish(make_decoder(stop=stop), [0]).new) == 1
 
 
 def test_the_shorter_context_of_the_two_ends_the_text() -> None:
@@ -175,7 +177,7 @@ def test_the_shorter_context_of_the_two_ends_the_text() -> None:
 
 
 def test_a_decoder_taken_back_tells_both_models() -> None:
-    decoder = made(stop=StoppingCriteria(max_new_tokens=5))
+    decoder = make_decoder(stop=StoppingCriteria(max_new_tokens=5))
     finish(decoder, [0, 1])
     decoder.rewind(2)
     assert [len(member) for member in decoder.target.members] == [2, 2]  # type: ignore[attr-defined]
@@ -187,12 +189,12 @@ def test_a_decoder_taken_back_tells_both_models() -> None:
 )
 def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None:
     with pytest.raises(TinyspecError, match=next(iter(knobs))):
-        made(**knobs)
+        make_decoder(**knobs)
 
 
-def test_rational_rows_have_a_contrast_at_whole_beta_only() -> None:
+def test_rational_distributions_have_a_contrast_at_whole_beta_only() -> None:
     with pytest.raises(TinyspecError, match="whole beta"):
-        finish(made(beta=0.5, stop=StoppingCriteria(max_new_tokens=1)), [0])
+        finish(make_decoder(beta=0.5, stop=StoppingCriteria(max_new_tokens=1)), [0])
 
 
 # ----------------------------------------------------------------- the joint target, for other uses
@@ -202,12 +204,12 @@ def test_models_of_two_vocabularies_raise_a_one_line_error() -> None:
     joint = JointTarget([Table(1, 3), Table(2, 4)], lambda rows, text, path: rows[0])
     joint.extend((0,))
     with pytest.raises(TinyspecError, match=r"\[3, 4\] tokens"):
-        joint.score(made().drafter.propose([0], 0, GREEDY, Seeded(0)))
+        joint.score(make_decoder().drafter.propose([0], 0, GREEDY, Seeded(0)))
 
 
 def test_a_cascade_with_deferral_is_a_joint_target() -> None:
-    """The small model's row where it is sure, else the large one's: decoded plainly and drafted,
-    the same law.
+    """The small model's distribution where it is sure, else the large one's. Drafted or decoded
+    plainly, the output has the same distribution.
     """
 
     def deferring(rows: Any, text: Any, path: Any) -> Any:
@@ -224,7 +226,7 @@ def test_a_cascade_with_deferral_is_a_joint_target() -> None:
 
 
 def test_a_grammar_is_a_joint_target_of_one() -> None:
-    """No token twice in a row; the mask reads the text and the path below it."""
+    """No token twice in succession; the mask reads the text and the path below it."""
 
     def mask(rows: Any, text: Any, path: Any) -> Any:
         last = (*text, *path)[-1]

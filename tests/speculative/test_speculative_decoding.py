@@ -1,5 +1,6 @@
-"""Speculative decoding: the output law, the acceptance rate, and the analysis of Leviathan et al.
-2023.
+"""Speculative decoding: the output distribution, the acceptance rate, and the analysis.
+
+The analysis is that of Leviathan et al. 2023.
 """
 
 from fractions import Fraction as F
@@ -39,7 +40,7 @@ from tinyspec.tree import TokenTree
 CARD = find_technique("speculative_decoding")
 
 
-def made(
+def make_decoder(
     p: int, q: int, sampling: SamplingParams | None = None, vocabulary: int = 3, **knobs: object
 ) -> Decoder:
     sampling = sampling or SamplingParams()
@@ -69,9 +70,9 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
     sampling: SamplingParams, gamma: int
 ) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert exact_law(lambda p=p, q=q: made(p, q, sampling, gamma=gamma), 3) == exact_law(
-            lambda p=p: plain(p, sampling), 3
-        )  # type: ignore[misc]
+        assert exact_law(
+            lambda p=p, q=q: make_decoder(p, q, sampling, gamma=gamma), 3
+        ) == exact_law(lambda p=p: plain(p, sampling), 3)  # type: ignore[misc]
 
 
 def test_printed_algorithm_is_proved_exact() -> None:
@@ -106,8 +107,8 @@ def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
     assert len(d.step(Seeded(0)).tokens) == 4
 
 
-def test_one_target_call_a_round_and_gamma_draft_calls() -> None:
-    d = made(1, 2, gamma=3)
+def test_one_target_pass_a_round_and_gamma_draft_passes() -> None:
+    d = make_decoder(1, 2, gamma=3)
     d.stop = StoppingCriteria(max_new_tokens=30)
     d.extend((0,))
     rounds = 0
@@ -146,7 +147,7 @@ def test_leviathan_theorem_3_5_acceptance_is_one_minus_total_variation(
         token = rng.draw(q)
         return verify_tree(TokenTree.chain([token], [q]), [p, p], rng).accepted == (0,)  # type: ignore[arg-type]
 
-    # p is indexed by node: ROOT (-1) is its last row, node 0 its first; both are p here
+    # p is indexed by node: ROOT (-1) is its last entry, node 0 its first; both are p here
     rate = sum(pr for passed, pr in Exhaustive.walk(accepted) if passed)
     tv = sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2
     assert rate == 1 - tv
@@ -168,7 +169,7 @@ def test_leviathan_equation_1_expected_tokens(over: int, under: int, gamma: int)
 
 
 def test_measured_tokens_per_round_equal_the_prediction_on_a_pair_of_constant_acceptance() -> None:
-    """p = (3/4, 1/4), q = (1/4, 3/4) in every context: alpha = 1/2, and rounds are exactly i.i.d."""
+    """p = (3/4, 1/4) and q = (1/4, 3/4) in every context: alpha = 1/2, and rounds are i.i.d."""
 
     class Constant(Table):
         def row(self, context: object) -> list[F]:
@@ -202,11 +203,11 @@ def test_arithmetic_grows_by_theorem_3_11() -> None:
 
 @pytest.mark.parametrize("lenience", [0.5, 0.25])
 def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
-    """No token becomes more than 1 / lenience times as likely; tested on the exact law of one
-    token.
+    """No token becomes more than 1 / lenience times as likely. Tested on the exact distribution of
+    one token.
     """
     for p, q in ((1, 2), (3, 4), (5, 6)):
-        lenient = exact_law(lambda p=p, q=q: made(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
+        lenient = exact_law(lambda p=p, q=q: make_decoder(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
         exact = exact_law(lambda p=p: plain(p), 1)  # type: ignore[misc]
         assert sum(lenient.values()) == pytest.approx(1)
         for text, probability in lenient.items():
@@ -220,8 +221,8 @@ def test_lenience_accepts_more_and_promises_less() -> None:
 
 def test_lenient_greedy_decoding_passes_what_is_nearly_the_best() -> None:
     sampling = SamplingParams(temperature=0.0)
-    strict = made(1, 2, sampling, gamma=3)
-    easy = made(1, 2, sampling, gamma=3, lenience=0.01)
+    strict = make_decoder(1, 2, sampling, gamma=3)
+    easy = make_decoder(1, 2, sampling, gamma=3, lenience=0.01)
     for d in (strict, easy):
         d.stop = StoppingCriteria(max_new_tokens=30)
         d.extend((0,))
@@ -238,7 +239,7 @@ def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None
         CARD.settings(knobs)
 
 
-def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> None:
+def test_draft_distributions_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> None:
     from tests.lm.small import LLAMA, model
 
     target, draft = model(LLAMA, seed=1), model(LLAMA, seed=2)
@@ -260,8 +261,8 @@ def test_draft_rows_on_real_arrays_give_the_same_tokens_as_plain_greedy() -> Non
 def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
     penalty: float,
 ) -> None:
-    """The tokens are those that drawing from the rows of zeros and a one would give, and lenience
-    asks for no row either.
+    """The tokens are those that drawing from distributions of zeros and a one would give, and
+    lenience needs no distribution either.
     """
     from tests.lm.small import LLAMA, model
 
@@ -276,12 +277,12 @@ def test_greedy_draft_is_point_masses_and_a_sampled_one_declares_distributions(
         drafter.extend(context, scores)
         tree = drafter.propose(context, 9, sampling, Seeded(7))
         assert len(tree.tokens) == 4
-        assert all((law is None) == (temperature == 0) for law in tree.draft_probs)
-        laws = TargetProbs(session.score(tree), sampling, context, tree)
+        assert all((probs is None) == (temperature == 0) for probs in tree.draft_probs)
+        target_probs = TargetProbs(session.score(tree), sampling, context, tree)
         rng = Seeded(7)
-        assert list(tree.tokens) == [rng.draw(laws[tip]) for tip in range(-1, 3)]
+        assert list(tree.tokens) == [rng.draw(target_probs[tip]) for tip in range(-1, 3)]
         if temperature == 0:
-            verdict = lenient_verifier(0.5)(tree, laws, Seeded(1))
+            verdict = lenient_verifier(0.5)(tree, target_probs, Seeded(1))
             assert verdict.accepted == (
                 0,
                 1,

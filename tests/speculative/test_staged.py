@@ -27,7 +27,7 @@ from tinyspec.tree import TokenTree
 CARD = find_technique("staged")
 
 
-def made(
+def make_decoder(
     p: int = 1,
     q: int = 2,
     sampling: SamplingParams | None = None,
@@ -59,7 +59,7 @@ def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> list[int]:
 @pytest.mark.parametrize(("budget", "width"), [(1, 1), (5, 1), (7, 2), (9, 3)])
 def test_printed_algorithm_is_what_runs(guesses: int, budget: int, width: int) -> None:
     for seed in range(2, 8):
-        d = made(1, seed, budget=budget, width=width, children="likeliest", guesses=guesses)
+        d = make_decoder(1, seed, budget=budget, width=width, children="likeliest", guesses=guesses)
         d.extend((0, 1))
         tree = d.drafter.propose(d.context, 99, SamplingParams(), Seeded(0))
         paths = [tree.tokens_on(tree.path(node)) for node in range(len(tree.tokens))]
@@ -71,7 +71,7 @@ def normalized(weights: Sequence[Any]) -> list[Fraction]:
     return [Fraction(x, sum(weights)) for x in weights]
 
 
-def test_trap_n_grams_spare_calls_of_the_draft() -> None:
+def test_trap_n_grams_save_passes_of_the_draft() -> None:
     assert calls_are_spared(CARD.make).cases == 3
     with pytest.raises(AssertionError, match="spare"):
         find_toy("staged", "a tree and no second stage").check()
@@ -97,7 +97,7 @@ def test_second_stage_keeps_the_distribution_of_the_tree(sampling: SamplingParam
 
     def trees(guesses: int) -> dict[TokenTree, object]:
         def play(rng: Exhaustive) -> object:
-            d = made(sampling=sampling, guesses=guesses)
+            d = make_decoder(sampling=sampling, guesses=guesses)
             d.extend((0, 1))
             tree = d.drafter.propose(d.context, 5, sampling, rng.split("draft", 0))
             return (
@@ -117,25 +117,27 @@ def test_second_stage_keeps_the_distribution_of_the_tree(sampling: SamplingParam
 )
 def test_the_joint_distribution_is_the_targets(children: str, sampling: SamplingParams) -> None:
     plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
-    assert exact_law(lambda: made(sampling=sampling, children=children, budget=3), 2) == plain
+    assert (
+        exact_law(lambda: make_decoder(sampling=sampling, children=children, budget=3), 2) == plain
+    )
 
 
-def test_one_call_of_the_target_a_round_and_no_more_calls_of_the_draft_than_tokens() -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=40), budget=6)
+def test_one_target_pass_a_round_and_no_more_draft_passes_than_tokens() -> None:
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=40), budget=6)
     d.extend((0, 1))
     while not d.finished:
         round = d.step(Seeded(d.rounds))
         assert len(round.calls) == 1
         assert len(round.draft_calls) <= -(
             -len(round.tree.tokens) // 2
-        )  # a call at most for each leaf that got children
+        )  # at most one pass for each leaf that got children
 
 
 @pytest.mark.parametrize(("budget", "width"), [(1, 1), (1, 3), (5, 2), (9, 3), (4, 1)])
 def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(
     budget: int, width: int
 ) -> None:
-    d = made(budget=budget, width=width)
+    d = make_decoder(budget=budget, width=width)
     d.extend((0, 1))
     tree = d.step(Seeded(0)).tree
     assert len(tree.tokens) == budget
@@ -143,10 +145,10 @@ def test_the_tree_has_its_budget_and_no_node_more_children_than_the_width(
 
 
 def test_tree_stays_within_the_depth_and_ends_with_the_text() -> None:
-    d = made(stop=StoppingCriteria(max_new_tokens=3), budget=9)
+    d = make_decoder(stop=StoppingCriteria(max_new_tokens=3), budget=9)
     d.extend((0, 1))
     assert max(d.step(Seeded(0)).tree.depths()) <= 2
-    d = made(stop=StoppingCriteria(eos=frozenset({1}), max_new_tokens=30), budget=9)
+    d = make_decoder(stop=StoppingCriteria(eos=frozenset({1}), max_new_tokens=30), budget=9)
     d.extend((0, 2))
     tree = d.step(Seeded(0)).tree
     assert all(tree.tokens[parent] != 1 for parent in tree.parents if parent >= 0)
@@ -154,7 +156,7 @@ def test_tree_stays_within_the_depth_and_ends_with_the_text() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_short_requests_end_where_they_should(tokens: int) -> None:
-    assert len(finish(made(stop=StoppingCriteria(max_new_tokens=tokens)))) == tokens
+    assert len(finish(make_decoder(stop=StoppingCriteria(max_new_tokens=tokens)))) == tokens
 
 
 def test_a_text_beyond_the_drafts_context_is_plain() -> None:
@@ -178,7 +180,7 @@ def test_the_n_grams_are_counted_once_a_model() -> None:
 
 
 def test_temperature_0_gives_plain_greedy_text_and_children_that_are_point_masses() -> None:
-    d = made(sampling=SamplingParams(0.0), stop=StoppingCriteria(max_new_tokens=20))
+    d = make_decoder(sampling=SamplingParams(0.0), stop=StoppingCriteria(max_new_tokens=20))
     plain = Decoder(
         Table(1),
         BaseDrafter(),

@@ -1,5 +1,6 @@
-"""Suffix decoding: the best draft of all by brute force, its size by its match, two trees, and when
-it keeps silent.
+"""Suffix decoding: the best draft by brute force, and its size by the length of its match.
+
+It searches two trees, and stops drafting where drafts fail.
 """
 
 import gc

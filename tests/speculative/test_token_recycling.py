@@ -76,7 +76,9 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
 
 
 def test_the_authors_tree_has_their_80_nodes() -> None:
-    """By depth 8, 21, 25, 15, 8 and 3 nodes, as their README counts; the last ones as their code names them."""
+    """By depth there are 8, 21, 25, 15, 8 and 3 nodes, as their README counts. The last ones are
+    those that their code names.
+    """
     shape = read_static_tree(AUTHORS_TREE)
     paths: list[tuple[int, ...]] = []
     for up, rank in shape:
@@ -137,7 +139,7 @@ def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
     assert len(build_static_tree(80, 2, 2)) == 6  # there are no more
 
 
-def learnt(k: int = 2) -> AdjacencyMatrix:
+def make_matrix(k: int = 2) -> AdjacencyMatrix:
     matrix = AdjacencyMatrix(k)
     matrix.learn([0, 1, 2], [[1, 2], [2, 3], [0, 1]], 4)
     return matrix
@@ -146,14 +148,12 @@ def learnt(k: int = 2) -> AdjacencyMatrix:
 def proposed(
     max_draft_depth: int, ends: frozenset[int] = frozenset(), context: tuple[int, ...] = (0,)
 ) -> Any:
-    return TokenRecyclingDrafter(learnt(), 6, 3, ends).propose(
+    return TokenRecyclingDrafter(make_matrix(), 6, 3, ends).propose(
         context, max_draft_depth, GREEDY, Seeded(0)
     )
 
 
-def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_tokens_never_scored() -> (
-    None
-):
+def test_a_draft_stops_at_the_room_at_the_end_of_text_and_at_tokens_never_scored() -> None:
     assert max(proposed(9).depths()) == 3
     assert max(proposed(1).depths()) == 1
     assert proposed(0).tokens == []
@@ -167,7 +167,7 @@ def test_a_draft_is_no_deeper_than_the_room_and_stops_at_the_end_of_text_and_at_
 
 
 def test_the_last_row_written_wins() -> None:
-    matrix = learnt()
+    matrix = make_matrix()
     matrix.learn([1, 1], [[0, 3], [3, 2]], 4)
     assert matrix.candidates_of(1) == [3, 2]
     assert matrix.candidates_of(3) == [NO_CANDIDATE, NO_CANDIDATE]
@@ -207,8 +207,8 @@ def test_a_user_gets_the_greedy_text_and_the_matrix_stays_with_the_model(model: 
     )
     assert first.tokens == second.tokens == plain.tokens
     assert second.stats.target_calls <= first.stats.target_calls
-    learnt = generate(model, prompt, max_new_tokens=24, method="token_recycling", learn_prompt=True)
-    assert learnt.tokens == plain.tokens
+    out = generate(model, prompt, max_new_tokens=24, method="token_recycling", learn_prompt=True)
+    assert out.tokens == plain.tokens
     known = per_model_state(model.session(), ("token_recycling", 8), lambda: AdjacencyMatrix(8))
     assert (known.rows[3] != NO_CANDIDATE).all()
 

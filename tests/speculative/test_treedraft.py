@@ -1,5 +1,6 @@
-"""TreeDrafter: which nodes there are, what is declared of them, what it costs, and that the walk
-over it keeps the law.
+"""TreeDrafter: its nodes, the distributions that it declares, and its cost.
+
+Verified, its trees keep the target's distribution.
 """
 
 from fractions import Fraction as F
@@ -104,7 +105,7 @@ def test_verified_tree_keeps_the_joint_distribution(
         assert got == exact_law(lambda: plain(sampling=sampling), 2)
 
 
-def test_one_call_of_the_model_a_depth_and_leaves_are_never_run() -> None:
+def test_one_pass_of_the_model_a_depth_and_leaves_are_never_run() -> None:
     draft = drafter((3, 2, 2), replace=False)
     tree = proposed(draft)
     calls = [call for call in draft.model.forward_log if not call.prefill]  # type: ignore[attr-defined]
@@ -163,7 +164,7 @@ def test_at_temperature_0_the_likeliest_tokens_are_point_masses() -> None:
     tree = proposed(drafter((2, 1)), sampling=SamplingParams(temperature=0.0))
     row = Table(2, zeros=False).row((0,))
     assert list(tree.tokens[:2]) == top_k_tokens(row, 2)
-    assert all(law is None for law in tree.draft_probs)
+    assert all(probs is None for probs in tree.draft_probs)
 
 
 def test_nothing_comes_after_an_end_below_the_room_or_beyond_the_context() -> None:
@@ -203,7 +204,7 @@ def test_a_tree_beyond_the_bound_raises_an_error() -> None:
         branching_parents((9, 9, 9, 9))
 
 
-def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals() -> None:
+def test_the_likeliest_of_any_distribution_come_best_first_and_equals_by_id() -> None:
     values = [0.1, 0.3, 0.1, 0.3, 0.0, 0.2]
     for row in (
         [F(str(x)) for x in values],
@@ -219,7 +220,7 @@ def test_the_likeliest_of_any_row_are_the_best_first_and_the_lowest_id_of_equals
         ]
 
 
-def test_the_unseen_of_any_row_are_all_alike() -> None:
+def test_the_unsampled_tokens_of_any_distribution_are_equally_likely() -> None:
     for row in ([F(1), F(0), F(0), F(0)], np.eye(4)[0], torch.eye(4, dtype=torch.float64)[0]):
         assert [round(float(x), 12) for x in uniform_over_unsampled(row, [0])] == [
             0,

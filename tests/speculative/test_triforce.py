@@ -36,13 +36,14 @@ KNOBS = {"gamma1": 1, "gamma2": 3, "budget": 4, "chunk": 2, "rebuild": 5, "sink"
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
-def made(
+def make_decoder(
     config: Config = LLAMA, sampling: SamplingParams | None = None, tokens: int = 20, **knobs: int
 ) -> Decoder:
     forward_log: list = []
     request = Request(
         model(config, seed=1).session(forward_log), [model(config, seed=2).session(forward_log)],
-        sampling or SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens), forward_log=forward_log,
+        sampling or SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens),
+        forward_log=forward_log,
     )  # fmt: skip
     return CARD.make(request, **{**KNOBS, **knobs})
 
@@ -106,14 +107,14 @@ def test_printed_algorithm_is_what_runs(gamma1: int, gamma2: int) -> None:
         tokens = decode_three_levels(*levels, gamma1, gamma2, EnumeratedGenerator(rng))
         return tuple(map(int, tokens))
 
-    laws = []
+    distributions = []
     for run in (lambda rng: tuple(second_round(rng)[1].tokens), printed):
         found: dict[tuple[int, ...], float] = {}
         for tokens, probability in Exhaustive.walk(run):
             found[tokens] = found.get(tokens, 0) + float(probability)
-        laws.append(found)
-    assert len(laws[0]) > gamma2
-    assert laws[1] == pytest.approx(laws[0], abs=1e-10)
+        distributions.append(found)
+    assert len(distributions[0]) > gamma2
+    assert distributions[1] == pytest.approx(distributions[0], abs=1e-10)
 
 
 def test_trap_retrieval_knows_what_the_window_has_passed() -> None:
@@ -133,7 +134,7 @@ def test_trap_middle_that_samples_again_after_a_rejection_is_biased() -> None:
 def test_the_chunks_are_those_whose_mean_key_agrees_most_with_the_newest_query(
     config: Config, length: int
 ) -> None:
-    d = made(config)
+    d = make_decoder(config)
     text = TEXT[:length]
     d.extend(text)
     d.step(Seeded(0))  # the plain round: its root is the prompt's last token
@@ -161,14 +162,14 @@ def test_first_chunk_is_always_chosen_and_the_earlier_of_equals() -> None:
 def test_a_budget_that_holds_the_context_makes_middle_and_target_agree_always(
     sampling: SamplingParams,
 ) -> None:
-    d = made(sampling=sampling, budget=64, rebuild=0)
+    d = make_decoder(sampling=sampling, budget=64, rebuild=0)
     d.extend(TEXT)
     rounds = [d.step(Seeded(number)) for number in range(4)]
     assert [len(round.tokens) for round in rounds[1:]] == [4, 4, 4]  # alpha = 1
     assert [len(round.verdict.rejected) for round in rounds] == [0, 0, 0, 0]
     assert all(
         sum(call.rows for call in round.calls) <= 1 for round in rounds[1:]
-    )  # and the check is free: one row
+    )  # and the check is free: one position
 
 
 def test_budget_of_the_whole_context_gives_a_warning() -> None:
@@ -191,11 +192,11 @@ def test_greedy_text_is_plain_greedy_text(config: Config) -> None:
         sampling=SamplingParams(0.0),
         stop=StoppingCriteria(max_new_tokens=20),
     )
-    assert finish(made(config), TEXT) == finish(plain, TEXT)
+    assert finish(make_decoder(config), TEXT) == finish(plain, TEXT)
 
 
 def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
-    d = made(sampling=SamplingParams(0.8))
+    d = make_decoder(sampling=SamplingParams(0.8))
     d.extend(TEXT)
     for number in range(6):
         d.step(Seeded(number))
@@ -204,8 +205,8 @@ def test_what_the_middle_computes_leaves_nothing_in_the_targets_cache() -> None:
         torch.testing.assert_close(row, d.target.model.logits(d.context)[-1], rtol=0, atol=1e-10)
 
 
-def test_each_round_is_one_call_of_the_target_and_the_first_is_plain() -> None:
-    d = made()
+def test_each_round_is_one_target_pass_and_the_first_is_plain() -> None:
+    d = make_decoder()
     d.extend(TEXT)
     first = d.step(Seeded(0))
     assert (len(first.tokens), first.tree.tokens, first.draft_calls) == (1, (), ())
@@ -217,7 +218,7 @@ def test_each_round_is_one_call_of_the_target_and_the_first_is_plain() -> None:
 
 def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
     def choices(**knobs: int) -> list[int]:
-        d = made(tokens=30, **knobs)
+        d = make_decoder(tokens=30, **knobs)
         d.extend(TEXT)
         seen = []
         while not d.finished:
@@ -230,8 +231,8 @@ def test_chunks_are_chosen_anew_every_rebuild_tokens_or_never() -> None:
     assert choices(rebuild=0) == [len(TEXT) + 1]
 
 
-def test_taken_back_before_the_choice_it_chooses_again() -> None:
-    d = made()
+def test_a_text_rewound_before_the_choice_chooses_chunks_again() -> None:
+    d = make_decoder()
     d.extend(TEXT)
     d.step(Seeded(0))
     d.rewind(5)
@@ -241,7 +242,7 @@ def test_taken_back_before_the_choice_it_chooses_again() -> None:
 
 
 def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
-    d = made(sink=2, window=8)
+    d = make_decoder(sink=2, window=8)
     streaming = d.drafter.decoder.drafter
     assert streaming.streaming_plan(10).visible is None
     for length in (11, 30, 47):
@@ -257,7 +258,8 @@ def long_request(prompt: list[int], tokens: int = 30, **knobs: int) -> Decoder:
     """A target of 64 positions, and a small model of 16."""
     small = model(SHORT, seed=2).session()
     request = Request(
-        model(LLAMA, seed=1).session(), [small], SamplingParams(0.0), StoppingCriteria(max_new_tokens=tokens),
+        model(LLAMA, seed=1).session(), [small], SamplingParams(0.0),
+        StoppingCriteria(max_new_tokens=tokens),
         positions=64, draft_max_lengths=[16],
     )  # fmt: skip
     d = CARD.make(request, **{**KNOBS, "gamma1": 2, "window": 64, **knobs})
@@ -312,12 +314,12 @@ def test_what_a_long_text_leaves_out_follows_its_length_alone() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_short_requests_end_where_they_should(tokens: int) -> None:
-    assert len(finish(made(tokens=tokens), TEXT)) == tokens
+    assert len(finish(make_decoder(tokens=tokens), TEXT)) == tokens
 
 
 def test_an_end_of_text_in_the_middles_draft_ends_the_text() -> None:
-    text = finish(made(), TEXT)
-    d = made()
+    text = finish(make_decoder(), TEXT)
+    d = make_decoder()
     d.stop = d.drafter.ends = d.drafter.decoder.stop = StoppingCriteria(
         eos=frozenset({text[6]}), max_new_tokens=20
     )

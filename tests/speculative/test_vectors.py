@@ -1,5 +1,6 @@
-"""Rows as vectors: over floats, Fractions and tensors the verifiers that scale and subtract whole
-rows decide alike.
+"""The verifiers that subtract whole distributions decide alike over all number types.
+
+These are floats, Fractions and tensors.
 """
 
 from collections.abc import Callable
@@ -39,7 +40,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], torch.Tensor]:
 
 @pytest.mark.parametrize("verifier", [verify_tree_by_block, verify_tree_k_seq])
 @pytest.mark.parametrize("shape", ["chain", "points", "two texts"])
-def test_rows_on_a_device_are_judged_as_rows_on_the_host(
+def test_distributions_on_a_device_are_judged_as_those_on_the_host(
     device: Any, verifier: Any, shape: str
 ) -> None:
     rng = np.random.default_rng(0)
@@ -48,28 +49,28 @@ def test_rows_on_a_device_are_judged_as_rows_on_the_host(
     for seed in range(60):
         p, q = rng.dirichlet(np.full(7, 0.5), 5), rng.dirichlet(np.full(7, 0.5), 4)
         tokens, parents = [int(rng.choice(7, p=row)) for row in q], range(-1, 3)
-        laws: list[Any] = list(q)
+        draft_probs: list[Any] = list(q)
         if shape == "points":
-            laws = [None] * 4
+            draft_probs = [None] * 4
         elif shape == "two texts":
-            laws, parents = [q[0], q[0], q[2], q[2]], [ROOT, ROOT, 0, 1]  # type: ignore[assignment]
-            tokens = [int(rng.choice(7, p=row)) for row in laws]
+            draft_probs, parents = [q[0], q[0], q[2], q[2]], [ROOT, ROOT, 0, 1]  # type: ignore[assignment]
+            tokens = [int(rng.choice(7, p=row)) for row in draft_probs]
         uniforms = rng.random(12)
-        said = []
+        verdicts = []
         for put in (np.asarray, device):
-            declared = [law if law is None else put(law) for law in laws]
+            declared = [probs if probs is None else put(probs) for probs in draft_probs]
             given = {node: put(row) for node, row in enumerate(p, start=ROOT)}
-            said.append(
+            verdicts.append(
                 verifier(
                     TokenTree(tokens, tuple(parents), declared, (False,) * 4),
                     given,
                     Replay(uniforms),
                 )
             )
-        assert said[0] == said[1], seed
+        assert verdicts[0] == verdicts[1], seed
 
 
-def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
+def test_the_analyses_read_distributions_of_any_kind(device: Any) -> None:
     p, q = [F(1, 6), F(1, 3), HALF], [HALF, HALF, F(0)]
     for figure in (
         lambda a, b: k_seq_acceptance(a, b, 1),
@@ -82,13 +83,15 @@ def test_the_analyses_read_rows_of_any_kind(device: Any) -> None:
             assert float(figure(put(p), put(q))) == pytest.approx(float(exactly))
 
 
-def test_a_vector_comes_back_as_the_row_it_was() -> None:
+def test_a_vector_comes_back_as_the_distribution_it_was() -> None:
     for row in ([HALF, HALF], np.array([0.5, 0.5])):
         vector, point = as_vectors(row, None, 1)
         assert type(as_probs(vector)) is type(row)
         assert is_rational(vector) == isinstance(row, list)
         assert list(point) == [0, 1]
-    narrow = torch.tensor([0.5, 0.25, 0.25], dtype=torch.bfloat16)  # a draft's law in its own dtype
+    narrow = torch.tensor(
+        [0.5, 0.25, 0.25], dtype=torch.bfloat16
+    )  # a draft's distribution in its own dtype
     assert [x.dtype for x in as_vectors(np.array([0.2, 0.3, 0.5]), narrow, 0)] == [
         np.float64,
         np.float64,

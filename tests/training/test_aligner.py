@@ -69,7 +69,7 @@ def test_more_than_95_in_100_known_alignments_are_found(kinds: tuple[str, ...], 
 
 
 def test_places_settle_what_words_cannot() -> None:
-    """A word that stands twice in a source is told apart by model 2 alone."""
+    """A word that occurs twice in a source is aligned rightly by model 2 alone."""
     source = [[1, 2, 1], [2], [3, 4], [4, 5, 6], [5, 3]] * 5
     target = [[7, 8, 7], [8], [9, 10], [10, 11, 12], [11, 9]] * 5
     assert align_words(source, target, model2_rounds=0).links[0].tolist() == [0, 1, 0]

@@ -12,7 +12,7 @@ BEGIN, EOS, V = 1, 2, 5
 
 
 class Table:
-    """A random distribution for each source and text so far; it remembers its rows' texts."""
+    """A random distribution for each source and text so far. It remembers the texts of its rows."""
 
     def __init__(self, sources: list[int]):
         self.texts: list[tuple[int, ...]] = [(source,) for source in sources]
@@ -42,7 +42,7 @@ def score(source: int, text: tuple[int, ...], length_power: float) -> float:
     return total / (len(text) + 1) ** length_power
 
 
-def test_rows_do_not_hear_of_each_other() -> None:
+def test_texts_in_a_batch_do_not_change_each_other() -> None:
     limits = [3, 0, 7, 1, 6, 6]
     together = greedy_search(Table(list(range(6))), BEGIN, EOS, limits)
     assert together == [

@@ -78,7 +78,7 @@ def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() ->
     assert [len(pair.target) for pair in task.all_translations(source)] == [6, 9]
     assert task.entropy_bounds(source) == pytest.approx(
         (math.log(2), math.log(2), 0)
-    )  # who is told the length knows all
+    )  # the length alone determines the rest
     same = (4, 5, 6, 7)  # two and two
     floors = Dialects(("fert",), modes=2, shortest=4).entropy_bounds(same)
     assert floors.length == 0
@@ -86,7 +86,7 @@ def test_fertility_makes_lengths_differ_and_the_length_tells_of_the_dialect() ->
 
 
 @pytest.mark.parametrize("kinds", ALL, ids="+".join)
-def test_alignments_fertilities_and_trees_tell_how_a_sentence_was_made(
+def test_alignments_fertilities_and_trees_show_how_a_sentence_was_made(
     kinds: tuple[str, ...],
 ) -> None:
     task = Dialects(kinds, modes=3)

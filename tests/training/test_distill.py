@@ -58,7 +58,7 @@ def test_a_chat_model_asks_itself_between_the_ids_of_its_template(zoo: Zoo) -> N
     assert text.ids[: len(lead)].tolist() == lead
     assert not set(range(len(lead) - 1)) & set(
         text.positions.tolist()
-    )  # nothing is learnt of the template
+    )  # the loss does not count the template
 
 
 def test_a_text_depends_on_its_number_alone_and_written_ones_are_kept(
@@ -212,7 +212,7 @@ def test_a_draft_begins_as_its_targets_first_layers(zoo: Zoo) -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_a_draft_with_its_own_words_is_made_and_drafts_for_its_target(
+def test_a_draft_with_its_own_vocabulary_is_trained_and_drafts_for_its_target(
     zoo: Zoo, tmp_path: Path
 ) -> None:
     out = tmp_path / "draft"
@@ -321,7 +321,7 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
     assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
 
 
-def test_what_is_wrong_is_said_in_one_line(zoo: Zoo, tmp_path: Path) -> None:
+def test_what_is_wrong_is_an_error_of_one_line(zoo: Zoo, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "x"), "--quiet"]
     lm = ["train", "lm", *out]
     assert "--recipe FILE, or --distill" in failed(run(*lm))

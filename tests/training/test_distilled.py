@@ -1,4 +1,4 @@
-"""What a teacher writes is kept on disk, by who wrote what and how."""
+"""The translations that a teacher writes are kept on disk, with teacher and settings."""
 
 from pathlib import Path
 

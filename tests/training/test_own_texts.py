@@ -172,7 +172,7 @@ def test_a_recipe_with_own_texts_is_followed_and_an_interruption_costs_nothing(
         assert torch.equal(weight, whole[name])
 
 
-def test_what_cannot_be_is_said(tmp_path: Path) -> None:
+def test_what_cannot_be_trained_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     for text, complaint in (
         (RECIPE + SECTION, "teacher = NAME is missing"),

@@ -164,14 +164,14 @@ def test_recipes_name_what_is_wrong_with_them(tmp_path: Path) -> None:
         read_recipe(path).config()
 
 
-def test_single_values_can_be_set_from_outside(tmp_path: Path) -> None:
+def test_single_values_of_a_recipe_can_be_overridden(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(RECIPE)
     recipe = read_recipe(path, {"train.lr": "5e-4", "dropout": "0.2", "shape.n_layers": "1"})
     assert (recipe.settings.lr, recipe.dropout, recipe.config().n_layers) == (5e-4, 0.2, 1)
 
 
-def test_missing_data_is_said_before_anything_is_written(zoo: Path) -> None:
+def test_missing_data_is_an_error_before_anything_is_written(zoo: Path) -> None:
     with pytest.raises(TinyspecError, match="tinyspec data fetch"):
         run(zoo, "teller", data_folder=zoo / "nowhere")
     assert sorted(p.name for p in (zoo / "teller").iterdir()) == ["recipe.toml"]

@@ -175,10 +175,10 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
     """And a batch holds the pairs whose numbers were drawn, although some were left out."""
     plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
     pairs = [SentencePair([5], [8, 8, 8]), SentencePair([6], [9]), SentencePair([7, 7], [10, 11])]
-    told = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
-    assert list(told.pairs) == pairs[1:]
-    for number, pair in enumerate(told.pairs):
-        source, target, _ = told.batch([number])
+    task = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
+    assert list(task.pairs) == pairs[1:]
+    for number, pair in enumerate(task.pairs):
+        source, target, _ = task.batch([number])
         assert (source.tolist(), target.tolist()) == ([pair.source], [pair.target])
 
 

@@ -74,9 +74,7 @@ class TargetProbs:
         return self._block
 
     def histories(self) -> list[Sequence[int]]:
-        """Return the text up to each node [n + 1], the root first; of the root alone if no
-        penalty reads it.
-        """
+        """Return the text up to each node, the root first; the root's alone without a penalty."""
         nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
         return [self._history(node, self.sampling) for node in (ROOT, *nodes)]
 

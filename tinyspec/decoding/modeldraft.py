@@ -136,17 +136,8 @@ class ModelDrafter(BaseDrafter):
 class SharedSessionDrafter(ModelDrafter):
     """Draft on a session that another owner extends: a view of the target's, or a joint member."""
 
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        return None
-
-    def observe(self, round: Round) -> None:
-        return None
-
-    def rewind(self, length: int) -> None:
-        return None
-
-    def end(self) -> None:
-        return None
+    extend, observe = BaseDrafter.extend, BaseDrafter.observe
+    rewind, end = BaseDrafter.rewind, BaseDrafter.end
 
 
 def highest_probability(probs: TargetProbs, tip: int) -> Any:

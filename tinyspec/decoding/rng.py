@@ -29,23 +29,18 @@ class RandomSource(Protocol):
 
     def split(self, role: str, round: int) -> "RandomSource":
         """Return an independent stream for a role in a round; TinyspecError if asked for twice."""
-        ...
 
     def accept(self, ratio: Any) -> bool:
         """Return True with probability min(1, ratio)."""
-        ...
 
     def draw(self, row: Probs) -> int:
         """Return a token sampled from the distribution."""
-        ...
 
     def sample_without_replacement(self, row: Probs, k: int) -> list[int]:
         """Return k tokens in draw order, without replacement; fewer if the support is smaller."""
-        ...
 
     def exponential_race(self, row: Probs, position: int) -> int:
         """Return a token sampled with exponential noise that depends on the position alone."""
-        ...
 
     def draw_at(self, row: Probs, position: int) -> int:
         """Return a token sampled with the uniform of a position of the text.
@@ -53,19 +48,15 @@ class RandomSource(Protocol):
         The uniform belongs to the source that this one was split from, so all rounds share it. A
         position is decided once in a text: no two decisions share noise.
         """
-        ...
 
     def uniform_at(self, position: int) -> Any | None:
         """Return the uniform of a position, as `draw_at` uses it; None: decide by `draw_at`."""
-        ...
 
     def uniforms(self, n: int) -> Uniforms | None:
         """Return the next n uniforms for a compiled kernel; None: decide by `accept` and `draw`."""
-        ...
 
     def push_back(self, count: int) -> None:
         """Put back the last `count` uniforms, which the kernel did not need."""
-        ...
 
 
 class _Stream:

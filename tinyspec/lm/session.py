@@ -400,11 +400,8 @@ class Session:
         above, row = tip.parent, tip.logits
         token: int | None = tip.token
         if row is not None:
-            above, most, token = (
-                tip,
-                most - 1,
-                choose(row if self.model.engine is None else to_numpy(row)),
-            )
+            shown = row if self.model.engine is None else to_numpy(row)
+            above, most, token = tip, most - 1, choose(shown)
         if token is None or most == 0:
             return True
         self.cache.reserve(first + most)
