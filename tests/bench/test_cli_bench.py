@@ -111,7 +111,7 @@ def test_a_run_records_every_knob_and_goes_on_only_with_the_same(zoo: Zoo, tmp_p
     assert "ran with other knobs" in failed(run(*again))
     del found["knobs"]
     out.write_text(json.dumps(found), encoding="utf-8")
-    assert "ran with other knobs" in failed(run(*again))
+    assert "does not tell the knobs" in failed(run(*again))
 
 
 def test_ctrl_c_leaves_a_file_that_the_hint_goes_on_with(
