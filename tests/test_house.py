@@ -156,7 +156,7 @@ CODE_LINES = {
     "root + show": 2961,
     "_core": 957,
     "lm": 4336,
-    "decoding": 1420,
+    "decoding": 1421,
     "chapters": 5360,
     "laws": 10691,
     "museum": 3511,

@@ -136,8 +136,10 @@ class ModelDrafter(BaseDrafter):
 class SharedSessionDrafter(ModelDrafter):
     """Draft on a session that another owner extends: a view of the target's, or a joint member."""
 
-    extend, observe = BaseDrafter.extend, BaseDrafter.observe
-    rewind, end = BaseDrafter.rewind, BaseDrafter.end
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        return None
+
+    observe, rewind, end = BaseDrafter.observe, BaseDrafter.rewind, BaseDrafter.end
 
 
 def highest_probability(probs: TargetProbs, tip: int) -> Any:

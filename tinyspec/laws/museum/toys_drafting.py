@@ -214,7 +214,7 @@ return tuple(column[:size] for column in found)
     _rest(
         "the continuations that come first",
         FOUND,
-        f"""{FOUND.replace("self.nodes", "1 << 20")}
+        f"""{FOUND.replace("self.nodes", "1 << 16")}
 tree = TokenTree(found.tokens, found.parents)
 kept = sorted(range(len(tree.tokens)), key=lambda node: tree.tokens_on(tree.path(node)))
 kept = kept[: self.nodes]
