@@ -155,15 +155,15 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 2961,
     "_core": 957,
-    "lm": 4336,
+    "lm": 4343,
     "decoding": 1421,
-    "chapters": 5360,
-    "laws": 10691,
-    "museum": 3511,
+    "chapters": 5421,
+    "laws": 10716,
+    "museum": 3525,
     "training": 2565,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2482,
+    "cli": 2503,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

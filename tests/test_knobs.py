@@ -120,6 +120,7 @@ for name in sys.argv[2:]:
     if name == "rest":
         highest["datastore"] = str(folder / "store")
     highest |= {k: big.config.n_layers for k in ("exit", "layer", "min_exit") if k in highest}
+    highest |= {"sample": 8192} if "sample" in highest else {}  # more are read from a file
     highest |= {"k": 16} if name == "spectr" else {}  # 16 drafts of 64 tokens: 1024 nodes
     if card.kind == "refine":
         own = {**sizes, **trained[name]}

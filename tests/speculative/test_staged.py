@@ -5,6 +5,8 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.table import Table, exact_law
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -19,12 +21,13 @@ from tinyspec.laws.traps.staged import (
     beats_fixed_trees,
     calls_are_spared,
     tokens_are_the_drafts,
+    trees_are_as_likely,
 )
-from tinyspec.speculative.drafting.staged import grow_tree
+from tinyspec.speculative.drafting.staged import ComputedPaths, grow_tree, judge_guess
 from tinyspec.technique import Request, find_technique
-from tinyspec.tree import TokenTree
 
 CARD = find_technique("staged")
+WEIGHTS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any)
 
 
 def make_decoder(
@@ -44,7 +47,7 @@ def make_decoder(
         stop or StoppingCriteria(),
         forward_log=forward_log,
     )
-    return CARD.make(request, **{"sample": 30, "budget": 4, **knobs})
+    return CARD.make(request, **{"sample": 96, "budget": 4, **knobs})
 
 
 def finish(d: Decoder, prompt: tuple[int, ...] = (0, 1)) -> list[int]:
@@ -89,26 +92,47 @@ def test_trap_the_tree_follows_the_drafts_probability() -> None:
         find_toy("staged", "a fixed tree").check()
 
 
-@pytest.mark.parametrize(
-    "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
-)
-def test_second_stage_keeps_the_distribution_of_the_tree(sampling: SamplingParams) -> None:
-    """Every tree that may be proposed, with its probability."""
+@given(st.tuples(WEIGHTS, WEIGHTS))
+def test_a_judged_guess_follows_the_draft_and_is_kept_as_often_as_the_two_agree(
+    weights: tuple[list[int], list[int]],
+) -> None:
+    """A guess is kept with probability 1 - TV(q, g)."""
+    q, g = map(normalized, weights)
 
-    def trees(guesses: int) -> dict[TokenTree, object]:
-        def play(rng: Exhaustive) -> object:
-            d = make_decoder(sampling=sampling, guesses=guesses)
-            d.extend((0, 1))
-            tree = d.drafter.propose(d.context, 5, sampling, rng.split("draft", 0))
-            return (
-                tree.tokens,
-                tree.parents,
-                tuple(None if q is None else tuple(q) for q in tree.draft_probs),
-            )
+    def play(rng: Exhaustive) -> tuple[int, int]:
+        guess = rng.draw(g)
+        return guess, judge_guess(q, (guess, g), rng)
 
-        return Exhaustive.law(play)
+    law = Exhaustive.law(play)
+    got = [sum(p for (_, token), p in law.items() if token == x) for x in range(len(q))]
+    assert got == q
+    kept = sum(p for (guess, token), p in law.items() if token == guess)
+    assert kept == 1 - sum(abs(a - b) for a, b in zip(q, g, strict=True)) / 2
 
-    assert trees(0) == trees(3)
+
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.5, top_k=2)], ids=str)
+def test_guesses_are_sampled_from_the_n_grams_under_the_requests_settings(
+    sampling: SamplingParams,
+) -> None:
+    d = make_decoder(sampling=sampling)
+    table = d.drafter.table
+    g = sampling.probs(table.logits([2, 1]))
+
+    def play(rng: Exhaustive) -> int:
+        computed = ComputedPaths(d.drafter.model, sampling, [0, 2])
+        token = d.drafter.guess_token(computed, (1,), rng)
+        assert computed.guesses == {(1,): (token, g)}
+        return token
+
+    assert Exhaustive.law(play) == {token: p for token, p in enumerate(g) if p}
+
+
+def test_trap_the_second_stage_keeps_the_distribution_of_the_tree() -> None:
+    assert trees_are_as_likely(CARD.make).cases == 8
+    with pytest.raises(AssertionError, match="as likely"):
+        find_toy("staged", "the n-gram model's distribution is declared").check()
+    with pytest.raises(AssertionError, match="as likely"):
+        find_toy("staged", "a guessed end of text is not judged").check()
 
 
 @pytest.mark.parametrize("children", ["drawn", "likeliest"])

@@ -22,6 +22,7 @@ def train() -> None:
       tinyspec train lm --recipe models/storyteller/recipe.toml --out models/mine
       tinyspec train lm --distill smollm2 --draft-vocab 8192 --out models/smollm2-draft
       tinyspec train boost --draft apprentice,apprentice --out boosted
+      tinyspec train ngrams --draft apprentice --tokens 200000
     """
 
 
@@ -314,6 +315,41 @@ def boost(
         tuned.to("cpu", torch.bfloat16).save(out / str(number))
         passages_alike = f"on {own:.1%} of the passages, together {together:.1%}"
         click.echo(f"{out / str(number)}  says what {target.name} says {passages_alike}")
+
+
+@train.command("ngrams")
+@option("--draft", default="apprentice", help="The draft model: name or folder; not changed.")
+@option("--tokens", type=POSITIVE, default=200_000, help="At least so many, in whole batches.")
+@option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
+@base.quiet_option
+def train_ngrams(draft: str, tokens: int, device: str, quiet: bool) -> None:
+    """Let a draft model sample text of its own, for n-grams that are counted in it.
+
+    The text lies in the cache, under the draft's name and a hash of its weights. An interrupted run
+    goes on from where it was; so does one with more --tokens. `staged` and `cascade` count as many
+    tokens of it as --sample says.
+
+    \b
+    Examples:
+      tinyspec train ngrams --draft apprentice --tokens 200000
+      tinyspec generate --method staged --sample 200000 "Once upon a time"
+    """
+    from tinyspec import models
+    from tinyspec.speculative import ngram
+    from tinyspec.training.text_cache import cache_batches
+
+    model = models.load(draft, device=device)
+    folder, size = ngram.own_texts_folder(model), ngram.batch_tokens(model)
+    batches = cache_batches(
+        folder,
+        range(-(-tokens // size)),
+        1,
+        lambda number, _: ngram.sample_batch(model, number, size),
+        name_file=ngram.name_batch,
+        title=f"batches of {size} tokens of {model.name}",
+        console=make_console(quiet),
+    )
+    click.echo(f"{folder}: {sum(len(text) - 1 for batch in batches for text in batch)} tokens")
 
 
 @train.command("exits")

@@ -5,6 +5,7 @@ Generation puts BOS before a text (`add_bos`) if tokenizer_config.json's `add_bo
 it is absent, if tokenizer.json's own post-processor puts BOS before an empty text.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -302,6 +303,15 @@ def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
         part.replace(folder / _EXTRAS)
     except (OSError, safetensors.SafetensorError) as error:
         raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
+
+
+def hash_weights(weights: Mapping[str, Tensor]) -> str:
+    """Return a hash of a model's weights in float32: the stored type does not matter."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, weight in sorted(weights.items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
 def write_checkpoint(

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tinyspec import models
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.training.beam import beam_search, greedy_search
 from tinyspec.training.bitext import pad_sequences
@@ -70,20 +71,11 @@ def write_translations(
     return beam_search(rows, c.bos, c.eos, limits, settings.beam, settings.length_power)
 
 
-def hash_weights(model: Seq2Seq) -> str:
-    """Return a hash of the model's weights in float32."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, weight in sorted(model.weights.items()):
-        digest.update(name.encode())
-        digest.update(weight.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
-
-
 def translations_folder(
     model: Seq2Seq, sources: Sequence[Sequence[int]], settings: BeamSettings
 ) -> Path:
     """Return the folder in the cache for this teacher's translations of these sources."""
-    asked = [hash_weights(model), [list(source) for source in sources], asdict(settings)]
+    asked = [hash_weights(model.weights), [list(source) for source in sources], asdict(settings)]
     key = hashlib.blake2b(json.dumps(asked, sort_keys=True).encode(), digest_size=8).hexdigest()
     return models.models_folder().parent / "distilled" / f"{model.name}-{key}"
 

@@ -46,7 +46,7 @@ from tinyspec.bench.report import (
 from tinyspec.bench.settings import TranslationSettings
 from tinyspec.bench.tally import five_number_summary
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.training import distilled
+from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.training.bleu import ORDER, BleuCounts, count_ngrams, load_bleu
 
 BLOCK = 20  # sentences of a sample
@@ -124,7 +124,7 @@ def measure_translation(
     settings = {
         "experiment": experiment,
         "models": {
-            role: [model.name, distilled.hash_weights(model)] for role, model in found.items()
+            role: [model.name, hash_weights(model.weights)] for role, model in found.items()
         },
         "sentences": len(texts),
         "arms": [arm.label for arm in asked],

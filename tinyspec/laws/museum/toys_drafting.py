@@ -433,6 +433,20 @@ dists += [small if small and small[x] else row for x, row in each]""",
         law=staged_traps.AHEAD,
     ),
     _staged(
+        "the n-gram model's distribution is declared",
+        "return [(first, q),",
+        "return [(first, guess[1]),",
+        staged.draw_siblings,
+        law=staged_traps.LIKELY,
+    ),
+    _staged(
+        "a guessed end of text is not judged",
+        "computed.guesses[path] = token, g",
+        "computed.guesses |= {} if token in self.ends else {path: (token, g)}",
+        staged.StagedDrafter.guess_token,
+        law=staged_traps.LIKELY,
+    ),
+    _staged(
         "n-grams straight to the target",
         "deepest = max_draft_depth",
         """text = list(context)

@@ -83,6 +83,7 @@ def begin_decoder(
     prompt: Sequence[int],
     sampling: SamplingParams = GREEDY,
     max_new_tokens: int | None = None,
+    eos: frozenset[int] = frozenset(),
     **knobs: Any,
 ) -> Decoder:
     """Return a technique's decoder that has read a prompt.
@@ -91,7 +92,7 @@ def begin_decoder(
     """
     forward_log: list[Any] = []
     target, *drafts = [model.session(forward_log) for model in models]
-    stop = StoppingCriteria(max_new_tokens=max_new_tokens)
+    stop = StoppingCriteria(eos=eos, max_new_tokens=max_new_tokens)
     request = Request(target, drafts, sampling, stop, forward_log=forward_log)
     decoder = build(request, **knobs)
     decoder.extend(prompt)

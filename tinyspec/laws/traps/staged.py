@@ -5,6 +5,8 @@ N-grams run ahead of the draft model and spare its calls.
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from functools import partial
+from itertools import product
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
@@ -12,7 +14,7 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.evidence import accuse, collect_evidence
+from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import GREEDY, SAMPLED, Build, Trap, begin_decoder, card
 from tinyspec.speculative.treedraft import TreeDrafter, branching_parents
@@ -20,6 +22,7 @@ from tinyspec.tree import TokenTree
 
 AHEAD = "n-grams spare the draft calls"
 DRAFTS = "every draft token is the draft's, whatever the n-grams say"
+LIKELY = "every tree is as likely with n-grams as without, and declares the same"
 GUIDED = "a tree that follows the draft's probability beats fixed trees of its size"
 
 KNOBS: dict[str, Any] = {
@@ -80,6 +83,31 @@ def tokens_are_the_drafts(build: Build) -> Iterator[int]:
             yield 0
 
 
+@collect_evidence(LIKELY)
+def trees_are_as_likely(build: Build) -> Iterator[int]:
+    """Check the probability of every tree and its distributions, also where a guess ends a text."""
+    models = [TableModel(1, 3), TableModel(2, 3, zeros=False)]
+    settings = SAMPLED, SamplingParams(top_k=2), SamplingParams(top_k=1), GREEDY
+    for sampling, eos in product(settings, (frozenset[int](), frozenset({1}))):
+
+        def play(rng: Exhaustive, knobs: dict[str, Any], sampling: Any, eos: Any) -> Any:
+            decoder = begin_decoder(build, models, (0, 1), sampling, eos=eos, **knobs)
+            tree = decoder.drafter.propose([0, 1], 5, sampling, rng.split("draft", 0))
+            rows = tuple(None if q is None else tuple(q) for q in tree.draft_probs)
+            return tuple(tree.tokens), tuple(tree.parents), rows
+
+        small = KNOBS | {"budget": 4, "children": "drawn", "sample": 96}
+        alone, helped = (
+            Exhaustive.law(partial(play, knobs=small | more, sampling=sampling, eos=eos))
+            for more in ({"guesses": 0}, {})
+        )
+        for tree in (*alone, *helped):
+            case = {"sampling": sampling, "eos": sorted(eos), **small, "tree": tree[:2]}
+            case["declared"] = [row and [str(x) for x in row] for row in tree[2]]
+            expect_equal(LIKELY, alone.get(tree, 0), helped.get(tree, 0), **case)
+        yield len(helped)
+
+
 @collect_evidence(GUIDED)
 def beats_fixed_trees(build: Build) -> Iterator[int]:
     """Check the tokens of a round, expected over every outcome, against all fixed trees.
@@ -123,5 +151,6 @@ def count_reached(tree: TokenTree, rows: Callable[[Sequence[int]], Sequence[int]
 TRAPS = [
     Trap(AHEAD, calls_are_spared, card("staged")),
     Trap(DRAFTS, tokens_are_the_drafts, card("staged")),
+    Trap(LIKELY, trees_are_as_likely, card("staged")),
     Trap(GUIDED, beats_fixed_trees, card("staged")),
 ]

@@ -1,32 +1,38 @@
 """Staged speculative decoding: draft a tree, and let an n-gram model speculate for the draft model.
 
 Paper: Spector & Re 2023, arXiv 2308.04623. The draft model is not trained for this; the n-grams are
-counted once per model, in text that the draft model sampled.
+counted in a sampling run of the draft model, `tinyspec train ngrams --draft NAME --tokens N`.
 
 Idea. Two ideas, for one request on one machine. First, the target verifies a *tree* that grows
 where the draft's own probability is: the most probable leaf so far always gets children next, so
 the tree is wide near the root and deep along likely paths. Second, the draft model is decoded
-speculatively too: a Katz back-off n-gram model predicts the next tokens, and one forward pass of
-the draft model runs them together with the leaves that may be expanded next. If the tree takes the
-predicted path, its distributions are there already.
+speculatively too. A Katz back-off n-gram model samples the next tokens, and one forward pass of the
+draft model runs them together with the leaves that may be expanded next. The draft model accepts or
+rejects each of them as the first child of the node before it. If it accepts, the distribution after
+that child is there already.
 
     value(node) = product of q(token) along the path        the leaf with the greatest value expands
 
+A token x that the n-gram model drew from g is accepted by the draft model q with probability
+
+    min(1, q(x) / g(x))        over all x: 1 - TV(q, g)
+
+A rejected x is replaced by a token drawn from max(0, q - g), normalized.
+
 Guarantee: EXACT. Children are sampled without replacement and declare their distributions (or are
 the draft's most likely tokens, as point masses; at temperature 0 always). Which leaf expands
-depends on what was drawn before. The n-grams decide what is computed, not what is drawn.
-Pitfall: a fixed tree, or n-grams that draft for the target: each leaves out one of the two stages.
-Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; the tree is the same without
-n-grams, and costs more passes; on a biased table it beats fixed trees of its size; one target pass
-per round).
-Left out: sampling and judging in stage two. In the paper the n-gram model samples tokens, and the
-draft model accepts or rejects them by the rule of speculative decoding. Here the n-gram model's
-most likely tokens only choose what one pass of the draft model computes; the draft's own draw
-decides, and a token that was foreseen spares a pass. Both keep the draft's distribution. They
-differ in how often a pass is spared: with the probability of the foreseen token here, with
-1 - TV(draft, n-gram) there. The paper counts its n-grams in a long run of the draft model that is
-kept. Here `sample` tokens are sampled once for each loaded model and not written to a file. The
-paper's tree sizes were not available: `budget`, `width`, `guesses` and `sample` are ours.
+depends on what was drawn before.
+Pitfall: declaring g for a token that the draft model has judged: it follows q by then. A token that
+ends the text must be judged like any other, although nothing is computed after it. A fixed tree, or
+n-grams that draft for the target, leave out one of the two stages.
+Tests: tests/speculative/test_staged.py (`grow_tree` against what runs; how often a guess is kept;
+every tree is as likely without n-grams, and costs more passes; on a biased table it beats fixed
+trees of its size; one target pass per round), tests/speculative/test_ngram.py (Katz's formula).
+Left out: the paper's run of 120 million tokens at temperature 1.5. Ours has temperature 1, and
+`sample` says how many of its tokens are counted. Up to 8,192 are sampled when the draft model is
+loaded; more are read from the cache, where the command above keeps them. The tree's sizes are not
+in the paper: `budget`, `width` and `guesses` are ours. With point masses nothing is drawn, so the
+n-gram model's most likely tokens are compared with the children.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,13 +43,16 @@ from tinyspec.decoding.decode import Decoder, Target, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
-from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.ngram import KatzModel, sample_unconditionally
+from tinyspec.decoding.verify import exclude_token, residual, verify_tree
+from tinyspec.speculative.ngram import KatzModel, first_row, read_own_texts
 from tinyspec.speculative.treedraft import sample_siblings
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
 
 Path = tuple[int, ...]
+
+Guess = tuple[int, Probs]
+"""A token that the n-gram model sampled, and the distribution it was sampled from."""
 
 
 def grow_tree(
@@ -71,8 +80,22 @@ def grow_tree(
     return nodes
 
 
+def judge_guess(q: Probs, guess: Guess, rng: RandomSource) -> int:
+    """Return a token that follows q: the guess if it is accepted, else a draw from the residual.
+
+    One token of speculative decoding, with the draft model in the place of the target.
+    """
+    token, g = guess
+    if rng.accept(q[token] / g[token]):
+        return token
+    return rng.draw(residual(q, g))
+
+
 class ComputedPaths:
-    """The paths that the draft model has run in this round, and the distributions after them."""
+    """The paths that the draft model has run in this round, and the distributions after them.
+
+    guesses  path -> what the n-gram model guesses for its first child. Each is judged at most once.
+    """
 
     def __init__(self, model: Target, sampling: SamplingParams, context: Sequence[int]):
         self.model, self.sampling, self.context = model, sampling, context
@@ -80,6 +103,7 @@ class ComputedPaths:
         self.tokens, self.parents = list[int](), list[int]()
         self.probs: TargetProbs | None = None
         self.size = -1  # nodes whose distributions are known
+        self.guesses: dict[Path, Guess] = {}
 
     def add(self, path: Path) -> None:
         """Compute this path in the next forward pass."""
@@ -140,12 +164,9 @@ class StagedDrafter(ModelDrafter):
         while leaves and len(tokens) < self.budget:
             left = self.budget - len(tokens)
             if computed.needs_run(leaves[0][2]):
-                self.run_ahead(computed, leaves, -(-left // self.width), deepest)
+                self.run_ahead(computed, leaves, -(-left // self.width), deepest, rng)
             value, node, path = heappop(leaves)
-            assert computed.probs is not None
-            for token, q, prob in self.draw_children(
-                computed.probs, computed.place[path], min(self.width, left), rng
-            ):
+            for token, q, prob in self.draw_children(computed, path, min(self.width, left), rng):
                 if token not in self.ends and len(path) + 1 < deepest:
                     heappush(leaves, (value * prob, len(tokens), (*path, token)))
                 tokens.append(token)
@@ -154,7 +175,12 @@ class StagedDrafter(ModelDrafter):
         return TokenTree(tuple(tokens), tuple(parents), tuple(dists), (False,) * len(tokens))
 
     def run_ahead(
-        self, computed: ComputedPaths, leaves: list[tuple[Any, int, Path]], most: int, deepest: int
+        self,
+        computed: ComputedPaths,
+        leaves: list[tuple[Any, int, Path]],
+        most: int,
+        deepest: int,
+        rng: RandomSource,
     ) -> None:
         """Run the draft model once, over the first leaves and the n-grams after the first of them.
 
@@ -164,24 +190,38 @@ class StagedDrafter(ModelDrafter):
             computed.add(path)
         path = leaves[0][2]
         for _ in range(min(self.guesses, most - 1, deepest - 1 - len(path))):
-            token = (
-                self.table.most_likely([*computed.context[-self.table.order :], *path])
-                if self.table
-                else None
-            )
+            token = self.guess_token(computed, path, rng)
             if token is None or token in self.ends:
                 break
             path = (*path, token)
             computed.add(path)
         computed.run()
 
+    def guess_token(self, computed: ComputedPaths, path: Path, rng: RandomSource) -> int | None:
+        """Return what the n-gram model says after a path; None if it does not know the last token.
+
+        Where children are sampled, the guess is sampled under the same settings, and kept for the
+        draft model to judge. Else it is the most likely token.
+        """
+        text = [*computed.context, *path]
+        if self.table is None or not self.table.knows(text):
+            return None
+        if not self.drawn or computed.sampling.greedy:
+            return self.table.most_likely(text)
+        g = computed.sampling.probs(self.table.logits(text), text)
+        token = rng.draw(g)
+        computed.guesses[path] = token, g
+        return token
+
     def draw_children(
-        self, probs: TargetProbs, node: int, k: int, rng: RandomSource
+        self, computed: ComputedPaths, path: Path, k: int, rng: RandomSource
     ) -> list[tuple[int, Probs | None, Any]]:
-        """Return at most k tokens after a node of the computed tree.
+        """Return at most k tokens after a path that was computed.
 
         Each comes with its declared distribution and its probability under the draft model.
         """
+        probs, node = computed.probs, computed.place[path]
+        assert probs is not None
         if probs.sampling.temperature == 0:
             q = probs.probs_under(
                 node, SamplingParams(repetition_penalty=probs.sampling.repetition_penalty)
@@ -189,8 +229,20 @@ class StagedDrafter(ModelDrafter):
         else:
             q = probs[node]
             if self.drawn:
-                return [(token, dist, q[token]) for token, dist in sample_siblings(q, k, rng)]
+                drawn = draw_siblings(q, k, computed.guesses.get(path), rng)
+                return [(token, dist, q[token]) for token, dist in drawn]
         return [(token, None, q[token]) for token in top_k_tokens(q, k) if q[token] > 0]
+
+
+def draw_siblings(
+    q: Probs, k: int, guess: Guess | None, rng: RandomSource
+) -> list[tuple[int, Probs | None]]:
+    """Draw k tokens without replacement, as `sample_siblings`; a guess may become the first."""
+    if guess is None:
+        return sample_siblings(q, k, rng)
+    first = judge_guess(q, guess, rng)
+    others = exclude_token(q, first)  # q itself if it has no other token
+    return [(first, q), *(sample_siblings(others, k - 1, rng) if others[first] == 0 else ())]
 
 
 @technique(
@@ -207,7 +259,7 @@ class StagedDrafter(ModelDrafter):
         Knob(
             "guesses",
             3,
-            "tokens that the n-gram model predicts for the draft; 0: no second stage",
+            "tokens that the n-gram model drafts for the draft; 0: no second stage",
             low=0,
             high=64,
             small=(1, 0),
@@ -216,10 +268,11 @@ class StagedDrafter(ModelDrafter):
         Knob(
             "sample",
             2048,
-            "tokens that the draft samples once, to count n-grams in",
+            "tokens of the draft's own sampling run, to count n-grams in; above 8192 of those that "
+            "`tinyspec train ngrams` wrote",
             low=0,
             high=1 << 20,
-            small=(8,),
+            small=(64,),
         ),
     ),
 )
@@ -242,7 +295,7 @@ def staged(
             draft,
             ("n-grams", order, sample),
             lambda: KatzModel(
-                sample_unconditionally(model, sample), order, model.config.vocab_size
+                read_own_texts(model, sample), order, model.config.vocab_size, first_row(model)
             ),
         )
     ends, max_length = request.stop.eos, request.draft_max_length
