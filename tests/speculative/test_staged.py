@@ -5,10 +5,13 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lm.small import LLAMA, PROMPT, model
 from tests.table import Table, exact_law
+from tinyspec.decoding import sampling
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
@@ -25,6 +28,7 @@ from tinyspec.laws.traps.staged import (
 )
 from tinyspec.speculative.drafting.staged import ComputedPaths, grow_tree, judge_guess
 from tinyspec.technique import Request, find_technique
+from tinyspec.tree import TokenTree
 
 CARD = find_technique("staged")
 WEIGHTS = st.lists(st.integers(0, 4), min_size=3, max_size=3).filter(any)
@@ -215,6 +219,25 @@ def test_temperature_0_gives_plain_greedy_text_and_children_that_are_point_masse
     assert finish(d) == finish(plain)
     d.rewind(2)
     assert set(d.step(Seeded(1)).tree.draft_probs) == {None}
+
+
+def test_on_a_device_the_trees_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU tensors stand in for the device."""
+
+    def propose_trees() -> list[TokenTree]:
+        big, small = (model(LLAMA, seed=seed, dtype=torch.float64) for seed in (1, 2))
+        request = Request(big.session(), [small.session()], SamplingParams(0.8, top_k=9))
+        d = CARD.make(request, sample=640)
+        d.extend(PROMPT)
+        return [d.step(Seeded(number)).tree for number in range(6)]
+
+    on_the_host = propose_trees()
+    monkeypatch.setattr(sampling, "is_on_device", lambda row: True)
+    for tree, expected in zip(propose_trees(), on_the_host, strict=True):
+        assert tree[:2] == expected[:2]
+        for q, row in zip(tree.draft_probs, expected.draft_probs, strict=True):
+            assert isinstance(q, torch.Tensor)
+            assert q.numpy() == pytest.approx(row)
 
 
 @pytest.mark.parametrize("knobs", [{"budget": 0}, {"width": 0}, {"children": "all"}, {"order": 1}])
