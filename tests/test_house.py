@@ -157,7 +157,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 4343,
     "decoding": 1421,
-    "chapters": 5421,
+    "chapters": 5414,
     "laws": 10716,
     "museum": 3525,
     "training": 2565,

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from fractions import Fraction as F
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from tinyspec.speculative import ngram
 from tinyspec.speculative.ngram import (
     KatzModel,
     batch_tokens,
-    first_row,
+    has_exact_rows,
     own_texts_folder,
     read_own_texts,
     sample_unconditionally,
@@ -31,7 +32,6 @@ from tinyspec.speculative.ngram import (
 
 TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), min_size=1, max_size=3)
 CONTEXT = st.lists(st.integers(0, 3), max_size=4)
-EXACTLY = [F(1)]  # a row as a table gives it
 
 
 def katz_prob(texts: list[list[int]], context: Sequence[int], token: int, order: int) -> F:
@@ -58,7 +58,7 @@ def test_distribution_is_katzs_formula(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
     expected = [katz_prob(texts, context, token, order) for token in range(4)]
-    assert KatzModel(texts, order, 4, EXACTLY).probs(context).tolist() == expected
+    assert KatzModel(texts, order, 4, exact=True).probs(context).tolist() == expected
     assert np.allclose(KatzModel(texts, order, 4).probs(context), [float(x) for x in expected])
 
 
@@ -66,7 +66,7 @@ def test_distribution_is_katzs_formula(
 def test_distribution_sums_to_one_and_unseen_tokens_are_possible(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
-    row = KatzModel(texts, order, 4, EXACTLY).probs(context)
+    row = KatzModel(texts, order, 4, exact=True).probs(context)
     assert sum(row) == 1
     assert min(row) > 0
 
@@ -75,7 +75,7 @@ def test_distribution_sums_to_one_and_unseen_tokens_are_possible(
 def test_most_likely_token_is_the_lowest_argmax(
     texts: list[list[int]], context: list[int], order: int
 ) -> None:
-    katz = KatzModel(texts, order, 4, EXACTLY)
+    katz = KatzModel(texts, order, 4, exact=True)
     row = katz.probs(context).tolist()
     continued = bool(context) and any(context[-1] in text[:-1] for text in texts)
     assert katz.most_likely(context) == (row.index(max(row)) if continued else None)
@@ -85,7 +85,7 @@ def test_a_worked_example() -> None:
     """1 was followed by 2 twice and by 0 once: a half is taken from both counts, and tokens 1 and 3
     get the freed third.
     """
-    row = KatzModel([[1, 2, 1, 2, 1, 0]], 2, 4, EXACTLY).probs([1])
+    row = KatzModel([[1, 2, 1, 2, 1, 0]], 2, 4, exact=True).probs([1])
     assert [row[2], row[0]] == [F(1, 2), F(1, 6)]
     assert row[1] + row[3] == F(1, 3)
     assert row[1] > row[3]  # shared out as the shorter context would: 1 was seen, 3 never
@@ -96,12 +96,16 @@ def test_an_unseen_context_is_judged_by_its_end() -> None:
     assert katz.probs([0, 2]).tolist() == katz.probs([2]).tolist()
 
 
-@pytest.mark.parametrize("small", [TableModel(3), model(LLAMA, seed=1)], ids=["table", "model"])
-def test_logits_give_the_distribution_in_the_type_of_the_models_own(small: object) -> None:
-    katz = KatzModel([[1, 2, 1, 0]], 2, 4, first_row(small))
-    own = SamplingParams().probs(first_row(small))
+@pytest.mark.parametrize(
+    ("small", "exact"),
+    [(TableModel(3), True), (TableModel(3, floats=True), False), (model(LLAMA), False)],
+    ids=["table", "table of floats", "model"],
+)
+def test_logits_give_the_distribution_in_the_numbers_of_the_model(small: Any, exact: bool) -> None:
+    assert has_exact_rows(small) is exact
+    katz = KatzModel([[1, 2, 1, 0]], 2, 4, exact)
     row = SamplingParams().probs(katz.logits([1]))
-    assert type(row) is type(own)
+    assert isinstance(row[0], F) is exact
     assert np.allclose([float(x) for x in row], [float(x) for x in katz.probs([1])])
 
 

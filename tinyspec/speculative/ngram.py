@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-import torch
 
 from tinyspec import models
 from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import DEVICE, EXACT, UNCHANGED, kernels_of
+from tinyspec.decoding.sampling import EXACT, UNCHANGED, kernels_of
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.checkpoint import hash_weights
@@ -42,8 +41,7 @@ DISCOUNT = Fraction(1, 2)  # what is taken off each count
 class KatzModel:
     """A back-off model of n-grams up to an order, over a vocabulary of V tokens.
 
-    like  a row of logits [V] of the model that is imitated: `logits` has its type, and where it
-          has Fractions, all probabilities are Fractions; None: float64
+    exact  whether probabilities are Fractions, for a model whose own are; else float64
 
     >>> model = KatzModel([[1, 2, 3, 1, 2, 0]], order=3, vocabulary=4)
     >>> model.most_likely([9, 1]), model.most_likely([3, 1, 2]), model.most_likely([0])
@@ -51,10 +49,10 @@ class KatzModel:
     """
 
     def __init__(
-        self, texts: Iterable[Sequence[int]], order: int, vocabulary: int, like: Any = None
+        self, texts: Iterable[Sequence[int]], order: int, vocabulary: int, exact: bool = False
     ):
-        self.order, self.vocabulary, self.like = order, vocabulary, like
-        self.number: Any = Fraction if like is not None and kernels_of(like) is EXACT else float
+        self.order, self.vocabulary = order, vocabulary
+        self.number: Any = Fraction if exact else float
         counts: defaultdict[Context, dict[int, int]] = defaultdict(dict)
         for text in texts:
             for end, token in enumerate(text):
@@ -62,9 +60,7 @@ class KatzModel:
                     after = counts[tuple(text[end - n : end])]
                     after[token] = after.get(token, 0) + 1
         self.counts = dict(counts)
-        uniform = np.full(
-            vocabulary, self.number(1) / vocabulary, object if self.number is Fraction else float
-        )
+        uniform = np.full(vocabulary, self.number(1) / vocabulary, object if exact else float)
         self.unigrams = self._add_counts(uniform, ()) if self.counts else uniform
 
     def probs(self, context: Sequence[int]) -> Any:
@@ -79,13 +75,9 @@ class KatzModel:
         return row
 
     def logits(self, context: Sequence[int]) -> Any:
-        """Return the distribution as `SamplingParams.probs` takes it, in the type of `like`."""
+        """Return the distribution as `SamplingParams.probs` takes it."""
         row = self.probs(context)
-        if self.number is Fraction:
-            return row.tolist()
-        logits = np.log(row)
-        is_on_device = self.like is not None and kernels_of(self.like) is DEVICE
-        return torch.from_numpy(logits).to(self.like.device) if is_on_device else logits
+        return row.tolist() if self.number is Fraction else np.log(row)
 
     def most_likely(self, context: Sequence[int]) -> int | None:
         """Return the most likely next token; None if the newest token was never continued.
@@ -159,11 +151,11 @@ def start_token(model: Any) -> int:
     return config.bos if config.bos is not None else min(config.eos, default=0)
 
 
-def first_row(model: Any) -> Any:
-    """Return the model's logits [V] after the start of a text."""
+def has_exact_rows(model: Any) -> bool:
+    """Return whether a model gives Fractions, as the tables of the exact laws do."""
     session = model.session()
     session.extend([start_token(model)])
-    return session.score(TokenTree()).logits[0]
+    return kernels_of(session.score(TokenTree()).logits) is EXACT
 
 
 def own_texts_folder(model: Any) -> Path:

@@ -44,7 +44,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.decoding.verify import exclude_token, residual, verify_tree
-from tinyspec.speculative.ngram import KatzModel, first_row, read_own_texts
+from tinyspec.speculative.ngram import KatzModel, has_exact_rows, read_own_texts
 from tinyspec.speculative.treedraft import sample_siblings
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, Probs, TokenTree
@@ -295,7 +295,7 @@ def staged(
             draft,
             ("n-grams", order, sample),
             lambda: KatzModel(
-                read_own_texts(model, sample), order, model.config.vocab_size, first_row(model)
+                read_own_texts(model, sample), order, model.config.vocab_size, has_exact_rows(model)
             ),
         )
     ends, max_length = request.stop.eos, request.draft_max_length
