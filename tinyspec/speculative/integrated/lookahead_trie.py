@@ -34,9 +34,11 @@ Tests: tests/speculative/test_lookahead_trie.py (`retrieve_branches` against wha
 procedure alone; one request shortens the next; shared beginnings are checked once).
 Left out: bounds for the branches of each first token (the authors' code: 65,536 nodes, of them 512
 of outputs, looked at when 1,024 first tokens were changed). Here one `bound` is set for all outputs
-and held after every round. The code fills the second half by 0.9999 prompt + 0.0001 output counts;
-here by the prompt's counts, then by those of outputs, so only ties differ. Its count of the draft
-tokens that are enough includes the newest token, and half as many are enough for a single branch.
+and held after every round. The forest keeps every suffix of a window that it keeps, and finds the
+longest match by that; halving the windows of one first token alone would break it. The code fills
+the second half by 0.9999 prompt + 0.0001 output counts; here by the prompt's counts, then by those
+of outputs, so only ties differ. Its count of the draft tokens that are enough includes the newest
+token, and half as many are enough for a single branch.
 """
 
 from collections.abc import Collection, Mapping, Sequence
