@@ -24,6 +24,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tinyspec.decoding.decode import Decoder, Round, TargetProbs
 from tinyspec.decoding.rng import RandomSource, Seeded
@@ -33,8 +35,10 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.contracts import MakeDecoder
 from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.models import Array, small_network
+from tinyspec.lm.heads import TOKEN_MAP, freeze_target, head_weights
 from tinyspec.lm.model import Model
-from tinyspec.technique import Request
+from tinyspec.lm.ops import scatter_logits
+from tinyspec.technique import Card, Request
 from tinyspec.tree import ROOT, TokenTree
 
 DRAFT_OF_TEXT = "the draft is a function of the text"
@@ -58,6 +62,10 @@ drafted  the draft tokens between the text and that token
 None: after this text nothing can be proposed, because no state is known yet. It is the forward pass
 that the loss uses, on all tokens at once: no session, no tree, no cache.
 """
+
+
+MakeNetwork = Callable[[int, int], Model]
+"""(seed, size of the vocabulary) -> a small float64 target, with the head that is judged."""
 
 
 class Proposal(NamedTuple):
@@ -207,23 +215,28 @@ def draft_without_past(make: MakeDecoder, proposal: Proposal) -> TokenTree:
 
 
 @collect_evidence(DRAFT_OF_TEXT)
-def draft_is_function_of_text(make: MakeDecoder) -> Iterator[int]:
+def draft_is_function_of_text(
+    make: MakeDecoder, network: MakeNetwork = small_network
+) -> Iterator[int]:
     """Check F1: after any past, the draft is the one that a decoder without a past proposes.
 
     Tokens, shape and probes must be equal, and declared distributions up to rounding. Raises
     LawViolated with the shortest text that shows a difference.
 
-    make  request -> Decoder, as a card's `make`
+    make     request -> Decoder, as a card's `make`
+    network  (seed, vocabulary) -> target
     """
 
     def compare(proposal: Proposal) -> DraftDifference | None:
         return _compare_drafts(proposal, draft_without_past(make, proposal))
 
-    yield from _judge_walks(DRAFT_OF_TEXT, make, compare)
+    yield from _judge_walks(DRAFT_OF_TEXT, make, network, compare)
 
 
 @collect_evidence(DRAFT_OF_TRAINING)
-def draft_is_training_forward(make: MakeDecoder, forward: TrainingForward) -> Iterator[int]:
+def draft_is_training_forward(
+    make: MakeDecoder, forward: TrainingForward, network: MakeNetwork = small_network
+) -> Iterator[int]:
     """Check F2: after any past, each draft token is chosen by the training forward's logits.
 
     A declared distribution must be their softmax at the request's temperature; siblings drawn
@@ -232,22 +245,40 @@ def draft_is_training_forward(make: MakeDecoder, forward: TrainingForward) -> It
 
     make     request -> Decoder, as a card's `make`
     forward  (target, text, drafted) -> logits [V], with the weights that `make` gives the drafter
+    network  (seed, vocabulary) -> target
     """
 
     def compare(proposal: Proposal) -> DraftDifference | None:
         return _compare_with_forward(proposal, partial(forward, proposal.model, proposal.text))
 
-    yield from _judge_walks(DRAFT_OF_TRAINING, make, compare)
+    yield from _judge_walks(DRAFT_OF_TRAINING, make, network, compare)
+
+
+def trained_forward(
+    card: Card, model: Model, text: Sequence[int], drafted: Sequence[int]
+) -> Tensor | None:
+    """Return what the training forward of a card says on a whole text: a `TrainingForward`."""
+    if len(text) == 1 or card.trained is None:
+        return None
+    weights, blocks = head_weights(model, card.name), model.torch_blocks()
+    target = freeze_target(model, weights.get(TOKEN_MAP))
+    ids = torch.tensor([[*text, *drafted]])
+    states = blocks.hidden_states(ids, card.trained.layers(model.config))
+    logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
+    return scatter_logits(logits, target.token_map, model.config.vocab_size)
 
 
 def _judge_walks(
-    law: str, make: MakeDecoder, compare: Callable[[Proposal], DraftDifference | None]
+    law: str,
+    make: MakeDecoder,
+    network: MakeNetwork,
+    compare: Callable[[Proposal], DraftDifference | None],
 ) -> Iterator[int]:
     """Yield the number of draft tokens of each right draft; accuse the shortest wrong text."""
     wrong, drafted = list[DraftDifference](), 0
     for seed in WALK_SEEDS:
         for temperature in WALK_TEMPERATURES:
-            model, sampling = small_network(seed, WALK_VOCABULARY), SamplingParams(temperature)
+            model, sampling = network(seed, WALK_VOCABULARY), SamplingParams(temperature)
             for proposal in walk_texts(make, model, sampling, seed):
                 difference = compare(proposal)
                 if difference is not None:
