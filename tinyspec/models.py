@@ -120,6 +120,15 @@ def find_drafts_of(name: str) -> list[str]:
     return [known.name for known in list_known() if _extras(known.path).get("draft_of") == name]
 
 
+def find_heads_of(name: str, method: str) -> list[str]:
+    """Return heads on this machine, by name, that were trained for this model and method."""
+    return [
+        known.name
+        for known in list_known()
+        if (own := _extras(known.path)).get("head_of") == name and own.get("method") == method
+    ]
+
+
 def _config(path: Path | None) -> dict[str, Any]:
     """Return config.json as it stands, or nothing: the caller only wants to know the kind."""
     try:
@@ -268,12 +277,12 @@ def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
         return load(name, device=device, dtype=dtype)
 
     def load_kept(name: str | Path, device: Any = "cpu", dtype: Any = None) -> M:
-        return load_stamped(name, _stamp(name), str(device), None if dtype is None else str(dtype))
+        return load_stamped(name, stamp(name), str(device), None if dtype is None else str(dtype))
 
     return load_kept
 
 
-def _stamp(name: str | Path) -> object:
+def stamp(name: str | Path) -> object:
     """Return what changes with a model's files: their names, times and sizes. A hub id has none."""
     path = find_model(name)
     files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]

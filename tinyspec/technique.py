@@ -238,6 +238,16 @@ class TrainingBatch(NamedTuple):
     top_ids: Tensor
     top_probs: Tensor
 
+    def known_tokens(self, target: FrozenTarget, depth: int) -> tuple[Tensor, Tensor]:
+        """Return where a guess of this depth is known, and the rows of the right tokens.
+
+        Both are [B, T - 2 - depth]: entry t is of the token t + 2 + depth. It is known if the
+        target wrote that token and the head has a row for it.
+        """
+        first = 2 + depth
+        rows = target.row_of[self.ids[:, first:]]
+        return self.is_answer[:, first - 1 : -1] & (rows >= 0), rows
+
 
 HeadWeights = Mapping[str, Tensor]
 

@@ -137,11 +137,16 @@ def head_weights(model: Any, method: str) -> dict[str, Tensor]:
     extras: Mapping[str, Tensor] = getattr(model, "extras", {})
     found = {name[len(lead) :]: w for name, w in extras.items() if name.startswith(lead)}
     if not found:
-        raise TinyspecError(
-            f"{model.name} has no head for {method}: name its folder with --head, or train one "
-            f"with `tinyspec train head --for {model.name} --method {method} --out FOLDER`"
-        )
+        raise no_head(model.name, method)
     return found
+
+
+def no_head(model: str, method: str) -> TinyspecError:
+    """Return the error of a method whose head is not there."""
+    return TinyspecError(
+        f"{model} has no head for {method}: name its folder with --head (head=...), or train one: "
+        f"tinyspec train head --for {model} --method {method} --out FOLDER"
+    )
 
 
 def add_head(model: Model, method: str, weights: Mapping[str, Tensor]) -> Model:
@@ -191,33 +196,39 @@ def write_head(folder: str | Path, head: HeadFile) -> None:
         (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-def read_head(folder: str | Path) -> HeadFile:
-    """Read a head's folder. Raises TinyspecError, one line, for what is missing or damaged."""
-    folder = Path(folder)
-    file = folder / "config.json"
+def read_head_config(folder: str | Path) -> dict[str, Any]:
+    """Return method, head_of, check and settings of a head's folder, and `values`: all other keys.
+
+    Raises TinyspecError, one line, for what is missing or damaged.
+    """
+    file = Path(folder) / "config.json"
+    kinds = {"method": str, "head_of": str, "check": int, "settings": dict}
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        own = values.pop("tinyspec")
-        method, target, check = own.pop("method"), own.pop("head_of"), own.pop("check")
-        settings = own.pop("settings")
-        if not (isinstance(method, str) and isinstance(target, str) and isinstance(check, int)):
-            raise TypeError
-        if not isinstance(settings, dict):
+        extra = values.pop("tinyspec")
+        own = {name: extra.pop(name) for name in kinds}
+        if not all(isinstance(own[name], kind) for name, kind in kinds.items()):
             raise TypeError
     except FileNotFoundError:
         raise TinyspecError(f"{folder}: no head: it has no config.json") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise TinyspecError(
-            f"{file}: not the config of a head: its section tinyspec must name method, head_of, "
+            f"{file}: not the config of a head: its section tinyspec must have method, head_of, "
             "check and settings, as `tinyspec train head` writes them"
         ) from None
+    return {**own, "values": {**values, "tinyspec": extra}}
+
+
+def read_head(folder: str | Path) -> HeadFile:
+    """Read a head's folder. Raises TinyspecError, one line, for what is missing or damaged."""
+    own = read_head_config(folder)
+    file = Path(folder) / "model.safetensors"
     try:
-        weights = safetensors.torch.load_file(str(folder / "model.safetensors"))
+        weights = safetensors.torch.load_file(str(file))
     except Exception as error:  # a damaged file, or none
-        raise TinyspecError(
-            f"{folder / 'model.safetensors'}: cannot be read ({error}); train the head again"
-        ) from error
-    return HeadFile(method, target, check, settings, {**values, "tinyspec": own}, weights)
+        raise TinyspecError(f"{file}: cannot be read ({error}); train the head again") from error
+    parts = (own[name] for name in ("method", "head_of", "check", "settings", "values"))
+    return HeadFile(*parts, weights=weights)
 
 
 def check_head(

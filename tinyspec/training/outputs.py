@@ -60,13 +60,11 @@ class OutputSettings:
         for name in ("texts", "tokens", "prompt", "question", "top", "batch"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise TinyspecError(
-                    f"[distill] {name} is {getattr(self, name)}: "
-                    "it must be a whole number from 1 on"
+                    f"{name} is {getattr(self, name)}: it must be a whole number from 1 on"
                 )
         if not self.temperature > 0:
             raise TinyspecError(
-                f"[distill] temperature is {self.temperature}: "
-                "outputs are drawn, so it must be above 0"
+                f"temperature is {self.temperature}: outputs are drawn, so it must be above 0"
             )
 
 

@@ -125,12 +125,10 @@ def predict_token(
 def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the weighted sum of the heads' cross-entropies on what the target wrote."""
     total = batch.states.new_zeros(())
-    rows = target.row_of[batch.ids]  # [B, T]
     for depth in range(count_heads(weights)):
-        first = 2 + depth  # row t predicts the token t + 2 + depth
-        logits = predict_token(weights, target, batch.ids, batch.states[:, :, :-first], depth)
-        is_known = batch.is_answer[:, first - 1 : -1] & (rows[:, first:] >= 0)
-        entropy = F.cross_entropy(logits[is_known].float(), rows[:, first:][is_known])
+        is_known, rows = batch.known_tokens(target, depth)
+        logits = predict_token(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
+        entropy = F.cross_entropy(logits[is_known].float(), rows[is_known])
         total = total + DECAY ** (depth + 1) * entropy
     return total
 
