@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2961,
+    "root + show": 3041,
     "_core": 957,
-    "lm": 4336,
-    "decoding": 1421,
-    "chapters": 5360,
-    "laws": 10691,
+    "lm": 4509,
+    "decoding": 1445,
+    "chapters": 5531,
+    "laws": 10757,
     "museum": 3511,
-    "training": 2565,
+    "training": 2827,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2482,
+    "cli": 2561,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

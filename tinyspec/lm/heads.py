@@ -227,8 +227,9 @@ def read_head(folder: str | Path) -> HeadFile:
         weights = safetensors.torch.load_file(str(file))
     except Exception as error:  # a damaged file, or none
         raise TinyspecError(f"{file}: cannot be read ({error}); train the head again") from error
-    parts = (own[name] for name in ("method", "head_of", "check", "settings", "values"))
-    return HeadFile(*parts, weights=weights)
+    return HeadFile(
+        own["method"], own["head_of"], own["check"], own["settings"], own["values"], weights
+    )
 
 
 def check_head(

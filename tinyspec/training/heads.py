@@ -140,7 +140,7 @@ def train_head(
         stored[TOKEN_MAP] = token_map
     values: dict[str, Any] = {"model_type": plan.method, "tinyspec": dict(plan.extra)}
     check = embedding_checksum(target.weights["embed"])
-    shown = {name: value for name, value in vars(settings).items()}
+    shown = dict(vars(settings))
     write_head(run.out, HeadFile(plan.method, target.name, check, shown, values, stored))
     figures = {"top1": float(ranks[0, 0]), "chain": chain}
     run.finish(

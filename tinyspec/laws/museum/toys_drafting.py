@@ -25,7 +25,7 @@ from tinyspec.laws.traps import staged as staged_traps
 from tinyspec.laws.traps import suffix_decoding as suffix_traps
 from tinyspec.laws.traps import token_recycling as recycling_traps
 from tinyspec.laws.traps import triforce as triforce_traps
-from tinyspec.speculative import auto
+from tinyspec.speculative import auto, treedraft
 from tinyspec.speculative.drafting import (
     cascade,
     planner,
@@ -33,7 +33,6 @@ from tinyspec.speculative.drafting import (
     sequoia,
     staged,
     suffix_decoding,
-    token_recycling,
 )
 from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
 from tinyspec.speculative.drafting.rest import RestDrafter
