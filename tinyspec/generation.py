@@ -184,6 +184,7 @@ def start_generation(
     """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
     card, sampling, texts, stops = check_options(
         method=method,
+        head=head,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,

@@ -35,10 +35,10 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.contracts import MakeDecoder
 from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.models import Array, small_network
-from tinyspec.lm.heads import TOKEN_MAP, freeze_target, head_weights
+from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, add_head, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import scatter_logits
-from tinyspec.technique import Card, Request
+from tinyspec.technique import Card, Request, TrainingBatch
 from tinyspec.tree import ROOT, TokenTree
 
 DRAFT_OF_TEXT = "the draft is a function of the text"
@@ -266,6 +266,39 @@ def trained_forward(
     states = blocks.hidden_states(ids, card.trained.layers(model.config))
     logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
     return scatter_logits(logits, target.token_map, model.config.vocab_size)
+
+
+def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> Model:
+    """Return the model with a head that its own loss has fitted to one text of the model.
+
+    The head begins as `begin` says, and every token counts as written by the target. All ranks but
+    the first have chance 0 in the head's table, so its draft is a chain.
+    """
+    trained = card.trained
+    assert trained is not None
+    target, layers = freeze_target(model), trained.layers(model.config)
+    ids = torch.tensor([text])
+    written = torch.ones_like(ids, dtype=torch.bool)
+    states = model.torch_blocks().hidden_states(ids, layers)
+    top = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)[..., None]
+    batch = TrainingBatch(ids, written, states, top, torch.ones_like(top, dtype=states.dtype))
+    begun = trained.begin(target, trained.small, 0)
+    weights = {name: w.clone().requires_grad_() for name, w in begun.items()}
+    optimizer: Any = torch.optim.LBFGS(
+        weights.values(), max_iter=steps, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Any:
+        torch.manual_seed(0)
+        optimizer.zero_grad()
+        loss = trained.loss(weights, target, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)
+    ranks = torch.zeros(trained.depths(weights), RANKED)
+    ranks[:, 0] = 1
+    return add_head(model, card.name, {**weights, RANKS: ranks})
 
 
 def _judge_walks(

@@ -73,7 +73,8 @@ def build_static_tree(nodes: int, chances: tuple[tuple[float, ...], ...]) -> Sta
     """Return the paths of ranks with the greatest products of chances; of equals the shallower.
 
     nodes    how many paths, at most
-    chances  for each depth, the chance of a candidate by its rank, in falling order
+    chances  for each depth, the chance of a candidate by its rank, in falling order; a candidate
+             without a chance is in no tree
 
     Best-first search is optimal: a child's product is at most its parent's.
 
@@ -85,7 +86,8 @@ def build_static_tree(nodes: int, chances: tuple[tuple[float, ...], ...]) -> Sta
 
     def add_children(parent: int, depth: int, worth: float) -> None:
         for rank, chance in enumerate(chances[depth] if depth < len(chances) else ()):
-            heappush(waiting, (-worth * chance, depth, parent, rank))
+            if chance > 0:
+                heappush(waiting, (-worth * chance, depth, parent, rank))
 
     add_children(ROOT, 0, 1.0)
     while waiting and len(tree) < nodes:

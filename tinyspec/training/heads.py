@@ -92,6 +92,11 @@ def train_head(
     source = find_beside(plan.target, run.path.parent, run.out) or plan.target
     target = models.load(source, device=where)
     settings, layers = plan.settings_of_head(), trained.layers(target.config)
+    if settings.draft_vocab > target.config.vocab_size:
+        raise TinyspecError(
+            f"{run.path}: [head] draft_vocab is {settings.draft_vocab}, but {target.name} has "
+            f"{target.config.vocab_size} tokens"
+        )
     target_prompts = outputs.make_prompts(target, plan.texts, prompts, data_folder)
     folder = outputs.outputs_folder(target, plan.texts, prompts)
     run.print(f"texts of {target.name}: {len(target_prompts)}, in {folder}")

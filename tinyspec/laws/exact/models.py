@@ -69,7 +69,8 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
         if name == RANKS:
             weights[name] = (0.5 ** torch.arange(1, 1 + shape[1])).double().expand(shape)
         elif name == TOKEN_MAP:
-            weights[name] = torch.arange(settings.draft_vocab)
+            others = [t for t in range(model.config.vocab_size) if t != 1]  # rows are not ids
+            weights[name] = torch.tensor(others[: settings.draft_vocab])
     return add_head(model, card.name, weights)
 
 
