@@ -257,7 +257,8 @@ class Trained(NamedTuple):
     and the laws.
 
     settings  dataclass of the values that decide the shapes: a recipe's section [head]
-    layers    config of the target -> its layers whose outputs the head reads
+    layers    config of the target -> its layers whose outputs the head reads. None of them: it is
+              trained through the target's layers, as probes are, and predict ignores the states
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
     begin     (target, settings, seed) -> the tensors before training
     depths    weights -> how many tokens are guessed from one state
