@@ -283,7 +283,7 @@ class Trained(NamedTuple):
         shapes = self.shapes(config, settings)
         if settings.draft_vocab:
             shapes[TOKEN_MAP] = (settings.draft_vocab,)
-        empty = {name: torch.empty(0) for name in shapes}
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {**shapes, RANKS: (self.depths(empty), RANKED)}
 
 
