@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3042,
+    "root + show": 3046,
     "_core": 957,
     "lm": 4563,
     "decoding": 1445,
-    "chapters": 5656,
-    "laws": 10927,
-    "museum": 3564,
+    "chapters": 5812,
+    "laws": 10978,
+    "museum": 3589,
     "training": 2833,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2561,
+    "cli": 2564,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -230,6 +230,11 @@ def load(
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
+    if (own := _extras(path)).get("head_of"):
+        method, target = own.get("method"), own["head_of"]
+        raise TinyspecError(
+            f"{name} is no model but a head of {target}: use --model {target} --method {method}"
+        )
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32

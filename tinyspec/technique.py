@@ -421,6 +421,7 @@ class Card:
             "guarantee": self.guarantee.value,
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
+            "head": self.trained is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
             "several_drafts": self.several,

@@ -270,6 +270,12 @@ def test_a_model_without_a_head_says_how_to_train_one(target: Model) -> None:
         tinyspec.generate(target, [1, 2], method="medusa")
 
 
+def test_a_head_is_no_model(target: Model, tmp_path: Path) -> None:
+    write_head(tmp_path / "head", random_file(target))
+    with pytest.raises(TinyspecError, match="is no model but a head of big: use --model big"):
+        tinyspec.load(tmp_path / "head")
+
+
 def test_a_method_without_heads_takes_none(target: Model) -> None:
     with pytest.raises(TinyspecError, match="uses no trained head"):
         tinyspec.generate(target, [1, 2], method="llma", head="somewhere")

@@ -3,13 +3,17 @@
 from functools import partial
 
 from tinyspec.laws.museum.rows import Toy
+from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
+from tinyspec.lm.forward import ForwardBatch
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
+from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.technique import TrainingBatch
 
 _medusa = partial(Toy, technique="medusa")
+_bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
 
 TOYS = [
@@ -54,5 +58,26 @@ TOYS = [
         "rows = self.logits",
         PassDrafter.propose,
         law=pass_traps.CYCLE,
+    ),
+    _bita(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        BitaDrafter.observe,
+        law=bita_traps.PLACED,
+    ),
+    _bita(
+        "masks behind the newest token alone",
+        "for node, depth in depths.items() if max_draft_depth > 0 else ():",
+        "for node, depth in [(ROOT, 0)]:",
+        BitaDrafter.propose,
+        law=bita_traps.ONE_PASS,
+    ),
+    _bita(
+        "a prefix that all rows see",
+        "mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]",
+        "mask[:, :, :lead] = True",
+        ForwardBatch.attention_mask,
+        law=bita_traps.ALONE,
     ),
 ]

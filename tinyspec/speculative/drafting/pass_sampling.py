@@ -29,9 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
@@ -41,7 +39,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
-from tinyspec.lm.probes import run_probe_groups
+from tinyspec.speculative.probing import begin_probes, predict_by_probes, probe_loss
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -53,7 +51,6 @@ from tinyspec.technique import (
 )
 from tinyspec.tree import Probs, TokenTree
 
-ANCHORS = 32  # positions of a text at which a step trains
 AHEAD = "ahead.weight"
 
 # ------------------------------------------------------------------ what is trained
@@ -83,9 +80,7 @@ def ahead_shapes(config: Config, settings: PassSettings) -> dict[str, tuple[int,
 
 def begin_ahead(target: FrozenTarget, settings: PassSettings, seed: int) -> dict[str, Tensor]:
     """Return look-aheads that begin as the mean embedding, each a little different."""
-    shape = ahead_shapes(target.config, settings)[AHEAD]
-    noise = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(target.embed)
-    return {AHEAD: target.embed.mean(0) + 0.1 * target.embed.std() * noise}
+    return {AHEAD: begin_probes(target, settings.tokens, seed)}
 
 
 def count_ahead(weights: HeadWeights) -> int:
@@ -97,26 +92,12 @@ def predict_token(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, V] of a look-ahead behind every position of a text."""
-    assert target.blocks is not None
-    anchors = torch.arange(ids.shape[1], device=ids.device)
-    ahead = weights[AHEAD][: depth + 1]
-    return F.linear(run_probe_groups(target.blocks, ids, anchors, ahead)[:, :, -1], target.head)
+    return predict_by_probes(target, ids, weights[AHEAD], depth)
 
 
 def pass_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the mean cross-entropy of all look-aheads behind random positions."""
-    assert target.blocks is not None
-    n, width = count_ahead(weights), batch.ids.shape[1]
-    anchors = torch.randperm(max(width - 1 - n, 1), device=batch.ids.device)[:ANCHORS]
-    states = run_probe_groups(target.blocks, batch.ids, anchors, weights[AHEAD])
-    total = states.new_zeros(())
-    for depth in range(n):
-        is_known, rows = batch.known_tokens(target, depth)
-        inside = anchors[anchors < is_known.shape[1]]
-        known = is_known[:, inside]
-        logits = F.linear(states[:, : len(inside), depth][known], target.head)
-        total = total + F.cross_entropy(logits.float(), rows[:, inside][known]) / n
-    return total
+    return probe_loss(target, batch, weights[AHEAD])
 
 
 # ------------------------------------------------------------------ the draft
