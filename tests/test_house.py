@@ -158,7 +158,7 @@ CODE_LINES = {
     "lm": 4563,
     "decoding": 1445,
     "chapters": 5812,
-    "laws": 10978,
+    "laws": 10965,
     "museum": 3589,
     "training": 2833,
     "bench": 6042,

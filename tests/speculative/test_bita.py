@@ -24,7 +24,7 @@ GREEDY = SamplingParams(0.0)
 
 
 def test_trap_a_draft_is_what_the_training_forward_says() -> None:
-    assert traps.drafts_are_what_training_says(CARD.make).branches > 150
+    assert traps.check_bita_drafts(CARD.make).branches > 150
 
 
 def test_trap_every_round_but_the_first_drafts() -> None:

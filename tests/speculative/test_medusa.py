@@ -35,7 +35,7 @@ from tinyspec.speculative.drafting.medusa import (
     begin_heads,
     count_heads,
     head_shapes,
-    predict_token,
+    predict_by_head,
 )
 from tinyspec.technique import Card, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -48,7 +48,7 @@ def test_trap_fitted_heads_draft_the_whole_text() -> None:
 
 
 def test_trap_a_candidate_is_what_the_training_forward_says() -> None:
-    assert traps.drafts_are_what_training_says(CARD.make).branches > 150
+    assert traps.check_medusa_drafts(CARD.make).branches > 150
 
 
 def test_trap_no_tree_of_its_size_is_worth_more() -> None:
@@ -62,7 +62,7 @@ def test_an_untrained_head_says_what_the_targets_head_says() -> None:
     target = freeze_target(model)
     weights = begin_heads(target, MedusaSettings(heads=3, layers=2), 0)
     for depth in range(3):
-        said = predict_token(weights, target, ids, states, depth)
+        said = predict_by_head(weights, target, ids, states, depth)
         assert torch.allclose(said, model.training_logits(ids))
 
 

@@ -24,7 +24,7 @@ CARD = find_technique("pass_sampling")
 
 
 def test_trap_a_draft_is_what_the_training_forward_says() -> None:
-    assert traps.drafts_are_what_training_says(CARD.make).branches > 150
+    assert traps.check_pass_drafts(CARD.make).branches > 150
 
 
 def test_trap_a_look_ahead_is_trained_on_its_own_token() -> None:

@@ -111,7 +111,7 @@ def count_heads(weights: HeadWeights) -> int:
     return sum(name.endswith(".layers.0.bias") for name in weights)
 
 
-def predict_token(
+def predict_by_head(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, W] of a head, for all positions of a text at once."""
@@ -127,7 +127,7 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     total = batch.states.new_zeros(())
     for depth in range(count_heads(weights)):
         is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_token(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
+        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
         entropy = F.cross_entropy(logits[is_known].float(), rows[is_known])
         total = total + DECAY ** (depth + 1) * entropy
     return total
@@ -231,7 +231,7 @@ class MedusaDrafter(FeatureDrafter):
         head_shapes,
         begin_heads,
         count_heads,
-        predict_token,
+        predict_by_head,
         medusa_loss,
         small=MedusaSettings(heads=2),
     ),

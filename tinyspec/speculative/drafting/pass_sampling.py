@@ -88,7 +88,7 @@ def count_ahead(weights: HeadWeights) -> int:
     return len(weights[AHEAD])
 
 
-def predict_token(
+def predict_ahead(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, V] of a look-ahead behind every position of a text."""
@@ -165,7 +165,7 @@ class PassDrafter(BaseDrafter):
         ahead_shapes,
         begin_ahead,
         count_ahead,
-        predict_token,
+        predict_ahead,
         pass_loss,
         small=PassSettings(tokens=2),
     ),

@@ -97,7 +97,7 @@ def count_masks(weights: HeadWeights) -> int:
     return len(weights[MASKS])
 
 
-def predict_token(
+def predict_by_mask(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, V] of a mask behind every position of a text."""
@@ -193,7 +193,7 @@ class BitaDrafter(BaseDrafter):
         bita_shapes,
         begin_bita,
         count_masks,
-        predict_token,
+        predict_by_mask,
         bita_loss,
         small=BitaSettings(masks=2, prefix=3),
     ),
