@@ -302,6 +302,7 @@ class Card:
     coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
                     by path
     persistent      its state outlives a request
+    own_draft       its draft model is one that was trained for this method, not any draft
     optional_draft  uses a draft model if there is one, and does without
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
@@ -328,6 +329,7 @@ class Card:
     persistent: bool = False
     trained: Trained | None = None
     keeps: str = ""
+    own_draft: bool = False
     optional_draft: bool = False
     several: bool = False
     timed: bool = False

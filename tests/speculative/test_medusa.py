@@ -9,6 +9,7 @@ import torch
 
 import tinyspec
 from tests.zoo import tiny_zoo
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
@@ -102,9 +103,9 @@ def test_candidates_after_a_penalty_are_ranked_with_the_nodes_own_history() -> N
         row = feature_laws.trained_forward(CARD, model, text, path)
         assert row is not None
         children = [t for t, up in zip(tree.tokens, tree.parents, strict=True) if up == parent]
-        ranked = sampling.rank_tokens(row.numpy(), [*text, *path], 8)
+        ranked = rank_tokens(sampling, row.numpy(), [*text, *path], 8)
         assert children == ranked[: len(children)]
-        moved += ranked != sampling.rank_tokens(row.numpy(), text, 8)
+        moved += ranked != rank_tokens(sampling, row.numpy(), text, 8)
     assert moved > 0  # the path itself changes the order
 
 

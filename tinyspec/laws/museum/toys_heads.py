@@ -4,6 +4,7 @@ from functools import partial
 
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
+from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.lm.forward import ForwardBatch
@@ -11,7 +12,10 @@ from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
 from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.technique import TrainingBatch
+from tinyspec.training import imitation
+from tinyspec.training.on_policy import DraftTexts
 
+_distill = partial(Toy, technique="distillspec")
 _medusa = partial(Toy, technique="medusa")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
@@ -33,8 +37,8 @@ TOYS = [
     ),
     _medusa(
         "one candidate of each head",
-        "ranked[depth] = sampling.rank_tokens(rows[depth], history, self.widths[depth])",
-        "ranked[depth] = sampling.rank_tokens(rows[depth], history, 1)",
+        "ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])",
+        "ranked[depth] = rank_tokens(sampling, rows[depth], history, 1)",
         MedusaDrafter.propose,
         law=medusa_traps.SPREAD,
     ),
@@ -79,5 +83,19 @@ TOYS = [
         "mask[:, :, :lead] = True",
         ForwardBatch.attention_mask,
         law=bita_traps.ALONE,
+    ),
+    _distill(
+        "one divergence for all names",
+        "DIVERGENCES[kind]",
+        'DIVERGENCES["kl"]',
+        imitation.imitation_loss,
+        law=distillspec_traps.NAMED,
+    ),
+    _distill(
+        "texts that the first draft wrote",
+        "begun = step - step % self.every",
+        "begun = 0",
+        DraftTexts.refresh,
+        law=distillspec_traps.CURRENT,
     ),
 ]

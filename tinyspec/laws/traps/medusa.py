@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
@@ -79,7 +80,7 @@ def spelled_ranks(decoder: Decoder) -> list[tuple[int, ...]]:
     paths = list[tuple[int, ...]]()
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         above = () if parent == ROOT else paths[parent]
-        order = sampling.rank_tokens(rows[len(above)].numpy(), (), rows.shape[1])
+        order = rank_tokens(sampling, rows[len(above)].numpy(), (), rows.shape[1])
         paths.append((*above, order.index(token)))
     return paths
 

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.features import FeatureDrafter
+from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
@@ -205,7 +205,7 @@ class MedusaDrafter(FeatureDrafter):
             parent, depth, path = below[up]
             if depth not in ranked or (sampling.repetition_penalty != 1.0 and last != parent):
                 history = [*context, *path]
-                ranked[depth] = sampling.rank_tokens(rows[depth], history, self.widths[depth])
+                ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])
             last = parent
             if rank >= len(ranked[depth]):  # a vocabulary smaller than the table of ranks
                 continue

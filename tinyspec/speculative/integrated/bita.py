@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
@@ -144,7 +145,7 @@ class BitaDrafter(BaseDrafter):
         depths, tip = {ROOT: 0}, ROOT
         for slot, row in enumerate(self.logits[:max_draft_depth]):
             n = max(self.candidates - slot, 1)
-            ranked = sampling.rank_tokens(row, [*context, *path], n)
+            ranked = rank_tokens(sampling, row, [*context, *path], n)
             first = len(tokens)
             tokens += ranked
             parents += [tip] * len(ranked)
