@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 2961,
+    "root + show": 3056,
     "_core": 957,
-    "lm": 4343,
-    "decoding": 1421,
-    "chapters": 5414,
-    "laws": 10716,
-    "museum": 3525,
-    "training": 2565,
+    "lm": 4570,
+    "decoding": 1446,
+    "chapters": 5911,
+    "laws": 11051,
+    "museum": 3621,
+    "training": 2918,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2503,
+    "cli": 2585,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

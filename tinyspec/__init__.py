@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from tinyspec.lm.model import Model
     from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.notebook import Catalogue
-    from tinyspec.pairing import Draft
+    from tinyspec.pairing import Draft, Head
     from tinyspec.translation import Source, Translation
 
 __all__ = ["generate", "load", "load_translator", "stream", "techniques", "translate"]
@@ -113,6 +113,7 @@ def generate(
     *,
     method: str = "autoregressive",
     draft: Draft = None,
+    head: Head = None,
     max_new_tokens: int | None = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -136,6 +137,8 @@ def generate(
     draft    the draft model of methods that need one (a loaded model, a name or a path), or a list
              for methods that use several (the last stands in for those that are missing); None
              takes the one the model's card names
+    head     the folder or name of a trained head, for methods that need one (medusa); None takes
+             one on this machine that was trained for the model
     max_new_tokens  the text ends after so many; None: the model ends it, or its context is full
     temperature     0 is greedy; above it the text is sampled
     stop     a text, or a list of texts and lists of token ids, that end the text
@@ -158,6 +161,7 @@ def generate(
     options = {
         "method": method,
         "draft": draft,
+        "head": head,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
     }

@@ -34,7 +34,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
-from tinyspec.pairing import Draft, advised_knobs, drafts_for
+from tinyspec.pairing import Draft, Head, advised_knobs, drafts_for, with_head
 from tinyspec.technique import Card, Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
@@ -167,6 +167,7 @@ def start_generation(
     *,
     method: str = "autoregressive",
     draft: Draft = None,
+    head: Head = None,
     max_new_tokens: int | None = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -183,6 +184,7 @@ def start_generation(
     """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
     card, sampling, texts, stops = check_options(
         method=method,
+        head=head,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
@@ -197,7 +199,7 @@ def start_generation(
     )
     prompt = check_prompt(prompt)
     model = load_model(model)
-    drafts = drafts_for(model, card, draft)
+    drafts, model = drafts_for(model, card, draft), with_head(model, card, head)
     knobs = card.settings({**advised_knobs(card, drafts), **knobs})
     ids = prompt_ids(model, prompt, chat)
     if not ids:
@@ -228,6 +230,7 @@ def check_options(
     *,
     method: str = "autoregressive",
     draft: Draft = None,
+    head: Head = None,
     max_new_tokens: int | None = 128,
     temperature: float = 0.0,
     top_k: int | None = None,
@@ -253,6 +256,11 @@ def check_options(
     stops = check_texts("stop", stop, "['\\n', [198]]")
     if not isinstance(chat, bool):
         raise wrong_argument("chat", chat, "True or False")
+    if head is not None and card.trained is None:
+        raise TinyspecError(
+            f"{card.name} uses no trained head: leave head out, or use a method that does, such "
+            "as medusa"
+        )
     if texts and not card.copies:
         raise TinyspecError(
             f"{card.name} copies from no references: use a method that does, such as llma"

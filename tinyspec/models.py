@@ -115,9 +115,25 @@ def list_known() -> list[KnownModel]:
     return list(known.values())
 
 
-def find_drafts_of(name: str) -> list[str]:
-    """Return models on this machine, by name, whose config.json says that they draft for this."""
-    return [known.name for known in list_known() if _extras(known.path).get("draft_of") == name]
+def find_drafts_of(name: str, method: str | None = None) -> list[str]:
+    """Return models on this machine, by name, whose config.json says that they draft for this.
+
+    method  those alone that were trained for this method; None: those that were for none
+    """
+    return [
+        known.name
+        for known in list_known()
+        if (own := _extras(known.path)).get("draft_of") == name and own.get("draft_for") == method
+    ]
+
+
+def find_heads_of(name: str, method: str) -> list[str]:
+    """Return heads on this machine, by name, that were trained for this model and method."""
+    return [
+        known.name
+        for known in list_known()
+        if (own := _extras(known.path)).get("head_of") == name and own.get("method") == method
+    ]
 
 
 def _config(path: Path | None) -> dict[str, Any]:
@@ -221,6 +237,11 @@ def load(
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
+    if (own := _extras(path)).get("head_of"):
+        method, target = own.get("method"), own["head_of"]
+        raise TinyspecError(
+            f"{name} is no model but a head of {target}: use --model {target} --method {method}"
+        )
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32
@@ -268,12 +289,12 @@ def keep_loaded(load: Callable[..., M]) -> Callable[..., M]:
         return load(name, device=device, dtype=dtype)
 
     def load_kept(name: str | Path, device: Any = "cpu", dtype: Any = None) -> M:
-        return load_stamped(name, _stamp(name), str(device), None if dtype is None else str(dtype))
+        return load_stamped(name, stamp(name), str(device), None if dtype is None else str(dtype))
 
     return load_kept
 
 
-def _stamp(name: str | Path) -> object:
+def stamp(name: str | Path) -> object:
     """Return what changes with a model's files: their names, times and sizes. A hub id has none."""
     path = find_model(name)
     files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]

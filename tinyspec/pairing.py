@@ -1,18 +1,28 @@
-"""Which draft models go with a model."""
+"""Which draft models and trained heads go with a model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.lm.heads import add_head, check_head, no_head, read_head
 from tinyspec.lm.model import Model
 from tinyspec.technique import Card, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
+
+Head: TypeAlias = str | Path | None
+"""The folder or the name of a trained head; None: the one that was trained for the model."""
+
+_headed: WeakKeyDictionary[Model, dict[Any, Model]] = WeakKeyDictionary()
+"""Models with heads, by what was read: each lives as long as the model without a head."""
 
 _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
 """Drafts that no caller named: they are read once, and live as long as the model that they draft
@@ -30,6 +40,14 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     if card.drafts == 0 and not card.optional_draft:
         return []
     silent = draft is None
+    if card.own_draft and draft is None:
+        draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
+        if draft is None:
+            raise TinyspecError(
+                f"{card.name} needs a draft model that was trained for it, and {model.name} has "
+                "none here: train one from a recipe with extra.draft_for = "
+                f"'{card.name}' (tinyspec train lm --recipe FILE --out FOLDER), or pass draft=..."
+            )
     draft = model.config.extra.get("draft") if draft is None else draft
     if (
         draft is None and card.drafts
@@ -66,6 +84,49 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
             known[str(named)] = small
         loaded.append(small)
     return loaded + loaded[-1:] * (needed - len(loaded))
+
+
+def with_head(model: Model, card: Card, head: Head = None) -> Model:
+    """Return the model with the head that a method needs; the same model if it needs none.
+
+    head  a folder or a name; None: the one that the model has already, else one on this machine
+          that was trained for this model and method
+
+    Raises TinyspecError if there is none, or if it does not fit.
+    """
+    if card.trained is None:
+        return model
+    lead = f"{card.name}/"
+    if head is None and any(name.startswith(lead) for name in model.extras):
+        return model
+    named = head or next(iter(models.find_heads_of(model.name, card.name)), None)
+    if named is None:
+        raise no_head(model.name, card.name)
+    if not isinstance(named, (str, Path)):
+        raise wrong_argument("head", head, "the folder of a head, or its name")
+    path = models.find_model(named)
+    if path is None:
+        raise TinyspecError(f"{named}: no such head; it is a folder with config.json")
+    known = _headed.setdefault(model, {})
+    key = card.name, models.stamp(path)
+    if key not in known:
+        known[key] = add_head(model, card.name, _read_fitting(path, model, card))
+    return known[key]
+
+
+def _read_fitting(path: Path, model: Model, card: Card) -> Mapping[str, Tensor]:
+    """Return the tensors of a head's folder. Raises TinyspecError unless it fits."""
+    found = read_head(path)
+    if found.method != card.name or card.trained is None:
+        raise TinyspecError(f"{path}: a head for {found.method}, not for {card.name}")
+    kind = card.trained.settings
+    for name in found.settings:
+        if name not in (names := {field.name for field in fields(kind)}):
+            hint = suggest_nearest(name, names)
+            raise TinyspecError(f"{path / 'config.json'}: settings {name} is not known; {hint}")
+    settings = kind(**found.settings)
+    check_head(found, model, card.trained.all_shapes(model.config, settings), path)
+    return found.weights
 
 
 def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, Any]:

@@ -8,16 +8,18 @@ import importlib
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
@@ -25,7 +27,9 @@ from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
+from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
@@ -218,6 +222,71 @@ B = TypeVar("B", bound=Builder)
 T = TypeVar("T")
 
 
+class TrainingBatch(NamedTuple):
+    """Crops of texts that the target wrote, and what it computed on them.
+
+    ids        [B, T] tokens
+    is_answer  [B, T] True where the target wrote the next token, ids[:, t + 1]
+    states     [B, layers, T, d] hidden states of the layers that the head reads
+    top_ids    [B, T, k] the target's most probable next tokens, where it wrote one
+    top_probs  [B, T, k] their probabilities at temperature 1; 0 elsewhere
+    """
+
+    ids: Tensor
+    is_answer: Tensor
+    states: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+
+    def known_tokens(self, target: FrozenTarget, depth: int) -> tuple[Tensor, Tensor]:
+        """Return where a guess of this depth is known, and the rows of the right tokens.
+
+        Both are [B, T - 2 - depth]: entry t is of the token t + 2 + depth. It is known if the
+        target wrote that token and the head has a row for it.
+        """
+        first = 2 + depth
+        rows = target.row_of[self.ids[:, first:]]
+        return self.is_answer[:, first - 1 : -1] & (rows >= 0), rows
+
+
+HeadWeights = Mapping[str, Tensor]
+
+
+class Trained(NamedTuple):
+    """What a technique trains for a target that stays as it is: it tells the trainer, the loader
+    and the laws.
+
+    settings  dataclass of the values that decide the shapes: a recipe's section [head]
+    layers    config of the target -> its layers whose outputs the head reads. None of them: it is
+              trained through the target's layers, as probes are, and predict ignores the states
+    shapes    (config, settings) -> shape of each tensor, by the name that its file has
+    begin     (target, settings, seed) -> the tensors before training
+    depths    weights -> how many tokens are guessed from one state
+    predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, W]:
+              row t is of the token t + 2 + depth, given the states up to t and the tokens up to
+              t + 1 + depth. Training and the feature laws call it; the drafter does not
+    loss      (weights, target, batch) -> scalar
+    small     settings on which the laws are checked
+    """
+
+    settings: type[HeadSettings]
+    layers: Callable[[Config], tuple[int, ...]]
+    shapes: Callable[[Config, Any], dict[str, tuple[int, ...]]]
+    begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]]
+    depths: Callable[[HeadWeights], int]
+    predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor]
+    loss: Callable[[HeadWeights, FrozenTarget, TrainingBatch], Tensor]
+    small: HeadSettings
+
+    def all_shapes(self, config: Config, settings: HeadSettings) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every tensor of a head's file, with what all heads have."""
+        shapes = self.shapes(config, settings)
+        if settings.draft_vocab:
+            shapes[TOKEN_MAP] = (settings.draft_vocab,)
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        return {**shapes, RANKS: (self.depths(empty), RANKED)}
+
+
 @dataclass(frozen=True, repr=False)
 class Card:
     """What a technique is, and what its laws must know of it.
@@ -233,10 +302,12 @@ class Card:
     coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
                     by path
     persistent      its state outlives a request
+    own_draft       its draft model is one that was trained for this method, not any draft
     optional_draft  uses a draft model if there is one, and does without
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
     teacher         of kind "refine": an autoregressive model may score its candidates
+    trained         what it trains for a target, if it needs something trained
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target
     """
@@ -256,7 +327,9 @@ class Card:
     point_masses: bool = False
     coupled: bool = False
     persistent: bool = False
+    trained: Trained | None = None
     keeps: str = ""
+    own_draft: bool = False
     optional_draft: bool = False
     several: bool = False
     timed: bool = False
@@ -350,6 +423,7 @@ class Card:
             "guarantee": self.guarantee.value,
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
+            "head": self.trained is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
             "several_drafts": self.several,

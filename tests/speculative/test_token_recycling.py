@@ -24,7 +24,7 @@ from tinyspec.speculative.drafting.token_recycling import (
     NO_CANDIDATE,
     AdjacencyMatrix,
     TokenRecyclingDrafter,
-    build_static_tree,
+    build_rank_tree,
     draft_from_matrix,
     read_static_tree,
     update_matrix,
@@ -42,7 +42,7 @@ def test_printed_algorithm_is_what_runs() -> None:
     small = {"k": 3, "tree": "ranks", "nodes": 9, "depth": 3}
     decoder, matrix = CARD.make(Request(Table(3, 5)), **small), np.zeros((5, 3), int)
     decoder.extend((0,))
-    tree = build_static_tree(9, 3, 3)
+    tree = build_rank_tree(9, 3, 3)
     decoder.drafter.matrix.learn(range(5), matrix.tolist(), 5)
     for _ in range(20):
         newest = decoder.context[-1]
@@ -64,7 +64,7 @@ def test_trap_a_second_request_starts_warm() -> None:
 
 
 def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
-    assert traps.is_the_best_tree(build_static_tree).cases == 25
+    assert traps.is_the_best_tree(build_rank_tree).cases == 25
 
 
 @pytest.mark.parametrize(
@@ -132,11 +132,11 @@ def test_learning_the_prompt_changes_no_distribution() -> None:
 
 
 def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:
-    shape = build_static_tree(80, 6, 8)
+    shape = build_rank_tree(80, 6, 8)
     below = [sum(up == place for up, _ in shape) for place in range(80)]
     assert len(shape) == 80 and below[0] > below[-1] == 0
     assert all(up < place for place, (up, _) in enumerate(shape))
-    assert len(build_static_tree(80, 2, 2)) == 6  # there are no more
+    assert len(build_rank_tree(80, 2, 2)) == 6  # there are no more
 
 
 def make_matrix(k: int = 2) -> AdjacencyMatrix:

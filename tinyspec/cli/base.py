@@ -199,6 +199,11 @@ draft_option = list_option(
     metavar="NAME[,NAME...]",
     help="The draft model, or several. [default: the one that the model's card names]",
 )
+head_option = list_option(
+    "--head",
+    metavar="FOLDER[,FOLDER...]",
+    help="Trained heads, for methods such as medusa. [default: those trained for the model]",
+)
 where_options = options(
     option("--seed", type=int, default=0, help="Same seed, same text, on one kind of CPU."),
     option("--device", default="cpu", help="cpu, cuda, or cuda:0."),
@@ -243,12 +248,32 @@ class GenerateOptions:
     def take(cls, ctx: click.Context, given: dict[str, Any], *methods: str) -> "GenerateOptions":
         """Sort what click has read, and raise TinyspecError for a knob that no method has."""
         knobs = read_knobs(ctx, given.pop("knob"), methods)
+        assign_heads(given.pop("head"), methods, knobs)
         models = {name: given.pop(name) for name in ("model", "draft", "device", "dtype")}
         return cls(**models, methods=list(methods), knobs=knobs, settings=given)
 
     def load(self) -> tuple[Any, list[Any] | None]:
         """Return the model, and its draft models where one of the methods needs or can use one."""
         return load_all(self.model, self.draft, self.methods, self.device, self.dtype)
+
+
+def assign_heads(
+    heads: Sequence[str], methods: Sequence[str], knobs: Sequence[dict[str, Any]]
+) -> None:
+    """Give each method the head that was trained for it, as its argument `head`."""
+    from tinyspec import models
+    from tinyspec.lm.heads import read_head_config
+
+    for named in heads:
+        path = models.find_model(named)
+        if path is None:
+            raise TinyspecError(f"--head {named}: no such head; it is a folder with config.json")
+        method = read_head_config(path)["method"]
+        if method not in methods:
+            raise TinyspecError(
+                f"--head {named}: a head for {method}, not for {', '.join(methods)}"
+            )
+        knobs[methods.index(method)]["head"] = named
 
 
 def load_all(

@@ -21,6 +21,7 @@ HELP = "/reset forgets the conversation, /stats shows the last answer's figures,
 @option("--model", "-m", default="smollm2", help="A model with a chat template.")
 @option("--method", default="auto", help="See `tinyspec methods`.")
 @base.draft_option
+@base.head_option
 @base.knob_option
 @option("--system", help="The system message.")
 @base.sampling_options

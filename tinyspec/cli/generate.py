@@ -39,6 +39,7 @@ UNTRAINED_EXITS = (
     help='A batch: one prompt a line; in a .jsonl file, one {"prompt": ...} a line.',
 )
 @base.draft_option
+@base.head_option
 @base.knob_option
 @flag("--chat", help="The prompt is a user's message in the model's chat template.")
 @option("--stop", multiple=True, help="End before this text; may be repeated.")

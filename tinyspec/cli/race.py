@@ -73,6 +73,7 @@ EDIT: dict[str, Any] = {
     help="Who races against plain decoding; may be repeated.",
 )
 @base.draft_option
+@base.head_option
 @base.knob_option
 @option(
     "--prompt",

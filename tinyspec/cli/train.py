@@ -213,6 +213,84 @@ def write_recipe(
     return file
 
 
+@train.command("head")
+@option("--recipe", type=base.INPUT_FILE, help="The recipe (TOML).")
+@option("--for", "target", metavar="MODEL", help="Train a head of this model; needs no recipe.")
+@option("--method", help="--for: the method that the head is for.")
+@out_option
+@option(
+    "--prompts",
+    type=base.INPUT_FILE,
+    help="What the target is asked, in paragraphs. [default: from the data at hand, and itself]",
+)
+@training_options
+@recipe_options
+@base.quiet_option
+def head(
+    recipe: Path | None,
+    target: str | None,
+    method: str | None,
+    out: Path,
+    prompts: Path | None,
+    seed: int | None,
+    settings: tuple[str, ...],
+    quiet: bool,
+    **run: Any,
+) -> None:
+    """Train a head, as Medusa's, for a model that is not changed.
+
+    The model writes texts, and its states on them are computed once; both lie in the cache. The
+    state of the training is saved every few minutes and on Ctrl-C; the same command goes on from
+    there (exit code 130 says that it has not finished). --for writes the recipe that it follows
+    into the folder too.
+
+    \b
+    Examples:
+      tinyspec train head --for storyteller --method medusa --minutes 5 --out my-head
+      tinyspec train head --recipe models/storyteller-medusa/recipe.toml --out my-head
+      tinyspec generate --method medusa --head my-head "Once upon a time"
+    """
+    if (recipe is None) == (target is None):
+        raise TinyspecError("give --recipe FILE, or --for MODEL --method METHOD")
+    if (target is None) == bool(method):
+        raise TinyspecError("--for MODEL and --method METHOD go together; a recipe names both")
+    overrides = read_overrides(seed, settings)
+
+    from tinyspec.training.heads import train_head
+
+    if target is not None and method:
+        recipe = write_head_recipe(target, method, out, overrides, bool(run["restart"]))
+    assert recipe is not None
+    more: dict[str, Any] = {"overrides": overrides, "console": make_console(quiet)}
+    ended, final = train_head(recipe, out, prompts=prompts, **run, **more)
+    if ended.finished:
+        click.echo("  ".join(f"{name} {value:.4f}" for name, value in final.items()))
+    finish(ended.finished, out)
+
+
+def write_head_recipe(
+    target: str, method: str, out: Path, overrides: dict[str, str], restart: bool
+) -> Path:
+    """Write the recipe of a head where the training keeps its state, and return its file."""
+    import os
+
+    from tinyspec import models
+    from tinyspec.training.distill import set_recipe_values
+    from tinyspec.training.heads import head_recipe
+
+    file = out / ".tinyspec" / "recipe.toml"
+    trained = (out / "model.safetensors").exists() and not (file.parent / "state.pt").exists()
+    if trained and not restart:
+        raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
+    path = models.find_model(target)
+    is_name = path is None or os.sep not in target
+    named = target if is_name or path is None else os.path.relpath(path, out)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    text = head_recipe(named, method, out.resolve().name)
+    file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
+    return file
+
+
 @train.command("mt")
 @option("--recipe", required=True, type=base.INPUT_FILE, help="The recipe (TOML).")
 @out_option

@@ -24,6 +24,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from tinyspec.decoding.decode import Decoder, Round, TargetProbs
 from tinyspec.decoding.rng import RandomSource, Seeded
@@ -31,10 +33,12 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.contracts import MakeDecoder
-from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.models import Array, small_network
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
+from tinyspec.laws.exact.models import Array, add_random_head, small_network
+from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, add_head, freeze_target, head_weights
 from tinyspec.lm.model import Model
-from tinyspec.technique import Request
+from tinyspec.lm.ops import scatter_logits
+from tinyspec.technique import Card, Request, TrainingBatch
 from tinyspec.tree import ROOT, TokenTree
 
 DRAFT_OF_TEXT = "the draft is a function of the text"
@@ -58,6 +62,10 @@ drafted  the draft tokens between the text and that token
 None: after this text nothing can be proposed, because no state is known yet. It is the forward pass
 that the loss uses, on all tokens at once: no session, no tree, no cache.
 """
+
+
+MakeNetwork = Callable[[int, int], Model]
+"""(seed, size of the vocabulary) -> a small float64 target, with the head that is judged."""
 
 
 class Proposal(NamedTuple):
@@ -207,23 +215,28 @@ def draft_without_past(make: MakeDecoder, proposal: Proposal) -> TokenTree:
 
 
 @collect_evidence(DRAFT_OF_TEXT)
-def draft_is_function_of_text(make: MakeDecoder) -> Iterator[int]:
+def draft_is_function_of_text(
+    make: MakeDecoder, network: MakeNetwork = small_network
+) -> Iterator[int]:
     """Check F1: after any past, the draft is the one that a decoder without a past proposes.
 
     Tokens, shape and probes must be equal, and declared distributions up to rounding. Raises
     LawViolated with the shortest text that shows a difference.
 
-    make  request -> Decoder, as a card's `make`
+    make     request -> Decoder, as a card's `make`
+    network  (seed, vocabulary) -> target
     """
 
     def compare(proposal: Proposal) -> DraftDifference | None:
         return _compare_drafts(proposal, draft_without_past(make, proposal))
 
-    yield from _judge_walks(DRAFT_OF_TEXT, make, compare)
+    yield from _judge_walks(DRAFT_OF_TEXT, make, network, compare)
 
 
 @collect_evidence(DRAFT_OF_TRAINING)
-def draft_is_training_forward(make: MakeDecoder, forward: TrainingForward) -> Iterator[int]:
+def draft_is_training_forward(
+    make: MakeDecoder, forward: TrainingForward, network: MakeNetwork = small_network
+) -> Iterator[int]:
     """Check F2: after any past, each draft token is chosen by the training forward's logits.
 
     A declared distribution must be their softmax at the request's temperature; siblings drawn
@@ -232,22 +245,85 @@ def draft_is_training_forward(make: MakeDecoder, forward: TrainingForward) -> It
 
     make     request -> Decoder, as a card's `make`
     forward  (target, text, drafted) -> logits [V], with the weights that `make` gives the drafter
+    network  (seed, vocabulary) -> target
     """
 
     def compare(proposal: Proposal) -> DraftDifference | None:
         return _compare_with_forward(proposal, partial(forward, proposal.model, proposal.text))
 
-    yield from _judge_walks(DRAFT_OF_TRAINING, make, compare)
+    yield from _judge_walks(DRAFT_OF_TRAINING, make, network, compare)
+
+
+def trained_forward(
+    card: Card, model: Model, text: Sequence[int], drafted: Sequence[int]
+) -> Tensor | None:
+    """Return what the training forward of a card says on a whole text: a `TrainingForward`."""
+    if len(text) == 1 or card.trained is None:
+        return None
+    weights, blocks = head_weights(model, card.name), model.torch_blocks()
+    target = freeze_target(model, weights.get(TOKEN_MAP))
+    ids = torch.tensor([[*text, *drafted]])
+    states = blocks.hidden_states(ids, card.trained.layers(model.config))
+    logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
+    return scatter_logits(logits, target.token_map, model.config.vocab_size)
+
+
+def check_random_heads(card: Card, make: MakeDecoder) -> Evidence:
+    """Check F2 for a card that trains something, on random heads.
+
+    make  request -> Decoder, as the card's `make`
+    """
+
+    def network(seed: int, vocabulary: int) -> Model:
+        return add_random_head(small_network(seed, vocabulary), card, seed)
+
+    return draft_is_training_forward(make, partial(trained_forward, card), network)
+
+
+def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> Model:
+    """Return the model with a head that its own loss has fitted to one text of the model.
+
+    The head begins as `begin` says, and every token counts as written by the target. All ranks but
+    the first have chance 0 in the head's table, so its draft is a chain.
+    """
+    trained = card.trained
+    assert trained is not None
+    target, layers = freeze_target(model), trained.layers(model.config)
+    ids = torch.tensor([text])
+    written = torch.ones_like(ids, dtype=torch.bool)
+    states = model.torch_blocks().hidden_states(ids, layers)
+    top = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)[..., None]
+    batch = TrainingBatch(ids, written, states, top, torch.ones_like(top, dtype=states.dtype))
+    begun = trained.begin(target, trained.small, 0)
+    weights = {name: w.clone().requires_grad_() for name, w in begun.items()}
+    optimizer: Any = torch.optim.LBFGS(
+        weights.values(), max_iter=steps, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Any:
+        torch.manual_seed(0)
+        optimizer.zero_grad()
+        loss = trained.loss(weights, target, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)
+    ranks = torch.zeros(trained.depths(weights), RANKED)
+    ranks[:, 0] = 1
+    return add_head(model, card.name, {**weights, RANKS: ranks})
 
 
 def _judge_walks(
-    law: str, make: MakeDecoder, compare: Callable[[Proposal], DraftDifference | None]
+    law: str,
+    make: MakeDecoder,
+    network: MakeNetwork,
+    compare: Callable[[Proposal], DraftDifference | None],
 ) -> Iterator[int]:
     """Yield the number of draft tokens of each right draft; accuse the shortest wrong text."""
     wrong, drafted = list[DraftDifference](), 0
     for seed in WALK_SEEDS:
         for temperature in WALK_TEMPERATURES:
-            model, sampling = small_network(seed, WALK_VOCABULARY), SamplingParams(temperature)
+            model, sampling = network(seed, WALK_VOCABULARY), SamplingParams(temperature)
             for proposal in walk_texts(make, model, sampling, seed):
                 difference = compare(proposal)
                 if difference is not None:

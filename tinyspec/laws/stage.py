@@ -25,7 +25,7 @@ from tinyspec.laws.exact.law import (
     exact_law,
     first_differing_text,
 )
-from tinyspec.laws.exact.models import likeliest_token, small_network
+from tinyspec.laws.exact.models import add_random_head, likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.technique import Card, Knob, Request
 from tinyspec.tree import TokenTree
@@ -66,8 +66,9 @@ class Stage:
     @cached_property
     def target(self) -> Any:
         """Return the model whose distribution must be kept."""
-        if self.deep:
-            return small_network(self.seed, self.vocabulary)
+        if self.deep or self.card.trained is not None:  # a head reads states
+            network = small_network(self.seed, self.vocabulary)
+            return add_random_head(network, self.card, self.seed)
         zeros = (self.seed // 100 + self.seed) % 2 == 0
         return TableModel(2 * self.seed + 1, self.vocabulary, zeros=zeros, floats=self.floats)
 

@@ -30,13 +30,27 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import rewriting_laws
+from tinyspec.laws import feature_laws, rewriting_laws
 from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
-from tinyspec.laws.exact.models import NETWORK_TOLERANCE, FunctionDrafter, likeliest_token
-from tinyspec.laws.stage import DRAFTS, Stage, after_a_request, after_rewind, format_sampling
+from tinyspec.laws.exact.models import (
+    NETWORK_TOLERANCE,
+    FunctionDrafter,
+    add_random_head,
+    likeliest_token,
+    small_network,
+)
+from tinyspec.laws.stage import (
+    DRAFTS,
+    Stage,
+    after_a_request,
+    after_rewind,
+    format_sampling,
+    small_knob,
+)
 from tinyspec.laws.verification_laws import hand_made_trees
+from tinyspec.lm.model import Model
 from tinyspec.technique import Card, Guarantee
 from tinyspec.tree import TokenTree
 
@@ -354,7 +368,24 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
         first = [*_path_cases(card, seed), race]
     elif card.guarantee is not Guarantee.GREEDY:
         first = [*_exact_cases(card, seed), *(_path_cases(card, seed) if card.point_masses else ())]
+    own = [*_feature_cases(card), *own]
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
+
+
+def _feature_cases(card: Card) -> Iterator[SuiteCase]:
+    """Yield the feature laws of a technique that trains something, on random heads."""
+    if card.trained is None:
+        return
+    knobs = {knob.name: small_knob(knob, 4) for knob in card.knobs}
+    make = partial(card.make, **knobs)
+
+    def network(seed: int, vocabulary: int) -> Model:
+        return add_random_head(small_network(seed, vocabulary), card, seed)
+
+    of_text = partial(feature_laws.draft_is_function_of_text, make, network)
+    of_training = partial(feature_laws.check_random_heads, card, make)
+    yield SuiteCase(feature_laws.DRAFT_OF_TEXT, "random heads", of_text)
+    yield SuiteCase(feature_laws.DRAFT_OF_TRAINING, "random heads", of_training)
 
 
 def _traps(name: str) -> list[SuiteCase]:

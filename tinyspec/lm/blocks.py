@@ -217,6 +217,17 @@ class Blocks:
                 x = x.index_copy(0, kept, ran.to(x.dtype))
             yield x
 
+    def hidden_states(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
+        """Return the outputs of these layers in a dense pass: [B, len(layers), T, d].
+
+        Layer 0 is the embedding. The last layer's output is the one after the final norm.
+        """
+        if not layers:
+            return self.embed.new_empty(len(ids), 0, ids.shape[1], self.config.d_model)
+        states = [self._embed(ids, 0.0)[0], *self.layer_states(ids)]
+        states[-1] = self.apply_final_norm(states[-1])
+        return torch.stack([states[layer] for layer in layers], dim=1)
+
     def _embed(self, ids: Tensor, dropout: float) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return the input of the first layer, [B, T, d], and cos and sin of its positions."""
         x = F.embedding(ids, self.embed)

@@ -1,5 +1,6 @@
 """A transformer with its tokenizer, its files and its sessions."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -74,6 +75,12 @@ class Model(Transformer):
         }
         extras = {name: w.detach().to(device=device) for name, w in self.extras.items()}
         return Model(self.config, moved, self._tokenizer, self.name, extras)
+
+    def with_extras(self, extras: Mapping[str, Tensor]) -> "Model":
+        """Return a model with the same weights, which both share, and other extras."""
+        twin = copy.copy(self.pack_weights())
+        twin.extras = dict(extras)
+        return twin
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that `load` and transformers read."""

@@ -9,6 +9,8 @@ earlier siblings, so that `verify_tree` can verify the whole tree.
 from collections import defaultdict
 from collections.abc import Sequence
 from fractions import Fraction
+from functools import cache
+from heapq import heappop, heappush
 from typing import TypeAlias
 
 from tinyspec.decoding.decode import Target, TargetProbs
@@ -22,6 +24,10 @@ from tinyspec.tree import ROOT, Probs, TokenTree
 Shape: TypeAlias = tuple[int, ...]
 """[n] the parent of every node, ROOT for the first ones. A parent comes before its children, and
 siblings come in draw order."""
+
+StaticTree: TypeAlias = tuple[tuple[int, int], ...]
+"""For every node, parents first: (index of the parent or ROOT, rank among the parent's
+candidates)."""
 
 MAX_NODES = 1024  # of a tree; a configuration with more was surely mistyped
 
@@ -60,6 +66,35 @@ def branching_parents(children: Sequence[int]) -> Shape:
         parents += [node for node in above for _ in range(k)]
         above = list(range(first, len(parents)))
     return tuple(parents)
+
+
+@cache
+def build_static_tree(nodes: int, chances: tuple[tuple[float, ...], ...]) -> StaticTree:
+    """Return the paths of ranks with the greatest products of chances; of equals the shallower.
+
+    nodes    how many paths, at most
+    chances  for each depth, the chance of a candidate by its rank, in falling order; a candidate
+             without a chance is in no tree
+
+    Best-first search is optimal: a child's product is at most its parent's.
+
+    >>> build_static_tree(5, ((0.3, 0.1, 0.0), (0.3, 0.1, 0.0)))
+    ((-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0))
+    """
+    tree: list[tuple[int, int]] = []
+    waiting: list[tuple[float, int, int, int]] = []  # minus the product, depth, parent, rank
+
+    def add_children(parent: int, depth: int, worth: float) -> None:
+        for rank, chance in enumerate(chances[depth] if depth < len(chances) else ()):
+            if chance > 0:
+                heappush(waiting, (-worth * chance, depth, parent, rank))
+
+    add_children(ROOT, 0, 1.0)
+    while waiting and len(tree) < nodes:
+        worth, depth, parent, rank = heappop(waiting)
+        tree.append((parent, rank))
+        add_children(len(tree) - 1, depth + 1, -worth)
+    return tuple(tree)
 
 
 class TreeDrafter(ModelDrafter):

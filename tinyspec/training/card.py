@@ -12,7 +12,7 @@ import jinja2
 import torch
 
 from tinyspec.lm.model import Model
-from tinyspec.training.recipe import Recipe, TranslationRecipe
+from tinyspec.training.recipe import HeadRecipe, Recipe, TranslationRecipe
 from tinyspec.training.train import TrainingResult
 
 PAGES = jinja2.Environment(
@@ -27,7 +27,7 @@ PAGES = jinja2.Environment(
 def write_card(
     out: Path,
     page: str,
-    recipe: Recipe | TranslationRecipe,
+    recipe: Recipe | TranslationRecipe | HeadRecipe,
     result: TrainingResult,
     device: torch.device,
     curves: Mapping[str, Sequence[tuple[float, float]]],
@@ -35,7 +35,7 @@ def write_card(
 ) -> None:
     """Write README.md and loss.svg into `out`.
 
-    page    name of the template: language_model, draft or translator
+    page    name of the template: language_model, draft, head or translator
     curves  lines of the chart by label: (tokens seen, figure); empty ones are left out
     values  what else the template shows
     """

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.training.card import write_card
-from tinyspec.training.recipe import Recipe, TranslationRecipe
+from tinyspec.training.recipe import HeadRecipe, Recipe, TranslationRecipe
 from tinyspec.training.train import Batches, Loss, TrainingResult, train
 
-R = TypeVar("R", Recipe, TranslationRecipe)
+R = TypeVar("R", Recipe, TranslationRecipe, HeadRecipe)
 
 
 class RunOptions(TypedDict, total=False):

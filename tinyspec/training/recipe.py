@@ -8,11 +8,13 @@ from typing import Any, ClassVar, TypeVar
 
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
+from tinyspec.lm.heads import HeadSettings
+from tinyspec.technique import Trained, find_technique, load_techniques
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.corpus import END_ID
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.training.exit_losses import ExitLosses
-from tinyspec.training.outputs import DistillSettings
+from tinyspec.training.outputs import DistillSettings, OutputSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
@@ -46,6 +48,7 @@ class Recipe:
         "own": OwnTextSettings,
         "distill": DistillSettings,
     }
+    NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
 
     name: str
     shape: Mapping[str, Any]
@@ -115,6 +118,7 @@ class TranslationRecipe:
     """
 
     SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "distill": BeamSettings}
+    NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
 
     name: str
     shape: Mapping[str, Any]
@@ -162,6 +166,59 @@ class TranslationRecipe:
         )
 
 
+@dataclass(frozen=True)
+class HeadRecipe:
+    """A recipe of a head.
+
+    Sections: [head] (the method's settings), [texts] (OutputSettings: what the target writes),
+    [train] (TrainSettings). Folders are relative to the recipe's own.
+
+    target   name or folder of the model that the head is trained for
+    method   the technique that uses the head
+    batch    texts per step
+    context  tokens of each, at most
+    extra    goes into the head's config
+    """
+
+    SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "texts": OutputSettings}
+    NEEDED: ClassVar[tuple[str, ...]] = ("train",)
+
+    name: str
+    target: str
+    method: str
+    settings: TrainSettings
+    head: Mapping[str, Any] = field(default_factory=dict)
+    texts: OutputSettings = field(default_factory=OutputSettings)
+    batch: int = 8
+    context: int = 256
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.settings_of_head()
+
+    @property
+    def teacher(self) -> str:
+        """Return the model that the head learns from."""
+        return self.target
+
+    @property
+    def trained(self) -> Trained:
+        """Return what the method trains. Raises TinyspecError if it trains nothing."""
+        trained = find_technique(self.method).trained
+        if trained is None:
+            known = [name for name, card in load_techniques().items() if card.trained is not None]
+            raise TinyspecError(
+                f"method {self.method} trains nothing; {suggest_nearest(self.method, known)}"
+            )
+        return trained
+
+    def settings_of_head(self) -> HeadSettings:
+        """Return the section [head] with the method's defaults."""
+        kind = self.trained.settings
+        reject_unknown_keys(self.head, {f.name for f in fields(kind)}, "[head] ")
+        return kind(**self.head)
+
+
 def build_config(recipe_name: str, build: Callable[[], C]) -> C:
     """Return what `build` makes of a section [shape], or say that the section is wrong."""
     try:
@@ -170,7 +227,7 @@ def build_config(recipe_name: str, build: Callable[[], C]) -> C:
         raise TinyspecError(f"recipe {recipe_name}: section [shape]: {error}") from error
 
 
-R = TypeVar("R", Recipe, TranslationRecipe)
+R = TypeVar("R", Recipe, TranslationRecipe, HeadRecipe)
 
 
 def read_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> Recipe:
@@ -190,6 +247,11 @@ def read_translation_recipe(
     return _read_as(TranslationRecipe, Path(path), overrides or {})
 
 
+def read_head_recipe(path: str | Path, overrides: Mapping[str, str] | None = None) -> HeadRecipe:
+    """Read the recipe of a head, as `read_recipe` does."""
+    return _read_as(HeadRecipe, Path(path), overrides or {})
+
+
 def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -199,7 +261,7 @@ def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
             for section in sections:
                 at = at.setdefault(section, {})
             at[last] = tomllib.loads(f"x = {text}")["x"]
-        for section in ("shape", "train"):
+        for section in kind.NEEDED:
             if section not in values:
                 raise TinyspecError(f"section [{section}] is missing")
         reject_unknown_keys(values, {*(f.name for f in fields(kind)), "train"} - {"settings"})

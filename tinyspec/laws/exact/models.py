@@ -24,10 +24,11 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Plan
+from tinyspec.lm.heads import RANKS, TOKEN_MAP, add_head
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.transformer import Transformer
-from tinyspec.technique import Request
+from tinyspec.technique import Card, Request
 from tinyspec.tree import TokenTree
 
 NETWORK_TOLERANCE = 1e-10
@@ -50,6 +51,27 @@ def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
             weight += 0.4 * torch.randn(weight.shape, generator=generator, dtype=torch.float64)
     model.name = f"network {seed}"
     return model
+
+
+def add_random_head(model: Model, card: Card, seed: int) -> Model:
+    """Return the model with a random head for a technique, if it needs one.
+
+    Its matrices are so large that every input shows. Its ranks fall as measured ones do.
+    """
+    if card.trained is None:
+        return model
+    settings = card.trained.small
+    generator = torch.Generator().manual_seed(seed)
+    weights = dict[str, torch.Tensor]()
+    for name, shape in card.trained.all_shapes(model.config, settings).items():
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        weights[name] = 0.6 * drawn
+        if name == RANKS:
+            weights[name] = (0.5 ** torch.arange(1, 1 + shape[1])).double().expand(shape)
+        elif name == TOKEN_MAP:
+            others = [t for t in range(model.config.vocab_size) if t != 1]  # rows are not ids
+            weights[name] = torch.tensor(others[: settings.draft_vocab])
+    return add_head(model, card.name, weights)
 
 
 def likeliest_token(row: Sequence[Any]) -> int:

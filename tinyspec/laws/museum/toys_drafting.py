@@ -25,7 +25,7 @@ from tinyspec.laws.traps import staged as staged_traps
 from tinyspec.laws.traps import suffix_decoding as suffix_traps
 from tinyspec.laws.traps import token_recycling as recycling_traps
 from tinyspec.laws.traps import triforce as triforce_traps
-from tinyspec.speculative import auto
+from tinyspec.speculative import auto, treedraft
 from tinyspec.speculative.drafting import (
     cascade,
     planner,
@@ -33,7 +33,6 @@ from tinyspec.speculative.drafting import (
     sequoia,
     staged,
     suffix_decoding,
-    token_recycling,
 )
 from tinyspec.speculative.drafting.lookahead_jacobi import LookaheadJacobiDrafter
 from tinyspec.speculative.drafting.rest import RestDrafter
@@ -256,8 +255,8 @@ return self.matrix.learn([self.newest], [[round.tokens[0]]], vocabulary)""",
     ),
     _recycling(
         "first candidates only",
-        "build_static_tree(nodes,",
-        "build_static_tree(1,",
+        "build_rank_tree(nodes,",
+        "build_rank_tree(1,",
         TokenRecyclingDrafter.__init__,
         law=recycling_traps.RECYCLED,
     ),
@@ -270,9 +269,9 @@ return self.matrix.learn([self.newest], [[round.tokens[0]]], vocabulary)""",
     ),
     _recycling(
         "a balanced tree",
-        "-worth * RANK_CHANCES[min(rank, len(RANK_CHANCES) - 1)]",
+        "-worth * chance",
         "-worth",
-        token_recycling.build_static_tree,
+        treedraft.build_static_tree,
         law=recycling_traps.BEST,
     ),
 ]

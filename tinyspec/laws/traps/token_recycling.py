@@ -9,7 +9,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card
-from tinyspec.speculative.drafting.token_recycling import RANK_CHANCES, build_static_tree
+from tinyspec.speculative.drafting.token_recycling import RANK_CHANCES, build_rank_tree
 from tinyspec.tree import ROOT
 
 RECYCLED = "a token's children are the candidates last seen after it, wherever it stood"
@@ -109,5 +109,5 @@ def is_the_best_tree(make: Callable[[int, int, int], Sequence[tuple[int, int]]])
 TRAPS = [
     Trap(RECYCLED, writes_every_row_back, card("token_recycling")),
     Trap(KEPT, starts_warm, card("token_recycling")),
-    Trap(BEST, is_the_best_tree, lambda: build_static_tree),
+    Trap(BEST, is_the_best_tree, lambda: build_rank_tree),
 ]

@@ -33,7 +33,6 @@ Left out: a token never scored has no candidates here; the paper's zeros propose
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
-from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -43,6 +42,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.forward import Scores
+from tinyspec.speculative.treedraft import StaticTree, build_static_tree
 from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -61,10 +61,6 @@ AUTHORS_TREE = (
 """The authors' static tree, template 2.2.2 of their code: how many children each node has, by
 depth. A node with n children has those of rank 0 to n - 1. There are 80 nodes, up to depth 6."""
 PROMPT_CHUNK = 64  # tokens of a prompt whose rows are computed in one pass
-
-StaticTree = tuple[tuple[int, int], ...]
-"""For every node, parents first: (index of the parent or ROOT, rank among the parent's
-candidates)."""
 
 
 def draft_from_matrix(matrix: Any, newest: int, tree: StaticTree) -> list[int]:
@@ -94,34 +90,14 @@ def update_matrix(matrix: Any, tokens: Sequence[int], logits: Any) -> None:
         matrix[token] = sorted(range(len(row)), key=lambda x: (-row[x], x))[: len(matrix[token])]
 
 
-@cache
-def build_static_tree(nodes: int, depth: int, k: int) -> StaticTree:
-    """Return the paths of ranks with the greatest products of chances; of equals the shallower.
+def build_rank_tree(nodes: int, depth: int, k: int) -> StaticTree:
+    """Return the best tree of `nodes` nodes if the candidates of every depth have RANK_CHANCES.
 
-    nodes     how many paths
-    depth, k  at most `depth` ranks, each below k
-
-    Best-first search is optimal: a child's product is at most its parent's.
-
-    >>> build_static_tree(5, 2, 3)
+    >>> build_rank_tree(5, 2, 3)
     ((-1, 0), (-1, 1), (0, 0), (0, 1), (1, 0))
     """
-    shape: list[tuple[int, int]] = []
-    waiting: list[tuple[float, int, int, int]] = []  # minus the product, depth, parent, rank
-
-    def add_children(parent: int, level: int, worth: float) -> None:
-        for rank in range(k if level <= depth else 0):
-            heappush(
-                waiting,
-                (-worth * RANK_CHANCES[min(rank, len(RANK_CHANCES) - 1)], level, parent, rank),
-            )
-
-    add_children(ROOT, 1, 1.0)
-    while waiting and len(shape) < nodes:
-        worth, level, parent, rank = heappop(waiting)
-        shape.append((parent, rank))
-        add_children(len(shape) - 1, level + 1, -worth)
-    return tuple(shape)
+    last = RANK_CHANCES[-1:] * (k - len(RANK_CHANCES))
+    return build_static_tree(nodes, ((*RANK_CHANCES[:k], *last),) * depth)
 
 
 @cache
@@ -186,7 +162,7 @@ class TokenRecyclingDrafter(BaseDrafter):
         tree: str = "ranks",
     ):
         self.matrix, self.ends = matrix, ends
-        self.shape = build_static_tree(nodes, depth, matrix.k)
+        self.shape = build_rank_tree(nodes, depth, matrix.k)
         if tree == "paper":
             self.shape = read_static_tree(AUTHORS_TREE)
         self.newest = NO_CANDIDATE  # the token that the tree hangs from

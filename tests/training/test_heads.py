@@ -1,0 +1,260 @@
+"""A head is trained on its target's own texts and states: caches, batches, figures, command."""
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tinyspec
+from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.lm.heads import RANKS, FrozenTarget, freeze_target, read_head
+from tinyspec.lm.model import Model
+from tinyspec.technique import TrainingBatch, find_technique, load_techniques
+from tinyspec.training import features, heads, outputs
+from tinyspec.training.outputs import OutputSettings, TargetOutput
+
+SMALL = {
+    "texts.texts": 8, "texts.tokens": 16, "texts.prompt": 8, "texts.question": 6, "texts.batch": 4,
+    "train.steps": 20, "train.lr": 1e-2, "train.warmup": 2, "batch": 4,
+    "train.valid_every": 10, "train.log_every": 5,
+}  # fmt: skip
+SETTINGS = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
+
+
+@pytest.fixture
+def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
+    monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path / "nowhere"))
+    return tiny_zoo(tmp_path)
+
+
+METHODS = [name for name, card in load_techniques().items() if card.trained is not None]
+
+
+def train(zoo: Zoo, out: Path, *more: str, method: str = "medusa") -> Any:
+    args = ["--for", zoo.big, "--method", method, "--out", str(out), "--quiet"]
+    trained = load_techniques()[method].trained if method in METHODS else None
+    small = {} if trained is None else vars(trained.small)
+    toml = {name: json.dumps(value) for name, value in small.items()}
+    own = [word for name, text in toml.items() for word in ("--set", f"head.{name}={text}")]
+    return run("train", "head", *args, *own, *SETTINGS, *more)
+
+
+def write_texts(model: Model) -> list[TargetOutput]:
+    asking = OutputSettings(texts=4, tokens=10, prompt=8, question=5, batch=4)
+    return outputs.sample_outputs(model, outputs.make_prompts(model, asking), asking, 0)
+
+
+# ---------------------------------------------------------------------- states and batches
+
+
+def test_the_states_are_those_of_the_text(zoo: Zoo, tmp_path: Path) -> None:
+    """Layer 0 is the embedding, the last one comes after the final norm."""
+    model = tinyspec.load(zoo.big)
+    texts = write_texts(model)
+    states = features.write_states(model, texts, (0, 2), 4, tmp_path)
+    for text, own in zip(texts, states, strict=True):
+        dense = model.torch_blocks().hidden_states(text.ids[None].long(), (0, 2))[0]
+        assert own.shape == (2, len(text.ids) - 1, 32)
+        assert torch.allclose(own.float(), dense[:, :-1].float(), atol=0.05, rtol=0.02)
+
+
+def test_states_are_computed_once(zoo: Zoo, tmp_path: Path, monkeypatch: Any) -> None:
+    model = tinyspec.load(zoo.big)
+    texts = write_texts(model)
+    first = features.write_states(model, texts, (2,), 4, tmp_path)
+    monkeypatch.setattr(model, "session", None)
+    again = features.write_states(model, texts, (2,), 4, tmp_path)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_a_disk_too_small_is_found_before_anything_is_computed(
+    zoo: Zoo, tmp_path: Path, monkeypatch: Any
+) -> None:
+    model = tinyspec.load(zoo.big)
+    texts = write_texts(model)
+    usage = features.shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(features.shutil, "disk_usage", lambda _: usage._replace(free=100))
+    with pytest.raises(tinyspec.errors.TinyspecError, match="GB left: train on fewer texts"):
+        features.write_states(model, texts, (2,), 4, tmp_path)
+    assert not list(tmp_path.rglob("*.pt"))
+
+
+def test_a_batch_holds_the_end_of_a_long_text_and_all_of_a_short_one(zoo: Zoo) -> None:
+    short, long = (
+        TargetOutput(
+            torch.arange(n).int(),
+            torch.arange(2, n - 1),
+            torch.full((n - 3, 2), n).int(),
+            torch.full((n - 3, 2), 0.5).half(),
+        )
+        for n in (5, 9)
+    )
+    states = [torch.arange(n - 1.0).view(1, -1, 1).bfloat16() for n in (5, 9)]
+    collate = features.make_feature_collate([short, long], states)
+    batch = collate([0, 1], 6, torch.device("cpu"))
+    assert batch.ids.tolist() == [[0, 1, 2, 3, 4, 0], [3, 4, 5, 6, 7, 8]]
+    assert batch.is_answer.int().tolist() == [[0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]]
+    assert batch.states[:, 0, :, 0].tolist() == [[0, 1, 2, 3, 0, 0], [3, 4, 5, 6, 7, 0]]
+    assert batch.top_ids[:, :, 0].tolist() == [[0, 0, 5, 5, 0, 0], [9, 9, 9, 9, 9, 0]]
+
+
+def test_a_guess_is_known_where_the_target_wrote_that_token() -> None:
+    """Row t of depth i is of the token t + 2 + i; tokens of the prompt are not known."""
+    model = Model.random(tinyspec.lm.config.Config(9, 4, 1, 1, 1, 4, 4, 16))
+    target = freeze_target(model, torch.tensor([4, 5, 6, 8]))
+    ids = torch.arange(3, 9)[None]
+    is_answer = torch.tensor([[False, True, True, True, True, False]])
+    nothing = torch.empty(0)
+    batch = TrainingBatch(ids, is_answer, nothing, nothing, nothing)
+    is_known, rows = batch.known_tokens(target, 0)
+    assert is_known.tolist() == [[True, True, False, True]]  # 5, 6, and 8, but 7 has no row
+    assert rows[is_known].tolist() == [1, 2, 3]
+    assert batch.known_tokens(target, 2)[0].tolist() == [[False, True]]
+
+
+# ---------------------------------------------------------------------- figures
+
+
+def test_ranks_and_chain_are_counted_where_all_guesses_are_known() -> None:
+    """A head that copies: at depth i it says what the state names, which is right or wrong."""
+    ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    config = Model.random(tinyspec.lm.config.Config(12, 4, 1, 1, 1, 4, 4, 16)).config
+    target = FrozenTarget(config, torch.empty(12, 4), torch.empty(12, 4))
+    nothing = torch.empty(0)
+    batch = TrainingBatch(ids, torch.ones(1, 8, dtype=torch.bool), nothing, nothing, nothing)
+
+    def predict(weights: Any, target: Any, ids: Any, states: Any, depth: int) -> Any:
+        right = (ids + 2 + depth) % 4
+        logits = torch.nn.functional.one_hot(right, 12).float()
+        logits[0, 1] = torch.arange(12, 0, -1.0)  # there it says 0, then 1, then 2 ...
+        return logits
+
+    trained = find_technique("medusa").trained
+    assert trained is not None
+    trained = trained._replace(predict=predict, depths=lambda weights: 2)
+    ranks, chain = heads.measure_ranks(trained, {}, target, [batch])
+    # Row 1 guesses the tokens 3 and 0, which have the ranks 3 and 0 there. There are five rows.
+    assert ranks[0, :4].tolist() == pytest.approx([0.8, 0, 0, 0.2])
+    assert ranks[1, :4].tolist() == pytest.approx([1, 0, 0, 0])
+    assert chain == pytest.approx(2 * 4 / 5)
+
+
+def test_texts_too_short_to_measure_a_head_are_named() -> None:
+    trained = find_technique("medusa").trained
+    assert trained is not None
+    nothing = torch.empty(0)
+    batch = TrainingBatch(torch.zeros(1, 3, dtype=torch.long), *[nothing] * 4)
+    target = FrozenTarget(None, nothing, nothing)  # type: ignore[arg-type]
+    deep = trained._replace(depths=lambda weights: 4)
+    with pytest.raises(tinyspec.errors.TinyspecError, match="too short to measure"):
+        heads.measure_ranks(deep, {}, target, [batch])
+
+
+# ---------------------------------------------------------------------- the command
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_is_trained_and_used(method: str, zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    done = train(zoo, out, method=method)
+    assert done.exit_code == 0, done.output
+    assert {file.name for file in out.iterdir()} == {
+        "config.json", "model.safetensors", "README.md", "log.jsonl", "loss.svg", "recipe.toml"
+    }  # fmt: skip
+    head, trained = read_head(out), load_techniques()[method].trained
+    assert (head.method, head.target) == (method, "big")
+    assert trained is not None
+    assert head.weights[RANKS].shape == (trained.depths(head.weights), 10)
+    used = run("generate", "--model", zoo.big, "--method", method, "--head", str(out), "the cat",
+               "-n", "12", "--stats")  # fmt: skip
+    plain = run("generate", "--model", zoo.big, "the cat", "-n", "12")
+    assert used.exit_code == 0, used.output
+    assert used.stdout == plain.stdout
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_training_lowers_the_loss(method: str, zoo: Zoo, tmp_path: Path) -> None:
+    assert train(zoo, tmp_path / "head", method=method).exit_code == 0
+    lines = [json.loads(line) for line in (tmp_path / "head/log.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if "loss" in line]
+    assert losses[-1] < losses[0]
+
+
+def test_a_vocabulary_of_the_heads_own_is_kept_in_its_file(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    done = train(zoo, out, "--set", "head.draft_vocab=40", "--set", "head.shared_rows=true")
+    assert done.exit_code == 0, done.output
+    weights = read_head(out).weights
+    assert len(weights["token_map"]) == 40
+    assert not any(name.startswith("lm_heads") for name in weights)
+    used = run("generate", "--model", zoo.big, "--method", "medusa", "--head", str(out), "the cat")
+    assert used.exit_code == 0, used.output
+
+
+def test_an_interrupted_training_ends_with_the_same_weights(
+    zoo: Zoo, tmp_path: Path, monkeypatch: Any
+) -> None:
+    assert train(zoo, tmp_path / "whole").exit_code == 0
+    real, calls = features.make_feature_collate, [0]
+
+    def interrupting(*args: Any) -> Any:
+        collate = real(*args)
+
+        def count(*more: Any) -> TrainingBatch:
+            calls[0] += 1
+            if calls[0] == 8:
+                os.kill(os.getpid(), signal.SIGINT)
+            return collate(*more)
+
+        return count
+
+    monkeypatch.setattr(heads, "make_feature_collate", interrupting)
+    assert train(zoo, tmp_path / "parts").exit_code == 130
+    assert not (tmp_path / "parts/model.safetensors").exists()
+    monkeypatch.setattr(heads, "make_feature_collate", real)
+    assert train(zoo, tmp_path / "parts").exit_code == 0
+    whole, parts = (read_head(tmp_path / name).weights for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+# ---------------------------------------------------------------------- what is wrong is one line
+
+
+BAD = {
+    "a method that trains nothing": (["--method", "llma"], "method llma trains nothing"),
+    "an unknown method": (["--method", "nowhere"], "there is no method 'nowhere'"),
+    "an unknown key": (["--set", "head.nodes=3"], "[head] nodes is not known"),
+    "no heads": (["--set", "head.heads=0"], "[head] heads is 0"),
+    "a negative vocabulary": (["--set", "head.draft_vocab=-1"], "draft_vocab is -1"),
+    "a vocabulary beyond the target's": (["--set", "head.draft_vocab=999"], "draft_vocab is 999"),
+    "no texts": (["--set", "texts.texts=0"], "texts is 0"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_wrong_with_a_recipe_is_said_in_one_line(
+    case: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    more, said = BAD[case]
+    method = more[1] if more[0] == "--method" else "medusa"
+    rest = [] if more[0] == "--method" else more
+    assert said in failed(train(zoo, tmp_path / "head", *rest, method=method))
+    assert not (tmp_path / "head/model.safetensors").exists()
+
+
+def test_a_trained_head_is_not_overwritten(zoo: Zoo, tmp_path: Path) -> None:
+    assert train(zoo, tmp_path / "head").exit_code == 0
+    assert "already holds a trained model" in failed(train(zoo, tmp_path / "head"))
+    assert train(zoo, tmp_path / "head", "--restart").exit_code == 0
+
+
+def test_for_and_method_go_together(zoo: Zoo, tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path / "head")]
+    assert "go together" in failed(run("train", "head", "--for", zoo.big, *out))
+    assert "give --recipe FILE" in failed(run("train", "head", *out))

@@ -1,0 +1,287 @@
+"""What was trained for a model that stays as it is: its files, its place, its products.
+
+A head's folder holds config.json and model.safetensors. The section "tinyspec" of config.json names
+the method, the target, a checksum of the target's embedding, and the settings that decide the
+shapes. The tensors have the names that the method's authors or vLLM use. On a loaded model they are
+among `model.extras`, as "method/name".
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec import _core
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.borrowed import embedding_checksum
+from tinyspec.lm.checkpoint import write_atomically
+from tinyspec.lm.config import Config
+from tinyspec.lm.engine import BLOCK, aligned_zeros, pack_matrix
+from tinyspec.lm.model import Model
+from tinyspec.lm.transformer import Transformer
+
+TOKEN_MAP = "token_map"  # the tensor of ids that a head may propose, rising; vLLM's name
+RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-out texts
+RANKED = 10  # candidates of a depth that are measured
+NO_ROW = -1  # of a token that a head has no row for
+
+
+@dataclass(frozen=True)
+class HeadSettings:
+    """The section [head] of every recipe of a head.
+
+    draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
+    """
+
+    draft_vocab: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            least = 0 if name == "draft_vocab" or isinstance(value, bool) else 1
+            if not isinstance(value, int) or value < least:
+                raise TinyspecError(
+                    f"[head] {name} is {value!r}: it must be a whole number of at least {least}"
+                )
+
+
+class FrozenTarget(NamedTuple):
+    """The parts of a target that a head is trained on and computed with.
+
+    embed      [V, d] input embeddings
+    head       [W, d] rows of the output matrix, for the ids that the head may propose
+    token_map  [W] these ids, rising; None: all of them, so that W is V
+    blocks     its layers, for what is trained through them
+    """
+
+    config: Config
+    embed: Tensor
+    head: Tensor
+    token_map: Tensor | None = None
+    blocks: Blocks | None = None
+
+    @property
+    def row_of(self) -> Tensor:
+        """Return the row of each token in `head`, [V]; NO_ROW for a token that has none."""
+        ids = torch.arange(self.config.vocab_size, device=self.embed.device)
+        if self.token_map is None:
+            return ids
+        rows = torch.full_like(ids, NO_ROW)
+        rows[self.token_map] = torch.arange(len(self.token_map), device=rows.device)
+        return rows
+
+
+def freeze_target(
+    model: Transformer,
+    token_map: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    layers: bool = True,
+) -> FrozenTarget:
+    """Return the parts of a model that a head needs.
+
+    dtype   None: the model's own
+    layers  whether the head is trained through the target's layers
+    """
+    config, names = model.config, ("embed", "head")
+    stored = model.weights
+    weights = {name: stored[name].detach().to(dtype) for name in stored if layers or name in names}
+    embed = weights["embed"]
+    head = embed if config.tied else weights["head"]
+    rows = head if token_map is None else head[token_map.to(head.device)]
+    blocks = Blocks(config, weights) if layers else None
+    return FrozenTarget(config, embed, rows, token_map, blocks)
+
+
+# ---------------------------------------------------------------------- products at inference
+
+
+class HeadMatrix:
+    """A matrix of a head, as it is multiplied at inference: by the compiled kernels on a CPU.
+
+    weight  [out, in], on the target's device
+    bias    [out] or None
+
+    Weights take the type of the target's weights, inputs and outputs that of its states. No bit of
+    a row depends on the rows beside it where the kernels are compiled.
+    """
+
+    def __init__(self, target: Transformer, weight: Tensor, bias: Tensor | None = None):
+        self.out, inputs = weight.shape
+        self.dtype, self._packed = target.state_dtype, None
+        if target.engine is None or (target.dtype == torch.bfloat16 and inputs % 2):
+            self.weight = weight.to(target.device, self.dtype)
+            self.bias = None if bias is None else bias.to(target.device, self.dtype)
+            return
+        assert _core.compute is not None
+        weight = weight.to(target.dtype)
+        size = -(-self.out // BLOCK) * BLOCK * inputs
+        self._data = pack_matrix(weight, aligned_zeros([size], target.dtype)[0])
+        bits = self._data.view(torch.uint16) if target.dtype == torch.bfloat16 else self._data
+        shift = None if bias is None else bias.float().contiguous().numpy()
+        self._packed = _core.compute.Packed(bits.numpy(), self.out, inputs, shift)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [n, in] times the matrix, plus the bias: [n, out]."""
+        x = x.to(self.dtype)
+        if self._packed is None:
+            return F.linear(x, self.weight, self.bias)
+        y = torch.empty(len(x), self.out)
+        self._packed.product(x.contiguous().numpy(), y.numpy(), torch.get_num_threads())
+        return y
+
+
+# ---------------------------------------------------------------------- on a loaded model
+
+
+def head_weights(model: Any, method: str) -> dict[str, Tensor]:
+    """Return the tensors of a method's head that a model holds.
+
+    Raises TinyspecError if it has no such head.
+    """
+    lead = f"{method}/"
+    extras: Mapping[str, Tensor] = getattr(model, "extras", {})
+    found = {name[len(lead) :]: w for name, w in extras.items() if name.startswith(lead)}
+    if not found:
+        raise no_head(model.name, method)
+    return found
+
+
+def no_head(model: str, method: str) -> TinyspecError:
+    """Return the error of a method whose head is not there."""
+    return TinyspecError(
+        f"{model} has no head for {method}: name its folder with --head (head=...), or train one: "
+        f"tinyspec train head --for {model} --method {method} --out FOLDER"
+    )
+
+
+def add_head(model: Model, method: str, weights: Mapping[str, Tensor]) -> Model:
+    """Return the same model with this head, in place of another head of the method.
+
+    Both share the model's weights; the given model stays as it is.
+    """
+    kept = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
+    own = {f"{method}/{name}": w.detach().to(model.device) for name, w in weights.items()}
+    return model.with_extras({**kept, **own})
+
+
+# ---------------------------------------------------------------------- files
+
+
+class HeadFile(NamedTuple):
+    """The content of a head's folder.
+
+    method    the technique that it was trained for
+    target    the name of the model that it was trained on
+    check     `embedding_checksum` of that model
+    settings  what decides the shapes, by name
+    values    all other keys of config.json
+    weights   tensors by name, on the CPU
+    """
+
+    method: str
+    target: str
+    check: int
+    settings: Mapping[str, Any]
+    values: Mapping[str, Any]
+    weights: Mapping[str, Tensor]
+
+
+def write_head(folder: str | Path, head: HeadFile) -> None:
+    """Write a head's folder: a new one appears complete, an existing one file by file."""
+    own = {
+        "method": head.method,
+        "head_of": head.target,
+        "check": head.check,
+        "settings": dict(head.settings),
+    }
+    values = {**head.values, "tinyspec": {**head.values.get("tinyspec", {}), **own}}
+    stored = {name: w.detach().cpu().contiguous() for name, w in head.weights.items()}
+    with write_atomically(Path(folder)) as work:
+        safetensors.torch.save_file(stored, work / "model.safetensors", metadata={"format": "pt"})
+        (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def read_head_config(folder: str | Path) -> dict[str, Any]:
+    """Return method, head_of, check and settings of a head's folder, and `values`: all other keys.
+
+    Raises TinyspecError, one line, for what is missing or damaged.
+    """
+    file = Path(folder) / "config.json"
+    kinds = {"method": str, "head_of": str, "check": int, "settings": dict}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+        extra = values.pop("tinyspec")
+        own = {name: extra.pop(name) for name in kinds}
+        if not all(isinstance(own[name], kind) for name, kind in kinds.items()):
+            raise TypeError
+    except FileNotFoundError:
+        raise TinyspecError(f"{folder}: no head: it has no config.json") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise TinyspecError(
+            f"{file}: not the config of a head: its section tinyspec must have method, head_of, "
+            "check and settings, as `tinyspec train head` writes them"
+        ) from None
+    return {**own, "values": {**values, "tinyspec": extra}}
+
+
+def read_head(folder: str | Path) -> HeadFile:
+    """Read a head's folder. Raises TinyspecError, one line, for what is missing or damaged."""
+    own = read_head_config(folder)
+    file = Path(folder) / "model.safetensors"
+    try:
+        weights = safetensors.torch.load_file(str(file))
+    except Exception as error:  # a damaged file, or none
+        raise TinyspecError(f"{file}: cannot be read ({error}); train the head again") from error
+    return HeadFile(
+        own["method"], own["head_of"], own["check"], own["settings"], own["values"], weights
+    )
+
+
+def check_head(
+    head: HeadFile, model: Model, shapes: Mapping[str, Sequence[int]], folder: Path
+) -> None:
+    """Raise TinyspecError unless a head fits a model.
+
+    shapes  of its tensors by name, as its settings decide them
+    """
+    if head.check != embedding_checksum(model.weights["embed"]):
+        raise TinyspecError(
+            f"{folder}: this head was trained on {head.target}, not on {model.name} (another "
+            f"checksum): train one with `tinyspec train head --for {model.name} "
+            f"--method {head.method}`"
+        )
+    for problem in _find_problems(head, model.config, shapes):
+        raise TinyspecError(f"{folder / 'model.safetensors'}: {problem}")
+
+
+def _find_problems(
+    head: HeadFile, config: Config, shapes: Mapping[str, Sequence[int]]
+) -> Iterator[str]:
+    for name, shape in shapes.items():
+        if name not in head.weights:
+            yield f"{name} is missing"
+        elif tuple(head.weights[name].shape) != tuple(shape):
+            got = list(head.weights[name].shape)
+            yield f"{name} has the shape {got}, expected {list(shape)}"
+    for name, weight in head.weights.items():
+        if name not in shapes:
+            yield f"{name} is not a tensor of {head.method} with these settings"
+        elif weight.is_floating_point() and not bool(weight.isfinite().all()):
+            yield f"{name} has numbers that are not finite"
+    if (ids := head.weights.get(TOKEN_MAP)) is not None and TOKEN_MAP in shapes:
+        rising = [] if ids.is_floating_point() else ids.tolist()
+        if (
+            not rising
+            or any(a >= b for a, b in pairwise(rising))
+            or rising[0] < 0
+            or rising[-1] >= config.vocab_size
+        ):
+            yield f"{TOKEN_MAP} must be rising ids from 0 to {config.vocab_size - 1}"

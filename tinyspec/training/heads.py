@@ -1,0 +1,202 @@
+"""Train a head for a target that stays as it is: `tinyspec train head`.
+
+The target writes texts (outputs.py), and its hidden states on them are computed once (features.py).
+Then the target is no longer needed: a step reads cached states, so it is cheap, and many epochs are
+too. What is trained, and by which loss, stands in the technique's file and comes from its card.
+
+At the end the head is measured on texts that it was not trained on:
+
+    a[i][r] = share of the positions where candidate r of depth i is the token that the target wrote
+    chain   = mean number of first candidates, from depth 0 on, that are right one after another
+
+The table a is stored in the head's file. Techniques build their trees from it.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor
+
+from tinyspec import models
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.borrowed import embedding_checksum
+from tinyspec.lm.heads import (
+    RANKED,
+    RANKS,
+    TOKEN_MAP,
+    FrozenTarget,
+    HeadFile,
+    freeze_target,
+    write_head,
+)
+from tinyspec.technique import HeadWeights, Trained, TrainingBatch
+from tinyspec.training import outputs
+from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
+from tinyspec.training.features import make_feature_collate, write_states
+from tinyspec.training.imitation import most_frequent_tokens
+from tinyspec.training.recipe import read_head_recipe
+from tinyspec.training.train import Batch, TrainingResult
+from tinyspec.training.train_lm import autocast
+
+HELD = 20  # one of so many texts is held out
+
+
+def head_recipe(target: str, method: str, name: str, minutes: float = 10) -> str:
+    """Return the text of a head's recipe."""
+    return f"""# A head of {Path(target).name} for {method}, trained on the target's own outputs.
+# tinyspec train head --recipe recipe.toml --out FOLDER
+
+name = "{name}"
+target = "{target}"
+method = "{method}"
+batch = 16       # texts a step
+context = 256    # tokens of each, at most
+
+[head]
+
+[texts]
+texts = 1500
+tokens = 128
+temperature = 0.8
+
+[train]
+steps = 3000
+minutes = {minutes:g}
+lr = 1e-3
+warmup = 50
+weight_decay = 0.0
+log_every = 20
+valid_every = 250
+"""
+
+
+def train_head(
+    recipe: str | Path,
+    out: str | Path,
+    *,
+    prompts: Path | None = None,
+    data_folder: str | Path | None = None,
+    **options: Unpack[RunOptions],
+) -> tuple[TrainingResult, dict[str, float]]:
+    """Train the head of a recipe into the folder `out`; see `RecipeRun`.
+
+    prompts      a file with prompts for the target
+    data_folder  where texts for prompts lie (default: `tinyspec.data.data_folder()`)
+
+    Returns how the training ended, and the head's figures. Texts and states lie in the cache.
+    """
+    run = RecipeRun(read_head_recipe, recipe, out, **options)
+    plan, where, trained = run.recipe, run.device, run.recipe.trained
+    source = find_beside(plan.target, run.path.parent, run.out) or plan.target
+    target = models.load(source, device=where)
+    settings, layers = plan.settings_of_head(), trained.layers(target.config)
+    if settings.draft_vocab > target.config.vocab_size:
+        raise TinyspecError(
+            f"{run.path}: [head] draft_vocab is {settings.draft_vocab}, but {target.name} has "
+            f"{target.config.vocab_size} tokens"
+        )
+    target_prompts = outputs.make_prompts(target, plan.texts, prompts, data_folder)
+    folder = outputs.outputs_folder(target, plan.texts, prompts)
+    run.print(f"texts of {target.name}: {len(target_prompts)}, in {folder}")
+    texts = outputs.write_outputs(target, target_prompts, plan.texts, folder, run.console)
+    if layers:
+        states = write_states(target, texts, layers, plan.texts.batch, folder, run.console)
+    else:
+        states = [torch.empty(0, len(text.ids) - 1, target.config.d_model) for text in texts]
+    token_map = None
+    if settings.draft_vocab:
+        words = most_frequent_tokens(texts, settings.draft_vocab, target.config)
+        token_map = torch.tensor(words, device=where)
+    frozen = freeze_target(target, token_map, torch.float32, layers=not layers)
+    begun = trained.begin(frozen, settings, plan.settings.seed)
+    weights = {name: w.detach().to(where, torch.float32, copy=True) for name, w in begun.items()}
+    n_trained = sum(w.numel() for w in weights.values())
+    run.print(f"{plan.name}: {n_trained:,} weights are trained, on {where}")
+    numbers = range(len(texts))
+    held = [i for i in numbers if i % HELD == 0]
+    seen = [i for i in numbers if i % HELD] or held
+    collate = make_feature_collate(texts, states)
+    held_batches = [collate(held[i : i + 8], plan.context, where) for i in range(0, len(held), 8)]
+
+    def loss(*batch: Tensor) -> Tensor:
+        with autocast(where):
+            return trained.loss(weights, frozen, TrainingBatch(*batch))
+
+    @torch.no_grad()
+    def validate() -> dict[str, float]:
+        total = sum(float(loss(*batch)) for batch in held_batches)
+        with autocast(where):
+            ranks, chain = measure_ranks(trained, weights, frozen, held_batches)
+        return {"held_out": total / len(held_batches), "top1": float(ranks[0, 0]), "chain": chain}
+
+    def batches(generator: torch.Generator) -> Batch:
+        chosen = torch.randint(
+            len(seen), (plan.batch,), generator=generator, device=generator.device
+        )
+        return collate([seen[i] for i in chosen.tolist()], plan.context, where)
+
+    result = run.train(weights, batches, loss, validate)
+    if not result.finished:
+        return result, {}
+    with torch.no_grad(), autocast(where):
+        ranks, chain = measure_ranks(trained, weights, frozen, held_batches)
+    stored: dict[str, Tensor] = {name: w.to(torch.bfloat16) for name, w in weights.items()}
+    stored[RANKS] = ranks
+    if token_map is not None:
+        stored[TOKEN_MAP] = token_map
+    values: dict[str, Any] = {"model_type": plan.method, "tinyspec": dict(plan.extra)}
+    check = embedding_checksum(target.weights["embed"])
+    shown = dict(vars(settings))
+    write_head(run.out, HeadFile(plan.method, target.name, check, shown, values, stored))
+    figures = {"top1": float(ranks[0, 0]), "chain": chain}
+    run.finish(
+        "head",
+        result,
+        {"training loss": result.curve("loss"), "held-out loss": result.curve("held_out")},
+        target=target.name,
+        settings=shown,
+        trained_weights=n_trained,
+        figures=figures,
+        ranks=ranks.tolist(),
+        held=len(held),
+        texts=len(texts),
+        folder=os.path.relpath(run.out) if run.out.is_relative_to(Path.cwd()) else run.out.name,
+    )
+    return result, figures
+
+
+def measure_ranks(
+    trained: Trained, weights: HeadWeights, target: FrozenTarget, batches: list[TrainingBatch]
+) -> tuple[Tensor, float]:
+    """Return how often each candidate is right, [depths, RANKED], and the length of a right chain.
+
+    Counted where the target wrote all tokens that are guessed. A token that the head cannot propose
+    counts as wrong.
+    """
+    depths = trained.depths(weights)
+    right, count, length = torch.zeros(depths, RANKED), 0, 0.0
+    for batch in batches:
+        last = 1 + depths  # row t guesses the tokens t + 2 to t + last
+        width = batch.ids.shape[1] - last
+        if width <= 0:
+            continue
+        written = torch.stack([batch.is_answer[:, 1 + i : 1 + i + width] for i in range(depths)])
+        known = written.all(0)  # [B, width]
+        chain = torch.ones(int(known.sum()), device=batch.ids.device)
+        for depth in range(depths):
+            logits = trained.predict(weights, target, batch.ids, batch.states, depth)
+            logits = logits[:, :width][known].float()
+            rows = target.row_of[batch.ids[:, 2 + depth : 2 + depth + width]][known]
+            of_right = logits.gather(1, rows.clamp_min(0)[:, None])
+            rank = (logits > of_right).sum(1).masked_fill(rows < 0, RANKED)
+            right[depth] += torch.bincount(rank.cpu(), minlength=RANKED)[:RANKED]
+            chain = chain * (rank == 0)
+            length += float(chain.sum())
+        count += int(known.sum())
+    if not count:
+        raise TinyspecError(
+            "the held-out texts are too short to measure the head: write longer ones"
+        )
+    return right / count, length / count
