@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3042,
+    "root + show": 3045,
     "_core": 957,
-    "lm": 4509,
+    "lm": 4677,
     "decoding": 1445,
-    "chapters": 5532,
-    "laws": 10861,
-    "museum": 3540,
-    "training": 2830,
+    "chapters": 5860,
+    "laws": 11000,
+    "museum": 3610,
+    "training": 2837,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2561,
+    "cli": 2564,
 }
 """The most code lines that each room may have, as `make size` counts them.
 
