@@ -155,7 +155,7 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 2961,
     "_core": 957,
-    "lm": 4336,
+    "lm": 4374,
     "decoding": 1421,
     "chapters": 5342,
     "laws": 10722,
