@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
+from tinyspec.lm import forward
 from tinyspec.lm.forward import ForwardRecord, Plan, VisibleSet
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
@@ -86,6 +87,34 @@ def test_a_view_says_what_the_plan_says(m, plan: Plan) -> None:
     close(view.score(BUSH).logits, rows(m, PROMPT, [], BUSH, plan))
     view.extend([4, 4])
     close(view.score(BUSH).logits, rows(m, PROMPT, [4, 4], BUSH, plan))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("visible", [WINDOW, RAGGED], ids=["window", "per layer and head"])
+def test_hidden_keys_and_values_are_not_read(visible: VisibleSet, dtype: torch.dtype) -> None:
+    """They may be no numbers: a mask would spread them. float64 runs in torch."""
+    view = begun(M.to(dtype=dtype)).view(Plan(visible=visible))
+    expected = view.score(BUSH).logits
+    view = begun(M.to(dtype=dtype)).view(Plan(visible=visible))
+    for layer, heads in enumerate(visible.layers):
+        for head, chosen in enumerate(heads or ()):
+            hidden = [at for at in range(visible.since) if chosen is not None and at not in chosen]
+            view.session.cache.store[layer, :, head, hidden] = torch.nan
+    assert torch.equal(view.score(BUSH).logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_a_visible_set_is_sorted_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAGGED has two layers of two heads. Neither rows nor passes sort their positions again."""
+    calls = []
+    monkeypatch.setattr(
+        forward, "sorted", lambda values: calls.append(values) or sorted(values), raising=False
+    )
+    visible = replace(RAGGED)  # another object, never sorted
+    view = begun(M.to(dtype=dtype)).view(Plan(visible=visible))
+    for token in (1, 2, 3):
+        view.score(TokenTree.chain([token, token]))
+    assert len(calls) == 4
 
 
 @plans

@@ -20,6 +20,7 @@ from tinyspec.laws.checking.generators import EnumeratedGenerator
 from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.triforce import (
+    drafts_beyond_its_context,
     finds_the_needle,
     joint_law_of_three_levels,
 )
@@ -121,6 +122,14 @@ def test_trap_retrieval_knows_what_the_window_has_passed() -> None:
     assert finds_the_needle(CARD.make).cases == 4
     with pytest.raises(AssertionError, match="retrieved key"):
         find_toy("triforce", "a window and no retrieval").check()
+
+
+def test_trap_small_model_of_a_short_context_drafts_at_positions_of_its_own() -> None:
+    assert drafts_beyond_its_context(CARD.make).cases == 4
+    with pytest.raises(AssertionError, match="draft tokens"):
+        find_toy("triforce", "a draft that ends with its context").check()
+    with pytest.raises(AssertionError, match="small model of 16 positions"):
+        find_toy("triforce", "a window without the first tokens").check()
 
 
 def test_trap_middle_that_samples_again_after_a_rejection_is_biased() -> None:
@@ -241,14 +250,14 @@ def test_a_text_rewound_before_the_choice_chooses_chunks_again() -> None:
     assert d.drafter.view.plan.visible.since == 6
 
 
-def test_the_small_model_sees_the_first_tokens_and_the_latest() -> None:
-    d = make_decoder(sink=2, window=8)
-    streaming = d.drafter.decoder.drafter
-    assert streaming.streaming_plan(10).visible is None
-    for length in (11, 30, 47):
-        visible = streaming.streaming_plan(length).visible
-        assert visible.layers[0] == (frozenset({0, 1}),) * 2
-        assert visible.since == length - 8
+def test_the_small_model_sees_the_first_tokens_and_half_a_window_or_more() -> None:
+    """Sink 2, window 8: at most 10 tokens are in the cache, and 4 are evicted together."""
+    streaming = make_decoder(sink=2, window=8).drafter.decoder.drafter
+    text = list(range(13)) * 2
+    for n in range(1, len(text) + 1):
+        streaming.append(text[n - 1 : n])
+        gap = 4 * max(-(-(n - 10) // 4), 0)
+        assert list(streaming.session.text) == text[: min(n, 2)] + text[2 + gap : n]
 
 
 SHORT = replace(LLAMA, max_positions=16)
@@ -273,17 +282,9 @@ def greedy_text(prompt: list[int]) -> list[int]:
     return finish(Decoder(session, BaseDrafter(), verify_tree, sampling=greedy, stop=stop), prompt)
 
 
-def test_a_window_within_a_short_context_keeps_the_text() -> None:
-    d = long_request(TEXT * 2, sink=2, window=4)
-    while not d.finished:
-        d.step(Seeded(0))
-        assert d.drafter.decoder.drafter.session.plan.visible is not None
-    assert d.new == greedy_text(TEXT * 2)
-
-
 @pytest.mark.parametrize("prompt", [TEXT, TEXT * 2], ids=["grows", "starts long"])
 def test_a_small_model_of_a_short_context_serves_a_long_text(prompt: list[int]) -> None:
-    """It drafts in every inner round after the first, and reads the first and the latest tokens."""
+    """It drafts in every inner round after the first, and declares what a dense pass gives."""
     d = long_request(prompt, sink=2)
     streaming, session = d.drafter.decoder.drafter, d.drafter.decoder.drafter.session
     gaps = set()

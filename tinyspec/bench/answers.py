@@ -6,6 +6,7 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
+from tinyspec.bench.experiments.long_context import list_budget_rows
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
     SAME_TEXT,
@@ -144,6 +145,17 @@ def describe_chapter(result: Result, page: str) -> list[str]:
         *describe_additions(result, settings.get("methods", ())),
         list_commands(result),
     ]
+
+
+def tabulate_long_budgets(result: Result) -> str:
+    """Return TriForce's acceptance and speed by context and budget."""
+    columns = [
+        Column("alpha 1", "alpha_1", ".2f"),
+        Column("alpha 2", "alpha_2", ".2f"),
+        Column("tokens per forward pass", "tau", ".2f"),
+        Column("times as fast", ("speedup", "median"), format_times),
+    ]
+    return write_table(columns, list_budget_rows(result), "context / budget")
 
 
 def tabulate_slow_downs(chat: Result, tales: Result) -> str:

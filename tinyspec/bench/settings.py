@@ -350,6 +350,40 @@ class RetrievalSettings:
     rounds: int = rounds_setting(5)
 
 
+@command("long-context", tables=True, resumes=RESUME)
+@dataclass(frozen=True)
+class LongContextSettings:
+    """TriForce on long texts: acceptance of each level, tokens per target pass, and time, by
+    context and budget.
+
+    All arms continue passages of the valid books in turns, on one cache. The file of --out is
+    written after every passage; the same command with --resume goes on with it.
+
+    \b
+    Examples:
+      tinyspec bench long-context --out long.json --markdown long.md
+      tinyspec bench long-context --contexts 2048 --budgets 256 --prompts 1
+      tinyspec bench long-context --model storyteller --contexts 192 --budgets 32,64
+    """
+
+    model: str = model_setting("smollm2", "The target: name or folder.")
+    draft: str | None = setting(None, "The draft. [default: the one that the card names]")
+    contexts: tuple[int, ...] = setting(
+        (2048, 4096, 6144), "Tokens of a prompt.", of=int, what="tokens"
+    )
+    budgets: tuple[int, ...] = setting(
+        (256, 512, 1024), "Tokens of the old cache that are retrieved.", of=int, what="tokens"
+    )
+    gamma1: int = setting(1, "Tokens that the small model drafts.", least=1)
+    gamma2: int = setting(6, "Tokens that the middle level drafts.", least=1)
+    prompts: int = setting(3, "Passages.", least=1)
+    tokens: int = tokens_setting(64)
+    rounds: int = rounds_setting(1)
+    texts: tuple[str, ...] = TEXTS_SETTING
+    seed: int = SEED_SETTING
+    dtype: str = dtype_setting("bfloat16")
+
+
 @command("layerskip", tables=True)
 @dataclass(frozen=True)
 class LayerSkipSettings:

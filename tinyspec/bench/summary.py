@@ -30,13 +30,16 @@ QUOTED = (
     "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
 )  # fmt: skip
 """The results that the page quotes."""
+OPTIONAL = ("long_context",)
+"""The results that the page quotes as soon as the folder has them."""
 UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds")
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
 TABLED = (
-    "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd"
+    "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
+    "long_context",
 )  # fmt: skip
-"""The experiments that have a page of their own, by the first word of its name."""
+"""The experiments that have a page of their own, by what its name has before a hyphen."""
 
 
 def load_result(folder: Path, name: str) -> dict[str, Any]:
@@ -78,7 +81,8 @@ def _tabulate_claims(results: Mapping[str, Mapping[str, Any]], tutorials: str) -
 
 def write_readme(folder: Path) -> str:
     """Return the page of all measurements: the template, filled with figures and tables."""
-    results = {name: load_result(folder, name) for name in QUOTED}
+    here = [name for name in OPTIONAL if (folder / f"{name}.json").exists()]
+    results = {name: load_result(folder, name) for name in (*QUOTED, *here)}
     timed = {name: result for name, result in results.items() if name not in UNTIMED}
     environment = Environment(
         loader=PackageLoader("tinyspec.bench", ""),

@@ -315,10 +315,9 @@ class Blocks:
             if feed.copying:
                 outs.append(q[own].flatten(1))
                 continue
-            keys = feed.cache.keys[layer][:, : feed.n_slots]
-            values = feed.cache.values[layer][:, : feed.n_slots]
             groups = self.config.n_heads // self.config.n_kv_heads
-            mask = feed.cached_attention_mask(layer, rows, groups)
+            seen, mask = feed.attended_slots(layer, rows, groups)
+            keys, values = feed.cache.read(layer, seen)
             if feed.prefix is not None:  # only probes attend to it; it stands before everything
                 keys = torch.cat((feed.prefix[0][layer].to(keys.dtype), keys), dim=1)
                 values = torch.cat((feed.prefix[1][layer].to(values.dtype), values), dim=1)

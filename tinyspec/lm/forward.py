@@ -27,13 +27,15 @@ Heads = tuple[frozenset[int] | None, ...]
 class VisibleSet:
     """The old positions that attention may read. Evicted positions stay in the cache, unread.
 
-    layers  for each layer None (all positions are visible), or for each key/value head a set of
-            positions (None: all)
-    since   positions >= since are always visible: they came after the set was chosen
+    layers   for each layer None (all positions are visible), or for each key/value head a set of
+             positions (None: all)
+    since    positions >= since are always visible: they came after the set was chosen
+    ordered  the positions of each head from the lowest up, by the heads of a layer
     """
 
     layers: tuple[Heads | None, ...]
     since: int
+    ordered: dict[Heads, list[tuple[int, ...]]] = field(init=False, repr=False, compare=False)
 
     @classmethod
     def for_all_layers(
@@ -41,6 +43,15 @@ class VisibleSet:
     ) -> "VisibleSet":
         """Return the same positions for every layer and head, as StreamingLLM's window needs."""
         return cls((((frozenset(positions),) * n_kv_heads),) * n_layers, since)
+
+    def __post_init__(self) -> None:
+        """Sort the positions once: a set may have thousands, and serves many passes."""
+        ordered = {
+            heads: [tuple(sorted(chosen or ())) for chosen in heads]
+            for heads in self.layers
+            if heads is not None
+        }
+        object.__setattr__(self, "ordered", ordered)  # the dataclass is frozen
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +178,17 @@ class Cache:
         """Write k and v [n, KV, hd] into n slots of a layer."""
         self.keys[layer][:, where] = k.transpose(0, 1)
         self.values[layer][:, where] = v.transpose(0, 1)
+
+    def read(self, layer: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of a layer in these slots, each [KV, m, hd].
+
+        slots  the same for all heads, or [KV, m]: then they are copied
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        if isinstance(slots, slice):
+            return keys[:, slots], values[:, slots]
+        index = slots[:, :, None]
+        return keys.take_along_dim(index, dim=1), values.take_along_dim(index, dim=1)
 
     def mark_present(self, slots: int | slice, layers: slice | list[int] = slice(None)) -> None:
         """Record that these slots have keys and values in these layers; by default in all."""
@@ -331,15 +353,18 @@ class ForwardBatch:
 
     def cached_attention_mask(self, layer: int, rows: Sequence[int], groups: int) -> Tensor | None:
         """Return the mask that `ops.attend` takes; made once a pass if all layers share it."""
-        if (
-            self.plan.visible is not None
-            or self.prefix is not None
-            or len(rows) != len(self.tokens)
-        ):
-            return self.attention_mask(layer, rows)
-        if self._mask is None and (mask := self.attention_mask(layer, rows)) is not None:
-            self._mask = additive_mask(mask, groups, self.cache.store.dtype)
-        return self._mask
+        is_shared = (
+            self.plan.visible is None and self.prefix is None and len(rows) == len(self.tokens)
+        )
+        if is_shared and self._mask is not None:
+            return self._mask
+        mask = self.attention_mask(layer, rows)
+        if mask is None:
+            return None
+        moved = torch.from_numpy(mask).to(self.cache.store.device)
+        if is_shared:
+            self._mask = moved = additive_mask(moved, groups, self.cache.store.dtype)
+        return moved
 
     def visible_slots(self, layer: int, rows: Sequence[int]) -> tuple[int, list[SeenSlots]]:
         """Return what these rows attend to in this layer.
@@ -351,22 +376,21 @@ class ForwardBatch:
         if visible is None or heads is None:
             return 1, self.seen if len(rows) == len(self.seen) else [self.seen[row] for row in rows]
         if heads not in self._seen_by_heads:
-            # Sorted once for a layer, not for every row: a set may have thousands of positions.
-            sets = [(chosen, sorted(chosen or ())) for chosen in heads]
+            sets = list(zip(heads, visible.ordered[heads], strict=True))
             self._seen_by_heads[heads] = [
                 [_restrict(seen, slot, *chosen, visible.since) for chosen in sets]
                 for seen, slot in zip(self.seen, self.slots, strict=True)
             ]
         return len(heads), [entry for row in rows for entry in self._seen_by_heads[heads][row]]
 
-    def attention_mask(self, layer: int, rows: Sequence[int]) -> Tensor | None:
+    def attention_mask(self, layer: int, rows: Sequence[int]) -> NDArray[np.bool_] | None:
         """Return `visible_slots` as a mask, True where a row may attend.
 
         bool [n, P + n_slots], or [KV, n, P + n_slots] if heads differ; None if every row attends to
         all n_slots slots.
         """
         heads, entries = self.visible_slots(layer, rows)
-        lead = 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
+        lead = self._n_lead
         if heads == 1 and not lead and all(seen == (self.n_slots, ()) for seen in entries):
             return None
         mask = np.zeros((len(rows), heads, lead + self.n_slots), dtype=bool)
@@ -377,8 +401,39 @@ class ForwardBatch:
             row[[lead + slot for slot in extra]] = True
         if lead and self.probes is not None:
             mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]
-        wanted = mask[:, 0] if heads == 1 else mask.swapaxes(0, 1)
-        return torch.from_numpy(np.ascontiguousarray(wanted)).to(self.cache.store.device)
+        return np.ascontiguousarray(mask[:, 0] if heads == 1 else mask.swapaxes(0, 1))
+
+    def attended_slots(
+        self, layer: int, rows: Sequence[int], groups: int
+    ) -> tuple[slice | Tensor, Tensor | None]:
+        """Return the slots that attention reads in this layer, and the mask that `attend` takes.
+
+        slots  all n_slots; if the plan hides some, [KV, m]: those that any of the rows attends to
+        mask   over the P positions of the prefix, and the slots
+        """
+        device = self.cache.store.device
+        visible = self.plan.visible
+        if visible is None or visible.layers[layer] is None:
+            return slice(self.n_slots), self.cached_attention_mask(layer, rows, groups)
+        mask, lead = self.attention_mask(layer, rows), self._n_lead
+        if mask is None:
+            return slice(self.n_slots), None
+        mask = mask.reshape(-1, len(rows), lead + self.n_slots)
+        read = np.logical_or.reduce(mask[:, :, lead:], axis=1)  # [KV, n_slots]
+        counts = read.sum(axis=1)
+        m = int(counts.max())
+        # A head that reads fewer slots than another repeats its last one, masked.
+        chosen = [np.flatnonzero(own) for own in read]
+        slots = np.stack([np.pad(own, (0, m - len(own)), mode="edge") for own in chosen])
+        seen = np.take_along_axis(mask[:, :, lead:], slots[:, None], axis=2)
+        seen &= np.arange(m) < counts[:, None, None]
+        whole = np.concatenate((mask[:, :, :lead], seen), axis=2)
+        return torch.from_numpy(slots).to(device), torch.from_numpy(whole).to(device)
+
+    @property
+    def _n_lead(self) -> int:
+        """Return how many positions the prefix has, to which only probes attend."""
+        return 0 if self.prefix is None or self.probes is None else self.prefix[0].shape[2]
 
 
 ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]

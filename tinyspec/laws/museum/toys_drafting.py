@@ -471,17 +471,33 @@ drafter = StagedDrafter(""",
     _triforce(
         "a window and no retrieval",
         "session = self.view.session",
-        """return StreamingDrafter.streaming_plan(self.decoder.drafter, newest + 1)
-session = self.view.session""",
+        """session = self.view.session
+c = session.model.config
+window = VisibleSet.for_all_layers((0,), newest + 1 - self.budget, c.n_layers, c.n_kv_heads)
+return Plan(visible=window)""",
         triforce.TriforceDrafter.retrieve_chunks,
         law=triforce_traps.NEEDLE,
     ),
     _triforce(
         "two levels",
         "TriforceDrafter(middle, gamma2, budget, chunk, rebuild)",
-        "StreamingDrafter(small, gamma2, ends, request.draft_max_length, sink, window)",
+        "StreamingDrafter(small, gamma2, ends, sink, window)",
         triforce.triforce,
         law=triforce_traps.NEEDLE,
+    ),
+    _triforce(
+        "a draft that ends with its context",
+        "StreamingDrafter(small, gamma1, ends, sink, window)",
+        "ModelDrafter(small, gamma1, ends, limit)",
+        triforce.triforce,
+        law=triforce_traps.STREAMING,
+    ),
+    _triforce(
+        "a window without the first tokens",
+        "held = self.text[: self.sink] + self.text[self.sink + self.gap :]",
+        "held = self.text[self.gap :]",
+        triforce.StreamingDrafter.read_anew,
+        law=triforce_traps.STREAMING,
     ),
     _triforce(
         "the middle draws again",

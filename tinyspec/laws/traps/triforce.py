@@ -1,14 +1,17 @@
 """TriForce (Sun et al. 2024): a middle level drafts with the retrieved part of the target's cache.
 
-The residual of that level is its own.
+The residual of that level is its own. The small model reads its window at positions 0, 1, ...
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
-from tinyspec.laws.evidence import collect_evidence, expect_equal
+from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.law import JOINT, Reference, compare_laws, exact_law
 from tinyspec.laws.exact.models import (
     ANSWERS,
@@ -16,12 +19,15 @@ from tinyspec.laws.exact.models import (
     QUESTION,
     make_haystack,
     needle_model,
+    run_dense,
     small_network,
 )
-from tinyspec.laws.traps import GREEDY, Build, Trap, begin_decoder, card
+from tinyspec.laws.traps import GREEDY, SAMPLED, Build, Trap, begin_decoder, card
+from tinyspec.lm.model import Model
 from tinyspec.technique import Request
 
 NEEDLE = "what only a retrieved key knows is drafted right"
+STREAMING = "a small model of 16 positions drafts from the first and the latest tokens of any text"
 
 KNOBS: dict[str, Any] = {
     "gamma1": 1,
@@ -78,7 +84,40 @@ def joint_law_of_three_levels(build: Build) -> Iterator[int]:
         yield got.branches
 
 
+@collect_evidence(STREAMING)
+def drafts_beyond_its_context(build: Build) -> Iterator[int]:
+    """Check what the small model declares, against dense passes over what it may see.
+
+    It must draft at every length, with the distribution of a dense pass, at positions 0, 1, ...,
+    over the first `sink` tokens and at least half of the `window` latest ones.
+    """
+    network, draft = small_network(1), small_network(2)
+    small = Model(replace(draft.config, max_positions=16), draft.weights, name="a short context")
+    sink, window = 3, 12
+    text = [(7 * at * at + at) % 11 % 4 for at in range(50)]
+    for length in (15, 16, 30, 49):
+        request = Request(network.session(), [small.session()], draft_max_lengths=[16])
+        decoder = build(request, **{**KNOBS, "sink": sink, "window": window})
+        decoder.extend(text[:length])
+        drafter: Any = decoder.drafter.decoder.drafter  # type: ignore[attr-defined]
+        tree = drafter.propose(text[:length], 1, SAMPLED, Seeded(0))
+        case = {"text": text[:length], "positions": 16, "sink": sink, "window": window}
+        expect_equal(STREAMING, 1, len(tree.tokens), **case, counted="draft tokens")
+        seen = [
+            text[:sink] + text[max(length - recent, sink) : length]
+            for recent in range(window // 2, window + 1)
+        ]
+        rows = [np.exp(run_dense(small, tokens).logits[-1]) for tokens in seen]
+        declared = np.asarray(tree.draft_probs[0])
+        if not any(
+            np.allclose(declared, row / row.sum(), rtol=0, atol=NETWORK_TOLERANCE) for row in rows
+        ):
+            accuse(STREAMING, rows[-1] / rows[-1].sum(), declared, **case)
+        yield 0
+
+
 TRAPS = [
+    Trap(STREAMING, drafts_beyond_its_context, card("triforce")),
     Trap(NEEDLE, finds_the_needle, card("triforce")),
     Trap(JOINT, joint_law_of_three_levels, card("triforce")),
 ]

@@ -3,8 +3,8 @@
 Paper: Sun et al., COLM 2024, arXiv 2404.11912. Nothing is trained.
 
 Idea. With a long context the target's cost is its key/value cache. Three levels share the work:
-1. a small draft model that sees only the first tokens and the latest ones (StreamingLLM, Xiao et
-   al. 2023, arXiv 2309.17453) drafts gamma1 tokens for level 2;
+1. a small draft model that reads only the first tokens and the latest ones, at positions 0, 1, ...
+   (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453), drafts gamma1 tokens for level 2;
 2. the target's own weights, over *retrieved* chunks of its cache and all later tokens, verify them,
    and repeat until there are gamma2 tokens;
 3. the target with its full cache verifies these gamma2 tokens in one forward pass.
@@ -16,21 +16,23 @@ mean key agrees most with the newest query q are kept, and the first chunk alway
 
 Attention changes slowly, so the choice serves many rounds. It is made when the prompt has been
 read, and again every `rebuild` tokens. A key that is not chosen is invisible, not deleted, so every
-rollback is defined.
+rollback is defined. `tinyspec bench long-context` measures acceptance and time by context and
+budget.
 
 Guarantee: EXACT. Level 2 is exact for its own distribution, so its tokens declare that one as q.
 Pitfall: after a rejection in level 2 the released loop samples from level 2's distribution instead
 of the residual; its tokens then do not follow the q that they declare.
 Tests: tests/speculative/test_triforce.py (`decode_three_levels` against what runs, outcome by
-outcome; a needle that only retrieval finds; the chunks against brute force; a budget that holds the
-context). The joint distribution is enumerated on small transformers.
-Left out: the rolling cache of StreamingLLM. There the small model's latest keys stay as they were
-computed, after tokens that are gone, and are rotated to their place in the cache. Here keys are
-rotated once. If the text outgrows the small model's context, it reads the first and latest tokens
-anew, as one text, whenever half of its room is used up. New chunks are not chosen when acceptance
-falls. To choose chunks takes a query of the target. It comes from a round that is run anyway, so
-the first round has no draft. The defaults are those of the authors' code, except `rebuild`, for
-which they have no fixed number.
+outcome; a needle that only retrieval finds; a small model of 16 positions against dense passes; the
+chunks against brute force; a budget that holds the context). The joint distribution is enumerated
+on small transformers.
+Left out: the rolling cache of StreamingLLM. There one key is evicted for each new token, and the
+keys that stay were computed when their evicted neighbours were still visible. Here half of the
+window is evicted at once, and the rest is computed anew at its new positions. So the small model
+sees between half of `window` and all of it, and its distribution is that of a plain pass over what
+it sees. New chunks are not chosen when acceptance falls. To choose chunks takes a query of the
+target. It comes from a round that is run anyway, so the first round has no draft. The defaults are
+those of the authors' code, except `rebuild`, for which they have no fixed number.
 """
 
 import warnings
@@ -48,7 +50,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.forward import Cache, Plan, VisibleSet
+from tinyspec.lm.forward import Cache, Plan, Scores, VisibleSet
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import linear, rotary_tables, rotate
 from tinyspec.lm.session import Session
@@ -90,87 +92,64 @@ def decode_three_levels(
 
 
 class StreamingDrafter(ModelDrafter):
-    """Draft with a model that sees the first `sink` tokens and at least the latest `window`.
+    """Draft with a model that reads the first `sink` tokens and the latest ones, as one text.
 
-    The window moves in steps of an eighth of itself, because positions that were computed under
-    another plan are computed again.
-
-    A text that is longer than the model's context has its middle left out: the model reads the
-    first `sink` tokens and the latest ones as one text, so its positions count within what it
-    reads. What is left out grows in steps of half the room; then the latest tokens are read anew.
+    The cache holds `sink` tokens, `window` tokens, and a draft. Positions count within the cache,
+    so a model with a short context serves a text of any length. When the cache is full, the older
+    half of the window is evicted at once, and the next draft computes the other half anew. What is
+    evicted depends on the length of the text alone.
 
     text  all tokens
-    gap   tokens that are left out after the first `sink`
+    gap   how many tokens after the first `sink` were evicted
     """
 
-    def __init__(
-        self,
-        session: Session,
-        gamma: int,
-        ends: frozenset[int],
-        positions: int | None,
-        sink: int,
-        window: int,
-    ):
-        super().__init__(session, gamma, ends, positions)
+    def __init__(self, session: Session, gamma: int, ends: frozenset[int], sink: int, window: int):
+        super().__init__(session, gamma, ends)
         self.session, self.sink, self.window = session, sink, window
         self.text: list[int] = []
         self.gap = 0
 
     def find_gap(self) -> int:
-        """Return how many tokens must be left out, so that a draft fits into the context."""
-        most = len(self.text) if self.positions is None else self.positions - self.gamma
-        step = max((most - self.sink) // 2, 1)
-        return max(-((most - len(self.text)) // step), 0) * step
+        """Return how many tokens must be evicted, in steps of half the window."""
+        step = max(self.window // 2, 1)
+        excess = max(len(self.text) - self.sink - self.window, 0)
+        return -(-excess // step) * step
 
-    def _count(self, tokens: Sequence[int]) -> bool:
-        """Count these tokens. Return whether the model, which has read the others, reads on."""
+    def append(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text. The next draft computes them."""
         self.text += tokens
-        self.length += len(tokens)
         if self.find_gap() == self.gap:
-            return True
-        self.read_anew()
-        return False
+            self.session.append(tokens)
+        else:
+            self.read_anew()
 
     def read_anew(self) -> None:
-        """Give the model the first and the latest tokens, with what is left out now."""
+        """Keep the first tokens in the cache, and put the latest ones after them."""
         self.gap = self.find_gap()
-        read = self.text[: self.sink] + self.text[self.sink + self.gap :]
-        shared = min(self.sink, len(self.session), len(read))  # these stay where they are
-        self.session.rewind(shared)
-        self.session.set_plan(self.streaming_plan(len(read)))
-        self.session.append(read[shared:])
-        self.session.extend(())
-        self.length = len(read)
+        held = self.text[: self.sink] + self.text[self.sink + self.gap :]
+        same = min(self.sink, len(self.session), len(held))  # these stay where they are
+        self.session.rewind(same)
+        self.session.append(held[same:])
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.append(tokens)
+        self.session.extend(())  # computes what was appended
+
+    def observe(self, round: Round) -> None:
+        self.append(round.tokens)
 
     def rewind(self, length: int) -> None:
         if length >= len(self.text):
             return
         del self.text[length:]
         if self.find_gap() == self.gap:
-            super().rewind(length - self.gap)
+            self.session.rewind(length - self.gap)
         else:
             self.read_anew()
 
     def end(self) -> None:
         super().end()
         self.text, self.gap = [], 0
-
-    def propose(
-        self, context: Any, max_draft_depth: int, sampling: SamplingParams, rng: RandomSource
-    ) -> TokenTree:
-        self.session.set_plan(self.streaming_plan(len(self.session)))
-        return super().propose(context, max_draft_depth, sampling, rng)
-
-    def streaming_plan(self, length: int) -> Plan:
-        """Return the plan for a text of `length` tokens."""
-        step = max(self.window // 8, 1)
-        since = (length - self.window) // step * step
-        if since <= self.sink:
-            return Plan()
-        c = self.session.model.config
-        sinks = range(self.sink)
-        return Plan(visible=VisibleSet.for_all_layers(sinks, since, c.n_layers, c.n_kv_heads))
 
 
 class TriforceDrafter(NestedDrafter):
@@ -261,12 +240,9 @@ def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
             x = F.rms_norm(state, (c.d_model,), gain, c.norm_eps)
         else:
             x = F.layer_norm(state, (c.d_model,), gain, bias, c.norm_eps)
-        qkv, offset = (
-            _like(state, weights.get(f"{layer}.qkv.{kind}")) for kind in ("weight", "bias")
-        )
-        assert qkv is not None
-        offset = None if offset is None else offset[: c.q_dim]
-        rows.append(linear(x[None], qkv[: c.q_dim].contiguous(), offset)[0])
+        qkv = weights[f"{layer}.qkv.weight"][: c.q_dim].to(state.device, state.dtype)
+        offset = _like(state, weights.get(f"{layer}.qkv.bias"))
+        rows.append(linear(x[None], qkv, None if offset is None else offset[: c.q_dim])[0])
     queries = torch.stack(rows).view(len(rows), c.n_heads, c.head_dim)
     if c.qk_norm:
         gains = [_like(state, weights[f"{i}.q_norm.weight"]) for i, state in enumerate(states)]
@@ -282,9 +258,9 @@ def recompute_queries(model: Model, states: Tensor, position: int) -> Tensor:
 
 def mean_keys(cache: Cache, layer: int, chunk: int, chunks: int) -> Tensor:
     """Return the mean key of each of the first `chunks` chunks: [KV, chunks, hd]."""
-    keys = cache.keys[layer][:, : chunk * chunks].contiguous()
+    keys = cache.keys[layer][:, : chunk * chunks].unflatten(1, (chunks, chunk))
     wide = torch.float64 if keys.dtype == torch.float64 else torch.float32
-    means: Tensor = keys.to(wide).view(len(keys), chunks, chunk, -1).mean(dim=2)
+    means: Tensor = keys.mean(dim=2, dtype=wide)
     return means
 
 
@@ -354,7 +330,7 @@ def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
         Knob(
             "window",
             496,
-            "latest tokens that the small model sees",
+            "most of the latest tokens that the small model sees",
             low=1,
             high=1 << 20,
             small=(1,),
@@ -391,9 +367,11 @@ def triforce(
     small: Any = request.drafts[0]
     ends = request.stop.eos
     limit = request.draft_max_length
-    if limit is not None:
-        sink = min(sink, max(limit - gamma1, 2) // 2)
-    drafter = StreamingDrafter(small, gamma1, ends, limit, sink, window)
+    if limit is not None:  # sink, window and draft must fit into the small model's context
+        gamma1 = min(gamma1, limit // 2)
+        sink = min(sink, (limit - gamma1) // 2)
+        window = min(window, limit - gamma1 - sink)
+    drafter = StreamingDrafter(small, gamma1, ends, sink, window)
     middle = Decoder(
         session.view(Plan()),
         drafter,
