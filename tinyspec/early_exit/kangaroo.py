@@ -89,8 +89,8 @@ def kangaroo_layers(config: Config, settings: KangarooSettings) -> tuple[int, ..
     """Return the exit layer, and the last one, which the adapter learns from."""
     if settings.exit >= config.n_layers:
         raise TinyspecError(
-            f"[head] exit is {settings.exit}: the model has {config.n_layers} layers, and some must "
-            "be left to verify"
+            f"[head] exit is {settings.exit}: the model has {config.n_layers} layers, and some "
+            "must be left to verify"
         )
     return settings.exit, config.n_layers
 
@@ -119,7 +119,7 @@ def begin_adapter(target: FrozenTarget, settings: KangarooSettings, seed: int) -
 
 
 def run_adapter(weights: HeadWeights, target: FrozenTarget, states: Tensor) -> Tensor:
-    """Return the logits [B, T, W] after every position of a text, from its exit states [B, T, d]."""
+    """Return the logits [B, T, W] after every position, from the exit states [B, T, d]."""
     adapted = UnrolledLayer(target.config, weights).run(states)
     normed = F.rms_norm(adapted, adapted.shape[-1:], weights[NORM], target.config.norm_eps)
     return F.linear(normed, target.head)

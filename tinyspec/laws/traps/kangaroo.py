@@ -1,4 +1,4 @@
-"""Kangaroo (Liu et al. 2024): layers that are not run twice, and an adapter whose rows are right."""
+"""Kangaroo (Liu et al. 2024): layers that are not run twice, and the right rows of the adapter."""
 
 from collections.abc import Iterator
 from functools import partial
