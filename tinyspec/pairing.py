@@ -1,17 +1,15 @@
 """Which draft models and trained heads go with a model."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
-from torch import Tensor
-
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.heads import add_head, check_head, no_head, read_head
+from tinyspec.lm.heads import HeadFile, add_head, check_head, no_head, read_head
 from tinyspec.lm.model import Model
 from tinyspec.technique import Card, load_techniques
 
@@ -111,12 +109,13 @@ def with_head(model: Model, card: Card, head: Head = None) -> Model:
     known = _headed.setdefault(model, {})
     key = method, models.stamp(path)
     if key not in known:
-        known[key] = add_head(model, method, _read_fitting(path, model, card))
+        found = _read_fitting(path, model, card)
+        known[key] = add_head(model, method, found.weights, found.settings)
     return known[key]
 
 
-def _read_fitting(path: Path, model: Model, card: Card) -> Mapping[str, Tensor]:
-    """Return the tensors of a head's folder. Raises TinyspecError unless it fits."""
+def _read_fitting(path: Path, model: Model, card: Card) -> HeadFile:
+    """Return the content of a head's folder. Raises TinyspecError unless it fits."""
     found = read_head(path)
     if found.method != card.head_method or card.trained is None:
         raise TinyspecError(f"{path}: a head for {found.method}, not for {card.head_method}")
@@ -127,7 +126,7 @@ def _read_fitting(path: Path, model: Model, card: Card) -> Mapping[str, Tensor]:
             raise TinyspecError(f"{path / 'config.json'}: settings {name} is not known; {hint}")
     settings = kind(**found.settings)
     check_head(found, model, card.trained.all_shapes(model.config, settings), path)
-    return found.weights
+    return found._replace(settings=vars(settings))
 
 
 def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, Any]:

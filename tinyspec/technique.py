@@ -257,7 +257,7 @@ class Trained(NamedTuple):
     and the laws.
 
     settings  dataclass of the values that decide the shapes: a recipe's section [head]
-    layers    config of the target -> its layers whose outputs the head reads. None of them: it is
+    layers    (config, settings) -> layers whose outputs the head reads. None of them: it is
               trained through the target's layers, as probes are, and predict ignores the states
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
     begin     (target, settings, seed) -> the tensors before training
@@ -270,7 +270,7 @@ class Trained(NamedTuple):
     """
 
     settings: type[HeadSettings]
-    layers: Callable[[Config], tuple[int, ...]]
+    layers: Callable[[Config, Any], tuple[int, ...]]
     shapes: Callable[[Config, Any], dict[str, tuple[int, ...]]]
     begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]]
     depths: Callable[[HeadWeights], int]

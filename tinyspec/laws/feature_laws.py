@@ -35,7 +35,15 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.contracts import MakeDecoder
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
 from tinyspec.laws.exact.models import Array, add_random_head, small_network
-from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, add_head, freeze_target, head_weights
+from tinyspec.lm.heads import (
+    RANKED,
+    RANKS,
+    TOKEN_MAP,
+    add_head,
+    freeze_target,
+    head_settings,
+    head_weights,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.technique import Card, Request, TrainingBatch
@@ -263,7 +271,8 @@ def trained_forward(
     weights, blocks = head_weights(model, card.head_method), model.torch_blocks()
     target = freeze_target(model, weights.get(TOKEN_MAP))
     ids = torch.tensor([[*text, *drafted]])
-    states = blocks.hidden_states(ids, card.trained.layers(model.config))
+    settings = card.trained.settings(**head_settings(model, card.head_method))
+    states = blocks.hidden_states(ids, card.trained.layers(model.config, settings))
     logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
     return scatter_logits(logits, target.token_map, model.config.vocab_size)
 
@@ -288,7 +297,7 @@ def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> 
     """
     trained = card.trained
     assert trained is not None
-    target, layers = freeze_target(model), trained.layers(model.config)
+    target, layers = freeze_target(model), trained.layers(model.config, trained.small)
     ids = torch.tensor([text])
     written = torch.ones_like(ids, dtype=torch.bool)
     states = model.torch_blocks().hidden_states(ids, layers)
@@ -310,7 +319,7 @@ def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> 
     optimizer.step(closure)
     ranks = torch.zeros(trained.depths(weights), RANKED)
     ranks[:, 0] = 1
-    return add_head(model, card.head_method, {**weights, RANKS: ranks})
+    return add_head(model, card.head_method, {**weights, RANKS: ranks}, vars(trained.small))
 
 
 def _judge_walks(

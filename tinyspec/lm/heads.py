@@ -32,6 +32,7 @@ from tinyspec.lm.transformer import Transformer
 TOKEN_MAP = "token_map"  # the tensor of ids that a head may propose, rising; vLLM's name
 RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-out texts
 RANKED = 10  # candidates of a depth that are measured
+SETTINGS = "settings/"  # leads the names of a head's settings among a model's extras
 NO_ROW = -1  # of a token that a head has no row for
 
 
@@ -153,7 +154,11 @@ def head_weights(model: Any, method: str) -> dict[str, Tensor]:
     """
     lead = f"{method}/"
     extras: Mapping[str, Tensor] = getattr(model, "extras", {})
-    found = {name[len(lead) :]: w for name, w in extras.items() if name.startswith(lead)}
+    found = {
+        name[len(lead) :]: w
+        for name, w in extras.items()
+        if name.startswith(lead) and not name.startswith(f"{lead}{SETTINGS}")
+    }
     if not found:
         raise no_head(model.name, method)
     return found
@@ -167,11 +172,32 @@ def no_head(model: str, method: str) -> TinyspecError:
     )
 
 
-def add_head(model: Model, method: str, weights: Mapping[str, Tensor]) -> Model:
+def head_settings(model: Any, method: str) -> dict[str, Any]:
+    """Return the settings of a method's head that a model holds: numbers and words."""
+    lead = f"{method}/{SETTINGS}"
+    extras: Mapping[str, Tensor] = getattr(model, "extras", {})
+    return {
+        name[len(lead) :]: x.item() if x.ndim == 0 else bytes(x.tolist()).decode()
+        for name, x in extras.items()
+        if name.startswith(lead)
+    }
+
+
+def add_head(
+    model: Model,
+    method: str,
+    weights: Mapping[str, Tensor],
+    settings: Mapping[str, Any] | None = None,
+) -> Model:
     """Return the same model with this head, in place of another head of the method.
 
     Both share the model's weights; the given model stays as it is.
     """
+    numbers = {
+        f"{SETTINGS}{name}": torch.tensor(list(x.encode()) if isinstance(x, str) else x)
+        for name, x in (settings or {}).items()
+    }
+    weights = {**weights, **numbers}
     kept = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
     own = {f"{method}/{name}": w.detach().to(model.device) for name, w in weights.items()}
     return model.with_extras({**kept, **own})

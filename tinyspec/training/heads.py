@@ -91,7 +91,8 @@ def train_head(
     plan, where, trained = run.recipe, run.device, run.recipe.trained
     source = find_beside(plan.target, run.path.parent, run.out) or plan.target
     target = models.load(source, device=where)
-    settings, layers = plan.settings_of_head(), trained.layers(target.config)
+    settings = plan.settings_of_head()
+    layers = trained.layers(target.config, settings)
     if settings.draft_vocab > target.config.vocab_size:
         raise TinyspecError(
             f"{run.path}: [head] draft_vocab is {settings.draft_vocab}, but {target.name} has "

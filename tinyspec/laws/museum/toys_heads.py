@@ -2,12 +2,14 @@
 
 from functools import partial
 
+from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
+from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.lm.forward import ForwardBatch
@@ -20,6 +22,7 @@ from tinyspec.technique import TrainingBatch
 from tinyspec.training import imitation
 from tinyspec.training.on_policy import DraftTexts
 
+_kangaroo = partial(Toy, technique="kangaroo")
 _distill = partial(Toy, technique="distillspec")
 _medusa = partial(Toy, technique="medusa")
 _bita = partial(Toy, technique="bita")
@@ -171,5 +174,28 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "values[node] * chance",
         "chance",
         law=eagle2_traps.EXPANDED,
+    ),
+    _kangaroo(
+        "verification that runs all layers again",
+        "ran = self.target.run_to_layer(tree, self.head.exit, hidden_layers=(self.head.exit,))",
+        """ran = self.target.run_to_layer(tree, self.head.exit, hidden_layers=(self.head.exit,))
+for node in (self.target.committed[-1], *self.target.committed[-1].descendants()):
+    node.reset()""",
+        KangarooDrafter.propose,
+        law=kangaroo_traps.CONTINUED,
+    ),
+    _kangaroo(
+        "adapter rows of rejected tokens",
+        "self.adapter.cut(len(self.states))  # not the rows of draft tokens that were rejected",
+        "pass",
+        KangarooDrafter.propose,
+        law=kangaroo_traps.OF_TEXT,
+    ),
+    _kangaroo(
+        "an adapter without the row of the newest token",
+        "self._adapt(ran.hidden[0, -1:], head_rows=1)",
+        "self._adapt(self.states[-1][:1], head_rows=1)",
+        KangarooDrafter.propose,
+        law=kangaroo_traps.PLACED,
     ),
 ]

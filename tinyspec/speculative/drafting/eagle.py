@@ -152,7 +152,7 @@ def eagle_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch)
 
 TRAINED = Trained(
     HeadSettings,
-    lambda config: (config.n_layers,),
+    lambda config, settings: (config.n_layers,),
     eagle_shapes,
     begin_eagle,
     lambda weights: DEPTHS,

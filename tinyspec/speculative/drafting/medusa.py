@@ -227,7 +227,7 @@ class MedusaDrafter(FeatureDrafter):
     hidden=True,
     trained=Trained(
         MedusaSettings,
-        lambda config: (config.n_layers,),
+        lambda config, settings: (config.n_layers,),
         head_shapes,
         begin_heads,
         count_heads,

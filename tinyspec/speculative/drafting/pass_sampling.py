@@ -161,7 +161,7 @@ class PassDrafter(BaseDrafter):
     hidden=True,
     trained=Trained(
         PassSettings,
-        lambda config: (),
+        lambda config, settings: (),
         ahead_shapes,
         begin_ahead,
         count_ahead,

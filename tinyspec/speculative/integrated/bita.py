@@ -190,7 +190,7 @@ class BitaDrafter(BaseDrafter):
     hidden=True,
     trained=Trained(
         BitaSettings,
-        lambda config: (),
+        lambda config, settings: (),
         bita_shapes,
         begin_bita,
         count_masks,
