@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3045,
+    "root + show": 3059,
     "_core": 957,
-    "lm": 4677,
-    "decoding": 1445,
-    "chapters": 5860,
-    "laws": 11000,
-    "museum": 3610,
-    "training": 2837,
+    "lm": 4730,
+    "decoding": 1446,
+    "chapters": 6185,
+    "laws": 11162,
+    "museum": 3677,
+    "training": 2930,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2564,
+    "cli": 2567,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -96,6 +96,7 @@ import torch
 import tinyspec
 from tests.zoo import TEXT, tiny_zoo
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.speculative.drafting.datastore import build_datastore
@@ -131,7 +132,7 @@ for name in sys.argv[2:]:
         print(name, "ran" if done.tokens is not None else "")
         continue
     done = tinyspec.generate(
-        big, "the cat sat on the mat and the", method=name, draft=small, max_new_tokens=8, **highest
+        add_random_head(big, card, 0), "the cat sat on the mat and the", method=name, draft=small, max_new_tokens=8, **highest
     )
     print(name, "ran" if len(done.tokens) == 8 or done.finish_reason == "eos" else done)
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - begun

@@ -13,6 +13,7 @@ import torch
 import tinyspec
 from tinyspec import _core
 from tinyspec.generation import Generation
+from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, load_techniques
@@ -79,7 +80,7 @@ def plain(pair: tuple[Model, Model]) -> list[tuple[list[int], list[float]]]:
 def test_greedy_text_is_plain_decodings_to_the_last_token(
     pair: tuple[Model, Model], plain: list[Any], method: str, knobs: dict[str, Any]
 ) -> None:
-    target, draft = pair
+    target, draft = add_random_head(pair[0], load_techniques()[method], 0), pair[1]
     options: dict[str, Any] = {"method": method, "draft": draft, "max_new_tokens": 64, **knobs}
     if load_techniques()[method].copies:
         options["references"] = [" ".join(PROMPTS)]

@@ -86,6 +86,7 @@ DECODERS = [
     for name, card in load_techniques().items()
     if card.kind == "decoder"
     and not card.drafts
+    and card.trained is None  # heads are trained for models that extend texts
     and name != "rest"  # which has nothing to retrieve from
 ]
 

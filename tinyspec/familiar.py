@@ -89,7 +89,6 @@ _NEAR_TREES = "nearest: token_recycling (a draft tree without a draft model)"
 _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
 ABSENT = {
-    "medusa": f"{_TRAINED}; {_NEAR_TREES}",
     "hydra": f"{_TRAINED}; {_NEAR_TREES}",
     "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",

@@ -115,9 +115,16 @@ def list_known() -> list[KnownModel]:
     return list(known.values())
 
 
-def find_drafts_of(name: str) -> list[str]:
-    """Return models on this machine, by name, whose config.json says that they draft for this."""
-    return [known.name for known in list_known() if _extras(known.path).get("draft_of") == name]
+def find_drafts_of(name: str, method: str | None = None) -> list[str]:
+    """Return models on this machine, by name, whose config.json says that they draft for this.
+
+    method  those alone that were trained for this method; None: those that were for none
+    """
+    return [
+        known.name
+        for known in list_known()
+        if (own := _extras(known.path)).get("draft_of") == name and own.get("draft_for") == method
+    ]
 
 
 def find_heads_of(name: str, method: str) -> list[str]:
@@ -230,6 +237,11 @@ def load(
         raise TinyspecError(f"{name}: no such folder or .gguf file")
     if path is None and "/" not in name:
         raise _unknown(name)
+    if (own := _extras(path)).get("head_of"):
+        method, target = own.get("method"), own["head_of"]
+        raise TinyspecError(
+            f"{name} is no model but a head of {target}: use --model {target} --method {method}"
+        )
     compiled = _core.compute is not None
     if want is None and where.type == "cpu" and not compiled:
         want = torch.float32

@@ -40,6 +40,14 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     if card.drafts == 0 and not card.optional_draft:
         return []
     silent = draft is None
+    if card.own_draft and draft is None:
+        draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
+        if draft is None:
+            raise TinyspecError(
+                f"{card.name} needs a draft model that was trained for it, and {model.name} has "
+                "none here: train one from a recipe with extra.draft_for = "
+                f"'{card.name}' (tinyspec train lm --recipe FILE --out FOLDER), or pass draft=..."
+            )
     draft = model.config.extra.get("draft") if draft is None else draft
     if (
         draft is None and card.drafts

@@ -257,7 +257,8 @@ class Trained(NamedTuple):
     and the laws.
 
     settings  dataclass of the values that decide the shapes: a recipe's section [head]
-    layers    config of the target -> its layers whose outputs the head reads
+    layers    config of the target -> its layers whose outputs the head reads. None of them: it is
+              trained through the target's layers, as probes are, and predict ignores the states
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
     begin     (target, settings, seed) -> the tensors before training
     depths    weights -> how many tokens are guessed from one state
@@ -282,7 +283,7 @@ class Trained(NamedTuple):
         shapes = self.shapes(config, settings)
         if settings.draft_vocab:
             shapes[TOKEN_MAP] = (settings.draft_vocab,)
-        empty = {name: torch.empty(0) for name in shapes}
+        empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {**shapes, RANKS: (self.depths(empty), RANKED)}
 
 
@@ -301,6 +302,7 @@ class Card:
     coupled         draws by `RandomSource.exponential_race`, whose noise rounds share: proved path
                     by path
     persistent      its state outlives a request
+    own_draft       its draft model is one that was trained for this method, not any draft
     optional_draft  uses a draft model if there is one, and does without
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
@@ -329,6 +331,7 @@ class Card:
     trained: Trained | None = None
     head_of: str = ""
     keeps: str = ""
+    own_draft: bool = False
     optional_draft: bool = False
     several: bool = False
     timed: bool = False
@@ -427,6 +430,7 @@ class Card:
             "guarantee": self.guarantee.value,
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
+            "head": self.trained is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
             "several_drafts": self.several,

@@ -25,7 +25,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.models import small_network
+from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.request_laws import expect_no_generator_moves, run_to_end
 from tinyspec.laws.stage import Stage
 from tinyspec.lm.batching import run_together
@@ -223,6 +223,7 @@ def a_batch_row_is_the_row_alone(
     for seed, dtype in product(range(2), [torch.float64, *narrow]):
         stage = Stage(card, deep=True, vocabulary=4, seed=seed, sampling=sampling)
         models = [small_network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
+        models[0] = add_random_head(models[0], card, seed)
 
         def row(
             number: int, barrier: Any, stage: Stage = stage, models: Any = models

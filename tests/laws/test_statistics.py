@@ -22,7 +22,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import statistics
 from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.models import run_dense
+from tinyspec.laws.exact.models import add_random_head, run_dense
 from tinyspec.laws.exact.rational import distributions
 from tinyspec.laws.statistics import STRENGTHS, EValue
 from tinyspec.technique import Request, load_techniques
@@ -276,8 +276,10 @@ def test_every_text_has_noise_of_its_own_and_the_same_seed_the_same_texts() -> N
 
 
 def quick(**options):
+    card = load_techniques()[options.get("method", "autoregressive")]
+    target = add_random_head(TARGET, card, 0)
     return statistics.run_demo(
-        TARGET, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options}
+        target, DRAFT, prompt=PROMPT, **{"samples": 100, "width": 3, **options}
     )
 
 

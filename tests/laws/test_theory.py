@@ -13,6 +13,7 @@ import torch
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import session_laws, theorems, verification_laws
 from tinyspec.laws.evidence import Evidence
+from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.speculative_decoding import (
@@ -78,7 +79,7 @@ def all_theorems() -> dict[str, Callable[[], Evidence]]:
             laws[f"committed slots of {card.name} {on}"] = partial(
                 session_laws.cache_after_every_round,
                 card.make,
-                target.session,
+                add_random_head(target, card, 0).session,
                 [draft.session] * card.drafts,
                 references=texts,
                 texts=6,  # the better the drafts, the fewer the rounds of a text

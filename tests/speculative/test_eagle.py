@@ -14,6 +14,7 @@ from tests.lm.small import GPT2
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.cli.base import assign_heads
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
@@ -38,7 +39,7 @@ def test_trap_a_fitted_head_drafts_the_whole_text() -> None:
 
 
 def test_trap_a_draft_token_is_what_the_training_forward_says() -> None:
-    assert traps.eagle_drafts_what_training_says(CARD.make).branches > 600
+    assert traps.drafts_follow_training(CARD.make).branches > 600
 
 
 def test_trap_a_draft_depends_on_the_text_alone() -> None:
@@ -146,9 +147,9 @@ def test_tokens_after_a_penalty_are_ranked_with_the_nodes_own_history() -> None:
         row = feature_laws.trained_forward(CARD, model, text, path)
         assert row is not None
         children = [t for t, up in zip(tree.tokens, tree.parents, strict=True) if up == parent]
-        ranked = sampling.rank_tokens(row.numpy(), [*text, *path], len(children))
+        ranked = rank_tokens(sampling, row.numpy(), [*text, *path], len(children))
         assert children == ranked
-        moved += ranked != sampling.rank_tokens(row.numpy(), text, len(children))
+        moved += ranked != rank_tokens(sampling, row.numpy(), text, len(children))
     assert moved > 0  # the path itself changes the order
 
 

@@ -9,6 +9,7 @@ import torch
 
 import tinyspec
 from tests.zoo import tiny_zoo
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
@@ -35,7 +36,7 @@ from tinyspec.speculative.drafting.medusa import (
     begin_heads,
     count_heads,
     head_shapes,
-    predict_token,
+    predict_by_head,
 )
 from tinyspec.technique import Card, Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -48,7 +49,7 @@ def test_trap_fitted_heads_draft_the_whole_text() -> None:
 
 
 def test_trap_a_candidate_is_what_the_training_forward_says() -> None:
-    assert traps.drafts_are_what_training_says(CARD.make).branches > 150
+    assert traps.check_medusa_drafts(CARD.make).branches > 150
 
 
 def test_trap_no_tree_of_its_size_is_worth_more() -> None:
@@ -62,7 +63,7 @@ def test_an_untrained_head_says_what_the_targets_head_says() -> None:
     target = freeze_target(model)
     weights = begin_heads(target, MedusaSettings(heads=3, layers=2), 0)
     for depth in range(3):
-        said = predict_token(weights, target, ids, states, depth)
+        said = predict_by_head(weights, target, ids, states, depth)
         assert torch.allclose(said, model.training_logits(ids))
 
 
@@ -102,9 +103,9 @@ def test_candidates_after_a_penalty_are_ranked_with_the_nodes_own_history() -> N
         row = feature_laws.trained_forward(CARD, model, text, path)
         assert row is not None
         children = [t for t, up in zip(tree.tokens, tree.parents, strict=True) if up == parent]
-        ranked = sampling.rank_tokens(row.numpy(), [*text, *path], 8)
+        ranked = rank_tokens(sampling, row.numpy(), [*text, *path], 8)
         assert children == ranked[: len(children)]
-        moved += ranked != sampling.rank_tokens(row.numpy(), text, 8)
+        moved += ranked != rank_tokens(sampling, row.numpy(), text, 8)
     assert moved > 0  # the path itself changes the order
 
 
@@ -268,6 +269,12 @@ def test_a_damaged_file_of_weights_is_named(target: Model, tmp_path: Path) -> No
 def test_a_model_without_a_head_says_how_to_train_one(target: Model) -> None:
     with pytest.raises(TinyspecError, match="tinyspec train head --for big --method medusa"):
         tinyspec.generate(target, [1, 2], method="medusa")
+
+
+def test_a_head_is_no_model(target: Model, tmp_path: Path) -> None:
+    write_head(tmp_path / "head", random_file(target))
+    with pytest.raises(TinyspecError, match="is no model but a head of big: use --model big"):
+        tinyspec.load(tmp_path / "head")
 
 
 def test_a_method_without_heads_takes_none(target: Model) -> None:

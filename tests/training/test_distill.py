@@ -160,9 +160,9 @@ def test_alpha_is_the_overlap_of_whole_distributions_if_all_of_p_is_known(zoo: Z
     )
     text = wrote(target, top=target.config.vocab_size)[0]
     batch = imitation.make_collate_fn([text], small.config)([0], 96, torch.device("cpu"))
-    cross, alpha = imitation.cross_entropy_and_alpha(
-        Blocks(small.config, dict(small.weights)), *batch
-    )
+    blocks = Blocks(small.config, dict(small.weights))
+    known = imitation.known_probabilities(blocks, *batch)
+    cross, alpha = imitation.cross_entropy_and_alpha(*known)
     ids = text.ids.tolist()
     p, q = (model.logits(ids)[text.positions] for model in (target, small))
     assert float(alpha) == pytest.approx(
@@ -287,25 +287,20 @@ def test_distilling_brings_the_draft_nearer_to_its_target(zoo: Zoo, tmp_path: Pa
     assert losses[-1] < 0.97 * losses[0]
 
 
+@pytest.mark.parametrize("source", ["target", "mix", "draft"])
 def test_an_interrupted_distillation_goes_on_to_the_same_draft(
-    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Texts that the draft wrote itself are those of before: weights and texts are the same."""
+
     def call(out: str) -> list[str]:
-        return [
-            "train",
-            "lm",
-            "--distill",
-            zoo.big,
-            "--layers",
-            "1",
-            "--out",
-            str(tmp_path / out),
-            "--quiet",
-            *SMALL,
-        ]
+        own = [f"distill.source={json.dumps(source)}", "distill.refresh=8", "distill.fresh=4"]
+        settings = [word for one in own for word in ("--set", one)]
+        args = ["--distill", zoo.big, "--layers", "1", "--out", str(tmp_path / out), "--quiet"]
+        return ["train", "lm", *args, *SMALL, *settings]
 
     assert run(*call("whole")).exit_code == 0
-    steps, compared = iter(range(100)), distill.cross_entropy_and_alpha
+    steps, compared = iter(range(100)), distill.known_probabilities
 
     def interrupted(*batch: Any) -> Any:
         if next(steps) == 12:
@@ -313,7 +308,7 @@ def test_an_interrupted_distillation_goes_on_to_the_same_draft(
         return compared(*batch)
 
     with monkeypatch.context() as patch:
-        patch.setattr(distill, "cross_entropy_and_alpha", interrupted)
+        patch.setattr(distill, "known_probabilities", interrupted)
         assert run(*call("stopped")).exit_code == 130
     assert not (tmp_path / "stopped" / "model.safetensors").exists()
     assert run(*call("stopped")).exit_code == 0

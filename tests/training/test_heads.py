@@ -13,13 +13,13 @@ import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.lm.heads import RANKS, FrozenTarget, freeze_target, read_head
 from tinyspec.lm.model import Model
-from tinyspec.technique import TrainingBatch, find_technique
+from tinyspec.technique import TrainingBatch, find_technique, load_techniques
 from tinyspec.training import features, heads, outputs
 from tinyspec.training.outputs import OutputSettings, TargetOutput
 
 SMALL = {
     "texts.texts": 8, "texts.tokens": 16, "texts.prompt": 8, "texts.question": 6, "texts.batch": 4,
-    "head.heads": 2, "train.steps": 20, "train.lr": 1e-2, "train.warmup": 2, "batch": 4,
+    "train.steps": 20, "train.lr": 1e-2, "train.warmup": 2, "batch": 4,
     "train.valid_every": 10, "train.log_every": 5,
 }  # fmt: skip
 SETTINGS = [word for name, value in SMALL.items() for word in ("--set", f"{name}={value}")]
@@ -32,9 +32,16 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
     return tiny_zoo(tmp_path)
 
 
+METHODS = [name for name, card in load_techniques().items() if card.trained is not None]
+
+
 def train(zoo: Zoo, out: Path, *more: str, method: str = "medusa") -> Any:
     args = ["--for", zoo.big, "--method", method, "--out", str(out), "--quiet"]
-    return run("train", "head", *args, *SETTINGS, *more)
+    trained = load_techniques()[method].trained if method in METHODS else None
+    small = {} if trained is None else vars(trained.small)
+    toml = {name: json.dumps(value) for name, value in small.items()}
+    own = [word for name, text in toml.items() for word in ("--set", f"head.{name}={text}")]
+    return run("train", "head", *args, *own, *SETTINGS, *more)
 
 
 def write_texts(model: Model) -> list[TargetOutput]:
@@ -151,25 +158,28 @@ def test_texts_too_short_to_measure_a_head_are_named() -> None:
 # ---------------------------------------------------------------------- the command
 
 
-def test_a_head_is_trained_and_used(zoo: Zoo, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_a_head_is_trained_and_used(method: str, zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "head"
-    done = train(zoo, out)
+    done = train(zoo, out, method=method)
     assert done.exit_code == 0, done.output
     assert {file.name for file in out.iterdir()} == {
         "config.json", "model.safetensors", "README.md", "log.jsonl", "loss.svg", "recipe.toml"
     }  # fmt: skip
-    head = read_head(out)
-    assert (head.method, head.target) == ("medusa", "big")
-    assert head.weights[RANKS].shape == (2, 10)
-    used = run("generate", "--model", zoo.big, "--method", "medusa", "--head", str(out), "the cat",
+    head, trained = read_head(out), load_techniques()[method].trained
+    assert (head.method, head.target) == (method, "big")
+    assert trained is not None
+    assert head.weights[RANKS].shape == (trained.depths(head.weights), 10)
+    used = run("generate", "--model", zoo.big, "--method", method, "--head", str(out), "the cat",
                "-n", "12", "--stats")  # fmt: skip
     plain = run("generate", "--model", zoo.big, "the cat", "-n", "12")
     assert used.exit_code == 0, used.output
     assert used.stdout == plain.stdout
 
 
-def test_training_lowers_the_loss(zoo: Zoo, tmp_path: Path) -> None:
-    assert train(zoo, tmp_path / "head").exit_code == 0
+@pytest.mark.parametrize("method", METHODS)
+def test_training_lowers_the_loss(method: str, zoo: Zoo, tmp_path: Path) -> None:
+    assert train(zoo, tmp_path / "head", method=method).exit_code == 0
     lines = [json.loads(line) for line in (tmp_path / "head/log.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert losses[-1] < losses[0]

@@ -108,6 +108,9 @@ def describe_card(card: "Card") -> str:
     lines = [card.doc.strip(), "", guarantee]
     if card.seed_promise:
         lines.append(f"seed: {card.seed_promise}")
+    if card.trained is not None:
+        train = f"tinyspec train head --for MODEL --method {card.name} --out FOLDER"
+        lines.append(f"needs a trained head: --head FOLDER; to train one: {train}")
     if card.drafts:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:

@@ -5,10 +5,12 @@ state is the one that the newest token was sampled from. Every trained head star
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from tinyspec.decoding.decode import BaseDrafter, Round
+from tinyspec.decoding.sampling import SamplingParams, top_k_tokens
 from tinyspec.lm.forward import Scores
 from tinyspec.tree import ROOT
 
@@ -39,3 +41,15 @@ class FeatureDrafter(BaseDrafter):
 
     def end(self) -> None:
         self.states = []
+
+
+def rank_tokens(sampling: SamplingParams, logits: Any, history: Sequence[int], k: int) -> list[int]:
+    """Return the k likeliest tokens after the repetition penalty, the likeliest first.
+
+    logits   [V] of a head
+    history  the text, and the draft tokens on the path to where the tokens stand
+    """
+    penalty = sampling.repetition_penalty
+    if penalty != 1.0:
+        logits = SamplingParams(repetition_penalty=penalty).probs(logits, history)
+    return top_k_tokens(logits, k)

@@ -109,14 +109,6 @@ class SamplingParams:
         """Return the token with all the mass if sampling is greedy on the CPU, else None."""
         return kernels_of(logits).greedy_token(logits, history, self)
 
-    def rank_tokens(self, logits: Any, history: Sequence[int], k: int) -> list[int]:
-        """Return the k likeliest tokens after the repetition penalty, the likeliest first."""
-        if self.repetition_penalty != 1.0:
-            logits = SamplingParams(repetition_penalty=self.repetition_penalty).probs(
-                logits, history
-            )
-        return top_k_tokens(logits, k)
-
     def as_floats(self) -> tuple[float, int | None, float | None, float | None, float]:
         """Return temperature, top_k, top_p, min_p and penalty, as the kernels take them."""
         top_p = None if self.top_p is None else float(self.top_p)

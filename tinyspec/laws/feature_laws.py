@@ -33,8 +33,8 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.contracts import MakeDecoder
-from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.models import Array, small_network
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
+from tinyspec.laws.exact.models import Array, add_random_head, small_network
 from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, add_head, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import scatter_logits
@@ -266,6 +266,18 @@ def trained_forward(
     states = blocks.hidden_states(ids, card.trained.layers(model.config))
     logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
     return scatter_logits(logits, target.token_map, model.config.vocab_size)
+
+
+def check_random_heads(card: Card, make: MakeDecoder) -> Evidence:
+    """Check F2 for a card that trains something, on random heads.
+
+    make  request -> Decoder, as the card's `make`
+    """
+
+    def network(seed: int, vocabulary: int) -> Model:
+        return add_random_head(small_network(seed, vocabulary), card, seed)
+
+    return draft_is_training_forward(make, partial(trained_forward, card), network)
 
 
 def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> Model:

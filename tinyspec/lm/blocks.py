@@ -222,6 +222,8 @@ class Blocks:
 
         Layer 0 is the embedding. The last layer's output is the one after the final norm.
         """
+        if not layers:
+            return self.embed.new_empty(len(ids), 0, ids.shape[1], self.config.d_model)
         states = [self._embed(ids, 0.0)[0], *self.layer_states(ids)]
         states[-1] = self.apply_final_norm(states[-1])
         return torch.stack([states[layer] for layer in layers], dim=1)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.checkpoint import write_atomically
 from tinyspec.lm.config import Config
@@ -58,12 +59,14 @@ class FrozenTarget(NamedTuple):
     embed      [V, d] input embeddings
     head       [W, d] rows of the output matrix, for the ids that the head may propose
     token_map  [W] these ids, rising; None: all of them, so that W is V
+    blocks     its layers, for what is trained through them
     """
 
     config: Config
     embed: Tensor
     head: Tensor
     token_map: Tensor | None = None
+    blocks: Blocks | None = None
 
     @property
     def row_of(self) -> Tensor:
@@ -77,14 +80,24 @@ class FrozenTarget(NamedTuple):
 
 
 def freeze_target(
-    model: Transformer, token_map: Tensor | None = None, dtype: torch.dtype | None = None
+    model: Transformer,
+    token_map: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    layers: bool = True,
 ) -> FrozenTarget:
-    """Return the parts of a model that a head needs; dtype None: the model's own."""
-    weights = model.weights
-    embed = weights["embed"].detach().to(dtype)
-    head = embed if model.config.tied else weights["head"].detach().to(dtype)
+    """Return the parts of a model that a head needs.
+
+    dtype   None: the model's own
+    layers  whether the head is trained through the target's layers
+    """
+    config, names = model.config, ("embed", "head")
+    stored = model.weights
+    weights = {name: stored[name].detach().to(dtype) for name in stored if layers or name in names}
+    embed = weights["embed"]
+    head = embed if config.tied else weights["head"]
     rows = head if token_map is None else head[token_map.to(head.device)]
-    return FrozenTarget(model.config, embed, rows, token_map)
+    blocks = Blocks(config, weights) if layers else None
+    return FrozenTarget(config, embed, rows, token_map, blocks)
 
 
 # ---------------------------------------------------------------------- products at inference

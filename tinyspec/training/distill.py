@@ -7,7 +7,8 @@ the most probable tokens are known:
     loss = lambda CE(p, q) + (1 - lambda) (1 - alpha)
     lambda = exp(-3 alpha),    alpha = sum min(p, q)
 
-The form is train_lm's, over the known part of p. The true alpha is at least as large. A draft is
+The form is train_lm's, over the known part of p; `loss` chooses a divergence of DistillSpec
+instead, and `source` who writes the texts. The true alpha is at least as large. A draft is
 used on the target's own texts, so it is trained on them (DistillSpec, Zhou et al. 2024,
 arXiv 2310.08461). With `draft_vocab`, the draft's vocabulary is the most frequent tokens of these
 texts. Embeddings and head then stay the target's and are not trained (lm/borrowed.py), so the
@@ -16,7 +17,7 @@ draft's file holds only its layers.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
@@ -35,9 +36,12 @@ from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit
 from tinyspec.training.imitation import (
     cross_entropy_and_alpha,
     evaluate_draft,
+    imitation_loss,
+    known_probabilities,
     make_collate_fn,
     most_frequent_tokens,
 )
+from tinyspec.training.on_policy import DraftTexts
 from tinyspec.training.recipe import Recipe, build_config, read_recipe
 from tinyspec.training.train import Batch, TrainingResult
 from tinyspec.training.train_lm import autocast
@@ -151,9 +155,7 @@ def distill(
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(where):
-            cross_entropy, alpha = cross_entropy_and_alpha(blocks, *batch)
-        lead = torch.exp(-3 * alpha.detach())
-        return lead * cross_entropy + (1 - lead) * (1 - alpha)
+            return imitation_loss(asking.loss, *known_probabilities(blocks, *batch))
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
@@ -162,21 +164,39 @@ def distill(
             for i in range(len(held_out)):
                 batch = collate_held_out([i], plan.context, where)
                 known = float(batch[3].sum())
-                total += float(cross_entropy_and_alpha(blocks, *batch)[1]) * known
+                p, log_q = known_probabilities(blocks, *batch)
+                total += float(cross_entropy_and_alpha(p, log_q)[1]) * known
                 count += known
         return {"refused": 1 - total / count, "alpha": total / count}
 
-    def batches(generator: torch.Generator) -> Batch:
-        numbers = torch.randint(
-            len(seen), (plan.batch,), generator=generator, device=generator.device
-        )
-        return collate(numbers.tolist(), plan.context, where)
+    tokenizer = target.tokenizer if target.has_tokenizer else None
 
-    result = run.train(trained, batches, loss, validate)
+    def make_draft() -> Model:
+        now = {name: w.detach().to(target.dtype, copy=True) for name, w in blocks.weights.items()}
+        return Model(config, now, tokenizer, plan.name)
+
+    own = DraftTexts(
+        target, make_draft, target_prompts, asking, asking.refresh, asking.fresh, run.state / "own"
+    )
+    share = {"target": 0.0, "mix": 0.5, "draft": 1.0}[asking.source]  # of texts by the draft
+
+    def batches(generator: torch.Generator) -> Batch:
+        def choose(texts: Sequence[Any], n: int) -> list[int]:
+            drawn = torch.randint(len(texts), (n,), generator=generator, device=generator.device)
+            return [int(i) for i in drawn]
+
+        n_own = round(share * plan.batch)
+        if n_own == 0:
+            return collate(choose(seen, plan.batch), plan.context, where)
+        mixed = [own.texts[i] for i in choose(own.texts, n_own)]
+        mixed += [seen[i] for i in choose(seen, plan.batch - n_own)]
+        return make_collate_fn(mixed, config)(range(plan.batch), plan.context, where)
+
+    before_step = (lambda step, progress: own.refresh(step)) if share else None
+    result = run.train(trained, batches, loss, validate, before_step)
     if not result.finished:
         return result, {}
     stored = {name: w.detach().to("cpu", torch.bfloat16) for name, w in blocks.weights.items()}
-    tokenizer = target.tokenizer if target.has_tokenizer else None
     Model(config, stored, tokenizer, plan.name).save(run.out)
     judged = held_out[:JUDGED]
     figures = evaluate_draft(target, models.load(run.out, device=where), judged)

@@ -101,12 +101,15 @@ def train_head(
     folder = outputs.outputs_folder(target, plan.texts, prompts)
     run.print(f"texts of {target.name}: {len(target_prompts)}, in {folder}")
     texts = outputs.write_outputs(target, target_prompts, plan.texts, folder, run.console)
-    states = write_states(target, texts, layers, plan.texts.batch, folder, run.console)
+    if layers:
+        states = write_states(target, texts, layers, plan.texts.batch, folder, run.console)
+    else:
+        states = [torch.empty(0, len(text.ids) - 1, target.config.d_model) for text in texts]
     token_map = None
     if settings.draft_vocab:
         words = most_frequent_tokens(texts, settings.draft_vocab, target.config)
         token_map = torch.tensor(words, device=where)
-    frozen = freeze_target(target, token_map, torch.float32)
+    frozen = freeze_target(target, token_map, torch.float32, layers=not layers)
     begun = trained.begin(frozen, settings, plan.settings.seed)
     weights = {name: w.detach().to(where, torch.float32, copy=True) for name, w in begun.items()}
     n_trained = sum(w.numel() for w in weights.values())

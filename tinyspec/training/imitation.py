@@ -8,6 +8,7 @@ from torch import Tensor
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
+from tinyspec.speculative.drafting.distillspec import DIVERGENCES, append_rest
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.train import Batch
 
@@ -70,19 +71,38 @@ def make_collate_fn(
     return collate
 
 
-def cross_entropy_and_alpha(
+def known_probabilities(
     blocks: Blocks, inputs: Tensor, head_rows: Tensor, top_probs: Tensor, is_known: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and alpha against the known part of the target's distributions.
+    """Return p [n, k] of the target's most probable tokens, and log q [n, k] of the draft.
 
-    Each is a mean over the positions where the target's probabilities are known.
+    There is a row for each position where the target's probabilities are known.
     """
     known = is_known.bool()
     states = blocks.final_states(inputs)[known]
     logits = torch.nn.functional.linear(states, blocks.vocabulary).float()
-    log_q = logits.log_softmax(-1).gather(-1, head_rows[known])
-    p = top_probs[known]
+    return top_probs[known], logits.log_softmax(-1).gather(-1, head_rows[known])
+
+
+def cross_entropy_and_alpha(p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means of cross-entropy and alpha over the known part of the distributions."""
     return -(p * log_q).sum(-1).mean(), torch.minimum(p, log_q.exp()).sum(-1).mean()
+
+
+def imitation_loss(kind: str, p: Tensor, log_q: Tensor) -> Tensor:
+    """Return the loss of a draft: "lk", or a divergence of DistillSpec by its name.
+
+        lk = lambda CE(p, q) + (1 - lambda) (1 - alpha),    lambda = exp(-3 alpha)
+
+    A token of the target that the draft's head has no row for has p = 0 here, and a q that is not
+    counted twice: for a divergence it is part of the rest.
+    """
+    if kind == "lk":
+        cross_entropy, alpha = cross_entropy_and_alpha(p, log_q)
+        lead = torch.exp(-3 * alpha.detach())
+        return lead * cross_entropy + (1 - lead) * (1 - alpha)
+    q = log_q.exp() * (p > 0)
+    return DIVERGENCES[kind](append_rest(p), append_rest(q)).mean()
 
 
 @torch.no_grad()

@@ -26,13 +26,16 @@ from rich.console import Console
 from torch import Tensor
 
 from tinyspec import data, models
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.model import Model
+from tinyspec.speculative.drafting.distillspec import DIVERGENCES
 from tinyspec.training import corpus
 from tinyspec.training.text_cache import cache_batches
 from tinyspec.tree import TokenTree
+
+SOURCES = ("target", "draft", "mix")  # who writes the texts that a draft is trained on
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,17 @@ class DistillSettings(OutputSettings):
     """The section [distill] of a recipe.
 
     draft_vocab  size of the draft's vocabulary, the target's most frequent tokens; 0: all tokens
+    loss         lk: the loss above (distill.py); or a divergence of DistillSpec: kl, rkl, jsd, tv
+    source       who writes the texts: target; draft, as it is at the time; mix, half and half
+    refresh      steps between two writings of the draft
+    fresh        texts that the draft writes each time
     """
 
     draft_vocab: int = 0
+    loss: str = "lk"
+    source: str = "target"
+    refresh: int = 250
+    fresh: int = 64
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,6 +95,15 @@ class DistillSettings(OutputSettings):
                 f"[distill] draft_vocab is {self.draft_vocab!r}: "
                 "a number of tokens, or 0 for all of them"
             )
+        for name, known in (("loss", ("lk", *DIVERGENCES)), ("source", SOURCES)):
+            if (value := getattr(self, name)) not in known:
+                hint = suggest_nearest(str(value), known)
+                raise TinyspecError(f"[distill] {name} is {value!r}: {hint}")
+        for name in ("refresh", "fresh"):
+            if not isinstance(value := getattr(self, name), int) or value < 1:
+                raise TinyspecError(
+                    f"[distill] {name} is {value!r}: it must be a whole number from 1 on"
+                )
 
 
 class TargetOutput(NamedTuple):

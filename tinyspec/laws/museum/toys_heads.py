@@ -4,19 +4,30 @@ from functools import partial
 
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.rows import Toy
+from tinyspec.laws.traps import bita as bita_traps
+from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
 from tinyspec.laws.traps import medusa as medusa_traps
+from tinyspec.laws.traps import pass_sampling as pass_traps
+from tinyspec.lm.forward import ForwardBatch
 from tinyspec.speculative.drafting import eagle
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
+from tinyspec.speculative.drafting.pass_sampling import PassDrafter
+from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.technique import TrainingBatch
+from tinyspec.training import imitation
+from tinyspec.training.on_policy import DraftTexts
 
+_distill = partial(Toy, technique="distillspec")
 _medusa = partial(Toy, technique="medusa")
 _eagle = partial(Toy, technique="eagle")
 _pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
 _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
 JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
+_bita = partial(Toy, technique="bita")
+_pass = partial(Toy, technique="pass_sampling")
 
 TOYS = [
     _medusa(
@@ -35,8 +46,8 @@ TOYS = [
     ),
     _medusa(
         "one candidate of each head",
-        "ranked[depth] = sampling.rank_tokens(rows[depth], history, self.widths[depth])",
-        "ranked[depth] = sampling.rank_tokens(rows[depth], history, 1)",
+        "ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])",
+        "ranked[depth] = rank_tokens(sampling, rows[depth], history, 1)",
         MedusaDrafter.propose,
         law=medusa_traps.SPREAD,
     ),
@@ -74,7 +85,7 @@ TOYS = [
         "the most likely tokens, declared as samples",
         "return sample_siblings(sampling.probs(row, history), k, rng)",
         """q = sampling.probs(row, history)
-return [(token, q) for token in sampling.rank_tokens(row, history, k)]""",
+return [(token, q) for token in rank_tokens(sampling, row, history, k)]""",
         eagle.StaticEagleDrafter.draw_siblings,
         law=JOINT,
     ),
@@ -104,5 +115,61 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "values[node] * chance",
         "chance",
         law=eagle2_traps.EXPANDED,
+    ),
+    _pass(
+        "rows that are read one look-ahead late",
+        "rows[node + 1]",
+        "rows[node]",
+        PassDrafter.observe,
+        law=pass_traps.PLACED,
+    ),
+    _pass(
+        "look-aheads trained on the next token",
+        "self.ids[:, first:]",
+        "self.ids[:, first - 1 : -1]",
+        TrainingBatch.known_tokens,
+        law=pass_traps.AIMED,
+    ),
+    _pass(
+        "rows that serve two drafts",
+        "rows, self.logits = self.logits, ()",
+        "rows = self.logits",
+        PassDrafter.propose,
+        law=pass_traps.CYCLE,
+    ),
+    _bita(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        BitaDrafter.observe,
+        law=bita_traps.PLACED,
+    ),
+    _bita(
+        "masks behind the newest token alone",
+        "for node, depth in depths.items() if max_draft_depth > 0 else ():",
+        "for node, depth in [(ROOT, 0)]:",
+        BitaDrafter.propose,
+        law=bita_traps.ONE_PASS,
+    ),
+    _bita(
+        "a prefix that all rows see",
+        "mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]",
+        "mask[:, :, :lead] = True",
+        ForwardBatch.attention_mask,
+        law=bita_traps.ALONE,
+    ),
+    _distill(
+        "one divergence for all names",
+        "DIVERGENCES[kind]",
+        'DIVERGENCES["kl"]',
+        imitation.imitation_loss,
+        law=distillspec_traps.NAMED,
+    ),
+    _distill(
+        "texts that the first draft wrote",
+        "begun = step - step % self.every",
+        "begun = 0",
+        DraftTexts.refresh,
+        law=distillspec_traps.CURRENT,
     ),
 ]

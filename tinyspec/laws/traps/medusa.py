@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
-from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
+from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.lm.config import Config
@@ -51,19 +52,6 @@ def fitted_heads_draft_the_text(build: Build) -> Iterator[int]:
             yield 1
 
 
-@collect_evidence(PLACED)
-def drafts_are_what_training_says(build: Build) -> Iterator[int]:
-    """Check law F2 on random heads: each candidate is the one that the training forward ranks."""
-    medusa = find_technique("medusa")
-
-    def network(seed: int, vocabulary: int) -> Model:
-        return add_random_head(small_network(seed, vocabulary), medusa, seed)
-
-    forward = partial(feature_laws.trained_forward, medusa)
-    found = feature_laws.draft_is_training_forward(partial(build, nodes=3), forward, network)
-    yield found.branches
-
-
 @collect_evidence(SPREAD)
 def tree_follows_the_ranks(build: Build) -> Iterator[int]:
     """Check the paths of the tree: those of the greatest products of chances, by trying all."""
@@ -92,13 +80,18 @@ def spelled_ranks(decoder: Decoder) -> list[tuple[int, ...]]:
     paths = list[tuple[int, ...]]()
     for token, parent in zip(tree.tokens, tree.parents, strict=True):
         above = () if parent == ROOT else paths[parent]
-        order = sampling.rank_tokens(rows[len(above)].numpy(), (), rows.shape[1])
+        order = rank_tokens(sampling, rows[len(above)].numpy(), (), rows.shape[1])
         paths.append((*above, order.index(token)))
     return paths
 
 
+def check_medusa_drafts(build: Build) -> Evidence:
+    """Check law F2 on random heads."""
+    return feature_laws.check_random_heads(find_technique("medusa"), partial(build, nodes=3))
+
+
 TRAPS = [
     Trap(PLANTED, fitted_heads_draft_the_text, card("medusa")),
-    Trap(PLACED, drafts_are_what_training_says, card("medusa")),
+    Trap(PLACED, check_medusa_drafts, card("medusa")),
     Trap(SPREAD, tree_follows_the_ranks, card("medusa")),
 ]

@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.features import FeatureDrafter
+from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
@@ -171,7 +171,7 @@ class EagleHead:
         weights = head_weights(model, "eagle")
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.fc, self.layer = HeadMatrix(model, weights["fc.weight"]), HeadLayer(model, weights)
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map).head)
+        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
 
@@ -318,7 +318,7 @@ class StaticEagleDrafter(EagleDrafter):
         if self.is_sampled and not sampling.greedy:
             return sample_siblings(sampling.probs(row, history), k, rng)
         k = min(k, self.head.rows.out)  # the head has rows for so many tokens
-        return [(token, None) for token in sampling.rank_tokens(row, history, k)]
+        return [(token, None) for token in rank_tokens(sampling, row, history, k)]
 
 
 def find_eagle_head(request: Request) -> EagleHead:

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.features import FeatureDrafter
+from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
@@ -111,7 +111,7 @@ def count_heads(weights: HeadWeights) -> int:
     return sum(name.endswith(".layers.0.bias") for name in weights)
 
 
-def predict_token(
+def predict_by_head(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, W] of a head, for all positions of a text at once."""
@@ -127,7 +127,7 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     total = batch.states.new_zeros(())
     for depth in range(count_heads(weights)):
         is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_token(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
+        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
         entropy = F.cross_entropy(logits[is_known].float(), rows[is_known])
         total = total + DECAY ** (depth + 1) * entropy
     return total
@@ -149,7 +149,7 @@ class MedusaHeads:
         own = [f"lm_heads.{i}.weight" for i in range(len(self.blocks))]
         self.rows = [HeadMatrix(model, weights[name]) for name in own if name in weights]
         if not self.rows:  # one matrix for all
-            self.rows = [HeadMatrix(model, freeze_target(model, self.token_map).head)]
+            self.rows = [HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)]
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def logits(self, h: Tensor, n: int) -> Tensor:
@@ -205,7 +205,7 @@ class MedusaDrafter(FeatureDrafter):
             parent, depth, path = below[up]
             if depth not in ranked or (sampling.repetition_penalty != 1.0 and last != parent):
                 history = [*context, *path]
-                ranked[depth] = sampling.rank_tokens(rows[depth], history, self.widths[depth])
+                ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])
             last = parent
             if rank >= len(ranked[depth]):  # a vocabulary smaller than the table of ranks
                 continue
@@ -231,7 +231,7 @@ class MedusaDrafter(FeatureDrafter):
         head_shapes,
         begin_heads,
         count_heads,
-        predict_token,
+        predict_by_head,
         medusa_loss,
         small=MedusaSettings(heads=2),
     ),

@@ -1,0 +1,134 @@
+"""PaSS: look-aheads, their rounds, and the target's rows beside them."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.traps import pass_sampling as traps
+from tinyspec.lm.config import Config
+from tinyspec.lm.heads import freeze_target
+from tinyspec.lm.model import Model
+from tinyspec.lm.probes import run_probe_groups
+from tinyspec.speculative.drafting.pass_sampling import AHEAD, PassSettings, begin_ahead, pass_loss
+from tinyspec.technique import Request, find_technique
+from tinyspec.tree import TokenTree
+
+CARD = find_technique("pass_sampling")
+
+
+def test_trap_a_draft_is_what_the_training_forward_says() -> None:
+    assert traps.check_pass_drafts(CARD.make).branches > 150
+
+
+def test_trap_a_look_ahead_is_trained_on_its_own_token() -> None:
+    assert traps.loss_is_of_the_right_tokens(pass_loss).cases == 3
+
+
+def test_trap_rounds_take_turns() -> None:
+    assert traps.rounds_take_turns(CARD.make).cases == 4
+
+
+def decoder_on(model: Model, sampling: SamplingParams, **knobs: Any) -> Any:
+    request = Request(model.session(), sampling=sampling, stop=StoppingCriteria(max_new_tokens=20))
+    request.positions = model.config.max_positions
+    return CARD.make(request, **knobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_targets_row_does_not_change_to_the_bit(dtype: torch.dtype) -> None:
+    """With look-aheads behind it, the newest token's row is the one of a pass without them."""
+    config = Config(40, 16, 2, 2, 1, 8, 24, 64)
+    model = add_random_head(Model.random(config, dtype=dtype, scale=0.3), CARD, 0)
+    decoder, plain = decoder_on(model, SamplingParams(0.0)), model.session()
+    decoder.extend((1, 2, 3))
+    plain.extend((1, 2, 3))
+    for number in range(6):
+        round = decoder.step(Seeded(number))
+        row = plain.score(TokenTree()).logits[0]
+        if all(round.tree.probe):
+            assert torch.equal(round.scores.logits[0], row)
+        for token in round.tokens:
+            plain.commit((), token)
+
+
+def test_look_aheads_end_with_the_context() -> None:
+    model = add_random_head(small_network(1), CARD, 0)
+    decoder = decoder_on(model, SamplingParams(0.0))
+    decoder.extend([0, 1] * 31 + [2])  # 63 of 64 positions
+    assert len(decoder.step(Seeded(0)).tree.tokens) <= 1
+    assert len(decoder.context) == 64
+
+
+def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
+    model = add_random_head(small_network(3), CARD, 0)
+    sampling = SamplingParams(0.0, repetition_penalty=1.5)
+    decoder = decoder_on(model, sampling)
+    decoder.extend((0, 1))
+    decoder.step(Seeded(0))
+    rows = list(decoder.drafter.logits)
+    tree = decoder.drafter.propose(decoder.context, 4, sampling, Seeded(0))
+    history = list(decoder.context)
+    for row, token in zip(rows, tree.tokens, strict=True):
+        assert token == sampling.greedy_token(row, history)
+        history.append(token)
+
+
+def test_only_the_embeddings_are_trained() -> None:
+    model = small_network(2)
+    weights = begin_ahead(freeze_target(model), PassSettings(tokens=3), 0)
+    assert {name: tuple(w.shape) for name, w in weights.items()} == {AHEAD: (3, 8)}
+    assert not torch.equal(weights[AHEAD][0], weights[AHEAD][1])
+
+
+def test_a_vocabulary_of_its_own_is_refused() -> None:
+    with pytest.raises(TinyspecError, match="draft_vocab"):
+        PassSettings(draft_vocab=20)
+
+
+# ---------------------------------------------------------------------- groups of probes
+
+
+@pytest.mark.parametrize("positions", ["rope", "learned"])
+@pytest.mark.parametrize("kv", [1, 2])
+def test_a_group_of_probes_sees_its_text_alone(positions: Any, kv: int) -> None:
+    """Each group gives what a dense pass gives with the probes as tokens behind the text."""
+    small = small_network(0).config
+    config = replace(small, n_kv_heads=kv, positions=positions, vocab_size=6)
+    model = Model.random(config, 1, torch.float64, scale=0.5)
+    blocks, generator = model.torch_blocks(), torch.Generator().manual_seed(0)
+    embeddings = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    ids = torch.tensor([[0, 1, 2, 3], [3, 3, 1, 0]])
+    got = run_probe_groups(blocks, ids, torch.tensor([0, 2]), embeddings)
+    wide = {**model.weights, "embed": torch.cat((model.weights["embed"], embeddings))}
+    extended = Model(replace(config, vocab_size=8), wide).torch_blocks()
+    for row, text in enumerate(ids.tolist()):
+        for group, anchor in enumerate((0, 2)):
+            dense = extended.final_states(torch.tensor([[*text[: anchor + 1], 6, 7]]))
+            assert torch.allclose(got[row, group], dense[0, -2:], atol=1e-10)
+
+
+def test_a_prefix_is_seen_by_probes_as_the_session_does() -> None:
+    model = small_network(4)
+    config, generator = model.config, torch.Generator().manual_seed(0)
+    embeddings = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    shape = (2, config.n_layers, config.n_kv_heads, 3, config.head_dim)
+    prefix = torch.randn(shape, generator=generator, dtype=torch.float64)
+    ids = [0, 1, 2, 3]
+    got = run_probe_groups(
+        model.torch_blocks(), torch.tensor([ids]), torch.tensor([3]), embeddings, prefix
+    )
+    session = model.session()
+    session.set_probe_embeddings(embeddings, (prefix[0], prefix[1]))
+    session.extend(ids)
+    probes = TokenTree((4, 5), (-1, 0), (None, None), (True, True))
+    scored = session.score(probes, (config.n_layers,))
+    assert torch.allclose(got[0, 0], scored.hidden[0, 1:], atol=1e-10)
+    session.score(TokenTree())
+    assert torch.allclose(scored.logits[0], model.logits(ids)[-1], atol=1e-10)

@@ -1,0 +1,225 @@
+"""BiTA: one pass verifies the draft and guesses the next one, by masks behind every draft token.
+
+Paper: Lin et al. 2024, arXiv 2401.12522. Trained are the mask embeddings and a prefix of keys and
+values that only masks attend to. The target is not trained.
+
+Idea. M masks stand behind the newest token, and M more behind *every* draft token:
+
+    newest m m m   x_1 m m m   x_2 m m m   ...        each group sees its own path only
+
+Whatever the target accepts, the masks behind the last accepted token have already been run: their
+rows are the next draft. So a round is one pass. Mask j behind the token at position t is trained to
+predict the token t + 2 + j. A trained prefix of P keys and values a layer tells the layers that a
+row is a mask: ordinary rows do not see it, so the target's own rows stay as they are.
+
+The draft is a tree. Slot j has `candidates` - j candidates, and only the first of them has
+children. Candidates are point masses.
+
+Training minimises the mean cross-entropy of all masks on texts that the target wrote, at random
+positions; the groups of a text share one pass over it.
+
+Guarantee: EXACT, at any temperature: candidates are point masses. The authors' decoder is greedy.
+Pitfall: the group behind the wrong token; a prefix that ordinary rows see. The output stays right
+with the first. Law F2 sees it.
+Tests: tests/speculative/test_bita.py (the target's rows stay as they are with a prefix; one pass a
+round; the group behind the last accepted token is read; the tree of 12).
+Left out: the prompt that repeats a text four times in an epoch; masks behind a token that ends the
+text; a vocabulary of its own.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.features import rank_tokens
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.config import Config
+from tinyspec.lm.forward import Scores
+from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
+from tinyspec.speculative.probing import begin_probes, predict_by_probes, probe_loss
+from tinyspec.technique import (
+    Guarantee,
+    HeadWeights,
+    Knob,
+    Request,
+    Trained,
+    TrainingBatch,
+    technique,
+)
+from tinyspec.tree import ROOT, TokenTree
+
+MASKS, PREFIX = "masks.weight", "prefix.weight"
+
+# ------------------------------------------------------------------ what is trained
+
+
+@dataclass(frozen=True)
+class BitaSettings(HeadSettings):
+    """The section [head] of a recipe.
+
+    masks   masks in a group, and depth of a draft
+    prefix  positions of the prefix that masks attend to
+    """
+
+    masks: int = 3
+    prefix: int = 16
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab:
+            raise TinyspecError(
+                "[head] draft_vocab: BiTA reads the target's own rows: leave it out"
+            )
+
+
+def bita_shapes(config: Config, settings: BitaSettings) -> dict[str, tuple[int, ...]]:
+    """Return the shapes: of the prefix keys and values, layers, key heads, positions, width."""
+    of_prefix = (2, config.n_layers, config.n_kv_heads, settings.prefix, config.head_dim)
+    return {MASKS: (settings.masks, config.d_model), PREFIX: of_prefix}
+
+
+def begin_bita(target: FrozenTarget, settings: BitaSettings, seed: int) -> dict[str, Tensor]:
+    """Return masks near the mean embedding, and a random prefix."""
+    shape = bita_shapes(target.config, settings)[PREFIX]
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
+    masks = begin_probes(target, settings.masks, seed)
+    return {MASKS: masks, PREFIX: 0.02 * drawn.to(target.embed)}
+
+
+def count_masks(weights: HeadWeights) -> int:
+    """Return how many masks a group has."""
+    return len(weights[MASKS])
+
+
+def predict_by_mask(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
+) -> Tensor:
+    """Return the logits [B, T, V] of a mask behind every position of a text."""
+    return predict_by_probes(target, ids, weights[MASKS], depth, weights[PREFIX])
+
+
+def bita_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
+    """Return the mean cross-entropy of all masks behind random positions."""
+    return probe_loss(target, batch, weights[MASKS], weights[PREFIX])
+
+
+# ------------------------------------------------------------------ the draft
+
+
+class BitaDrafter(BaseDrafter):
+    """Draft from the group of masks behind the last accepted token.
+
+    masks       masks in a group
+    candidates  of the first slot; each further slot has one less
+    first_mask  id of the first mask
+    positions   tokens that the target's context holds
+    ends        tokens that nothing follows
+    """
+
+    def __init__(
+        self, masks: int, candidates: int, first_mask: int, positions: int, ends: frozenset[int]
+    ):
+        self.masks, self.candidates, self.ends = masks, candidates, ends
+        self.first_mask, self.positions = first_mask, positions
+        self.logits: Sequence[Any] = ()  # rows of the group behind the last accepted token
+        self.group_of: dict[int, list[int]] = {}  # draft token or ROOT -> its masks in the tree
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.logits = ()
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        tokens, parents, path = list[int](), list[int](), list[int]()
+        depths, tip = {ROOT: 0}, ROOT
+        for slot, row in enumerate(self.logits[:max_draft_depth]):
+            n = max(self.candidates - slot, 1)
+            ranked = rank_tokens(sampling, row, [*context, *path], n)
+            first = len(tokens)
+            tokens += ranked
+            parents += [tip] * len(ranked)
+            depths |= dict.fromkeys(range(first, len(tokens)), slot + 1)
+            if ranked[0] in self.ends:
+                break
+            tip = first  # the likeliest candidate is the one that goes on
+            path.append(ranked[0])
+        probe = [False] * len(tokens)
+        self.group_of = {}
+        for node, depth in depths.items() if max_draft_depth > 0 else ():
+            fits = min(self.masks, self.positions - len(context) - depth)
+            above, self.group_of[node] = node, []
+            for i in range(max(fits, 0)):
+                tokens.append(self.first_mask + i)
+                parents.append(above)
+                probe.append(True)
+                above = len(tokens) - 1
+                self.group_of[node].append(above)
+        return TokenTree(tokens, parents, (None,) * len(tokens), probe)
+
+    def observe(self, round: Round) -> None:
+        path = (ROOT, *round.verdict.accepted)
+        before_newest = path[len(round.tokens) - 1]  # the token that the newest one follows
+        rows = kernels_of(round.scores.logits).as_rows(round.scores.logits)
+        self.logits = [rows[mask + 1] for mask in self.group_of.get(before_newest, ())]
+
+    def rewind(self, length: int) -> None:
+        self.logits = ()
+
+    def end(self) -> None:
+        self.logits = ()
+
+
+@technique(
+    title="BiTA: bi-directional tuning",
+    summary="masks draft in the verifying pass",
+    paper="Lin et al. 2024, arXiv 2401.12522",
+    family="integrated",
+    guarantee=Guarantee.EXACT,
+    point_masses=True,
+    hidden=True,
+    trained=Trained(
+        BitaSettings,
+        lambda config: (),
+        bita_shapes,
+        begin_bita,
+        count_masks,
+        predict_by_mask,
+        bita_loss,
+        small=BitaSettings(masks=2, prefix=3),
+    ),
+    knobs=(
+        Knob(
+            "candidates",
+            5,
+            "candidates of the first mask; each further mask has one less",
+            low=1,
+            high=64,
+            small=(2, 1),
+            ours=1,
+        ),
+        Knob("masks", 16, "masks that are used, at most", low=1, high=16, small=(2, 1)),
+    ),
+)
+def bita(request: Request, *, candidates: int, masks: int) -> Decoder:
+    """Return a decoder that drafts with the target's masks."""
+    target: Any = request.target
+    model, weights = target.model, head_weights(target.model, "bita")
+    own = weights[MASKS][:masks].to(model.device, model.state_dtype)
+    keys, values = weights[PREFIX].to(model.device, model.state_dtype)
+    target.set_probe_embeddings(own, (keys, values))
+    positions = request.positions or model.config.max_positions
+    drafter = BitaDrafter(
+        len(own), candidates, model.config.vocab_size, positions, request.stop.eos
+    )
+    return request.decoder(drafter, verify_tree)
