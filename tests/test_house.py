@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3056,
+    "root + show": 3059,
     "_core": 957,
-    "lm": 4570,
+    "lm": 4798,
     "decoding": 1446,
-    "chapters": 5911,
-    "laws": 11051,
-    "museum": 3621,
-    "training": 2918,
-    "bench": 6042,
+    "chapters": 6386,
+    "laws": 11267,
+    "museum": 3729,
+    "training": 2926,
+    "bench": 6339,
     "grade": 3523,
-    "cli": 2585,
+    "cli": 2588,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.lm.small import GPT2
 from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.cli.base import assign_heads
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
@@ -38,7 +39,7 @@ def test_trap_a_fitted_head_drafts_the_whole_text() -> None:
 
 
 def test_trap_a_draft_token_is_what_the_training_forward_says() -> None:
-    assert traps.eagle_drafts_what_training_says(CARD.make).branches > 600
+    assert traps.drafts_follow_training(CARD.make).branches > 600
 
 
 def test_trap_a_draft_depends_on_the_text_alone() -> None:
@@ -138,17 +139,17 @@ def test_point_masses_are_the_most_likely_tokens(knobs: dict[str, str]) -> None:
 
 
 def test_tokens_after_a_penalty_are_ranked_with_the_nodes_own_history() -> None:
-    sampling, moved, text = SamplingParams(0.0, repetition_penalty=1.5), 0, [1, 2]
+    sampling, moved, text = SamplingParams(0.0, repetition_penalty=4.0), 0, [1, 2]
     model = traps.random_target(2, 8)
-    tree = propose(begin(text, sampling, model, nodes=12))
+    tree = propose(begin(text, sampling, model, nodes=30))
     for parent in {*tree.parents}:
         path = list(tree.tokens_on(tree.path(parent)))
         row = feature_laws.trained_forward(CARD, model, text, path)
         assert row is not None
         children = [t for t, up in zip(tree.tokens, tree.parents, strict=True) if up == parent]
-        ranked = rank_tokens(sampling, row.numpy(), [*text, *path], 8)
-        assert children == ranked[: len(children)]
-        moved += ranked != rank_tokens(sampling, row.numpy(), text, 8)
+        ranked = rank_tokens(sampling, row.numpy(), [*text, *path], len(children))
+        assert children == ranked
+        moved += ranked != rank_tokens(sampling, row.numpy(), text, len(children))
     assert moved > 0  # the path itself changes the order
 
 
@@ -306,6 +307,22 @@ def test_eagle2_trains_nothing_of_its_own(zoo: Zoo, tmp_path: Path) -> None:
 def test_a_missing_head_is_named_as_eagles(zoo: Zoo) -> None:
     said = failed(run("generate", "--model", zoo.big, "--method", "eagle2", "the cat"))
     assert "no head for eagle:" in said and "--method eagle " in said
+
+
+def test_a_head_is_given_to_every_method_that_uses_it(zoo: Zoo, tmp_path: Path) -> None:
+    out = tmp_path / "head"
+    assert train(zoo, out).exit_code == 0
+    knobs: list[dict[str, Any]] = [{}, {}, {}]
+    assign_heads([str(out)], ["eagle2", "llma", "eagle"], knobs)
+    assert knobs == [{"head": str(out)}, {}, {"head": str(out)}]
+
+
+def test_nothing_of_a_request_is_left_after_its_end() -> None:
+    decoder = begin([1, 2, 3], GREEDY)
+    decoder.step(Seeded(0))
+    decoder.end()
+    drafter: Any = decoder.drafter
+    assert (len(drafter.stack), drafter.following, drafter.states) == (0, [], [])
 
 
 def test_requests_of_a_model_share_the_heads_matrices() -> None:

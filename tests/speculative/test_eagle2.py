@@ -1,5 +1,6 @@
 """EAGLE-2: its draft is the best part of what its head proposed."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -84,17 +85,34 @@ def test_the_draft_is_the_same_point_masses_at_any_temperature(temperature: floa
 def test_a_penalty_changes_the_probabilities_by_which_nodes_are_ranked() -> None:
     sampling, text = SamplingParams(0.0, repetition_penalty=3.0), [1, 2, 3]
     model = eagle_traps.random_target(2, 8)
-    tree = propose(begin(text, sampling, nodes=6, depth=2, width=8))
-    values: dict[tuple[int, ...], float] = {}
-    penalty = SamplingParams(repetition_penalty=3.0)
-    for first in (None, *range(8)):
-        path = () if first is None else (first,)
-        row = feature_laws.trained_forward(CARD, model, text, path)
-        assert row is not None
-        q = penalty.probs(row.numpy(), [*text, *path])
-        values |= {(*path, token): q[token] * values.get(path, 1.0) for token in range(8)}
-    best = sorted(values, key=lambda path: -values[path])[:6]
-    assert sorted(tree.tokens_on(tree.path(node)) for node in range(6)) == sorted(best)
+    tree = propose(begin(text, sampling, nodes=12, depth=2, width=8))
+    got = sorted(tree.tokens_on(tree.path(node)) for node in range(12))
+
+    def find_best(count_path: bool) -> list[tuple[int, ...]]:
+        values: dict[tuple[int, ...], float] = {}
+        for first in (None, *range(8)):
+            path = () if first is None else (first,)
+            row = feature_laws.trained_forward(CARD, model, text, path)
+            assert row is not None
+            history = [*text, *path] if count_path else text
+            q = SamplingParams(repetition_penalty=3.0).probs(row.numpy(), history)
+            values |= {(*path, token): q[token] * values.get(path, 1.0) for token in range(8)}
+        return sorted(sorted(values, key=lambda path: -values[path])[:12])
+
+    assert got == find_best(count_path=True) != find_best(count_path=False)
+
+
+def test_the_draft_is_no_deeper_than_allowed() -> None:
+    for depth in (1, 2, 3):
+        assert max(propose(begin([1, 2]), depth).depths()) == depth
+
+
+def test_nothing_follows_the_end_of_a_text() -> None:
+    request = Request(eagle_traps.random_target(2, 4).session(), sampling=GREEDY)
+    request.stop = replace(request.stop, eos=frozenset(range(4)))
+    decoder = CARD.make(request)
+    decoder.extend([0, 1])
+    assert set(propose(decoder).parents) == {ROOT}
 
 
 def test_a_text_of_one_token_has_no_draft() -> None:

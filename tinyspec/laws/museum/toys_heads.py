@@ -22,15 +22,15 @@ from tinyspec.technique import TrainingBatch
 from tinyspec.training import imitation
 from tinyspec.training.on_policy import DraftTexts
 
-_kangaroo = partial(Toy, technique="kangaroo")
 _distill = partial(Toy, technique="distillspec")
+_kangaroo = partial(Toy, technique="kangaroo")
 _medusa = partial(Toy, technique="medusa")
-_bita = partial(Toy, technique="bita")
-_pass = partial(Toy, technique="pass_sampling")
 _eagle = partial(Toy, technique="eagle")
 _pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
 _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
 JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
+_bita = partial(Toy, technique="bita")
+_pass = partial(Toy, technique="pass_sampling")
 
 TOYS = [
     _medusa(
@@ -53,62 +53,6 @@ TOYS = [
         "ranked[depth] = rank_tokens(sampling, rows[depth], history, 1)",
         MedusaDrafter.propose,
         law=medusa_traps.SPREAD,
-    ),
-    _pass(
-        "rows that are read one look-ahead late",
-        "rows[node + 1]",
-        "rows[node]",
-        PassDrafter.observe,
-        law=pass_traps.PLACED,
-    ),
-    _pass(
-        "look-aheads trained on the next token",
-        "self.ids[:, first:]",
-        "self.ids[:, first - 1 : -1]",
-        TrainingBatch.known_tokens,
-        law=pass_traps.AIMED,
-    ),
-    _pass(
-        "rows that serve two drafts",
-        "rows, self.logits = self.logits, ()",
-        "rows = self.logits",
-        PassDrafter.propose,
-        law=pass_traps.CYCLE,
-    ),
-    _bita(
-        "the group behind the newest token of the round before",
-        "before_newest = path[len(round.tokens) - 1]",
-        "before_newest = ROOT",
-        BitaDrafter.observe,
-        law=bita_traps.PLACED,
-    ),
-    _bita(
-        "masks behind the newest token alone",
-        "for node, depth in depths.items() if max_draft_depth > 0 else ():",
-        "for node, depth in [(ROOT, 0)]:",
-        BitaDrafter.propose,
-        law=bita_traps.ONE_PASS,
-    ),
-    _bita(
-        "a prefix that all rows see",
-        "mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]",
-        "mask[:, :, :lead] = True",
-        ForwardBatch.attention_mask,
-        law=bita_traps.ALONE,
-    ),
-    _distill(
-        "one divergence for all names",
-        "DIVERGENCES[kind]",
-        'DIVERGENCES["kl"]',
-        imitation.imitation_loss,
-        law=distillspec_traps.NAMED,
-    ),
-    _distill(
-        "texts that the first draft wrote",
-        "begun = step - step % self.every",
-        "begun = 0",
-        DraftTexts.refresh,
-        law=distillspec_traps.CURRENT,
     ),
     _eagle(
         "a layer trained on the state that it reads",
@@ -174,6 +118,62 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "values[node] * chance",
         "chance",
         law=eagle2_traps.EXPANDED,
+    ),
+    _pass(
+        "rows that are read one look-ahead late",
+        "rows[node + 1]",
+        "rows[node]",
+        PassDrafter.observe,
+        law=pass_traps.PLACED,
+    ),
+    _pass(
+        "look-aheads trained on the next token",
+        "self.ids[:, first:]",
+        "self.ids[:, first - 1 : -1]",
+        TrainingBatch.known_tokens,
+        law=pass_traps.AIMED,
+    ),
+    _pass(
+        "rows that serve two drafts",
+        "rows, self.logits = self.logits, ()",
+        "rows = self.logits",
+        PassDrafter.propose,
+        law=pass_traps.CYCLE,
+    ),
+    _bita(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        BitaDrafter.observe,
+        law=bita_traps.PLACED,
+    ),
+    _bita(
+        "masks behind the newest token alone",
+        "for node, depth in depths.items() if max_draft_depth > 0 else ():",
+        "for node, depth in [(ROOT, 0)]:",
+        BitaDrafter.propose,
+        law=bita_traps.ONE_PASS,
+    ),
+    _bita(
+        "a prefix that all rows see",
+        "mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]",
+        "mask[:, :, :lead] = True",
+        ForwardBatch.attention_mask,
+        law=bita_traps.ALONE,
+    ),
+    _distill(
+        "one divergence for all names",
+        "DIVERGENCES[kind]",
+        'DIVERGENCES["kl"]',
+        imitation.imitation_loss,
+        law=distillspec_traps.NAMED,
+    ),
+    _distill(
+        "texts that the first draft wrote",
+        "begun = step - step % self.every",
+        "begun = 0",
+        DraftTexts.refresh,
+        law=distillspec_traps.CURRENT,
     ),
     _kangaroo(
         "verification that runs all layers again",

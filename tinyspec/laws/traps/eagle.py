@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
-from tinyspec.laws.evidence import collect_evidence, expect_equal
+from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.stage import Stage
@@ -71,12 +71,9 @@ def random_target(seed: int, vocabulary: int) -> Model:
     return add_random_head(small_network(seed, vocabulary), find_technique("eagle"), seed)
 
 
-@collect_evidence(PLACED)
-def eagle_drafts_what_training_says(build: Build) -> Iterator[int]:
+def drafts_follow_training(build: Build) -> Evidence:
     """Check law F2 on random heads, down to the fourth token of a draft."""
-    forward = partial(feature_laws.trained_forward, find_technique("eagle"))
-    make = partial(build, nodes=16)
-    yield feature_laws.draft_is_training_forward(make, forward, random_target).branches
+    return feature_laws.check_random_heads(find_technique("eagle"), partial(build, nodes=16))
 
 
 @collect_evidence(OF_TEXT)
@@ -98,7 +95,7 @@ def siblings_are_drawn_as_declared(eagle: Card) -> Iterator[int]:
 
 TRAPS = [
     Trap(PLANTED, fitted_head_drafts_the_text, card("eagle")),
-    Trap(PLACED, eagle_drafts_what_training_says, card("eagle")),
+    Trap(PLACED, drafts_follow_training, card("eagle")),
     Trap(OF_TEXT, drafts_depend_on_the_text_alone, card("eagle")),
     Trap(JOINT, siblings_are_drawn_as_declared, lambda: find_technique("eagle")),
 ]

@@ -171,7 +171,7 @@ class EagleHead:
         weights = head_weights(model, "eagle")
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.fc, self.layer = HeadMatrix(model, weights["fc.weight"]), HeadLayer(model, weights)
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map).head)
+        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
 
