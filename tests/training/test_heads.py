@@ -35,7 +35,7 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
 METHODS = [
     name
     for name, card in load_techniques().items()
-    if card.trained is not None and not card.head_of
+    if card.trained is not None and not card.head_of  # a head of its own
 ]
 
 

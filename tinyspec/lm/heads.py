@@ -90,8 +90,15 @@ def freeze_target(
 
     dtype   None: the model's own
     layers  whether the head is trained through the target's layers
+
+    Raises TinyspecError for a draft model with a vocabulary of its own.
     """
     config, names = model.config, ("embed", "head")
+    if config.head_ids:
+        raise TinyspecError(
+            f"{model.name} proposes only some tokens itself, so no head is trained for it: take "
+            "the model that it drafts for"
+        )
     stored = model.weights
     weights = {name: stored[name].detach().to(dtype) for name in stored if layers or name in names}
     embed = weights["embed"]

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
@@ -197,7 +197,7 @@ class EagleDrafter(FeatureDrafter):
         if len(self.states) - 1 > len(self.stack):  # the last pair runs with the next draft
             self._run_pairs(len(self.states) - 1, prefill=True)
 
-    def observe(self, round: Any) -> None:
+    def observe(self, round: Round) -> None:
         super().observe(round)
         self.following += round.tokens
 

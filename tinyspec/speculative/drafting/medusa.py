@@ -182,6 +182,7 @@ class MedusaDrafter(FeatureDrafter):
         for node, (parent, rank) in enumerate(tree):
             self.widths[depths[parent]] = max(self.widths[depths[parent]], rank + 1)
             depths[node] = depths[parent] + 1
+        self.widths = [min(width, heads.rows[0].out) for width in self.widths]
 
     def propose(
         self,
