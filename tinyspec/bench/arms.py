@@ -103,8 +103,9 @@ class TechniqueArm:
         draft: Draft = None,
         label: str = "",
     ):
-        self.label, self.draft = label or spec.label, draft
-        self.base, self.persistent = model, find_technique(spec.name).persistent
+        card = find_technique(spec.name)
+        self.label, self.draft = label or spec.label, None if card.own_draft else draft
+        self.base, self.persistent = model, card.persistent
         self.model, self.round, self.held = disable_eos(model), -1, 0
         self.knobs: Mapping[str, Any] = {}
         self.options: dict[str, Any] = {
