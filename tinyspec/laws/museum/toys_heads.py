@@ -4,15 +4,18 @@ from functools import partial
 
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
+from tinyspec.laws.traps import blockwise as blockwise_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.lm.forward import ForwardBatch
+from tinyspec.speculative.drafting import blockwise
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
 from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.technique import TrainingBatch
 
 _medusa = partial(Toy, technique="medusa")
+_blockwise = partial(Toy, technique="blockwise")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
 
@@ -37,6 +40,41 @@ TOYS = [
         "ranked[depth] = sampling.rank_tokens(rows[depth], history, 1)",
         MedusaDrafter.propose,
         law=medusa_traps.SPREAD,
+    ),
+    _blockwise(
+        "one predictor at every depth",
+        "slice(depth * h.shape[-1], (depth + 1) * h.shape[-1])",
+        "slice(h.shape[-1])",
+        blockwise.predict_by_block,
+        law=blockwise_traps.PLANTED,
+    ),
+    _blockwise(
+        "a layer that reads one position early",
+        "self.states[-1][0]",
+        "self.states[-2:][0][0]",
+        blockwise.BlockwiseDrafter.propose,
+        law=blockwise_traps.PLACED,
+    ),
+    _blockwise(
+        "a layer without the residual",
+        "self.rows(h + parts[:n])",
+        "self.rows(parts[:n])",
+        blockwise.BlockLayer.logits,
+        law=blockwise_traps.RESIDUAL,
+    ),
+    _blockwise(
+        "a pass to predict and another to verify",
+        "if not self.states or n <= 0:",
+        "if setattr(self, 'odd', not getattr(self, 'odd', False)) or self.odd or n <= 0:",
+        blockwise.BlockwiseDrafter.propose,
+        law=blockwise_traps.COUNTED,
+    ),
+    _blockwise(
+        "a rejected guess that may be drawn again",
+        "rng.draw(exclude_token(p[at], token))",
+        "rng.draw(p[at])",
+        blockwise.relaxed_verifier,
+        law=blockwise_traps.RELAXED,
     ),
     _pass(
         "rows that are read one look-ahead late",
