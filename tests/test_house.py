@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3046,
+    "root + show": 3049,
     "_core": 957,
-    "lm": 4563,
+    "lm": 4730,
     "decoding": 1445,
-    "chapters": 5978,
-    "laws": 11087,
-    "museum": 3627,
-    "training": 2833,
+    "chapters": 6306,
+    "laws": 11226,
+    "museum": 3696,
+    "training": 2840,
     "bench": 6042,
     "grade": 3523,
-    "cli": 2564,
+    "cli": 2567,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

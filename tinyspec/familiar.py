@@ -78,6 +78,7 @@ METHODS = {
     "lookahead": "lookahead_jacobi",
     "lookahead_decoding": "lookahead_jacobi",
     "self_speculative_decoding": "self_speculative",
+    "eagle_2": "eagle2",
     "greedy": "autoregressive",
     "plain": "autoregressive",
 }
@@ -89,9 +90,6 @@ _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
 ABSENT = {
     "hydra": f"{_TRAINED}; {_NEAR_TREES}",
-    "eagle": f"{_TRAINED}; {_NEAR_DRAFT}",
-    "eagle_2": f"{_TRAINED}; {_NEAR_DRAFT}",
-    "eagle2": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mtp": f"{_TRAINED}; {_NEAR_DRAFT}",

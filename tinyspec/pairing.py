@@ -88,29 +88,30 @@ def with_head(model: Model, card: Card, head: Head = None) -> Model:
     """
     if card.trained is None:
         return model
-    lead = f"{card.name}/"
+    method = card.head_method
+    lead = f"{method}/"
     if head is None and any(name.startswith(lead) for name in model.extras):
         return model
-    named = head or next(iter(models.find_heads_of(model.name, card.name)), None)
+    named = head or next(iter(models.find_heads_of(model.name, method)), None)
     if named is None:
-        raise no_head(model.name, card.name)
+        raise no_head(model.name, method)
     if not isinstance(named, (str, Path)):
         raise wrong_argument("head", head, "the folder of a head, or its name")
     path = models.find_model(named)
     if path is None:
         raise TinyspecError(f"{named}: no such head; it is a folder with config.json")
     known = _headed.setdefault(model, {})
-    key = card.name, models.stamp(path)
+    key = method, models.stamp(path)
     if key not in known:
-        known[key] = add_head(model, card.name, _read_fitting(path, model, card))
+        known[key] = add_head(model, method, _read_fitting(path, model, card))
     return known[key]
 
 
 def _read_fitting(path: Path, model: Model, card: Card) -> Mapping[str, Tensor]:
     """Return the tensors of a head's folder. Raises TinyspecError unless it fits."""
     found = read_head(path)
-    if found.method != card.name or card.trained is None:
-        raise TinyspecError(f"{path}: a head for {found.method}, not for {card.name}")
+    if found.method != card.head_method or card.trained is None:
+        raise TinyspecError(f"{path}: a head for {found.method}, not for {card.head_method}")
     kind = card.trained.settings
     for name in found.settings:
         if name not in (names := {field.name for field in fields(kind)}):

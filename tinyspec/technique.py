@@ -307,6 +307,7 @@ class Card:
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
     teacher         of kind "refine": an autoregressive model may score its candidates
     trained         what it trains for a target, if it needs something trained
+    head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target
     """
@@ -327,6 +328,7 @@ class Card:
     coupled: bool = False
     persistent: bool = False
     trained: Trained | None = None
+    head_of: str = ""
     keeps: str = ""
     optional_draft: bool = False
     several: bool = False
@@ -341,6 +343,11 @@ class Card:
     def doc(self) -> str:
         """Return the docstring of the technique's file."""
         return importlib.import_module(self.build.__module__).__doc__ or ""
+
+    @property
+    def head_method(self) -> str:
+        """Return the technique under whose name its heads are trained, stored and found."""
+        return self.head_of or self.name
 
     @property
     def hosted(self) -> int:

@@ -263,17 +263,20 @@ def assign_heads(
     """Give each method the head that was trained for it, as its argument `head`."""
     from tinyspec import models
     from tinyspec.lm.heads import read_head_config
+    from tinyspec.technique import find_technique
 
     for named in heads:
         path = models.find_model(named)
         if path is None:
             raise TinyspecError(f"--head {named}: no such head; it is a folder with config.json")
         method = read_head_config(path)["method"]
-        if method not in methods:
+        users = [i for i, one in enumerate(methods) if find_technique(one).head_method == method]
+        if not users:
             raise TinyspecError(
                 f"--head {named}: a head for {method}, not for {', '.join(methods)}"
             )
-        knobs[methods.index(method)]["head"] = named
+        for user in users:
+            knobs[user]["head"] = named
 
 
 def load_all(

@@ -260,7 +260,7 @@ def trained_forward(
     """Return what the training forward of a card says on a whole text: a `TrainingForward`."""
     if len(text) == 1 or card.trained is None:
         return None
-    weights, blocks = head_weights(model, card.name), model.torch_blocks()
+    weights, blocks = head_weights(model, card.head_method), model.torch_blocks()
     target = freeze_target(model, weights.get(TOKEN_MAP))
     ids = torch.tensor([[*text, *drafted]])
     states = blocks.hidden_states(ids, card.trained.layers(model.config))
@@ -314,7 +314,7 @@ def fit_head(
     optimizer.step(closure)
     ranks = torch.zeros(trained.depths(weights), RANKED)
     ranks[:, 0] = 1
-    return add_head(model, card.name, {**weights, RANKS: ranks})
+    return add_head(model, card.head_method, {**weights, RANKS: ranks})
 
 
 def _judge_walks(

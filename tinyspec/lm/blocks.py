@@ -244,10 +244,13 @@ class Blocks:
 
     # ------------------------------------------------------------------ inference
 
+    def embed_tokens(self, tokens: Sequence[int]) -> Tensor:
+        """Return the embeddings [n, d], without positions."""
+        return F.embedding(torch.tensor(tokens, device=self.device), self.embed)
+
     def initial_states(self, feed: ForwardBatch) -> Tensor:
         """Return the state [n, d] that each position starts from: its embedding, or its own."""
-        ids = torch.tensor(feed.tokens_to_embed, device=self.device)
-        x = F.embedding(ids, self.embed)
+        x = self.embed_tokens(feed.tokens_to_embed)
         if feed.has_state is not None and feed.entry_states is not None:
             x[torch.tensor(feed.has_state, device=self.device)] = feed.entry_states.to(x.dtype)
         if self.config.positions == "learned":

@@ -292,10 +292,15 @@ class Engine:
         session = cache.address, cache.capacity, slots, positions, seen, None
         self._compiled.run(x, 0, 2 * self.config.n_layers, [session], torch.get_num_threads())
 
+    def embed_tokens(self, tokens: Sequence[int]) -> Tensor:
+        """Return the embeddings [n, d], without positions."""
+        x = torch.empty(len(tokens), self.config.d_model)
+        self._lookup.rows(tokens, x.numpy())
+        return x
+
     def initial_states(self, feed: ForwardBatch) -> Tensor:
         """Return the state [n, d] that each row starts from."""
-        x = torch.empty(len(feed.tokens), self.config.d_model)
-        self._lookup.rows(feed.tokens_to_embed, x.numpy())
+        x = self.embed_tokens(feed.tokens_to_embed)
         if feed.entry_states is not None:
             x[torch.tensor(feed.has_state)] = feed.entry_states.float()
         if self._positions is not None:

@@ -138,6 +138,11 @@ class HeadMatrix:
         return y
 
 
+def embed_tokens(target: Transformer, tokens: Sequence[int]) -> Tensor:
+    """Return the target's input embeddings [n, d] of some tokens, without positions."""
+    return (target.engine or target.torch_blocks()).embed_tokens(tokens)
+
+
 # ---------------------------------------------------------------------- on a loaded model
 
 

@@ -165,8 +165,7 @@ class TreeDrafter(ModelDrafter):
                     parents.append(at[node])
                     rows.append(q)
                     if child in self.below and token not in self.ends:
-                        ran[child] = len(inner.tokens)
-                        _append_node(inner, token, ran[node])
+                        ran[child] = append_node(inner, token, ran[node])
         return TokenTree(tokens, parents, rows, (False,) * len(tokens))
 
     def draw_children(
@@ -213,7 +212,8 @@ def uniform_over_unsampled(q: Probs, seen: Sequence[int]) -> Probs:
     return row
 
 
-def _append_node(tree: TokenTree, token: int, parent: int) -> None:
-    """Append a node to a tree whose columns are lists."""
-    for column, entry in zip(tree, (token, parent, None, False), strict=True):
+def append_node(tree: TokenTree, token: int, parent: int, q: Probs | None = None) -> int:
+    """Append a node to a tree whose columns are lists, and return its number."""
+    for column, entry in zip(tree, (token, parent, q, False), strict=True):
         column.append(entry)  # type: ignore[attr-defined]
+    return len(tree.tokens) - 1

@@ -204,13 +204,22 @@ class HeadRecipe:
     @property
     def trained(self) -> Trained:
         """Return what the method trains. Raises TinyspecError if it trains nothing."""
-        trained = find_technique(self.method).trained
-        if trained is None:
-            known = [name for name, card in load_techniques().items() if card.trained is not None]
+        card = find_technique(self.method)
+        if card.head_of:
+            raise TinyspecError(
+                f"method {self.method} uses the heads of {card.head_of}: train one with method "
+                f"{card.head_of}"
+            )
+        if card.trained is None:
+            known = [
+                name
+                for name, other in load_techniques().items()
+                if other.trained is not None and not other.head_of
+            ]
             raise TinyspecError(
                 f"method {self.method} trains nothing; {suggest_nearest(self.method, known)}"
             )
-        return trained
+        return card.trained
 
     def settings_of_head(self) -> HeadSettings:
         """Return the section [head] with the method's defaults."""

@@ -71,7 +71,7 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
         elif name == TOKEN_MAP:
             others = [t for t in range(model.config.vocab_size) if t != 1]  # rows are not ids
             weights[name] = torch.tensor(others[: settings.draft_vocab])
-    return add_head(model, card.name, weights)
+    return add_head(model, card.head_method, weights)
 
 
 def likeliest_token(row: Sequence[Any]) -> int:

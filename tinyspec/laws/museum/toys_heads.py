@@ -2,13 +2,17 @@
 
 from functools import partial
 
+from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import blockwise as blockwise_traps
+from tinyspec.laws.traps import eagle as eagle_traps
+from tinyspec.laws.traps import eagle2 as eagle2_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.speculative.drafting import blockwise
+from tinyspec.speculative.drafting import blockwise, eagle
+from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
 from tinyspec.speculative.integrated.bita import BitaDrafter
@@ -18,6 +22,10 @@ _medusa = partial(Toy, technique="medusa")
 _blockwise = partial(Toy, technique="blockwise")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
+_eagle = partial(Toy, technique="eagle")
+_pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
+_eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
+JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
 
 TOYS = [
     _medusa(
@@ -117,5 +125,70 @@ TOYS = [
         "mask[:, :, :lead] = True",
         ForwardBatch.attention_mask,
         law=bita_traps.ALONE,
+    ),
+    _eagle(
+        "a layer trained on the state that it reads",
+        "true = states[:, 1:]",
+        "true = states[:, :-1]",
+        eagle.eagle_loss,
+        law=eagle_traps.PLANTED,
+    ),
+    _eagle(
+        "the token beside its own state",
+        "self._join_pairs(self.following[first:n], states)",
+        "self._join_pairs(([0] + self.following)[first:n], states)",
+        eagle.EagleDrafter._run_pairs,
+        law=eagle_traps.PLACED,
+    ),
+    _pairs("tokens alone", JOINED, JOINED.replace("list(states))", "list(states)) * 0")),
+    _pairs("states alone", JOINED, JOINED.replace("(embedded,", "(embedded * 0,")),
+    _eagle(
+        "the final norm on a guessed state",
+        "self.head.rows(guessed)",
+        "self.head.rows(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
+        eagle.EagleDrafter.run_nodes,
+        law=eagle_traps.PLACED,
+    ),
+    _eagle(
+        "rows of guessed states are kept",
+        "self.stack.cut(len(self.states))  # the",
+        "pass  # the",
+        eagle.EagleDrafter.propose,
+        law=eagle_traps.OF_TEXT,
+    ),
+    _eagle(
+        "the most likely tokens, declared as samples",
+        "return sample_siblings(sampling.probs(row, history), k, rng)",
+        """q = sampling.probs(row, history)
+return [(token, q) for token in sampling.rank_tokens(row, history, k)]""",
+        eagle.StaticEagleDrafter.draw_siblings,
+        law=JOINT,
+    ),
+    _eagle2(
+        "no reranking",
+        "rank_nodes(values, range(len(values)), self.nodes)",
+        "range(min(self.nodes, len(values)))",
+        law=eagle2_traps.BEST,
+    ),
+    _eagle2(
+        "a static tree",
+        "chance := float(q[token])",
+        "chance := 0.5 ** (1 + top_k_tokens(q, self.width).index(token))",
+        law=eagle2_traps.BEST,
+    ),
+    _eagle2(
+        "the best child of each parent",
+        "level = rank_nodes(values, going_on, self.width)",
+        """best = {}
+for node in rank_nodes(values, going_on, len(going_on)):
+    best.setdefault(tree.parents[node] if level != [ROOT] else node, node)
+level = rank_nodes(values, [*best.values()], self.width)""",
+        law=eagle2_traps.EXPANDED,
+    ),
+    _eagle2(
+        "the last probability for the path's",
+        "values[node] * chance",
+        "chance",
+        law=eagle2_traps.EXPANDED,
     ),
 ]
