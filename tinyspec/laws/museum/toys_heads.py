@@ -3,6 +3,7 @@
 from functools import partial
 
 from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import blockwise as blockwise_traps
@@ -10,8 +11,9 @@ from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
+from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.speculative.drafting import blockwise, eagle
+from tinyspec.speculative.drafting import blockwise, eagle, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -20,6 +22,7 @@ from tinyspec.technique import TrainingBatch
 
 _medusa = partial(Toy, technique="medusa")
 _blockwise = partial(Toy, technique="blockwise")
+_redrafter = partial(Toy, technique="redrafter")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
 _eagle = partial(Toy, technique="eagle")
@@ -83,6 +86,49 @@ TOYS = [
         "rng.draw(p[at])",
         blockwise.relaxed_verifier,
         law=blockwise_traps.RELAXED,
+    ),
+    _redrafter(
+        "a head trained on the token before",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, steps + 1)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(steps)",
+        redrafter.unroll_logits,
+        law=redrafter_traps.PLANTED,
+    ),
+    _redrafter(
+        "a head that does not read its draft",
+        "beam.tokens[-1] if depth else context[-1]",
+        "context[-1]",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.PLACED,
+    ),
+    _redrafter(
+        "a state that goes on from the round before",
+        "torch.stack(before) if before else None",
+        "torch.stack(before) if before else getattr(self, 'last', None)",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.OF_TEXT,
+        also=(
+            Patch(
+                redrafter.RedrafterDrafter.search_beams,
+                "found = ended",
+                "found, self.last = ended, s[:1]",
+            ),
+        ),
+    ),
+    _redrafter(
+        "beams that stand side by side",
+        "tokens, parents, _ = merge_drafts(chains)",
+        "tokens = [t for text in texts for t in text]; "
+        "parents = [i - 1 if i % length else -1 for i in range(len(tokens))]",
+        redrafter.RedrafterDrafter.propose,
+        law=redrafter_traps.BEAMS,
+    ),
+    _redrafter(
+        "a tree of all texts, without a search",
+        "[: self.beams]",
+        "",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.BEAMS,
     ),
     _pass(
         "rows that are read one look-ahead late",
