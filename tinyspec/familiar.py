@@ -87,11 +87,9 @@ METHODS = {
 """Other names of techniques: they run."""
 
 _TRAINED = "it trains heads on the target's hidden states, and no such technique is here yet"
-_NEAR_TREES = "nearest: token_recycling (a draft tree without a draft model)"
 _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
 ABSENT = {
-    "hydra": f"{_TRAINED}; {_NEAR_TREES}",
     "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mtp": f"{_TRAINED}; {_NEAR_DRAFT}",

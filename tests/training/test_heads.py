@@ -32,7 +32,11 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Zoo:
     return tiny_zoo(tmp_path)
 
 
-METHODS = [name for name, card in load_techniques().items() if card.trained is not None]
+METHODS = [
+    name
+    for name, card in load_techniques().items()
+    if card.trained is not None and not card.head_of
+]
 
 
 def train(zoo: Zoo, out: Path, *more: str, method: str = "medusa") -> Any:

@@ -9,11 +9,12 @@ from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import blockwise as blockwise_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
+from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.speculative.drafting import blockwise, eagle, redrafter
+from tinyspec.speculative.drafting import blockwise, eagle, hydra, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -22,6 +23,7 @@ from tinyspec.technique import TrainingBatch
 
 _medusa = partial(Toy, technique="medusa")
 _blockwise = partial(Toy, technique="blockwise")
+_hydra = partial(Toy, technique="hydra")
 _redrafter = partial(Toy, technique="redrafter")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
@@ -86,6 +88,35 @@ TOYS = [
         "rng.draw(p[at])",
         blockwise.relaxed_verifier,
         law=blockwise_traps.RELAXED,
+    ),
+    _hydra(
+        "heads trained on the embeddings one place early",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(depth + 1)",
+        hydra.head_logits,
+        law=hydra_traps.PLANTED,
+    ),
+    _hydra(
+        "heads that read the draft in another order",
+        "torch.cat((read[tree.parents[node]], e))",
+        "torch.cat((read[tree.parents[node]][: -len(e)], e, read[tree.parents[node]][-len(e) :]))",
+        hydra.HydraDrafter.propose,
+        law=hydra_traps.PLACED,
+    ),
+    _hydra(
+        "a layer whose rows outlive a request",
+        "self._cut_prefix(len(self.states))",
+        "pass",
+        hydra.HydraDrafter.rewind,
+        law=hydra_traps.OF_TEXT,
+        also=(Patch(hydra.HydraDrafter.end, "self._cut_prefix(0)", "pass"),),
+    ),
+    _hydra(
+        "heads that do not see each other, as Medusa's",
+        "[tree.tokens[node] for node in lower]",
+        "[context[-1]] * len(lower)",
+        hydra.HydraDrafter.propose,
+        law=hydra_traps.DEPENDENT,
     ),
     _redrafter(
         "a head trained on the token before",
