@@ -79,22 +79,20 @@ METHODS = {
     "lookahead_decoding": "lookahead_jacobi",
     "self_speculative_decoding": "self_speculative",
     "eagle_2": "eagle2",
+    "recurrent_drafter": "redrafter",
+    "mlp_speculator": "redrafter",
     "greedy": "autoregressive",
     "plain": "autoregressive",
 }
 """Other names of techniques: they run."""
 
 _TRAINED = "it trains heads on the target's hidden states, and no such technique is here yet"
-_NEAR_TREES = "nearest: token_recycling (a draft tree without a draft model)"
 _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
 ABSENT = {
-    "hydra": f"{_TRAINED}; {_NEAR_TREES}",
     "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mtp": f"{_TRAINED}; {_NEAR_DRAFT}",
-    "mlp_speculator": f"{_TRAINED}; {_NEAR_DRAFT}",
-    "recurrent_drafter": f"{_TRAINED}; {_NEAR_DRAFT}",
     "beam_search": "no technique here searches with beams; nearest: autoregressive",
 }
 """Techniques that are not here, and what is nearest. One that arrives loses its line."""

@@ -21,7 +21,8 @@ from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import GenerationRun, start_generation
-from tinyspec.technique import load_techniques
+from tinyspec.laws.exact.models import add_random_head
+from tinyspec.technique import find_technique, load_techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
 METHODS = [
@@ -36,9 +37,10 @@ def job(*ids: int, tokens: int = 9) -> Job:
 
 
 def own(method: str, temperature: float = 0.0) -> TechniqueArm:
+    spec = ArmSpec.parse(method)
     return TechniqueArm(
-        ArmSpec.parse(method),
-        model(ENDING),
+        spec,
+        add_random_head(model(ENDING), find_technique(spec.name), 0),
         BenchSettings(temperature=temperature),
         model(ENDING, seed=1),
     )

@@ -289,11 +289,15 @@ def check_random_heads(card: Card, make: MakeDecoder) -> Evidence:
     return draft_is_training_forward(make, partial(trained_forward, card), network)
 
 
-def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> Model:
+def fit_head(
+    card: Card, model: Model, text: Sequence[int], steps: int = 80, draws: int = 1
+) -> Model:
     """Return the model with a head that its own loss has fitted to one text of the model.
 
     The head begins as `begin` says, and every token counts as written by the target. All ranks but
     the first have chance 0 in the head's table, so its draft is a chain.
+
+    draws  how often a step computes the loss; more than once where the loss is random
     """
     trained = card.trained
     assert trained is not None
@@ -312,7 +316,7 @@ def fit_head(card: Card, model: Model, text: Sequence[int], steps: int = 80) -> 
     def closure() -> Any:
         torch.manual_seed(0)
         optimizer.zero_grad()
-        loss = trained.loss(weights, target, batch)
+        loss = torch.stack([trained.loss(weights, target, batch) for _ in range(draws)]).mean()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss
 

@@ -41,13 +41,18 @@ class HeadSettings:
     """The section [head] of every recipe of a head.
 
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
+
+    Numbers must be at least 1, or 0 where that is the default. Texts are left to the subclass.
     """
 
     draft_vocab: int = 0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            least = 0 if name == "draft_vocab" or isinstance(value, bool) else 1
+            default = getattr(type(self), name)
+            if isinstance(default, str):
+                continue
+            least = 0 if default == 0 or isinstance(value, bool) else 1
             if not isinstance(value, int) or value < least:
                 raise TinyspecError(
                     f"[head] {name} is {value!r}: it must be a whole number of at least {least}"

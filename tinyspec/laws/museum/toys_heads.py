@@ -4,16 +4,20 @@ from functools import partial
 
 from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
+from tinyspec.laws.traps import blockwise as blockwise_traps
 from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
+from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
+from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.speculative.drafting import eagle
+from tinyspec.speculative.drafting import blockwise, eagle, hydra, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -22,15 +26,18 @@ from tinyspec.technique import TrainingBatch
 from tinyspec.training import imitation
 from tinyspec.training.on_policy import DraftTexts
 
-_distill = partial(Toy, technique="distillspec")
-_kangaroo = partial(Toy, technique="kangaroo")
 _medusa = partial(Toy, technique="medusa")
+_blockwise = partial(Toy, technique="blockwise")
+_hydra = partial(Toy, technique="hydra")
+_redrafter = partial(Toy, technique="redrafter")
+_bita = partial(Toy, technique="bita")
+_pass = partial(Toy, technique="pass_sampling")
 _eagle = partial(Toy, technique="eagle")
 _pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
 _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
 JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
-_bita = partial(Toy, technique="bita")
-_pass = partial(Toy, technique="pass_sampling")
+_distill = partial(Toy, technique="distillspec")
+_kangaroo = partial(Toy, technique="kangaroo")
 
 TOYS = [
     _medusa(
@@ -197,5 +204,112 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
         "self._adapt(self.states[-1][:1], head_rows=1)",
         KangarooDrafter.propose,
         law=kangaroo_traps.PLACED,
+    ),
+    _blockwise(
+        "one predictor at every depth",
+        "slice(depth * h.shape[-1], (depth + 1) * h.shape[-1])",
+        "slice(h.shape[-1])",
+        blockwise.predict_by_block,
+        law=blockwise_traps.PLANTED,
+    ),
+    _blockwise(
+        "a layer that reads one position early",
+        "self.states[-1][0]",
+        "self.states[-2:][0][0]",
+        blockwise.BlockwiseDrafter.propose,
+        law=blockwise_traps.PLACED,
+    ),
+    _blockwise(
+        "a layer without the residual",
+        "self.rows(h + parts[:n])",
+        "self.rows(parts[:n])",
+        blockwise.BlockLayer.logits,
+        law=blockwise_traps.RESIDUAL,
+    ),
+    _blockwise(
+        "a pass to predict and another to verify",
+        "if not self.states or n <= 0:",
+        "if setattr(self, 'odd', not getattr(self, 'odd', False)) or self.odd or n <= 0:",
+        blockwise.BlockwiseDrafter.propose,
+        law=blockwise_traps.COUNTED,
+    ),
+    _blockwise(
+        "a rejected guess that may be drawn again",
+        "rng.draw(exclude_token(p[at], token))",
+        "rng.draw(p[at])",
+        blockwise.relaxed_verifier,
+        law=blockwise_traps.RELAXED,
+    ),
+    _hydra(
+        "heads trained on the embeddings one place early",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(depth + 1)",
+        hydra.head_logits,
+        law=hydra_traps.PLANTED,
+    ),
+    _hydra(
+        "heads that read the draft in another order",
+        "torch.cat((read[tree.parents[node]], e))",
+        "torch.cat((read[tree.parents[node]][: -len(e)], e, read[tree.parents[node]][-len(e) :]))",
+        hydra.HydraDrafter.propose,
+        law=hydra_traps.PLACED,
+    ),
+    _hydra(
+        "a layer whose rows outlive a request",
+        "self._cut_prefix(len(self.states))",
+        "pass",
+        hydra.HydraDrafter.rewind,
+        law=hydra_traps.OF_TEXT,
+        also=(Patch(hydra.HydraDrafter.end, "self._cut_prefix(0)", "pass"),),
+    ),
+    _hydra(
+        "heads that do not see each other, as Medusa's",
+        "[tree.tokens[node] for node in lower]",
+        "[context[-1]] * len(lower)",
+        hydra.HydraDrafter.propose,
+        law=hydra_traps.DEPENDENT,
+    ),
+    _redrafter(
+        "a head trained on the token before",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, steps + 1)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(steps)",
+        redrafter.unroll_logits,
+        law=redrafter_traps.PLANTED,
+    ),
+    _redrafter(
+        "a head that does not read its draft",
+        "beam.tokens[-1] if depth else context[-1]",
+        "context[-1]",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.PLACED,
+    ),
+    _redrafter(
+        "a state that goes on from the round before",
+        "torch.stack(before) if before else None",
+        "torch.stack(before) if before else getattr(self, 'last', None)",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.OF_TEXT,
+        also=(
+            Patch(
+                redrafter.RedrafterDrafter.search_beams,
+                "found = ended",
+                "found, self.last = ended, s[:1]",
+            ),
+        ),
+    ),
+    _redrafter(
+        "beams that stand side by side",
+        "tokens, parents, _ = merge_drafts(chains)",
+        "tokens = [t for text in texts for t in text]; "
+        "parents = [i - 1 if i % length else -1 for i in range(len(tokens))]",
+        redrafter.RedrafterDrafter.propose,
+        law=redrafter_traps.BEAMS,
+    ),
+    _redrafter(
+        "a tree of all texts, without a search",
+        "[: self.beams]",
+        "",
+        redrafter.RedrafterDrafter.search_beams,
+        law=redrafter_traps.BEAMS,
     ),
 ]

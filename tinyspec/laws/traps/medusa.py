@@ -28,22 +28,27 @@ SPREAD = "the tree has the best paths of ranks, given how often each rank is rig
 TOKENS = 26  # of the text that heads are fitted to: fewer than a state has numbers
 
 
-def fitted_target(method: str, seed: int) -> tuple[Model, tuple[int, ...]]:
-    """Return a network with a head that is fitted to a random text, and the text."""
+def fitted_target(method: str, seed: int, draws: int = 1) -> tuple[Model, tuple[int, ...]]:
+    """Return a network with a head that is fitted to a random text, and the text.
+
+    draws  as `fit_head` takes them
+    """
     config = Config(
         vocab_size=4, d_model=32, n_layers=3, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48,
         max_positions=64,
     )  # fmt: skip
     model = Model.random(config, seed, torch.float64, scale=0.3)
     text = (0, 1, *random.Random(seed).choices(range(4), k=TOKENS - 2))  # 0, 0 has equal states
-    return feature_laws.fit_head(find_technique(method), model, text), text
+    return feature_laws.fit_head(find_technique(method), model, text, draws=draws), text
 
 
 @collect_evidence(PLANTED)
-def fitted_heads_draft_the_text(build: Build) -> Iterator[int]:
+def fitted_heads_draft_the_text(
+    build: Build, method: str = "medusa", draws: int = 1
+) -> Iterator[int]:
     """Check that heads that their loss has fitted to a text draft it, after every part of it."""
     for seed in (1, 2):
-        model, text = fitted_target("medusa", seed)
+        model, text = fitted_target(method, seed, draws)
         for n in range(2, TOKENS - 1):
             decoder = begin_decoder(build, [model], text[:n])
             sampling = decoder.sampling

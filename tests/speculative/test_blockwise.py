@@ -1,0 +1,181 @@
+"""Blockwise decoding: the paper's step, the count of passes, the layer's loss, relaxed acceptance."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.laws import feature_laws
+from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.traps import begin_decoder, run_all_rounds
+from tinyspec.laws.traps import blockwise as traps
+from tinyspec.lm.config import Config
+from tinyspec.lm.heads import freeze_target, head_weights
+from tinyspec.lm.model import Model
+from tinyspec.speculative.drafting import blockwise
+from tinyspec.technique import Request, TrainingBatch, find_technique
+from tinyspec.tree import TokenTree
+
+CARD = find_technique("blockwise")
+GREEDY = SamplingParams(0.0)
+
+
+def test_trap_a_fitted_layer_drafts_the_text() -> None:
+    assert traps.fitted_layer_drafts_the_text(CARD.make).cases == 46
+
+
+def test_trap_a_guess_is_what_the_training_forward_says() -> None:
+    assert traps.check_blockwise_drafts(CARD.make).branches > 150
+
+
+def test_trap_an_untrained_predictor_says_what_the_targets_head_says() -> None:
+    assert traps.untrained_layer_repeats_the_head(CARD.make).cases == 18
+
+
+def test_trap_right_guesses_save_passes() -> None:
+    assert traps.right_guesses_save_passes(CARD.make).cases == 6
+
+
+def test_trap_each_rule_accepts_what_it_allows() -> None:
+    assert traps.rules_accept_what_they_allow(CARD.make).cases == 36
+
+
+# ---------------------------------------------------------------------- the paper's step
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_what_runs_is_the_papers_step(seed: int, k: int) -> None:
+    """The decoder is one token ahead: the paper's p_1 has written it in the pass before."""
+    model = add_random_head(small_network(seed), CARD, seed)
+
+    def predict(text: list[int]) -> list[int]:
+        block = [int(model.logits(text)[-1].argmax())]
+        for i in range(k - 1):
+            row = feature_laws.trained_forward(CARD, model, [*text, block[0]], block[1 : 1 + i])
+            block.append(int(row.argmax()))  # type: ignore[union-attr]
+        return block
+
+    text = [0, 1, 2]
+    decoder = begin_decoder(CARD.make, [model], [*text, *predict(text)[:1]], k=k)
+    for number in range(8):
+        text = blockwise.extend_by_block(predict, text)
+        decoder.step(Seeded(number))
+        assert decoder.context[:-1] == text
+
+
+def test_a_block_of_one_token_is_plain_decoding() -> None:
+    model = add_random_head(small_network(1), CARD, 1)
+    decoder = begin_decoder(CARD.make, [model], (0, 1), max_new_tokens=9, k=1)
+    assert [round.tree for round in run_all_rounds(decoder)] == [TokenTree()] * 9
+
+
+def propose(model: Model, text: list[int], sampling: SamplingParams = GREEDY) -> TokenTree:
+    decoder = CARD.make(Request(model.session(), sampling=sampling))
+    decoder.extend(text)
+    return decoder.drafter.propose(decoder.context, 4, sampling, Seeded(0))
+
+
+def test_a_text_of_one_token_has_no_draft() -> None:
+    assert propose(add_random_head(small_network(2), CARD, 0), [1]) == TokenTree()
+
+
+def test_nothing_follows_the_end_of_a_text() -> None:
+    model = add_random_head(small_network(2), CARD, 0)
+    request = Request(model.session(), sampling=GREEDY)
+    request.stop = replace(request.stop, eos=frozenset(range(4)))
+    decoder = CARD.make(request)
+    decoder.extend((0, 1))
+    tree = decoder.drafter.propose(decoder.context, 4, GREEDY, Seeded(0))
+    assert len(tree.tokens) == 1
+
+
+def test_a_penalty_sees_the_guesses_before() -> None:
+    """Untrained predictors all say the same token; with a penalty the second one says another."""
+    model = small_network(3, 8)
+    begun = blockwise.begin_block(freeze_target(model), blockwise.BlockwiseSettings(heads=2), 0)
+    weights = {**head_weights(add_random_head(model, CARD, 0), "blockwise"), **begun}
+    headed = model.with_extras({f"blockwise/{name}": w for name, w in weights.items()})
+    first, second = propose(headed, [1, 2]).tokens
+    assert first == second
+    first, second = propose(headed, [1, 2], SamplingParams(0.0, repetition_penalty=9.0)).tokens
+    assert first != second
+
+
+# ---------------------------------------------------------------------- what is trained
+
+
+def test_each_part_reads_all_hidden_units() -> None:
+    shapes = blockwise.block_shapes(Config(99, 8, 3, 2, 1, 4, 12, 64), CARD.trained.small)  # type: ignore
+    assert shapes == {
+        "hidden.weight": (24, 8), "hidden.bias": (24,),
+        "out.weight": (16, 24), "out.bias": (16,),
+    }  # fmt: skip
+    assert blockwise.count_parts({name: torch.empty(shape) for name, shape in shapes.items()}) == 2
+
+
+def training_batch(model: Model) -> TrainingBatch:
+    ids = torch.tensor([[0, 1, 2, 3, 1, 0, 2]])
+    states = model.torch_blocks().hidden_states(ids, (3,))
+    nothing = torch.empty(0)
+    return TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool), states, nothing, nothing)
+
+
+def test_a_step_trains_one_random_predictor() -> None:
+    model = add_random_head(small_network(4), CARD, 4)
+    weights = {name: w.requires_grad_() for name, w in head_weights(model, "blockwise").items()}
+    target, batch, trained = freeze_target(model), training_batch(model), set[int]()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        loss = blockwise.block_loss(weights, target, batch)
+        (gradient,) = torch.autograd.grad(loss, weights["out.bias"])
+        parts = gradient.view(2, -1).abs().sum(1) > 0
+        assert parts.sum() == 1
+        trained.add(int(parts.int().argmax()))
+    assert trained == {0, 1}
+
+
+def test_the_held_out_loss_is_the_mean_over_predictors() -> None:
+    model = add_random_head(small_network(4), CARD, 4)
+    weights, target = head_weights(model, "blockwise"), freeze_target(model)
+    batch, losses = training_batch(model), set[float]()
+    for seed in range(8):
+        torch.manual_seed(seed)
+        losses.add(float(blockwise.block_loss(weights, target, batch)))
+    with torch.no_grad():
+        mean = float(blockwise.block_loss(weights, target, batch))
+    assert len(losses) == 2 and mean == pytest.approx(sum(losses) / 2)
+
+
+# ---------------------------------------------------------------------- relaxed acceptance
+
+
+def test_a_least_block_is_kept_whatever_is_guessed() -> None:
+    model = add_random_head(small_network(5), CARD, 5)
+    decoder = begin_decoder(
+        CARD.make, [model], (0, 1), max_new_tokens=30, k=3, rule="block", slack=2
+    )
+    rounds = run_all_rounds(decoder)
+    assert {len(round.tokens) for round in rounds} == {3}
+
+
+def test_a_least_block_ends_with_the_text() -> None:
+    model = add_random_head(small_network(5), CARD, 5)
+    decoder = begin_decoder(
+        CARD.make, [model], (0, 1), max_new_tokens=7, k=3, rule="block", slack=2
+    )
+    assert [len(round.tokens) for round in run_all_rounds(decoder)] == [3, 3, 1]
+
+
+def test_a_rule_without_slack_is_exact() -> None:
+    model = add_random_head(small_network(6), CARD, 6)
+    texts = []
+    for knobs in ({"k": 1}, *({"rule": rule, "k": 3} for rule in traps.RULES)):
+        chosen: dict[str, Any] = knobs
+        decoder = begin_decoder(CARD.make, [model], (0, 1), max_new_tokens=20, **chosen)
+        run_all_rounds(decoder)
+        texts.append(decoder.new)
+    assert texts == texts[:1] * 4

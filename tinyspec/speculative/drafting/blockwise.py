@@ -1,0 +1,277 @@
+"""Blockwise parallel decoding: one layer on the last state guesses a block, one pass verifies it.
+
+Paper: Stern, Shazeer, Uszkoreit, NeurIPS 2018, arXiv 1811.03115. The layer is trained; the target
+is not.
+
+Idea. The target p_1 predicts the next token, and further predictors p_2 to p_k the tokens after it.
+All of them read one state h, and share the target's output matrix V:
+
+    z    = h + W_out relu(W_in h + b_in) + b_out       h is added to each of the k - 1 parts    [d]
+    p_i  = softmax(V z_i)                              W_in [(k-1) f, d], W_out [(k-1) d, (k-1) f]
+
+f is the width of the target's own feedforward layers, as in the authors' code. A step *predicts* a
+block of k tokens, *verifies* it by p_1 in one pass, and *accepts* the longest prefix in which every
+token is the likeliest one. The pass that verifies also computes the states that the next block is
+predicted from. So m tokens take about m / k + 1 passes, and not 2m / k.
+
+Training: cross-entropy of one predictor, drawn at random for each batch, as in the authors' code,
+which saves memory by it. The texts are the target's own.
+
+Guarantee: EXACT, at any temperature: the guesses are point masses. The paper relaxes acceptance in
+three ways. `rule` picks one, and `slack` says how far it goes; at 0 all of them are exact:
+
+    top       accept x if it is among the slack + 1 likeliest tokens
+    distance  accept x if its id is at most slack away from the likeliest token's id
+    block     accept the first slack guesses in any case; the paper's l is slack + 1
+
+Above temperature 0, which the paper does not treat, a guess that is not accepted so is accepted as
+the exact rule accepts it. So each rule accepts at least as much as decoding without it.
+Pitfall: a pass to predict and another one to verify. The text is the same, for twice the passes.
+Tests: tests/speculative/test_blockwise.py (`extend_by_block` against what runs; the count of
+passes; an untrained layer repeats the target's head; each rule accepts more as slack grows).
+Additions of ours: p_1 is the target's own head, so the layer has k - 1 parts and not k. W_out and
+b_out begin as zero, so an untrained predictor says what that head says. For `draft_vocab`, see
+`HeadSettings`.
+Left out: training the target with the layer ("fine tuning"), outputs of a beam search as texts, and
+the encoder-decoder, on which the paper translates.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tinyspec.decoding.decode import Decoder, TargetProbs, Verifier
+from tinyspec.decoding.features import FeatureDrafter, rank_tokens
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, kernels_of, top_k_tokens
+from tinyspec.decoding.verify import Verdict, exclude_token, verify_tree
+from tinyspec.lm.config import Config
+from tinyspec.lm.heads import (
+    TOKEN_MAP,
+    FrozenTarget,
+    HeadMatrix,
+    HeadSettings,
+    freeze_target,
+    head_weights,
+)
+from tinyspec.lm.ops import scatter_logits
+from tinyspec.technique import (
+    Guarantee,
+    HeadWeights,
+    Knob,
+    Request,
+    Trained,
+    TrainingBatch,
+    per_model_state,
+    technique,
+)
+from tinyspec.tree import ROOT, TokenTree
+
+
+def extend_by_block(predict: Callable[[list[int]], list[int]], text: list[int]) -> list[int]:
+    """Return the text after one step: predict, verify, accept.
+
+    predict  text -> [k] tokens, the likeliest under p_1 to p_k after it
+
+    The decoder verifies the whole block in one pass, which also predicts the next one. A test
+    compares the two.
+    """
+    block = predict(text)
+    for i in range(1, len(block)):
+        if predict([*text, *block[:i]])[0] != block[i]:
+            return [*text, *block[:i]]
+    return [*text, *block]
+
+
+# ------------------------------------------------------------------ what is trained
+
+
+@dataclass(frozen=True)
+class BlockwiseSettings(HeadSettings):
+    """The section [head] of a recipe.
+
+    heads  how many tokens are guessed after the next one: the paper's k - 1
+    """
+
+    heads: int = 3
+
+
+def block_shapes(config: Config, settings: BlockwiseSettings) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the layer's two matrices and two biases."""
+    inner, outer = settings.heads * config.d_ff, settings.heads * config.d_model
+    return {
+        "hidden.weight": (inner, config.d_model),
+        "hidden.bias": (inner,),
+        "out.weight": (outer, inner),
+        "out.bias": (outer,),
+    }
+
+
+def begin_block(target: FrozenTarget, settings: BlockwiseSettings, seed: int) -> dict[str, Tensor]:
+    """Return a layer that adds nothing to the state; only its first matrix is random."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = block_shapes(target.config, settings)
+    weights = {name: target.head.new_zeros(shape) for name, shape in shapes.items()}
+    drawn = torch.randn(shapes["hidden.weight"], generator=generator)
+    weights["hidden.weight"] = (drawn / target.config.d_model**0.5).to(target.head)
+    return weights
+
+
+def count_parts(weights: HeadWeights) -> int:
+    """Return how many tokens the layer guesses."""
+    return len(weights["out.bias"]) // weights["hidden.weight"].shape[1]
+
+
+def predict_by_block(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
+) -> Tensor:
+    """Return the logits [B, T, W] of a predictor, for all positions of a text at once."""
+    h = states[:, 0]
+    rows = slice(depth * h.shape[-1], (depth + 1) * h.shape[-1])
+    hidden = F.relu(F.linear(h, weights["hidden.weight"], weights["hidden.bias"]))
+    part = F.linear(hidden, weights["out.weight"][rows], weights["out.bias"][rows])
+    return F.linear(h + part, target.head)
+
+
+def block_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
+    """Return the cross-entropy of a random predictor on what the target wrote.
+
+    Where no gradient is wanted, it is the mean over all predictors.
+    """
+    depths = range(count_parts(weights))
+    if torch.is_grad_enabled():
+        drawn = int(torch.randint(len(depths), ()))
+        depths = range(drawn, drawn + 1)
+    total = batch.states.new_zeros(())
+    for depth in depths:
+        is_known, rows = batch.known_tokens(target, depth)
+        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
+        entropy = F.cross_entropy(logits[is_known].float(), rows[is_known])
+        total = total + entropy / len(depths)
+    return total
+
+
+# ------------------------------------------------------------------ the draft
+
+
+class BlockLayer:
+    """The layer of a target as it runs: on one state."""
+
+    def __init__(self, model: Any):
+        weights = head_weights(model, "blockwise")
+        self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
+        self.hidden = HeadMatrix(model, weights["hidden.weight"], weights["hidden.bias"])
+        self.out = HeadMatrix(model, weights["out.weight"], weights["out.bias"])
+        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.n = count_parts(weights)
+
+    def logits(self, h: Tensor, n: int) -> Tensor:
+        """Return the logits [n, V] of the first n predictors on a state [d]."""
+        parts = self.out(F.relu(self.hidden(h[None]))).view(self.n, -1)
+        logits = self.rows(h + parts[:n])
+        return scatter_logits(logits, self.token_map, self.vocabulary)
+
+
+class BlockwiseDrafter(FeatureDrafter):
+    """Draft a chain of the predictors' likeliest tokens.
+
+    n     how many predictors are used, at most
+    ends  tokens that nothing follows
+    """
+
+    def __init__(self, block: BlockLayer, layer: int, n: int, ends: frozenset[int]):
+        super().__init__((layer,))
+        self.block, self.n, self.ends = block, min(n, block.n), ends
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        n = min(self.n, max_draft_depth)
+        if not self.states or n <= 0:
+            return TokenTree()
+        logits = self.block.logits(self.states[-1][0], n)
+        tokens = list[int]()
+        for row in kernels_of(logits).as_rows(logits):
+            tokens += rank_tokens(sampling, row, [*context, *tokens], 1)
+            if tokens[-1] in self.ends:
+                break
+        return TokenTree.chain(tokens)
+
+
+# ------------------------------------------------------------------ relaxed acceptance
+
+
+def relaxed_verifier(rule: str, slack: int) -> Verifier:
+    """Return a verifier of chains that accepts what a rule allows, and else as the exact rule does.
+
+    The likeliest tokens are those after the repetition penalty, before temperature and filters. It
+    raises TinyspecError if the draft branches.
+    """
+
+    def is_allowed(place: int, token: int, scores: Any) -> bool:
+        if rule == "block":
+            return place < slack
+        if rule == "distance":
+            return abs(token - top_k_tokens(scores, 1)[0]) <= slack
+        return token in top_k_tokens(scores, slack + 1)
+
+    def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
+        path: tuple[int, ...] = ()
+        at = ROOT
+        for place, node in enumerate(tree.chain_nodes("the relaxed rule")):
+            token = tree.tokens[node]
+            allowed = is_allowed(place, token, p.ranking_scores(at))
+            if not allowed and not rng.accept(p[at][token]):
+                return Verdict(path, rng.draw(exclude_token(p[at], token)), (node,))
+            path, at = (*path, node), node
+        return Verdict(path, rng.draw(p[at]))
+
+    return judge
+
+
+@technique(
+    title="Blockwise parallel decoding",
+    summary="one layer guesses a block of tokens",
+    paper="Stern et al. 2018, arXiv 1811.03115",
+    family="drafting",
+    guarantee=Guarantee.EXACT,
+    point_masses=True,
+    hidden=True,
+    lossy=("slack", 0),
+    trained=Trained(
+        BlockwiseSettings,
+        lambda config, settings: (config.n_layers,),
+        block_shapes,
+        begin_block,
+        count_parts,
+        predict_by_block,
+        block_loss,
+        small=BlockwiseSettings(heads=2),
+    ),
+    knobs=(
+        Knob(
+            "k",
+            10,
+            "tokens of a block, at most: the next one and k - 1 guesses; 1 is plain decoding",
+            low=1,
+            high=64,
+            small=(3, 2, 1),
+        ),
+        Knob("slack", 0, "how far the rule relaxes acceptance; 0 is exact", low=0, high=64),
+        Knob("rule", "top", "what may be accepted", choices=("top", "distance", "block")),
+    ),
+)
+def blockwise(request: Request, *, k: int, slack: int, rule: str) -> Decoder:
+    """Return a decoder that drafts a block by the target's block layer."""
+    model = request.target.model  # type: ignore[attr-defined]
+    block = per_model_state(request.target, "blockwise", lambda: BlockLayer(model))
+    drafter = BlockwiseDrafter(block, model.config.n_layers, k - 1, request.stop.eos)
+    return request.decoder(drafter, relaxed_verifier(rule, slack) if slack else verify_tree)
