@@ -305,7 +305,7 @@ def test_other_names_of_techniques_run_them() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "mtp"])
+@pytest.mark.parametrize("name", ["mtp"])
 def test_a_technique_that_is_not_here_says_so_and_what_is_nearest(name: str) -> None:
     with pytest.raises(TinyspecError, match=r"no such technique is here yet; nearest: \w+"):
         find_technique(name)

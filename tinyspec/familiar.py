@@ -79,6 +79,7 @@ METHODS = {
     "lookahead_decoding": "lookahead_jacobi",
     "self_speculative_decoding": "self_speculative",
     "eagle_2": "eagle2",
+    "eagle_3": "eagle3",
     "recurrent_drafter": "redrafter",
     "mlp_speculator": "redrafter",
     "greedy": "autoregressive",
@@ -90,8 +91,6 @@ _TRAINED = "it trains heads on the target's hidden states, and no such technique
 _NEAR_DRAFT = "nearest: speculative_decoding (a separate draft model)"
 
 ABSENT = {
-    "eagle_3": f"{_TRAINED}; {_NEAR_DRAFT}",
-    "eagle3": f"{_TRAINED}; {_NEAR_DRAFT}",
     "mtp": f"{_TRAINED}; {_NEAR_DRAFT}",
     "beam_search": "no technique here searches with beams; nearest: autoregressive",
 }

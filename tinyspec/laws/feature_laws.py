@@ -301,7 +301,8 @@ def fit_head(
     """
     trained = card.trained
     assert trained is not None
-    target, layers = freeze_target(model), trained.layers(model.config, trained.small)
+    target = freeze_target(model)._replace(settings=trained.small)
+    layers = trained.layers(model.config, trained.small)
     ids = torch.tensor([text])
     written = torch.ones_like(ids, dtype=torch.bool)
     states = model.torch_blocks().hidden_states(ids, layers)

@@ -66,6 +66,7 @@ class FrozenTarget(NamedTuple):
     head       [W, d] rows of the output matrix, for the ids that the head may propose
     token_map  [W] these ids, rising; None: all of them, so that W is V
     blocks     its layers, for what is trained through them
+    settings   of the head that is trained on it
     """
 
     config: Config
@@ -73,6 +74,7 @@ class FrozenTarget(NamedTuple):
     head: Tensor
     token_map: Tensor | None = None
     blocks: Blocks | None = None
+    settings: Any = None
 
     @property
     def row_of(self) -> Tensor:

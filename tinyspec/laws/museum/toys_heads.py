@@ -11,13 +11,15 @@ from tinyspec.laws.traps import blockwise as blockwise_traps
 from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
+from tinyspec.laws.traps import eagle3 as eagle3_traps
 from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.lm.forward import ForwardBatch
-from tinyspec.speculative.drafting import blockwise, eagle, hydra, redrafter
+from tinyspec.lm.stack import UnrolledLayer
+from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -26,6 +28,7 @@ from tinyspec.technique import TrainingBatch
 from tinyspec.training import imitation
 from tinyspec.training.on_policy import DraftTexts
 
+_eagle3 = partial(Toy, technique="eagle3")
 _medusa = partial(Toy, technique="medusa")
 _blockwise = partial(Toy, technique="blockwise")
 _hydra = partial(Toy, technique="hydra")
@@ -70,8 +73,8 @@ TOYS = [
     ),
     _eagle(
         "the token beside its own state",
-        "self._join_pairs(self.following[first:n], states)",
-        "self._join_pairs(([0] + self.following)[first:n], states)",
+        "self._run_rows(self.following[first:n], states,",
+        "self._run_rows(([0] + self.following)[first:n], states,",
         eagle.EagleDrafter._run_pairs,
         law=eagle_traps.PLACED,
     ),
@@ -79,8 +82,8 @@ TOYS = [
     _pairs("states alone", JOINED, JOINED.replace("(embedded,", "(embedded * 0,")),
     _eagle(
         "the final norm on a guessed state",
-        "self.head.rows(guessed)",
-        "self.head.rows(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
+        "self.head.say(guessed)",
+        "self.head.say(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
         eagle.EagleDrafter.run_nodes,
         law=eagle_traps.PLACED,
     ),
@@ -311,5 +314,33 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
         "",
         redrafter.RedrafterDrafter.search_beams,
         law=redrafter_traps.BEAMS,
+    ),
+    _eagle3(
+        "training at the first step alone",
+        "steps = batch.states.new_zeros(()), target.settings.steps",
+        "steps = batch.states.new_zeros(()), 1",
+        eagle3.eagle3_loss,
+        law=eagle3_traps.PLANTED,
+    ),
+    _eagle3(
+        "rows of the draft vocabulary taken for ids",
+        "scatter_logits(self.head.say(guessed), self.head.token_map, self.head.vocabulary)",
+        "self.head.say(guessed)",
+        eagle.EagleDrafter.run_nodes,
+        law=eagle3_traps.PLACED,
+    ),
+    _eagle3(
+        "later steps trained at the positions of the first",
+        "cos[step:], sin[step:]), rotate(k, cos[step:], sin[step:])",
+        "cos[:n], sin[:n]), rotate(k, cos[:n], sin[:n])",
+        UnrolledLayer.run,
+        law=eagle3_traps.PLACED,
+    ),
+    _eagle3(
+        "the top layer alone",
+        "min(2, n), n // 2, max(n - 3, 0)",
+        "n, n, n",
+        eagle3.feature_layers,
+        law=eagle3_traps.THREE,
     ),
 ]

@@ -174,19 +174,33 @@ class EagleHead:
         self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
+    def say(self, guessed: Tensor) -> Tensor:
+        """Return the logits [n, W] of guessed states [n, d]."""
+        return self.rows(guessed)
+
 
 class EagleDrafter(FeatureDrafter):
     """Run the head on a text and on a draft's nodes; subclasses grow the tree.
 
+    name           of the head in the forward log
+    hidden_layers  layers of the target that the head reads; None: the last one
+
     Between two drafts the stack has only rows of true pairs: row i is of state i and token i + 1.
     """
 
+    name = "eagle"
+
     def __init__(
-        self, model: Any, head: EagleHead, ends: frozenset[int], forward_log: list[ForwardRecord]
+        self,
+        model: Any,
+        head: Any,
+        ends: frozenset[int],
+        forward_log: list[ForwardRecord],
+        hidden_layers: Sequence[int] | None = None,
     ):
-        super().__init__((model.config.n_layers,))
+        super().__init__(hidden_layers or (model.config.n_layers,))
         self.model, self.head, self.ends = model, head, ends
-        self.stack = Stack(model, [head.layer], "eagle", forward_log)
+        self.stack = Stack(model, [head.layer], self.name, forward_log)
         self.following: list[int] = []  # the token after each state
         self.ran: dict[int, tuple[int, Tensor]] = {}  # node -> row of the stack, guessed state [d]
 
@@ -245,24 +259,34 @@ class EagleDrafter(FeatureDrafter):
             guessed = self._run_pairs(len(self.states), head_rows=1)[-1:]
         else:
             above, states = zip(*(self.ran[tree.parents[node]] for node in nodes), strict=True)
-            x = self._join_pairs([tree.tokens[node] for node in nodes], states)
-            guessed = self.stack.run(x, above, head_rows=len(nodes))
+            tokens = [tree.tokens[node] for node in nodes]
+            guessed = self._run_rows(tokens, states, above, head_rows=len(nodes))
         first = len(self.stack) - len(nodes)
         self.ran |= {node: (first + i, guessed[i]) for i, node in enumerate(nodes)}
-        logits = scatter_logits(self.head.rows(guessed), self.head.token_map, self.head.vocabulary)
+        logits = scatter_logits(self.head.say(guessed), self.head.token_map, self.head.vocabulary)
         return kernels_of(logits).as_rows(logits)
 
     def _run_pairs(self, n: int, **record: Any) -> Tensor:
         """Run the true pairs up to the n-th that have not been run; return their outputs."""
         first = len(self.stack)
-        states = [state[0] for state in self.states[first:n]]
-        x = self._join_pairs(self.following[first:n], states)
-        return self.stack.run(x, range(first - 1, n - 1), **record)
+        states = self._read_states(self.states[first:n])
+        return self._run_rows(self.following[first:n], states, range(first - 1, n - 1), **record)
+
+    def _read_states(self, states: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what the layer reads [n, d] of the target's states, n of [layers, d]."""
+        return [state[0] for state in states]
+
+    def _run_rows(
+        self, tokens: Sequence[int], states: Sequence[Tensor], parents: Sequence[int], **record: Any
+    ) -> Tensor:
+        """Run pairs of a token and the state before it, and return the guessed states [n, d]."""
+        return self.stack.run(self._join_pairs(tokens, states), parents, **record)
 
     def _join_pairs(self, tokens: Sequence[int], states: Sequence[Tensor]) -> Tensor:
         """Return the layer's input [n, d] of tokens and the states before them."""
         embedded = embed_tokens(self.model, tokens)
-        return self.head.fc(torch.cat((embedded, torch.stack(list(states))), dim=-1))
+        x: Tensor = self.head.fc(torch.cat((embedded, torch.stack(list(states))), dim=-1))
+        return x
 
 
 def node_history(

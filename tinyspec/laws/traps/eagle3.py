@@ -1,0 +1,66 @@
+"""EAGLE-3 (Li et al. 2025): three states, rows that are not ids, and training as it drafts."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+from tinyspec.decoding.rng import Seeded
+from tinyspec.laws import feature_laws
+from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
+from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.traps import Build, Trap, begin_decoder, card
+from tinyspec.laws.traps.eagle import CYCLE, TOKENS, reciting_target
+from tinyspec.speculative.drafting.eagle3 import Eagle3Settings
+from tinyspec.technique import Card, find_technique
+
+PLANTED = "a head that is trained on its own outputs goes on from them"
+PLACED = feature_laws.DRAFT_OF_TRAINING
+THREE = "a low, a middle and a high layer are read"
+
+DRAFTED = 3  # as deep as the small settings train
+
+
+@collect_evidence(PLANTED)
+def fitted_head_drafts_deep(build: Build) -> Iterator[int]:
+    """Check that a head that its loss has fitted to its target's text drafts it, three deep."""
+    for seed in (2, 3):
+        target, text = reciting_target(seed)
+        model = feature_laws.fit_head(find_technique("eagle3"), target, text, steps=120)
+        for n in range(len(CYCLE), TOKENS - DRAFTED, 5):
+            decoder = begin_decoder(build, [model], text[:n], width=1, depth=DRAFTED)
+            sampling = decoder.sampling
+            tree = decoder.drafter.propose(decoder.context, DRAFTED, sampling, Seeded(0))
+            expected = text[n : n + DRAFTED]
+            expect_equal(PLANTED, expected, tuple(tree.tokens), cycle=CYCLE, tokens=n)
+            yield DRAFTED
+
+
+def card_with_gaps() -> Card:
+    """Return the card with small heads that cannot propose token 1, so that rows are not ids."""
+    eagle3 = find_technique("eagle3")
+    assert eagle3.trained is not None
+    small = Eagle3Settings(draft_vocab=3, steps=3)
+    return replace(eagle3, trained=eagle3.trained._replace(small=small))
+
+
+def check_eagle3_drafts(build: Build) -> Evidence:
+    """Check law F2 on random heads whose vocabulary has a gap, down to the fourth token."""
+    make = partial(build, nodes=8, depth=4, width=2)
+    return feature_laws.check_random_heads(card_with_gaps(), make)
+
+
+@collect_evidence(THREE)
+def three_layers_are_read(build: Build) -> Iterator[int]:
+    """Check which layers a drafter asks for, by the depth of its target."""
+    for n, expected in ((3, (2, 1, 0)), (8, (2, 4, 5)), (12, (2, 6, 9)), (30, (2, 15, 27))):
+        network = add_random_head(small_network(1, layers=n), find_technique("eagle3"), 1)
+        decoder = begin_decoder(build, [network], (0, 1))
+        expect_equal(THREE, expected, tuple(decoder.drafter.hidden_layers), layers=n)
+        yield 1
+
+
+TRAPS = [
+    Trap(PLANTED, fitted_head_drafts_deep, card("eagle3")),
+    Trap(PLACED, check_eagle3_drafts, card("eagle3")),
+    Trap(THREE, three_layers_are_read, card("eagle3")),
+]
