@@ -155,9 +155,9 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3056,
     "_core": 957,
-    "lm": 4805,
+    "lm": 4812,
     "decoding": 1446,
-    "chapters": 7242,
+    "chapters": 7248,
     "laws": 11570,
     "museum": 3873,
     "training": 2927,

@@ -53,6 +53,7 @@ from tinyspec.lm.heads import (
     freeze_target,
     head_settings,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.host import to_numpy
 from tinyspec.lm.ops import scatter_logits
@@ -64,7 +65,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import ROOT, Probs, TokenTree
@@ -252,5 +252,5 @@ class KangarooDrafter(FeatureDrafter):
 def kangaroo(request: Request, *, gamma: int, threshold: float) -> Decoder:
     """Return a decoder whose target drafts with its first layers and its adapter."""
     target: Any = request.target
-    head = per_model_state(request.target, "kangaroo", lambda: KangarooHead(target.model))
+    head = prepare_head(target.model, "kangaroo", KangarooHead)
     return request.decoder(KangarooDrafter(request, head, gamma, threshold), verify_tree)

@@ -7,11 +7,11 @@ among `model.extras`, as "method/name".
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import safetensors
 import safetensors.torch
@@ -28,6 +28,8 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.engine import BLOCK, aligned_zeros, pack_matrix
 from tinyspec.lm.model import Model
 from tinyspec.lm.transformer import Transformer
+
+T = TypeVar("T")
 
 TOKEN_MAP = "token_map"  # the tensor of ids that a head may propose, rising; vLLM's name
 RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-out texts
@@ -176,6 +178,17 @@ def head_weights(model: Any, method: str) -> dict[str, Tensor]:
     if not found:
         raise no_head(model.name, method)
     return found
+
+
+def prepare_head(model: Any, method: str, make: Callable[[Any], T]) -> T:
+    """Return what a method makes of a model and its head, made on the first call.
+
+    It lives as long as the model, and all requests of the model share it.
+    """
+    known: dict[str, T] = vars(model).setdefault("_prepared", {})
+    if method not in known:
+        known[method] = make(model)
+    return known[method]
 
 
 def no_head(model: str, method: str) -> TinyspecError:

@@ -80,6 +80,7 @@ class Model(Transformer):
         """Return a model with the same weights, which both share, and other extras."""
         twin = copy.copy(self.pack_weights())
         twin.extras = dict(extras)
+        vars(twin).pop("_prepared", None)  # see `prepare_head`
         return twin
 
     def save(self, folder: str | Path) -> None:

@@ -57,6 +57,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     freeze_target,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.technique import (
@@ -66,7 +67,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import ROOT, TokenTree
@@ -272,6 +272,6 @@ def relaxed_verifier(rule: str, slack: int) -> Verifier:
 def blockwise(request: Request, *, k: int, slack: int, rule: str) -> Decoder:
     """Return a decoder that drafts a block by the target's block layer."""
     model = request.target.model  # type: ignore[attr-defined]
-    block = per_model_state(request.target, "blockwise", lambda: BlockLayer(model))
+    block = prepare_head(model, "blockwise", BlockLayer)
     drafter = BlockwiseDrafter(block, model.config.n_layers, k - 1, request.stop.eos)
     return request.decoder(drafter, relaxed_verifier(rule, slack) if slack else verify_tree)

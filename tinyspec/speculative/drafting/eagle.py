@@ -61,6 +61,7 @@ from tinyspec.lm.heads import (
     embed_tokens,
     freeze_target,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.lm.stack import HeadLayer, Stack, UnrolledLayer, layer_shapes
@@ -77,7 +78,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import ROOT, Probs, TokenTree
@@ -348,7 +348,7 @@ class StaticEagleDrafter(EagleDrafter):
 def find_eagle_head(request: Request) -> EagleHead:
     """Return the head of the request's target, made on the first call."""
     model = request.target.model  # type: ignore[attr-defined]
-    return per_model_state(request.target, "eagle", lambda: EagleHead(model))
+    return prepare_head(model, "eagle", EagleHead)
 
 
 @technique(

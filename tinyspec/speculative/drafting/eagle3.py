@@ -41,7 +41,14 @@ from torch.nn import functional as F
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.lm.config import Config
-from tinyspec.lm.heads import TOKEN_MAP, FrozenTarget, HeadMatrix, HeadSettings, embed_tokens
+from tinyspec.lm.heads import (
+    TOKEN_MAP,
+    FrozenTarget,
+    HeadMatrix,
+    HeadSettings,
+    embed_tokens,
+    prepare_head,
+)
 from tinyspec.lm.heads import head_weights as weights_of
 from tinyspec.lm.stack import INPUT_NORM, QKV, HeadLayer, UnrolledLayer, layer_shapes
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
@@ -52,7 +59,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 
@@ -207,7 +213,7 @@ class Eagle3Drafter(Eagle2Drafter):
 
 @technique(
     title="EAGLE-3",
-    summary="a layer on three states, trained as it drafts",
+    summary="one layer reads three states",
     paper="Li et al. 2025, arXiv 2503.01840",
     family="drafting",
     guarantee=Guarantee.EXACT,
@@ -241,7 +247,7 @@ def eagle3(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     model: Any = request.target.model  # type: ignore[attr-defined]
     drafter = Eagle3Drafter(
         model,
-        per_model_state(request.target, "eagle3", lambda: Eagle3Head(model)),
+        prepare_head(model, "eagle3", Eagle3Head),
         request.stop.eos,
         request.forward_log,
         feature_layers(model.config, Eagle3Settings()),

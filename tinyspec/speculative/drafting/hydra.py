@@ -61,6 +61,7 @@ from tinyspec.lm.heads import (
     embed_tokens,
     freeze_target,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.lm.stack import INPUT_NORM, HeadLayer, Stack, UnrolledLayer, layer_shapes
@@ -73,7 +74,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import ROOT, TokenTree
@@ -370,7 +370,7 @@ class HydraDrafter(FeatureDrafter):
 def hydra(request: Request, *, nodes: int, heads: int) -> Decoder:
     """Return a decoder that drafts with the target's Hydra heads."""
     model = request.target.model  # type: ignore[attr-defined]
-    known = per_model_state(request.target, "hydra", lambda: HydraHeads(model))
+    known = prepare_head(model, "hydra", HydraHeads)
     tree = build_static_tree(nodes, known.chances[:heads])
     drafter = HydraDrafter(model, known, tree, request.stop.eos, request.forward_log)
     return request.decoder(drafter, verify_tree)

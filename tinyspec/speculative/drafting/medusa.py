@@ -51,6 +51,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     freeze_target,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.speculative.treedraft import StaticTree, build_static_tree
@@ -61,7 +62,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import ROOT, TokenTree
@@ -244,7 +244,7 @@ class MedusaDrafter(FeatureDrafter):
 def medusa(request: Request, *, nodes: int, heads: int) -> Decoder:
     """Return a decoder that drafts with the target's Medusa heads."""
     model = request.target.model  # type: ignore[attr-defined]
-    known = per_model_state(request.target, "medusa", lambda: MedusaHeads(model))
+    known = prepare_head(model, "medusa", MedusaHeads)
     tree = build_static_tree(nodes, known.chances[:heads])
     drafter = MedusaDrafter(known, model.config.n_layers, tree, request.stop.eos)
     return request.decoder(drafter, verify_tree)

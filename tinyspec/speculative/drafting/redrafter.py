@@ -59,6 +59,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     embed_tokens,
     head_weights,
+    prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.speculative.lookup import merge_drafts
@@ -69,7 +70,6 @@ from tinyspec.technique import (
     Request,
     Trained,
     TrainingBatch,
-    per_model_state,
     technique,
 )
 from tinyspec.tree import TokenTree
@@ -401,6 +401,6 @@ class RedrafterDrafter(FeatureDrafter):
 def redrafter(request: Request, *, beams: int, length: int) -> Decoder:
     """Return a decoder that drafts with the target's recurrent head."""
     model = request.target.model  # type: ignore[attr-defined]
-    head = per_model_state(request.target, "redrafter", lambda: RecurrentHead.of(model))
+    head = prepare_head(model, "redrafter", RecurrentHead.of)
     drafter = RedrafterDrafter(head, model.config.n_layers, beams, length, request.stop.eos)
     return request.decoder(drafter, verify_tree)
