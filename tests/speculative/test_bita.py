@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -86,6 +87,7 @@ def test_masks_end_with_the_context() -> None:
     assert len(decoder.context) == 64
 
 
+@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_compiled_rows_do_not_change_to_the_bit(dtype: torch.dtype) -> None:
     config = Config(40, 16, 2, 2, 1, 8, 24, 64)

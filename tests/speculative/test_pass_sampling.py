@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -41,6 +42,7 @@ def decoder_on(model: Model, sampling: SamplingParams, **knobs: Any) -> Any:
     return CARD.make(request, **knobs)
 
 
+@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_targets_row_does_not_change_to_the_bit(dtype: torch.dtype) -> None:
     """With look-aheads behind it, the newest token's row is the one of a pass without them."""
