@@ -65,7 +65,7 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
     weights = dict[str, torch.Tensor]()
     for name, shape in card.trained.all_shapes(model.config, settings).items():
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-        weights[name] = 0.6 * drawn * min(1.0, (8 / shape[-1]) ** 0.5)  # 8: a small network's width
+        weights[name] = 0.6 * drawn * min(1.0, 8 / model.config.d_model) ** 0.5  # 8: small networks
         if name == RANKS:
             weights[name] = (0.5 ** torch.arange(1, 1 + shape[1])).double().expand(shape)
         elif name == TOKEN_MAP:
