@@ -12,7 +12,6 @@ At the end the head is measured on texts that it was not trained on:
 The table a is stored in the head's file. Techniques build their trees from it.
 """
 
-import os
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -164,7 +163,7 @@ def train_head(
         ranks=ranks.tolist(),
         held=len(held),
         texts=len(texts),
-        folder=os.path.relpath(run.out) if run.out.is_relative_to(Path.cwd()) else run.out.name,
+        folder=run.out.name,
     )
     return result, figures
 

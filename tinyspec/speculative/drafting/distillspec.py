@@ -1,7 +1,7 @@
 """DistillSpec: distil the draft towards the target, on the right texts and by the right divergence.
 
-Paper: Zhou et al., ICLR 2024, arXiv 2310.08461. No code is public. The draft is trained; the target
-is not.
+Paper: Zhou et al., ICLR 2024, arXiv 2310.08461; we found no public code. The draft is trained; the
+target is not.
 
 Idea. The acceptance rate of a draft is 1 - TV(p, q), the mean over the texts that the *target*
 writes. So the draft is trained on its own distribution against the target's, and two things are
@@ -12,18 +12,19 @@ chosen: who writes the texts, and how the distance of p and q is measured.
                  jsd   b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q
                  tv    1/2 sum |p - q| = 1 - sum min(p, q) = 1 - alpha
 
-No pair is the best one for every task and temperature; the paper's table is a grid, and so is
-`tinyspec bench distillspec`. Of each p the target's most probable tokens are kept; all others are
-one token more, with the rest of the probability.
+No pair is the best one for every task and temperature: the paper compares a grid of them. In a
+recipe, `[distill] source` and `[distill] loss` choose a pair. Of each p the target's most probable
+tokens are kept. All others count as one further token, with the rest of the probability.
 
 Decoding is speculative decoding's, with a draft that was trained so.
 
 Guarantee: EXACT. Only the draft changes.
-Pitfall: one divergence on fixed texts. The draft is used on texts that it has helped to write.
+Pitfall: one divergence on fixed texts. When it is used, the draft continues texts that hold its own
+accepted tokens.
 Tests: tests/speculative/test_distillspec.py (each divergence against its closed form on three
 tokens, 0 only where p is q; tv is 1 - alpha; an on-policy text is written by the current draft; an
 interrupted training ends with the same weights).
-Left out: ground-truth texts as a source (`train lm` has them); lenience, which
+Left out: a command that trains and compares the grid; ground-truth texts as a source (`train lm` has them); lenience, which
 `speculative_decoding` has; a target that is distilled first.
 """
 

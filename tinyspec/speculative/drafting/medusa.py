@@ -15,7 +15,7 @@ and the draft is a tree of ranks: its paths are those with the greatest products
     a[i][r] = how often the candidate of rank r of head i was right on held-out texts
 
 Training minimises the cross-entropy of each head on texts that the target wrote, weighted by
-0.8^(i + 1) (section 2.2).
+0.8^(i + 1) (equation 1). b_i is in the authors' code, not in the paper.
 
 Guarantee: EXACT, at any temperature: candidates are point masses. The paper verifies by typical
 acceptance above temperature 0, which changes the distribution.
@@ -66,7 +66,7 @@ from tinyspec.technique import (
 )
 from tinyspec.tree import ROOT, TokenTree
 
-DECAY = 0.8  # of a head's loss against the head before it (section 2.2)
+DECAY = 0.8  # of a head's loss against the head before it (equation 1)
 
 # ------------------------------------------------------------------ what is trained
 
@@ -196,8 +196,9 @@ class MedusaDrafter(FeatureDrafter):
             return TokenTree()
         logits = self.heads.logits(self.states[-1][0], deepest)
         rows = kernels_of(logits).as_rows(logits)
-        ranked = dict[int, list[int]]()  # depth -> candidates; those of the node before if they
-        tokens, parents = list[int](), list[int]()  # depend on the node
+        # Candidates of each depth. With a penalty they depend on the node: those of the last one.
+        ranked = dict[int, list[int]]()
+        tokens, parents = list[int](), list[int]()
         below = {ROOT: (ROOT, 0, list[int]())}  # place in the tree -> node, depth, its path
         last = None
         for place, (up, rank) in enumerate(self.tree):

@@ -1,7 +1,7 @@
 """PaSS: look-ahead embeddings after the newest token make the target its own draft model.
 
-Paper: Monea, Joulin, Grave 2023, arXiv 2311.13581. No code is public. The embeddings are trained;
-the target is not.
+Paper: Monea, Joulin, Grave 2023, arXiv 2311.13581; we found no public code. The embeddings are
+trained; the target is not.
 
 Idea. A transformer computes many positions in the time of one. So n look-ahead embeddings are put
 behind the newest token. Each sees the text and the ones before it. The row of look-ahead j is
@@ -21,8 +21,8 @@ Pitfall: look-aheads that stay in the cache; a row that is read one look-ahead l
 latter; the output stays right.
 Tests: tests/speculative/test_pass_sampling.py (fitted look-aheads draft the text; the target's own
 rows do not change to the bit; a cycle takes two passes; the text's positions end at the context).
-Left out: look-aheads behind every draft token, which `space` and `bita` have; the paper's
-initialisation is not published: ours is the mean embedding.
+Ours, because we could not read the paper's: the look-aheads begin near the mean embedding.
+Left out: look-aheads behind every draft token, which `bita` has.
 """
 
 from collections.abc import Sequence

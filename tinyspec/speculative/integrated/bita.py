@@ -23,8 +23,9 @@ Pitfall: the group behind the wrong token; a prefix that ordinary rows see. The 
 with the first. Law F2 sees it.
 Tests: tests/speculative/test_bita.py (the target's rows stay as they are with a prefix; one pass a
 round; the group behind the last accepted token is read; the tree of 12).
-Left out: the prompt that repeats a text four times in an epoch; masks behind a token that ends the
-text; a vocabulary of its own.
+Left out: masks behind a token that ends the text; a vocabulary of its own. The authors train on the
+target's greedy answers, each of them sampled four times in an epoch with up to 64 positions in a
+row. Our texts are sampled, and the positions are drawn at random.
 """
 
 from collections.abc import Sequence
