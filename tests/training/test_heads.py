@@ -159,6 +159,21 @@ def test_texts_too_short_to_measure_a_head_are_named() -> None:
         heads.measure_ranks(deep, {}, target, [batch])
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_batch_without_a_known_token_has_no_loss(method: str) -> None:
+    """No number of it is NaN, which would end the training."""
+    trained = load_techniques()[method].trained
+    assert trained is not None
+    model = Model.random(tinyspec.lm.config.Config(9, 8, 3, 2, 1, 4, 12, 16))
+    target = freeze_target(model)._replace(settings=trained.small)
+    begun = trained.begin(target, trained.small, 0)
+    ids = torch.arange(8)[None]
+    states = model.torch_blocks().hidden_states(ids, trained.layers(model.config, trained.small))
+    nothing = torch.zeros(1, 8, dtype=torch.bool)
+    batch = TrainingBatch(ids, nothing, states, torch.zeros(1, 8, 2).long(), torch.zeros(1, 8, 2))
+    assert float(trained.loss(begun, target, batch)) == 0
+
+
 # ---------------------------------------------------------------------- the command
 
 

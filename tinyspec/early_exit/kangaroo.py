@@ -53,6 +53,7 @@ from tinyspec.lm.heads import (
     freeze_target,
     head_settings,
     head_weights,
+    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.host import to_numpy
@@ -137,7 +138,7 @@ def kangaroo_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBat
     """Return the cross-entropy against the target's distribution at the same position."""
     known = batch.is_answer
     p = F.linear(batch.states[:, 1][known], target.head).float().softmax(-1)
-    return F.cross_entropy(run_adapter(weights, target, batch.states[:, 0])[known].float(), p)
+    return mean_cross_entropy(run_adapter(weights, target, batch.states[:, 0])[known], p)
 
 
 # ------------------------------------------------------------------ the draft

@@ -117,6 +117,14 @@ def freeze_target(
     return FrozenTarget(config, embed, rows, token_map, blocks)
 
 
+def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [n, W]; 0 where n is 0: nothing is known there.
+
+    labels  [n] rows of the right tokens, or [n, W] distributions
+    """
+    return F.cross_entropy(logits.float(), labels) if len(logits) else logits.float().sum()
+
+
 # ---------------------------------------------------------------------- products at inference
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.lm.heads import FrozenTarget
+from tinyspec.lm.heads import FrozenTarget, mean_cross_entropy
 from tinyspec.lm.probes import run_probe_groups
 from tinyspec.technique import TrainingBatch
 
@@ -48,5 +48,5 @@ def probe_loss(
         inside = anchors[anchors < is_known.shape[1]]
         known = is_known[:, inside]
         logits = F.linear(states[:, : len(inside), depth][known], target.head)
-        total = total + F.cross_entropy(logits.float(), rows[:, inside][known]) / n
+        total = total + mean_cross_entropy(logits, rows[:, inside][known]) / n
     return total

@@ -61,6 +61,7 @@ from tinyspec.lm.heads import (
     embed_tokens,
     freeze_target,
     head_weights,
+    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -145,9 +146,9 @@ def eagle_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch)
     guessed = predict_states(weights, target, batch.ids, states + noise, 0)[:, :-1][is_known]
     true = states[:, 1:][is_known]
     p = F.linear(true, target.head).float().softmax(-1)
-    of_states = F.smooth_l1_loss(guessed.float(), true.float())
-    of_tokens = F.cross_entropy(F.linear(guessed, target.head).float(), p)
-    return of_states + TOKEN_LOSS * of_tokens
+    of_states = F.smooth_l1_loss(guessed.float(), true.float(), reduction="sum")
+    of_tokens = mean_cross_entropy(F.linear(guessed, target.head), p)
+    return of_states / max(guessed.numel(), 1) + TOKEN_LOSS * of_tokens
 
 
 TRAINED = Trained(

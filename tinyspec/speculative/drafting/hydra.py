@@ -61,6 +61,7 @@ from tinyspec.lm.heads import (
     embed_tokens,
     freeze_target,
     head_weights,
+    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -195,7 +196,7 @@ def hydra_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch)
         labels = rows[is_known]
         if NORM in weights:  # the target reads token t + 2 + depth from the state before it
             labels = F.linear(states[:, 1 + depth : -1][is_known], target.head).float().softmax(-1)
-        total = total + F.cross_entropy(logits.float(), labels)
+        total = total + mean_cross_entropy(logits, labels)
     return total
 
 

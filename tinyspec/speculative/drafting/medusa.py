@@ -51,6 +51,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     freeze_target,
     head_weights,
+    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -128,7 +129,7 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     for depth in range(count_heads(weights)):
         is_known, rows = batch.known_tokens(target, depth)
         logits = predict_by_head(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = F.cross_entropy(logits[is_known].float(), rows[is_known])
+        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
         total = total + DECAY ** (depth + 1) * entropy
     return total
 

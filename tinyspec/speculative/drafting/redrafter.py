@@ -59,6 +59,7 @@ from tinyspec.lm.heads import (
     HeadSettings,
     embed_tokens,
     head_weights,
+    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -208,7 +209,7 @@ def redrafter_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBa
     for depth, logits in enumerate(steps):
         is_known, rows = batch.known_tokens(target, depth)
         known = logits[:, : -2 - depth][is_known]
-        total = total + F.cross_entropy(known.float(), rows[is_known])
+        total = total + mean_cross_entropy(known, rows[is_known])
     return total
 
 
