@@ -157,7 +157,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 4814,
     "decoding": 1446,
-    "chapters": 7254,
+    "chapters": 7256,
     "laws": 11570,
     "museum": 3873,
     "training": 2926,

@@ -34,7 +34,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
-from tinyspec.pairing import Draft, Head, advised_knobs, drafts_for, with_head
+from tinyspec.pairing import Draft, Head, advised_knobs, attach_head, drafts_for
 from tinyspec.technique import Card, Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
@@ -199,7 +199,7 @@ def start_generation(
     )
     prompt = check_prompt(prompt)
     model = load_model(model)
-    drafts, model = drafts_for(model, card, draft), with_head(model, card, head)
+    drafts, model = drafts_for(model, card, draft), attach_head(model, card, head)
     knobs = card.settings({**advised_knobs(card, drafts), **knobs})
     ids = prompt_ids(model, prompt, chat)
     if not ids:

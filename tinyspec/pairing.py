@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.heads import HeadFile, add_head, check_head, no_head, read_head
+from tinyspec.lm.heads import HeadFile, add_head, check_head, missing_head, read_head
 from tinyspec.lm.model import Model
 from tinyspec.technique import Card, load_techniques
 
@@ -84,7 +84,7 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 
-def with_head(model: Model, card: Card, head: Head = None) -> Model:
+def attach_head(model: Model, card: Card, head: Head = None) -> Model:
     """Return the model with the head that a method needs; the same model if it needs none.
 
     head  a folder or a name; None: the one that the model has already, else one on this machine
@@ -100,7 +100,7 @@ def with_head(model: Model, card: Card, head: Head = None) -> Model:
         return model
     named = head or next(iter(models.find_heads_of(model.name, method)), None)
     if named is None:
-        raise no_head(model.name, method)
+        raise missing_head(model.name, method)
     if not isinstance(named, (str, Path)):
         raise wrong_argument("head", head, "the folder of a head, or its name")
     path = models.find_model(named)

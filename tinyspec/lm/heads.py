@@ -184,7 +184,7 @@ def head_weights(model: Any, method: str) -> dict[str, Tensor]:
         if name.startswith(lead) and not name.startswith(f"{lead}{SETTINGS}")
     }
     if not found:
-        raise no_head(model.name, method)
+        raise missing_head(model.name, method)
     return found
 
 
@@ -199,7 +199,7 @@ def prepare_head(model: Any, method: str, make: Callable[[Any], T]) -> T:
     return known[method]
 
 
-def no_head(model: str, method: str) -> TinyspecError:
+def missing_head(model: str, method: str) -> TinyspecError:
     """Return the error of a method whose head is not there."""
     return TinyspecError(
         f"{model} has no head for {method}: name its folder with --head (head=...), or train one: "

@@ -82,8 +82,8 @@ TOYS = [
     _pairs("states alone", JOINED, JOINED.replace("(embedded,", "(embedded * 0,")),
     _eagle(
         "the final norm on a guessed state",
-        "self.head.say(guessed)",
-        "self.head.say(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
+        "self.head.compute_logits(guessed)",
+        "self.head.compute_logits(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
         eagle.EagleDrafter.run_nodes,
         law=eagle_traps.PLACED,
     ),
@@ -324,8 +324,8 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
     ),
     _eagle3(
         "rows of the draft vocabulary taken for ids",
-        "scatter_logits(self.head.say(guessed), self.head.token_map, self.head.vocabulary)",
-        "self.head.say(guessed)",
+        "self.head.token_map, self.head.vocabulary",
+        "None, self.head.vocabulary",
         eagle.EagleDrafter.run_nodes,
         law=eagle3_traps.PLACED,
     ),

@@ -19,13 +19,13 @@ tokens are kept. All others count as one further token, with the rest of the pro
 Decoding is speculative decoding's, with a draft that was trained so.
 
 Guarantee: EXACT. Only the draft changes.
-Pitfall: one divergence on fixed texts. When it is used, the draft continues texts that hold its own
-accepted tokens.
+Pitfall: one divergence on fixed texts. In use, the draft continues texts that hold its own accepted
+tokens.
 Tests: tests/speculative/test_distillspec.py (each divergence against its closed form on three
 tokens, 0 only where p is q; tv is 1 - alpha; an on-policy text is written by the current draft; an
 interrupted training ends with the same weights).
-Left out: a command that trains and compares the grid; ground-truth texts as a source (`train lm` has them); lenience, which
-`speculative_decoding` has; a target that is distilled first.
+Left out: a command that trains and compares the grid; ground-truth texts as a source, which
+`train lm` has; lenience, which `speculative_decoding` has; a target that is distilled first.
 """
 
 from collections.abc import Callable

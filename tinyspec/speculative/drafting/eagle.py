@@ -175,7 +175,7 @@ class EagleHead:
         self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
-    def say(self, guessed: Tensor) -> Tensor:
+    def compute_logits(self, guessed: Tensor) -> Tensor:
         """Return the logits [n, W] of guessed states [n, d]."""
         return self.rows(guessed)
 
@@ -264,7 +264,9 @@ class EagleDrafter(FeatureDrafter):
             guessed = self._run_rows(tokens, states, above, head_rows=len(nodes))
         first = len(self.stack) - len(nodes)
         self.ran |= {node: (first + i, guessed[i]) for i, node in enumerate(nodes)}
-        logits = scatter_logits(self.head.say(guessed), self.head.token_map, self.head.vocabulary)
+        logits = scatter_logits(
+            self.head.compute_logits(guessed), self.head.token_map, self.head.vocabulary
+        )
         return kernels_of(logits).as_rows(logits)
 
     def _run_pairs(self, n: int, **record: Any) -> Tensor:

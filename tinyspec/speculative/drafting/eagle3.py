@@ -137,7 +137,7 @@ def unroll_layer(
     return outputs
 
 
-def say_tokens(weights: HeadWeights, target: FrozenTarget, outputs: Tensor) -> Tensor:
+def read_logits(weights: HeadWeights, target: FrozenTarget, outputs: Tensor) -> Tensor:
     """Return the logits [..., W] of outputs [..., d]."""
     width, eps = (target.config.d_model,), target.config.norm_eps
     normed = F.rms_norm(outputs, width, weights["norm.weight"], eps)
@@ -148,7 +148,7 @@ def predict_eagle3(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
     """Return the logits [B, T, W] of a depth, for all positions of a text at once."""
-    return say_tokens(weights, target, unroll_layer(weights, target, ids, states, depth + 1)[-1])
+    return read_logits(weights, target, unroll_layer(weights, target, ids, states, depth + 1)[-1])
 
 
 def eagle3_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
@@ -163,7 +163,7 @@ def eagle3_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
         if not bool(is_known.any()):
             continue
         p = p[is_known] / p[is_known].sum(-1, keepdim=True)
-        logits = say_tokens(weights, target, outputs[:, : is_known.shape[1]][is_known]).float()
+        logits = read_logits(weights, target, outputs[:, : is_known.shape[1]][is_known]).float()
         log_q = logits.log_softmax(-1).gather(-1, rows[is_known].clamp_min(0))
         total = total - DECAY**k * (p * log_q).sum(-1).mean()
     return total
@@ -188,7 +188,7 @@ class Eagle3Head:
         """Return x [n, d] after the norm of tokens (0), of states (1) or of outputs (2)."""
         return F.rms_norm(x.to(self.norms[which].dtype), x.shape[-1:], self.norms[which], self.eps)
 
-    def say(self, guessed: Tensor) -> Tensor:
+    def compute_logits(self, guessed: Tensor) -> Tensor:
         """Return the logits [n, W] of the layer's outputs [n, d]."""
         return self.rows(self.normalize(guessed, 2))
 
