@@ -11,6 +11,7 @@ from rich.console import Console
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.training import ranks
 from tinyspec.training.card import write_card
 from tinyspec.training.recipe import HeadRecipe, Recipe, TranslationRecipe
 from tinyspec.training.train import Batches, Loss, TrainingResult, train
@@ -56,22 +57,26 @@ class RecipeRun(Generic[R]):
         overrides: Mapping[str, str] | None = None,
         console: Console | None = None,
     ):
+        ranks.join_ranks()
+        console = console if ranks.this_rank() == 0 else None
         self.path, self.out, self.console = Path(path), Path(out), console
         self.print = (console or Console(quiet=True)).print
         budget = {} if minutes is None else {"train.minutes": str(float(minutes))}
         self.recipe: R = read(self.path, {**(overrides or {}), **budget})
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        gpu = f"cuda:{ranks.this_rank()}" if ranks.count_ranks() > 1 else "cuda"
+        self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise TinyspecError(
                 "device cuda: torch finds no CUDA device here; --device cpu trains on the processor"
             )
         self.state = self.out / ".tinyspec"
         if restart:
-            text = self.path.read_bytes()
-            shutil.rmtree(self.state, ignore_errors=True)
-            if not self.path.exists():  # the recipe of `--distill` stands beside the state
-                self.path.parent.mkdir(parents=True)
-                self.path.write_bytes(text)
+            with ranks.main_rank_first():
+                text = self.path.read_bytes()
+                shutil.rmtree(self.state, ignore_errors=True)
+                if not self.path.exists():  # the recipe of `--distill` stands beside the state
+                    self.path.parent.mkdir(parents=True)
+                    self.path.write_bytes(text)
         elif (self.out / "model.safetensors").exists() and not (self.state / "state.pt").exists():
             raise TinyspecError(
                 f"{self.out} already holds a trained model; --restart trains it again"
@@ -85,7 +90,10 @@ class RecipeRun(Generic[R]):
         validate: Callable[[], Mapping[str, float]],
         before_step: Callable[[int, float], None] | None = None,
     ) -> TrainingResult:
-        """Train or continue, by the recipe's settings; see `train`."""
+        """Train or continue, by the recipe's settings; see `train`.
+
+        Of several ranks only the first returns: it measures and writes. The others exit.
+        """
         try:
             result = train(
                 weights,
@@ -103,6 +111,10 @@ class RecipeRun(Generic[R]):
                 f"{self.device} is out of memory: "
                 "--set train.pieces=2 computes each batch in two parts"
             ) from error
+        is_main = ranks.this_rank() == 0
+        ranks.leave_ranks()
+        if not is_main:
+            raise SystemExit(0)
         if not result.finished:
             self.print(f"stopped at step {result.step:,}; the same command goes on from there")
         return result

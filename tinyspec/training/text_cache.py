@@ -14,6 +14,7 @@ from rich.console import Console
 
 from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
+from tinyspec.training import ranks
 
 Item = TypeVar("Item")
 
@@ -40,7 +41,7 @@ def cache_batches(
     """
     folder.mkdir(parents=True, exist_ok=True)
     contents = []
-    with progress_bar(console) as bar:
+    with ranks.main_rank_first(), progress_bar(console) as bar:
         task = bar.add_task(title, total=len(items))
         for first in range(0, len(items), size):
             path, batch = folder / name_file(first), items[first : first + size]

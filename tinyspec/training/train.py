@@ -9,7 +9,8 @@ decreases to its end.
 
 Batches and dropout of step s are drawn from generators seeded with (seed, s). So a training that
 was interrupted continues bit for bit as if it had not been, if the arithmetic is deterministic and
-there is no clock budget.
+there is no clock budget. Each piece of a batch has a seed of its own, so it does not matter which
+process computes it: see ranks.py.
 """
 
 import json
@@ -31,6 +32,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
+from tinyspec.training import ranks
 from tinyspec.training.muon import Muon
 from tinyspec.training.schedule import TrainSettings, learning_rate, training_progress
 
@@ -76,6 +78,8 @@ def train(
 ) -> TrainingResult:
     """Train `weights` in place, with state and log in `folder` (state.pt, log.jsonl).
 
+    Under torchrun every process calls this; rank 0 validates and writes.
+
     weights      float32 leaf tensors, on the device where everything runs
     batches      samples a batch with a generator: a tuple of tensors [B, ...]
     loss         of a batch: a scalar
@@ -88,7 +92,8 @@ def train(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     run = _TrainingState(dict(weights), settings, folder)
-    run.resume()
+    with ranks.main_rank_first():
+        run.resume()
     bar = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
     generator = torch.Generator(run.device)
@@ -97,7 +102,11 @@ def train(
     started, logged_tokens = now - run.seconds, run.tokens
     with _catch_stop_signals() as stop, bar, torch.random.fork_rng(devices=cuda):
         task = bar.add_task(title, total=settings.steps, completed=run.step, note="")
-        while run.progress < 1 and not stop.is_set():
+        while True:
+            decided = run.progress < 1 and not stop.is_set(), run.seconds
+            goes_on, run.seconds = ranks.share_decision(*decided)
+            if not goes_on:
+                break
             # 1. Step: all random numbers of a step come from its own seed.
             seed = settings.seed * 1_000_003 + run.step
             torch.manual_seed(seed)
@@ -105,7 +114,8 @@ def train(
             if before_step is not None:
                 before_step(run.step, run.progress)
             batch = batches(generator)
-            losses.append(_accumulate_gradients(loss, batch, settings.pieces))
+            value = _accumulate_gradients(loss, batch, settings.pieces, seed)
+            losses.append(ranks.add_gradients(run.tensors, value))
             run.apply_gradients(batch[0].numel())
             run.seconds = time.monotonic() - started
             # 2. Log: the mean loss and the pace since the last line.
@@ -124,7 +134,7 @@ def train(
                 bar.update(task, completed=done, note=f"loss {mean:.3f}  {pace:,} tokens/s")
             # 3. Validate: with the average of the weights. Its time is no part of the pace.
             is_due = run.step % settings.valid_every == 0 or run.progress >= 1
-            if validate and run.checked < run.step and is_due:
+            if validate and run.checked < run.step and is_due and run.is_main:
                 with run.use_average():
                     run.record_validation(validate())
                 if console is not None:
@@ -132,19 +142,27 @@ def train(
                 logged_at += time.monotonic() - started - run.seconds
                 run.seconds = time.monotonic() - started
             # 4. Save.
-            if time.monotonic() - saved_at > 60 * settings.save_minutes:
+            if run.is_main and time.monotonic() - saved_at > 60 * settings.save_minutes:
                 run.save()
                 saved_at = time.monotonic()
-        run.save()
+        if run.is_main:
+            run.save()
     if finished := run.progress >= 1:
         run.restore_best()
     return TrainingResult(finished, run.step, run.tokens, run.seconds, run.best, run.log)
 
 
-def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int) -> Tensor:
-    """Compute the gradients of the batch's mean loss piece by piece, and return the loss."""
+def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int, seed: int) -> Tensor:
+    """Compute gradients of the batch's mean loss piece by piece, and return the loss.
+
+    With several ranks, each computes its share of the pieces.
+    """
     total = torch.zeros((), device=batch[0].device)
-    for part in zip(*(t.chunk(pieces) for t in batch), strict=True):
+    parts = zip(*(t.chunk(max(pieces, ranks.count_ranks())) for t in batch), strict=True)
+    for number, part in enumerate(parts):
+        if number % ranks.count_ranks() != ranks.this_rank():
+            continue
+        torch.manual_seed(seed + (number << 40))  # of dropout
         share = len(part[0]) / len(batch[0])
         value = loss(*part) * share
         value.backward()  # type: ignore[no-untyped-call]
@@ -165,6 +183,7 @@ class _TrainingState:
 
     def __init__(self, weights: dict[str, Tensor], settings: TrainSettings, folder: Path):
         self.weights, self.settings, self.folder = weights, settings, folder
+        self.is_main = ranks.this_rank() == 0  # only this rank writes files
         self.tensors = [w.requires_grad_() for w in weights.values()]
         self.device = self.tensors[0].device
         inner = [
@@ -242,8 +261,9 @@ class _TrainingState:
         self.log.append(
             {"step": self.step, "tokens": self.tokens, **figures, "seconds": round(self.seconds, 2)}
         )
-        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(self.log[-1]) + "\n")
+        if self.is_main:
+            with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
         """Write the state to a temporary file, then move it: no reader sees half a state."""
@@ -266,7 +286,8 @@ class _TrainingState:
         """Load state.pt if there is one, and remove later lines from the log."""
         path, log = self.folder / "state.pt", self.folder / "log.jsonl"
         if not path.exists():
-            log.unlink(missing_ok=True)
+            if self.is_main:
+                log.unlink(missing_ok=True)
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
         same = [w.shape for w in state["weights"]] == [w.shape for w in self.tensors]
@@ -291,9 +312,11 @@ class _TrainingState:
                 break
             if entry["step"] <= self.step:
                 self.log.append(entry)
-        part = self.folder / "log.jsonl.part"
-        part.write_text("".join(json.dumps(entry) + "\n" for entry in self.log), encoding="utf-8")
-        os.replace(part, log)
+        if self.is_main:
+            part = self.folder / "log.jsonl.part"
+            text = "".join(json.dumps(entry) + "\n" for entry in self.log)
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, log)
 
 
 @contextmanager

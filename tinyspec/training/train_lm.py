@@ -32,7 +32,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.checkpoint import read_checkpoint
 from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.training import corpus
+from tinyspec.training import corpus, ranks
 from tinyspec.training.card import sample_continuation
 from tinyspec.training.corpus import END_ID
 from tinyspec.training.driver import RecipeRun, RunOptions, inherit_weights
@@ -191,10 +191,11 @@ def _load_models(
         size = tokenizer.vocab_size
     else:
         size = plan.vocab_size
-        if (run.state / "tokenizer.json").exists():
-            tokenizer = Tokenizer.from_folder(run.state)
-        else:
-            tokenizer = corpus.train_tokenizer(texts, size, run.state)
+        with ranks.main_rank_first():
+            if (run.state / "tokenizer.json").exists():
+                tokenizer = Tokenizer.from_folder(run.state)
+            else:
+                tokenizer = corpus.train_tokenizer(texts, size, run.state)
     return replace(plan, vocab_size=size), tokenizer, teacher, parent
 
 

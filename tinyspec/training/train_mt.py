@@ -20,7 +20,7 @@ from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
-from tinyspec.training import bitext, distilled
+from tinyspec.training import bitext, distilled, ranks
 from tinyspec.training.bitext import SentencePair
 from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
@@ -50,11 +50,13 @@ def train_mt(
     teacher = load_named_model(plan, plan.teacher, *folders)
     if teacher is not None:
         tokenizer = teacher.tokenizer
-    elif (run.state / "tokenizer.json").exists():
-        tokenizer = Tokenizer.from_folder(run.state)
     else:
-        sides = (side for pair in texts for side in pair)
-        tokenizer = bitext.train_joint_tokenizer(sides, plan.vocab_size, run.state)
+        with ranks.main_rank_first():
+            if (run.state / "tokenizer.json").exists():
+                tokenizer = Tokenizer.from_folder(run.state)
+            else:
+                sides = (side for pair in texts for side in pair)
+                tokenizer = bitext.train_joint_tokenizer(sides, plan.vocab_size, run.state)
     pairs, valid = bitext.encode_pairs(tokenizer, texts), bitext.encode_pairs(tokenizer, held_out)
     if teacher is not None and plan.distill is not None:
         sources = [pair.source for pair in pairs]
