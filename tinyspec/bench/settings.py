@@ -384,6 +384,35 @@ class LongContextSettings:
     dtype: str = dtype_setting("bfloat16")
 
 
+@command("distillspec", tables=True)
+@dataclass(frozen=True)
+class DistillSpecSettings:
+    """DistillSpec's grid: a draft for each source of texts and each divergence, trained alike.
+
+    Nothing is timed. A draft that lies in --drafts already is measured, not trained again, so the
+    same command goes on after Ctrl-C.
+
+    
+    Examples:
+      tinyspec bench distillspec --drafts drafts --out grid.json --markdown grid.md
+      tinyspec bench distillspec --losses tv,kl --sources target,draft --minutes 2 --drafts drafts
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    drafts: str = setting("distillspec-drafts", "Folder of the drafts.")
+    losses: tuple[str, ...] = setting(
+        ("kl", "rkl", "jsd", "tv"), "Divergences: kl, rkl, jsd, tv; or lk.", of=str
+    )
+    sources: tuple[str, ...] = setting(
+        ("target", "draft", "mix"), "Who writes the texts: target, draft, mix.", of=str
+    )
+    layers: int = setting(2, "Layers of a draft, the target's first.", least=1)
+    texts: int = setting(1500, "Texts of the target.", least=2)
+    steps: int = setting(3000, "Steps of a training, at most.", least=1)
+    minutes: float = setting(5.0, "Minutes of a training, at most.", least=0)
+    seed: int = setting(0, "Seed of the trainings.")
+
+
 @command("layerskip", tables=True)
 @dataclass(frozen=True)
 class LayerSkipSettings:

@@ -12,9 +12,10 @@ chosen: who writes the texts, and how the distance of p and q is measured.
                  jsd   b KL(p || m) + (1 - b) KL(q || m),  m = b p + (1 - b) q
                  tv    1/2 sum |p - q| = 1 - sum min(p, q) = 1 - alpha
 
-No pair is the best one for every task and temperature: the paper compares a grid of them. In a
-recipe, `[distill] source` and `[distill] loss` choose a pair. Of each p the target's most probable
-tokens are kept. All others count as one further token, with the rest of the probability.
+No pair is the best one for every task and temperature: the paper compares a grid of them, and so
+does `tinyspec bench distillspec`. In a recipe, `[distill] source` and `[distill] loss` choose a
+pair. Of each p the target's most probable tokens are kept. All others count as one further token,
+with the rest of the probability.
 
 Decoding is speculative decoding's, with a draft that was trained so.
 
@@ -24,8 +25,8 @@ tokens.
 Tests: tests/speculative/test_distillspec.py (each divergence against its closed form on three
 tokens, 0 only where p is q; tv is 1 - alpha; an on-policy text is written by the current draft; an
 interrupted training ends with the same weights).
-Left out: a command that trains and compares the grid; ground-truth texts as a source, which
-`train lm` has; lenience, which `speculative_decoding` has; a target that is distilled first.
+Left out: ground-truth texts as a source, which `train lm` has; lenience, which
+`speculative_decoding` has; a target that is distilled first.
 """
 
 from collections.abc import Callable
