@@ -384,6 +384,30 @@ class LongContextSettings:
     dtype: str = dtype_setting("bfloat16")
 
 
+@command("heads", tables=True, chart=True)
+@dataclass(frozen=True)
+class HeadsSettings:
+    """Every trained head of a model, beside lookup and a draft model: tokens per pass, and how
+    often a draft token is accepted at each depth. Counted, not timed.
+
+    
+    Examples:
+      tinyspec bench heads --out heads.json --markdown heads.md --svg heads.svg
+      tinyspec bench heads --methods medusa,eagle:nodes=4,llma --prompts 20
+      tinyspec bench heads --model smollm2 --temperature 1
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    methods: tuple[str, ...] = setting(
+        (), "NAME or NAME:knob=value. [default: all with a head, llma, a draft]", of=str
+    )
+    prompts: int = setting(60, "Openings of the valid books.", least=1)
+    tokens: int = tokens_setting(64)
+    temperature: float = temperature_setting()
+    seed: int = SEED_SETTING
+    dtype: str = dtype_setting("bfloat16")
+
+
 @command("layerskip", tables=True)
 @dataclass(frozen=True)
 class LayerSkipSettings:
