@@ -404,7 +404,7 @@ class HeadsSettings:
     prompts: int = setting(60, "Openings of the valid books.", least=1)
     tokens: int = tokens_setting(64)
     temperature: float = temperature_setting()
-    seed: int = SEED_SETTING
+    seed: int = setting(0, "Of the first opening; each further one adds 1.")
     dtype: str = dtype_setting("bfloat16")
 
 
