@@ -392,7 +392,7 @@ class DistillSpecSettings:
     Nothing is timed. A draft that lies in --drafts already is measured, not trained again, so the
     same command goes on after Ctrl-C.
 
-    
+    \b
     Examples:
       tinyspec bench distillspec --drafts drafts --out grid.json --markdown grid.md
       tinyspec bench distillspec --losses tv,kl --sources target,draft --minutes 2 --drafts drafts
@@ -411,6 +411,30 @@ class DistillSpecSettings:
     steps: int = setting(3000, "Steps of a training, at most.", least=1)
     minutes: float = setting(5.0, "Minutes of a training, at most.", least=0)
     seed: int = setting(0, "Seed of the trainings.")
+
+
+@command("heads", tables=True, chart=True)
+@dataclass(frozen=True)
+class HeadsSettings:
+    """Every trained head of a model, beside lookup and a draft model: tokens per pass, and how
+    often a draft token is accepted at each depth. Counted, not timed.
+
+    \b
+    Examples:
+      tinyspec bench heads --out heads.json --markdown heads.md --svg heads.svg
+      tinyspec bench heads --methods medusa,eagle:nodes=4,llma --prompts 20
+      tinyspec bench heads --model smollm2 --temperature 1
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    methods: tuple[str, ...] = setting(
+        (), "NAME or NAME:knob=value. [default: all with a head, llma, a draft]", of=str
+    )
+    prompts: int = setting(60, "Openings of the valid books.", least=1)
+    tokens: int = tokens_setting(64)
+    temperature: float = temperature_setting()
+    seed: int = setting(0, "Of the first opening; each further one adds 1.")
+    dtype: str = dtype_setting("bfloat16")
 
 
 @command("layerskip", tables=True)
