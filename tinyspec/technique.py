@@ -309,6 +309,7 @@ class Card:
     teacher         of kind "refine": an autoregressive model may score its candidates
     trained         what it trains for a target, if it needs something trained
     head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
+    cyclic          runs only on a model whose layers repeat (`Config.repeat`)
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target
     """
@@ -330,6 +331,7 @@ class Card:
     persistent: bool = False
     trained: Trained | None = None
     head_of: str = ""
+    cyclic: bool = False
     keeps: str = ""
     own_draft: bool = False
     optional_draft: bool = False

@@ -81,8 +81,8 @@ class Blocks:
         ] + ["q_norm.weight", "k_norm.weight"]
         self.layers = [
             Block(*(self.weights.get(f"{i}.{part}") for part in parts))  # type: ignore[arg-type]
-            for i in range(self.config.n_layers)
-        ]
+            for i in range(self.config.distinct_layers)
+        ] * self.config.repeat
         self.vocabulary = self.embed if self.config.tied else self.weights["head"]  # [V, d]
 
     def release_weights(self) -> None:
@@ -253,7 +253,7 @@ class Blocks:
         x = self.embed_tokens(feed.tokens_to_embed)
         if feed.has_state is not None and feed.entry_states is not None:
             x[torch.tensor(feed.has_state, device=self.device)] = feed.entry_states.to(x.dtype)
-        if self.config.positions == "learned":
+        if self.config.positions == "learned" and not feed.has_position:
             at = torch.tensor(feed.positions, device=self.device)
             fresh = torch.tensor([s == 0 for s in feed.starts], device=self.device)[:, None]
             x = x + fresh * self.weights["positions"][at]

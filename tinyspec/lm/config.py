@@ -42,6 +42,20 @@ class Config:
     extra: dict[str, Any] = field(default_factory=dict)  # config.json's "tinyspec": draft, licence
 
     @property
+    def repeat(self) -> int:
+        """How often the layers that have weights run, one group after another; 1: once.
+
+        With m layers that have weights, layer l has those of layer l % m (cyclic parameter
+        sharing). Each of the n_layers layers has keys and values of its own.
+        """
+        return self.extra.get("repeat", 1)
+
+    @property
+    def distinct_layers(self) -> int:
+        """How many layers have weights of their own: the group that is repeated."""
+        return self.n_layers // self.repeat
+
+    @property
     def kv_dim(self) -> int:
         return self.n_kv_heads * self.head_dim
 
@@ -59,7 +73,7 @@ class Config:
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
         if self.positions == "learned":
             shapes["positions"] = (self.max_positions, d)
-        for i in range(self.n_layers):
+        for i in range(self.distinct_layers):
             shapes[f"{i}.norm1.weight"] = shapes[f"{i}.norm2.weight"] = (d,)
             if self.norm == "layer":
                 shapes[f"{i}.norm1.bias"] = shapes[f"{i}.norm2.bias"] = (d,)

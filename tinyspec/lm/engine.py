@@ -175,14 +175,15 @@ class Engine:
                     *(ours[f"{i}.{name}.weight"] for name in names),
                 )
             )
-            for i in range(config.n_layers)
-        ]
+            for i in range(config.distinct_layers)
+        ] * config.repeat
         own: dict[str, Any] = {}
         if config.qk_norm:
             pairs = [
-                [_norm_arrays(plain, f"{i}.{p}_norm")[0] for p in "qk"] for i in range(len(layers))
+                [_norm_arrays(plain, f"{i}.{p}_norm")[0] for p in "qk"]
+                for i in range(config.distinct_layers)
             ]
-            own["head_norms"] = pairs
+            own["head_norms"] = pairs * config.repeat
         self._make_compiled = partial(
             _core.compute.Engine,
             layers,
@@ -303,7 +304,7 @@ class Engine:
         x = self.embed_tokens(feed.tokens_to_embed)
         if feed.entry_states is not None:
             x[torch.tensor(feed.has_state)] = feed.entry_states.float()
-        if self._positions is not None:
+        if self._positions is not None and not feed.has_position:
             fresh = torch.tensor([start == 0 for start in feed.starts])[:, None]
             x = x + fresh * self._positions[torch.tensor(feed.positions)].float()
         return x

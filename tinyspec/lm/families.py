@@ -112,7 +112,14 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
         raise f.error("tinyspec", "a JSON object")
     bos = token_ids(values.get("bos_token_id"), source, "bos_token_id")
     eos = token_ids(values.get("eos_token_id"), source, "eos_token_id")
-    return FAMILIES[family].build(f, {"bos": bos[0] if bos else None, "eos": eos, "extra": extra})
+    rest = {"bos": bos[0] if bos else None, "eos": eos, "extra": extra}
+    repeat = ConfigReader(f"{source}: tinyspec", extra).integer("repeat", 1)
+    config = FAMILIES[family].build(f, rest)
+    if config.n_layers % repeat:
+        raise TinyspecError(
+            f"{source}: tinyspec: repeat is {repeat}, expected a divisor of {config.n_layers} layers"
+        )
+    return config
 
 
 def _family_of(values: dict[str, Any]) -> Any:

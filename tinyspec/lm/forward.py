@@ -190,6 +190,16 @@ class Cache:
         index = slots[:, :, None]
         return keys.take_along_dim(index, dim=1), values.take_along_dim(index, dim=1)
 
+    def layer_range(self, first: int, n: int) -> "Cache":
+        """Return n of the layers, from `first` on, as a cache of their own over the same memory.
+
+        It is for one forward pass: it does not grow, and does not follow where this one moves.
+        """
+        part = Cache.__new__(Cache)
+        part.config, part.present = self.config, self.present[:, first : first + n]
+        part._use_store(self.store[first : first + n])
+        return part
+
     def mark_present(self, slots: int | slice, layers: slice | list[int] = slice(None)) -> None:
         """Record that these slots have keys and values in these layers; by default in all."""
         self.present[slots, layers] = True
@@ -270,6 +280,7 @@ class ForwardBatch:
     seen             [n] the slots that each row attends to, its own included
     entry_states     [m, d] the states that m of the rows start from
     has_state        [n] whether a row takes its state from `entry_states`; None: no row does
+    has_position     these states have learned positions in them already
     heads            rows whose logits are wanted
     hidden_layers    layers whose output is wanted (0: embeddings; n_layers: after the final norm)
     saved_sublayers  sublayers whose input is saved, to continue from there
@@ -290,6 +301,7 @@ class ForwardBatch:
     seen: list[SeenSlots]
     entry_states: Tensor | None = None
     has_state: list[bool] | None = None
+    has_position: bool = False
     heads: list[int] = field(default_factory=list)
     hidden_layers: tuple[int, ...] = ()
     saved_sublayers: tuple[int, ...] = ()

@@ -46,6 +46,8 @@ class ExitLosses:
     weights     losses of the early exits; none: only the last layer has a loss
     e_scale     weight of the early exits, relative to the last
     curriculum  which exits count at a step; none: all of them
+    every       only exits after so many layers, twice as many, ... have a loss; with repeated
+                layers, their number makes these the repetitions
     rotation    R of the rotational curriculum
     p_max       layer dropout of the last layer at the last step
     scratch     true: dropout rises during the training; false: a trained model is continued
@@ -55,6 +57,7 @@ class ExitLosses:
     weights: Weights = "none"
     e_scale: float = 1.0
     curriculum: Curriculum = "none"
+    every: int = 1
     rotation: int = 4
     p_max: float = 0.0
     scratch: bool = True
@@ -69,8 +72,11 @@ class ExitLosses:
                 raise TinyspecError(
                     f"[exits] {value!r} is not known; {suggest_nearest(str(value), kinds)}"
                 )
-        if not (0 <= self.p_max < 1 and self.e_scale >= 0 and self.rotation >= 1):
-            raise TinyspecError("[exits] wants 0 <= p_max < 1, e_scale >= 0, rotation >= 1")
+        whole = self.rotation >= 1 and self.every >= 1
+        if not (0 <= self.p_max < 1 and self.e_scale >= 0 and whole):
+            raise TinyspecError(
+                "[exits] wants 0 <= p_max < 1, e_scale >= 0, rotation >= 1, every >= 1"
+            )
 
     @property
     def changes_training(self) -> bool:
@@ -91,6 +97,8 @@ class ExitLosses:
             "sum": losses + f"as LayerSkip does (e_scale {self.e_scale})",
         }
         parts = [kind[self.weights]]
+        if self.every > 1:
+            parts.append(f"only exits after every {self.every} layers")
         if self.curriculum != "none":
             turn = f", R = {self.rotation}" if self.curriculum == "rotational" else ""
             parts.append(f"{self.curriculum} curriculum{turn}")
@@ -118,7 +126,11 @@ class ExitLosses:
 
         `done` is the share of the training before the step.
         """
-        if layer == n_layers - 1 or self.curriculum == "none":
+        if layer == n_layers - 1:
+            return True
+        if (layer + 1) % self.every:
+            return False
+        if self.curriculum == "none":
             return True
         if self.curriculum == "rotational":
             return layer % self.rotation == step % self.rotation

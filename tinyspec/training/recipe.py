@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
+from tinyspec.lm.families import to_hf
 from tinyspec.lm.heads import HeadSettings
 from tinyspec.technique import Trained, find_technique, load_techniques
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
@@ -94,6 +95,7 @@ class Recipe:
                     f"recipe {self.name}: [exits] report: "
                     f"exits are 1 to {config.n_layers}, not {layers}"
                 )
+        to_hf(config, "float32")  # what a checkpoint cannot hold is said before the training
         return config
 
 

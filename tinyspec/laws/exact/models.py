@@ -9,6 +9,7 @@ position, and `Reciter` recites a given text.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -54,10 +55,12 @@ def small_network(seed: int, vocabulary: int = 4, layers: int = 3) -> Model:
 
 
 def add_random_head(model: Model, card: Card, seed: int) -> Model:
-    """Return the model with a random head for a technique, if it needs one.
+    """Return the model as a technique needs it: with a random head, or with repeated layers.
 
-    Its matrices are so large that every input shows. Its ranks fall as measured ones do.
+    The matrices of a head are so large that every input shows. Its ranks fall as measured ones do.
     """
+    if card.cyclic:
+        return repeat_layers(model, model.config.n_layers)
     if card.trained is None:
         return model
     settings = card.trained.small
@@ -72,6 +75,14 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
             others = [t for t in range(model.config.vocab_size) if t != 1]  # rows are not ids
             weights[name] = torch.tensor(others[: settings.draft_vocab])
     return add_head(model, card.head_method, weights, vars(settings))
+
+
+def repeat_layers(model: Model, repeat: int) -> Model:
+    """Return a model that runs its first layers `repeat` times, with as many layers as before."""
+    extra = {**model.config.extra, "repeat": repeat}
+    config = replace(model.config, extra=extra)
+    weights = {name: model.weights[name] for name in config.shapes()}
+    return Model(config, weights, model._tokenizer, name=f"{model.name}, cyclic")
 
 
 def likeliest_token(row: Sequence[Any]) -> int:
@@ -122,24 +133,24 @@ def run_dense(
     values: list[Array | None] = [None] * c.n_layers
     left = np.zeros(n, dtype=np.bool_)
     for layer in range(last):
-        entered = x
+        entered, own = x, layer % (c.n_layers // c.repeat)  # the layer that has its weights
         if 2 * layer not in plan.skip:
-            normed = _dense_norm(model, w, f"{layer}.norm1", x)
-            fused = _dense_linear(w, f"{layer}.qkv", normed).reshape(n, -1, c.head_dim)
+            normed = _dense_norm(model, w, f"{own}.norm1", x)
+            fused = _dense_linear(w, f"{own}.qkv", normed).reshape(n, -1, c.head_dim)
             heads = [c.n_heads, c.n_heads + c.n_kv_heads]
             q, k, v = np.split(fused, heads, axis=1)  # each [n, heads, hd]
             if c.qk_norm:
-                q = _dense_norm(model, w, f"{layer}.q_norm", q)
-                k = _dense_norm(model, w, f"{layer}.k_norm", k)
+                q = _dense_norm(model, w, f"{own}.q_norm", q)
+                k = _dense_norm(model, w, f"{own}.k_norm", k)
             if c.positions == "rope":
                 q, k = _rotate(model, q), _rotate(model, k)
             keys[layer], values[layer] = k, v
-            x = x + _dense_linear(w, f"{layer}.out", _dense_attention(q, k, v))
+            x = x + _dense_linear(w, f"{own}.out", _dense_attention(q, k, v))
         if 2 * layer + 1 not in plan.skip:
-            h = _dense_linear(w, f"{layer}.up", _dense_norm(model, w, f"{layer}.norm2", x))
+            h = _dense_linear(w, f"{own}.up", _dense_norm(model, w, f"{own}.norm2", x))
             act = _dense_silu if c.activation == "silu" else _dense_gelu
             h = act(h[:, : c.d_ff]) * h[:, c.d_ff :] if c.gated else act(h)
-            x = x + _dense_linear(w, f"{layer}.down", h)
+            x = x + _dense_linear(w, f"{own}.down", h)
         x = np.where(left[:, None], entered, x)
         if leaves is not None:
             left = left | leaves(layer + 1, x, entered)
