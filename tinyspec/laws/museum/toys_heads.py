@@ -8,6 +8,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import blockwise as blockwise_traps
+from tinyspec.laws.traps import cllm as cllm_traps
 from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
@@ -20,6 +21,7 @@ from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.laws.traps import space as space_traps
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.stack import UnrolledLayer
+from tinyspec.nonautoregressive import cllm
 from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
@@ -38,6 +40,7 @@ _redrafter = partial(Toy, technique="redrafter")
 _bita = partial(Toy, technique="bita")
 _pass = partial(Toy, technique="pass_sampling")
 _space = partial(Toy, technique="space")
+_cllm = partial(Toy, technique="cllm")
 _eagle = partial(Toy, technique="eagle")
 _pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
 _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
@@ -210,6 +213,34 @@ def redraw(tree, p, rng):
 return request.decoder(SpaceDrafter(ids, positions), redraw)""",
         space.space,
         law=JOINT,
+    ),
+    _cllm(
+        "trajectories from padding",
+        "[text[i] for i in drawn]",
+        "[0] * n",
+        cllm.trace_trajectory,
+        law=cllm_traps.FIXED,
+    ),
+    _cllm(
+        "training from the first state alone",
+        "chosen = int(torch.randint(max(len(states) - 1, 1), (), generator=generator))",
+        "chosen = 0",
+        cllm.draw_pair,
+        law=cllm_traps.EARLIER,
+    ),
+    _cllm(
+        "consistency alone, without the autoregressive loss",
+        "after_early[is_open]) + settings.ar_weight * ar_loss",
+        "after_early[is_open])",
+        cllm.cllm_loss,
+        law=cllm_traps.LOSS,
+    ),
+    _cllm(
+        "a gradient through the fixed point",
+        "fixed.detach().float()",
+        "fixed.float()",
+        cllm.consistency_loss,
+        law=cllm_traps.CONSTANT,
     ),
     _distill(
         "one divergence for all names",
