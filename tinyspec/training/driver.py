@@ -89,6 +89,7 @@ class RecipeRun(Generic[R]):
         loss: Loss,
         validate: Callable[[], Mapping[str, float]],
         before_step: Callable[[int, float], None] | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> TrainingResult:
         """Train or continue, by the recipe's settings; see `train`.
 
@@ -103,6 +104,7 @@ class RecipeRun(Generic[R]):
                 self.state,
                 validate=validate,
                 before_step=before_step,
+                rates=rates,
                 console=self.console,
                 title=self.recipe.name,
             )
