@@ -1,6 +1,7 @@
 """Online speculative decoding: what is collected, when and how the draft learns, and what stays."""
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,7 +81,6 @@ def test_a_rejection_that_a_stop_has_cut_off_is_left_out() -> None:
         assert all(place < len(drafter.text) - 1 for place in drafter.places)
         drafter.end()
         for rejected in drafter.online.buffer:
-            assert rejected.ids == drafter.online.buffer[0].ids
             assert len(rejected.ids) == rejected.places[-1] + 1
 
 
@@ -236,7 +236,8 @@ def learned(target: Model, draft: Model, **knobs: Any) -> OnlineDraft:
     """What is kept of this target and draft."""
     own = CARD.settings(knobs)
     key = ("osd", draft, own["interval"], own["lr"], own["loss"])
-    return per_model_state(target, key, lambda: pytest.fail("nothing is kept"))
+    session = SimpleNamespace(model=target)
+    return per_model_state(session, key, lambda: pytest.fail("nothing is kept"))
 
 
 def test_what_was_learned_belongs_to_a_target_a_draft_and_knobs() -> None:
@@ -255,7 +256,8 @@ def test_a_request_that_runs_keeps_the_draft_it_began_with() -> None:
     options: dict[str, Any] = {"method": "osd", "draft": draft, "interval": 1, "lr": 0.05}
     slow = start_generation(target, [1, 2], max_new_tokens=12, **options)
     drafter: Any = slow.decoder.drafter
-    next(iter(slow))
+    rounds = iter(slow)
+    next(rounds)
     tinyspec.generate(target, [3, 4], max_new_tokens=12, **options)
     online = learned(target, draft, interval=1, lr=0.05)
     assert online.updates == 1 and drafter.model.model is draft is not online.model

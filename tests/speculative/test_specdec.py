@@ -22,7 +22,7 @@ from tinyspec.laws.traps import GREEDY, Trap, begin_decoder, run_all_rounds
 from tinyspec.laws.traps import specdec as traps
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.speculative.drafting import specdec
-from tinyspec.speculative.drafting.specdec import mask_blocks, verify_block
+from tinyspec.speculative.drafting.specdec import mask_blocks, verify_top_beta
 from tinyspec.technique import Guarantee, find_technique
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.translation import TranslationStatistics
@@ -49,12 +49,12 @@ def test_printed_algorithm_is_what_runs(beta: int, tau: float) -> None:
         round = decoder.step(Seeded(0))
         block = list(round.tree.tokens)
         p = [target.row((0, 1, *block[:i])) for i in range(len(block) + 1)]
-        assert list(round.tokens) == verify_block(p, block, beta, tau)
+        assert list(round.tokens) == verify_top_beta(p, block, beta, tau)
 
 
 def test_a_token_without_probability_is_never_accepted() -> None:
     p = [[0.0, 1.0], [0.5, 0.5]]
-    assert verify_block(p, [0], beta=2, tau=100.0) == [1]
+    assert verify_top_beta(p, [0], beta=2, tau=100.0) == [1]
     decoder = traps.forced_draft(CARD.make, 4, GREEDY, beta=64, tau=100.0)
     assert decoder.step(Seeded(0)).verdict.accepted == ()
 

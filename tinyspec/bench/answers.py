@@ -6,8 +6,8 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
-from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.experiments.long_context import list_budget_rows
+from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
     SAME_TEXT,

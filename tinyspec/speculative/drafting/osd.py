@@ -106,7 +106,7 @@ class OnlineDraft:
 
     @property
     def can_learn(self) -> bool:
-        """Whether the draft has weights; the tables of the laws have none."""
+        """Return whether the draft has weights; the tables of the laws have none."""
         return isinstance(self.model, Model)
 
     def finish_request(self, rejected: RejectedPlaces | None) -> None:

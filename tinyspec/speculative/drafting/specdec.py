@@ -25,7 +25,7 @@ falls in a straight line from 0.5 to 0.3. The encoder begins as the translator's
 Guarantee: LOSSY in beta. At 1 it is EXACT: drafts are point masses.
 Pitfall: a small model that writes from left to right under the same name, which takes k passes; one
 of the two conditions without the other.
-Tests: tests/speculative/test_specdec.py (`verify_block` against what runs; one pass of the drafter
+Tests: tests/speculative/test_specdec.py (`verify_top_beta` against what runs; one pass of the drafter
 a round; each condition refuses alone; a block is never shorter if beta or tau is larger; a fitted
 drafter drafts the sentence; the masks, the labels and the glancing of the loss).
 Additions of ours: above temperature 0, which the authors do not treat, a token that the rule does
@@ -61,7 +61,7 @@ FIRST_GLANCE = 0.5  # share of the wrong masks that are replaced by their tokens
 LAST_GLANCE = 0.3  # and in the end
 
 
-def verify_block(p: Any, draft: Sequence[int], beta: int, tau: float) -> list[int]:
+def verify_top_beta(p: Any, draft: Sequence[int], beta: int, tau: float) -> list[int]:
     """Accept a prefix of the block, then add the translator's likeliest token.
 
     p      [k + 1, V] the translator's probabilities, one row for each draft token and one more
@@ -69,9 +69,9 @@ def verify_block(p: Any, draft: Sequence[int], beta: int, tau: float) -> list[in
 
     The decoder runs `top_beta_verifier`, the same at temperature 0. A test compares the two.
 
-    >>> verify_block([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], [1], beta=2, tau=1.0)
+    >>> verify_top_beta([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], [1], beta=2, tau=1.0)
     [1, 2]
-    >>> verify_block([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], [1], beta=2, tau=0.5)
+    >>> verify_top_beta([[0.6, 0.3, 0.1], [0.1, 0.1, 0.8]], [1], beta=2, tau=0.5)
     [0]
     """
     for i, token in enumerate(draft):
