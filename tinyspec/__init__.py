@@ -146,8 +146,8 @@ def generate(
     references      texts that a method may copy from (llma)
     seed     the same seed gives the same text, whatever ran before. Methods whose drafts have no
              probabilities (as llma) write plain decoding's text with that seed. Above temperature
-             0, methods that plan by the clock do not keep their text. `tinyspec methods NAME` says
-             what one seed promises
+             0, methods that plan by the clock, and one whose draft learns (osd), do not keep their
+             text. `tinyspec methods NAME` says what one seed promises
 
     Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list
     of them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit
@@ -205,6 +205,7 @@ def translate(
     method: str | None = None,
     seed: int = 0,
     teacher: Seq2Seq | str | Path | None = None,
+    draft: Seq2Seq | str | Path | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     **knobs: Any,
@@ -215,10 +216,11 @@ def translate(
     model    a loaded translation model, or a name or folder: it is loaded once and kept
     method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain`
              and any method that extends a text without a draft model (jacobi, lookahead_jacobi,
-             ...); None: what the model was trained for
+             ...), or specdec; None: what the model was trained for
     seed     the same seed gives the same translation
     teacher  an autoregressive model that judges the candidates of methods that ask one; None takes
              the one the model's card names
+    draft    the model that drafts for specdec; None takes one on this machine that was trained for it
     max_new_tokens  of methods that extend a text; None: half as many again as the source has, and
                     11
     temperature     of what is drawn; None: methods that extend a text are greedy, others have a
@@ -231,6 +233,7 @@ def translate(
     options = {
         "method": method,
         "teacher": teacher,
+        "draft": draft,
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
     }

@@ -256,6 +256,11 @@ def check_options(
     stops = check_texts("stop", stop, "['\\n', [198]]")
     if not isinstance(chat, bool):
         raise wrong_argument("chat", chat, "True or False")
+    if card.fills_masks:
+        raise TinyspecError(
+            f"{card.name} drafts translations: use `tinyspec translate --method {card.name}`, or "
+            "tinyspec.translate(model, source, method=...)"
+        )
     if head is not None and card.trained is None:
         raise TinyspecError(
             f"{card.name} uses no trained head: leave head out, or use a method that does, such "

@@ -327,6 +327,15 @@ def name_for_method(method: str, rewrites: bool) -> str:
     raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
 
 
+def find_students_of(teacher: str, method: str) -> list[str]:
+    """Return translation models on this machine, by name, that a teacher trained for a method."""
+    return [
+        name
+        for name, kind in list_translators().items()
+        if kind == method and _extras(find_model(name)).get("teacher") == teacher
+    ]
+
+
 def is_translator(path: Path | None) -> bool:
     """Return whether an encoder-decoder lies here."""
     from tinyspec.lm.families import SEQ2SEQ

@@ -11,6 +11,7 @@ from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.heads import HeadFile, add_head, check_head, missing_head, read_head
 from tinyspec.lm.model import Model
+from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import Card, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
@@ -129,7 +130,7 @@ def _read_fitting(path: Path, model: Model, card: Card) -> HeadFile:
     return found._replace(settings=vars(settings))
 
 
-def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, Any]:
+def advised_knobs(card: Card, drafts: Sequence[Model | Seq2Seq]) -> dict[str, Any]:
     """Return the defaults that the first draft's card advises, for the knobs that take advice."""
     advice = drafts[0].config.extra if drafts else {}
     return {
@@ -139,7 +140,7 @@ def advised_knobs(card: Card, drafts: Sequence[Model]) -> dict[str, Any]:
     }
 
 
-def check_pair(model: Model, small: Model) -> None:
+def check_pair(model: Model | Seq2Seq, small: Model | Seq2Seq) -> None:
     """Raise TinyspecError unless both read the same tokens."""
     ours, theirs = model.config.vocab_size, small.config.vocab_size
     same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(

@@ -374,6 +374,8 @@ class Card:
                     by path
     persistent      its state outlives a request
     own_draft       its draft model is one that was trained for this method, not any draft
+    fills_masks     its draft model is an encoder-decoder that fills in masks: it extends
+                    translations alone
     optional_draft  uses a draft model if there is one, and does without
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
@@ -408,6 +410,7 @@ class Card:
     cyclic: bool = False
     keeps: str = ""
     own_draft: bool = False
+    fills_masks: bool = False
     optional_draft: bool = False
     several: bool = False
     timed: bool = False
@@ -454,6 +457,8 @@ class Card:
         )
         if self.coupled:
             return f"{sampled}one text, with any draft model and with none"
+        if self.persistent and not self.point_masses:
+            return f"{declared}, and list of requests before it"
         if not self.point_masses:
             return declared
         plain = "a seed gives plain decoding's text, at any temperature"
@@ -515,6 +520,7 @@ class Card:
             "tuned": self.tuned is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
+            "fills_masks": self.fills_masks,
             "several_drafts": self.several,
             "copies": self.copies,
             "persistent": self.persistent,

@@ -31,8 +31,14 @@ from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.models import load_translator, load_translator_once, name_for_method
+from tinyspec.models import (
+    find_students_of,
+    load_translator,
+    load_translator_once,
+    name_for_method,
+)
 from tinyspec.notebook import render_passes
+from tinyspec.pairing import advised_knobs, check_pair
 from tinyspec.technique import Card, RefineRequest, Request, find_technique
 
 Source: TypeAlias = str | Sequence[int]
@@ -40,13 +46,15 @@ Source: TypeAlias = str | Sequence[int]
 AUTOREGRESSIVE = "autoregressive"
 _teachers: WeakKeyDictionary[Seq2Seq, Seq2Seq] = WeakKeyDictionary()
 """Teachers that a model's own card names: each is read once."""
+_drafters: WeakKeyDictionary[Seq2Seq, dict[str, Seq2Seq]] = WeakKeyDictionary()
+"""Draft models that no caller named, by method: each is read once."""
 
 
 @dataclass
 class TranslationStatistics(Statistics):
     """Statistics of a translation; target_calls and row_layers are its decoder's.
 
-    encoder_calls  passes of its encoder
+    encoder_calls  passes of its encoder, and of a draft model's
     teacher_calls  passes of a teacher's encoder and decoder, which judged candidates
     candidates     canvases that were rewritten side by side
     """
@@ -55,9 +63,12 @@ class TranslationStatistics(Statistics):
     teacher_calls: int = 0
     candidates: int = 1
 
-    def encoded(self, model: Seq2Seq, forward_log: Sequence[ForwardRecord]) -> None:
-        """Count the encoder's passes in the forward log."""
-        self.encoder_calls = sum(call.model == f"{model.name}/encoder" for call in forward_log)
+    def encoded(self, forward_log: Sequence[ForwardRecord], teacher: Seq2Seq | None = None) -> None:
+        """Count the passes of encoders in the forward log, but not the teacher's."""
+        judge = None if teacher is None else f"{teacher.name}/encoder"
+        self.encoder_calls = sum(
+            call.model.endswith("/encoder") and call.model != judge for call in forward_log
+        )
 
 
 @dataclass(repr=False)
@@ -77,9 +88,14 @@ class Translation(Generation):
         assert isinstance(stats, TranslationStatistics)
         beside = f", {stats.candidates} candidates side by side" if stats.candidates > 1 else ""
         judged = f", {stats.teacher_calls} of a teacher" if stats.teacher_calls else ""
+        drafted = f", {stats.draft_calls} of a draft model" if stats.draft_calls else ""
+        encoder = (
+            "1 encoder pass"
+            if stats.encoder_calls == 1
+            else f"{stats.encoder_calls} encoder passes"
+        )
         return (
-            f"{stats.emitted} tokens, {stats.encoder_calls} encoder pass, {stats.target_calls} "
-            f"decoder passes{judged}"
+            f"{stats.emitted} tokens, {encoder}, {stats.target_calls} decoder passes{drafted}{judged}"
             f"{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
         )
 
@@ -142,7 +158,7 @@ class ExtendingRun:
 
     def result(self) -> Translation:
         """Return the result, or what there is of it."""
-        self.stats.encoded(self.model, self.forward_log)
+        self.stats.encoded(self.forward_log)
         done = self.running.result()
         return Translation(
             done.text,
@@ -188,7 +204,7 @@ class RewritingRun:
 
     def _close(self) -> None:
         stats, canvas = self.stats, self.refinement.canvas
-        stats.encoded(self.model, self.forward_log)
+        stats.encoded(self.forward_log, self.teacher)
         decoding = [call for call in self.forward_log if call.model == self.model.name]
         stats.target_calls, stats.row_layers = (
             len(decoding),
@@ -252,6 +268,7 @@ def start_translation(
     method: str | None = None,
     seed: int = 0,
     teacher: Seq2Seq | str | Path | None = None,
+    draft: Seq2Seq | str | Path | None = None,
     max_new_tokens: int | None = None,
     temperature: float | None = None,
     top_k: int | None = None,
@@ -269,11 +286,13 @@ def start_translation(
             temperature,
             None,
         )  # its own, and another's than the tokens'
-    knobs = card.settings(knobs)
+    card.settings(knobs)
     check_sampling(0.0 if temperature is None else temperature, top_k, top_p)
     ids = model.tokenizer.encode(source) if isinstance(source, str) else list(source)
     check_source(model, ids)
     check_trained_for(model, card)
+    drafters = find_drafters(model, card, draft)
+    knobs = card.settings({**advised_knobs(card, drafters), **knobs})
     if teacher is not None and not card.teacher:
         raise TinyspecError(f"{card.name} asks no teacher: leave it out")
     forward_log: list[ForwardRecord] = []
@@ -299,6 +318,8 @@ def start_translation(
             sampling=sampling,
             stop=StoppingCriteria(frozenset(given.config.eos), max_new_tokens=room),
             positions=given.config.max_positions,
+            drafts=[one.with_log(forward_log).fill_masks(ids) for one in drafters],
+            draft_max_lengths=[one.config.max_positions for one in drafters],
             forward_log=forward_log,
             clock=time.perf_counter,
         )
@@ -410,9 +431,14 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
     wanted = card.name if card.kind == "refine" else "teacher"
     if card.kind == "analysis":
         raise TinyspecError(f"{card.name} is an analysis: it translates nothing")
-    if card.drafts:
+    if card.drafts and not card.fills_masks:
         raise TinyspecError(
             f"{card.name} needs a draft model, and translation models have none: use another method"
+        )
+    if card.fills_masks and trained == card.name:
+        raise TinyspecError(
+            f"{model.name} drafts for its teacher and translates nothing by itself: name the teacher "
+            "as the model, and this one as the draft"
         )
     if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(
@@ -440,3 +466,35 @@ def find_teacher(
     if judge is not None:
         check_teacher(model, judge)
     return judge
+
+
+def find_drafters(model: Seq2Seq, card: Card, draft: Seq2Seq | str | Path | None) -> list[Seq2Seq]:
+    """Return the model that fills in masks for a method that needs one; none for other methods.
+
+    It is the given one, else one on this machine that was trained for the method and this model.
+    """
+    if not card.fills_masks:
+        if draft is not None:
+            raise TinyspecError(f"{card.name} takes no draft model here: leave draft out")
+        return []
+    if draft is None:
+        known = _drafters.setdefault(model, {})
+        if card.name not in known:
+            named = next(iter(find_students_of(model.name, card.name)), None)
+            if named is None:
+                raise TinyspecError(
+                    f"{card.name} needs a draft model that was trained for it, and {model.name} "
+                    "has none here: train one from a recipe with "
+                    f"method = '{card.name}' (tinyspec train mt), or pass draft=..."
+                )
+            known[card.name] = load_translator(named, model.device, model.dtype)
+        draft = known[card.name]
+    drafter = load_encoder_decoder(draft, "draft")
+    trained = drafter.config.extra.get("trained_for", card.name)
+    if trained != card.name:
+        raise TinyspecError(
+            f"{drafter.name} was trained for {trained}, and {card.name} drafts with a model "
+            f"trained for {card.name}"
+        )
+    check_pair(model, drafter)
+    return [drafter]

@@ -274,3 +274,25 @@ def test_the_command_writes_all_three(
     done = CliRunner().invoke(main, [*asked, "--iterations", "0"])
     assert done.exit_code == 2
     assert "numbers of iterations from 1 on" in done.stderr
+
+
+def test_a_drafter_brings_two_rows_of_specdec(zoo: Path, tmp_path: Path) -> None:
+    found = load_translators_by_role(names(zoo))
+    config = Seq2SeqConfig(
+        found["teacher"].config.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1,
+        decoder_layers=1, max_positions=64,
+        extra={"trained_for": "specdec", "teacher": "teacher", "k": 3},
+    )  # fmt: skip
+    tokenizer = found["teacher"].tokenizer
+    drafter = Seq2Seq.create(config, torch.Generator().manual_seed(9), tokenizer=tokenizer)
+    drafter.save(tmp_path / "drafter")
+    found = load_translators_by_role([*names(zoo), str(tmp_path / "drafter")])
+    arms = {arm.label: arm for arm in make_translator_arms("table", found, (3,), (1,), (2,))}
+    exact, relaxed = arms["teacher, specdec exact"], arms["teacher, specdec relaxed"]
+    assert exact.knobs == {"k": 3, "beta": 1, "tau": 3.0}
+    assert relaxed.knobs == {"k": 3, "beta": 5, "tau": 3.0}
+    for text in ENGLISH[:4]:
+        plain, drafted = arms[PLAIN].one(text), exact.one(text)
+        assert drafted.tokens == plain.tokens
+        assert (plain.encoder, drafted.encoder, relaxed.one(text).encoder) == (1, 2, 2)
+        assert drafted.decoder <= 2 * plain.decoder

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -51,12 +52,13 @@ RECIPES = {
     "teacher": ("teacher", "", ""),
     "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
+    "specdec": ("specdec", "block = 5\n" + STUDENT, ""),
 }
 
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Three recipes, and captions in two languages: the second says every word backwards."""
+    """Four recipes, and captions in two languages: the second says every word backwards."""
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
     (tmp_path / "data/multi30k").mkdir(parents=True)
@@ -100,7 +102,7 @@ def test_a_teacher_and_its_students_are_trained_and_find_each_other(zoo: Path) -
     assert "greedily" in card
     assert (
         len(list((zoo / "cache/distilled").iterdir())) == 1
-    )  # both students read the same translations
+    )  # all students read the same translations
     with pytest.raises(TinyspecError, match="already holds a trained model; --restart"):
         run(zoo, "teacher")
 
@@ -262,3 +264,57 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     )
     assert done.exit_code == 2
     assert "no section [distill]" in done.stderr
+
+
+def test_the_drafter_of_specdec_is_trained_for_its_teacher(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "specdec")
+    model = Seq2Seq.load(zoo / "specdec")
+    assert model.config.extra["k"] == 5
+    log = [json.loads(line) for line in (zoo / "specdec/log.jsonl").read_text().splitlines()]
+    assert 0 <= log[-1]["right_tokens"] <= 5
+    card = (zoo / "specdec/README.md").read_text()
+    assert "fills a block of 5 masks" in card
+    assert re.search(r"are right: \d\.\d\d\.", card)
+
+
+def test_glancing_follows_the_progress_of_the_training(zoo: Path) -> None:
+    assert run(zoo, "teacher")
+    plan = read_translation_recipe(zoo / "specdec/recipe.toml")
+    pairs = [SentencePair([5, 6], [8, 9, 10])] * 3
+    teacher = Seq2Seq.load(zoo / "teacher")
+    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs, teacher)
+    assert task.before_step is not None
+    shares = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            translation_tasks.specdec,
+            "block_filling_loss",
+            lambda model, batch, block, share, *rest: shares.append(share),
+        )
+        for step, progress in ((0, 0.0), (1, 0.5), (2, 1.0)):
+            task.before_step(step, progress)
+            task.loss(teacher, task.batch([0, 1]), torch.Generator())
+    assert shares == pytest.approx([0.5, 0.4, 0.3])
+
+
+def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> None:
+    assert run(zoo, "teacher")
+    plan = read_translation_recipe(zoo / "specdec/recipe.toml")  # 64 positions, 5 of them masks
+    pairs = [SentencePair([5], [8] * n) for n in (57, 58, 59)]
+    teacher = Seq2Seq.load(zoo / "teacher")
+    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs[:1], teacher)
+    assert task.pairs == pairs[:2]
+    for seed in range(9):
+        loss = task.loss(teacher, task.batch([1]), torch.Generator().manual_seed(seed))
+        assert loss.isfinite()
+
+
+def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path) -> None:
+    path = zoo / "specdec/recipe.toml"
+    for value in ("0", "2.5", "true", "-1"):
+        with pytest.raises(TinyspecError, match=r"block is .*: it must be a whole number"):
+            read_translation_recipe(path, {"block": value})
+    text = path.read_text().replace(STUDENT, "")
+    path.write_text(text)
+    with pytest.raises(TinyspecError, match=r"specdec drafts for a teacher: teacher = FOLDER"):
+        run(zoo, "specdec")

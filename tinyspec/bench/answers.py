@@ -7,6 +7,7 @@ from typing import Any
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
 from tinyspec.bench.experiments.long_context import list_budget_rows
+from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
     SAME_TEXT,
@@ -156,6 +157,11 @@ def tabulate_long_budgets(result: Result) -> str:
         Column("times as fast", ("speedup", "median"), format_times),
     ]
     return write_table(columns, list_budget_rows(result), "context / budget")
+
+
+def tabulate_learning(result: Result) -> str:
+    """Return the acceptance of a draft that learns, and of the same one without updates."""
+    return write_table(COLUMNS[:4], result["figures"], "prompts")
 
 
 def tabulate_slow_downs(chat: Result, tales: Result) -> str:

@@ -104,6 +104,7 @@ def command(name: str, **more: Any) -> Callable[[type[T]], type[T]]:
 
 
 RESUME = "Go on with the file of --out."
+ONLINE_RESUME = "Go on with the file of --out; the draft learns the prompts that are done again."
 RETRIEVERS = ("llma", "lookahead_trie", "suffix_decoding", "rest")
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 MEASURES = ("softmax", "saturation", "classifier")
@@ -298,6 +299,41 @@ class AcceptanceSettings:
     temperature: float = temperature_setting()
     seed: int = setting(0, "Seed of the texts and of the children.")
     dtype: str = dtype_setting("bfloat16")
+
+
+@command("osd", tables=True, chart=True, resumes=ONLINE_RESUME)
+@dataclass(frozen=True)
+class OnlineSettings:
+    """How a draft's acceptance changes while it learns between requests (osd), beside the same draft
+    as it was.
+
+    Both arms answer each prompt in turn, with the same seed. The file of --out is written after
+    every prompt. The trained weights are not in it: --resume answers the prompts that are done
+    again, by the arm that learns alone, and goes on.
+
+    \b
+    Examples:
+      tinyspec bench osd --prompts 40 --chunk 10
+      tinyspec bench osd --out osd.json --markdown osd.md --svg osd.svg
+      tinyspec bench osd --lr 1e-3 --interval 4 --loss rkl --temperature 0
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    draft: str | None = setting(None, "The draft. [default: the one that the card names]")
+    prompts: int = setting(160, "Passages of the valid books.", least=1)
+    chunk: int = setting(20, "Prompts of a row of the table.", least=1)
+    tokens: int = tokens_setting(96)
+    temperature: float = setting(1.0, "0 is greedy.", "--temperature", "-t", least=0)
+    gamma: int = setting(4, "Tokens drafted in a round.", least=1, most=64)
+    interval: int = setting(8, "Requests between two updates of the draft.", least=1)
+    lr: float = setting(1e-4, "Learning rate of the draft.", least=0)
+    loss: str = setting(
+        "kl", "Divergence of the draft from the target.", choices=("kl", "rkl", "jsd")
+    )
+    texts: tuple[str, ...] = TEXTS_SETTING
+    prompt_tokens: int = PROMPT_TOKENS_SETTING
+    seed: int = SEED_SETTING
+    dtype: str = dtype_setting("float32")
 
 
 @command("skip", resumes=RESUME)

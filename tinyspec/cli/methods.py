@@ -114,7 +114,10 @@ def describe_card(card: "Card") -> str:
     elif card.trained is not None:
         train = f"tinyspec train head --for MODEL --method {card.name} --out FOLDER"
         lines.append(f"needs a trained head: --head FOLDER; to train one: {train}")
-    if card.drafts:
+    if card.fills_masks:
+        command = f"tinyspec translate --method {card.name}"
+        lines.append(f"drafts translations, with a model that was trained for it: {command}")
+    elif card.drafts:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:
         lines.append("uses a draft model where there is one: --draft NAME")

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     "--teacher",
     help="The model that judges candidates. [default: the one that the model's card names]",
 )
+@option(
+    "--draft",
+    help="The model that drafts (specdec). [default: the one here that was trained for it]",
+)
 @base.knob_option
 @option(
     "--max-new-tokens",
@@ -50,6 +54,7 @@ def translate(
     model: str | None,
     method: str,
     teacher: str | None,
+    draft: str | None,
     knob: tuple[str, ...],
     seed: int,
     device: str,
@@ -60,7 +65,7 @@ def translate(
     as_json: bool,
     **limits: Any,
 ) -> None:
-    """Translate SOURCE, by any technique that needs no draft model.
+    """Translate SOURCE, by any technique that needs no draft model, or by specdec.
 
     Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i.
     Options that are not listed are knobs of the method. Models lie in the repository's models/
@@ -72,6 +77,7 @@ def translate(
       tinyspec translate --method nat "A dog runs through the snow."
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
+      tinyspec translate --method specdec --beta 1 "A child is sleeping." --stats
       tinyspec translate --method mask_predict --replay passes.html "Two dogs play in the snow."
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """
@@ -87,10 +93,11 @@ def translate(
     else:
         translator = load_translator(model, device, dtype)
     judge = None if teacher is None else load_translator(teacher, device, dtype)
+    drafter = None if draft is None else load_translator(draft, device, dtype)
     lines = [text] if source not in (None, "-") else text.splitlines()
     if replay is not None and len(lines) > 1:
         raise TinyspecError("--replay plays back one sentence: give one as an argument")
-    options = {"method": method, "teacher": judge, **limits, **knobs}
+    options = {"method": method, "teacher": judge, "draft": drafter, **limits, **knobs}
     for number, line in enumerate(lines):
         running = start_translation(translator, line, seed=seed + number, **options)
         running.detail(replay is not None)

@@ -6,7 +6,8 @@ takes any input and any self-attention mask: a technique chooses them, a loss an
 
 `encode` computes the keys and values of the source once; all candidates and iterations share them.
 `condition_on(source)` returns the decoder as an ordinary model whose texts are translations of that
-source. So the autoregressive teacher runs in the common loop.
+source. So the autoregressive teacher runs in the common loop. `fill_masks(source)` returns a session
+whose masks are filled in by one pass, which drafts for the teacher.
 """
 
 import math
@@ -26,10 +27,11 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.blocks import Blocks, drop_out
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.engine import Engine, can_pack
-from tinyspec.lm.forward import ForwardBatch, ForwardRecord
+from tinyspec.lm.forward import ForwardBatch, ForwardRecord, Scores
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import attend_dense, linear
 from tinyspec.lm.tokenizer import Tokenizer
+from tinyspec.tree import TokenTree
 
 __all__ = ["EncoderOutput", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoidal_positions"]
 
@@ -295,6 +297,10 @@ class Seq2Seq:
         """
         return ConditionedDecoder(self, source)
 
+    def fill_masks(self, source: Sequence[int]) -> "MaskFiller":
+        """Return a session that drafts translations of this source: the decoder fills its masks."""
+        return MaskFiller(self, source)
+
     # ------------------------------------------------------------------ inside
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -511,6 +517,54 @@ class ConditionedDecoder(Model):
         raise TinyspecError(
             f"{self.name} that has read a source cannot be saved: save the encoder-decoder"
         )
+
+
+class MaskFiller:
+    """A translation of one source, whose masks the decoder fills in: the session of a draft model.
+
+    It has the methods of a session. In a pass every position attends to all others, so the logits
+    of a mask are those of the token in its place, and nothing of a pass is kept for the next one. A
+    text begins with bos.
+    """
+
+    cache_exact = True  # there is no cache
+
+    def __init__(self, model: Seq2Seq, source: Sequence[int]):
+        self.model, self.text, self.tree = model, list[int](), TokenTree()
+        with torch.inference_mode():
+            self.memory = model.encode(torch.tensor([list(source)], device=model.device))
+
+    def append(self, tokens: Sequence[int]) -> None:
+        """Commit forced tokens."""
+        self.text += tokens
+
+    def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
+        """Commit forced tokens; nothing is run for them."""
+        self.append(tokens)
+        return Scores(torch.empty(0, 0), torch.empty(0, 0, 0), ())
+
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        """Return the logits at the newest token and at each node of a chain, in one pass."""
+        self.tree = tree
+        ids = torch.tensor([[*self.text, *tree.tokens]], device=self.model.device)
+        with torch.inference_mode():
+            states = self.model.decode(self.model.embed(ids), self.memory)
+            logits = self.model.logits(states[0, len(self.text) - 1 :])  # [n + 1, V]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        layers = [self.model.config.decoder_layers] * len(logits)
+        return Scores(logits, torch.empty(0, 0, 0), layers)
+
+    def commit(self, path: Sequence[int], next: int | None) -> None:
+        """Commit the first tokens of the last chain, then `next`."""
+        self.text += [*self.tree.tokens_on(path), *(() if next is None else (next,))]
+
+    def rewind(self, length: int) -> None:
+        """Forget the text after its first `length` tokens."""
+        del self.text[length:]
+
+    def end(self) -> None:
+        """Forget the text."""
+        self.text = []
 
 
 def _compiled_path(host: Seq2Seq) -> CompiledCrossAttention | None:

@@ -18,7 +18,7 @@ from tinyspec.training.outputs import DistillSettings, OutputSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
-METHODS = ("teacher", "nat", "mask_predict")  # of translation models
+METHODS = ("teacher", "nat", "mask_predict", "specdec")  # of translation models
 C = TypeVar("C", Config, Seq2SeqConfig)
 
 
@@ -114,6 +114,7 @@ class TranslationRecipe:
     teacher     folder of the teacher: tokenizer, distilled targets, first weights
     inherit     prefixes of the names of weights that begin as the teacher's
     finetune    nat: folder of a NAT that the teacher fine-tunes word by word
+    block       specdec: masks behind a prefix (k)
     judged      valid sentences that are translated at each validation
     extra       goes into the checkpoint's config
     """
@@ -133,6 +134,7 @@ class TranslationRecipe:
     teacher: str = ""
     inherit: tuple[str, ...] = ()
     finetune: str = ""
+    block: int = 25
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
@@ -148,6 +150,8 @@ class TranslationRecipe:
             )
         if self.finetune and self.method != "nat":
             raise TinyspecError(f"finetune is a stage of nat: method {self.method} has none")
+        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
+            raise TinyspecError(f"block is {self.block}: it must be a whole number of at least 1")
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
         """Return the config of the model that the recipe trains."""
@@ -159,6 +163,8 @@ class TranslationRecipe:
         }
         if self.teacher:
             extra["teacher"] = Path(self.teacher).name
+        if self.method == "specdec":
+            extra["k"] = self.block  # the card advises what the model was trained for
         if self.distill is not None:
             extra["distilled"] = asdict(self.distill)
         ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}

@@ -95,12 +95,13 @@ def train_mt(
     def batches(generator: torch.Generator) -> Batch:
         return tuple(part.to(run.device) for part in task.batch(sample_numbers(generator)))
 
-    result = run.train(model.weights, batches, loss, validate)
+    result = run.train(model.weights, batches, loss, validate, task.before_step)
     if not result.finished:
         return result
     model.save(run.out)
     stored = Seq2Seq.load(run.out)  # the weights as they are stored, in float32
-    figures = {"valid_bleu": measure_bleu(stored)}
+    with torch.no_grad():
+        figures = {"valid_bleu": measure_bleu(stored), **task.figures(stored)}
     run.print(f"valid_bleu {figures['valid_bleu']:.2f}")
     examples = translate_texts(stored, [pair.source for pair in valid[:SHOWN]])
     run.finish(

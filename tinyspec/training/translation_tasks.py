@@ -16,6 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import mask_predict, nat
 from tinyspec.nonautoregressive.refine_many import translate_sources
+from tinyspec.speculative.drafting import specdec
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
@@ -30,11 +31,12 @@ VALIDATION_KNOBS = {"iterations": 4, "lengths": 2}  # of Mask-Predict: few, to b
 class TranslationTask(NamedTuple):
     """How one kind of translation model is trained.
 
-    pairs      the pairs to train on; a method may leave out pairs that it cannot generate
-    batch      returns the pairs with these numbers as tensors
-    loss       of a batch, a scalar; its random numbers come from the generator
-    translate  translates a batch of sources for the validation
-    figures    returns further figures that a validation logs
+    pairs        the pairs to train on; a method may leave out pairs that it cannot generate
+    batch        returns the pairs with these numbers as tensors
+    loss         of a batch, a scalar; its random numbers come from the generator
+    translate    translates a batch of sources for the validation
+    figures      returns further figures that a validation logs
+    before_step  is called before each step of the training, with its number and the progress
     """
 
     pairs: Pairs
@@ -42,6 +44,7 @@ class TranslationTask(NamedTuple):
     loss: Callable[[Seq2Seq, Batch, torch.Generator], Tensor]
     translate: Callable[[Seq2Seq, Sequence[Ids]], list[list[int]]]
     figures: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
+    before_step: Callable[[int, float], None] | None = None
 
 
 def make_teacher_task(
@@ -122,10 +125,61 @@ def make_mask_predict_task(
     return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate)
 
 
+def make_specdec_task(
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
+) -> TranslationTask:
+    """Return the task of SpecDec's drafter: a block of masks behind a prefix, with glancing.
+
+    It is validated alone, block after block. A further figure is how many tokens at the head of a
+    block are those of the teacher's greedy translation.
+    """
+    if teacher is None:
+        raise TinyspecError(
+            f"recipe {plan.name}: specdec drafts for a teacher: teacher = FOLDER is missing"
+        )
+    room = plan.config(teacher.config.vocab_size).max_positions - plan.block - 1
+    sources = [pair.source for pair in valid]
+    greedy = partial(distilled.write_translations, teacher, settings=BeamSettings(beam=1))
+    written = [
+        SentencePair(source, target)
+        for source, target in zip(sources, translate_in_batches(sources, greedy), strict=True)
+        if len(target) <= room
+    ]
+    share = specdec.FIRST_GLANCE
+
+    def before_step(step: int, progress: float) -> None:
+        nonlocal share
+        share = specdec.glancing_share(progress)
+
+    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
+        source, target = batch
+        return specdec.block_filling_loss(
+            model, (source, target), plan.block, share, generator, plan.dropout, plan.smoothing
+        )
+
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        padded = pad_sequences(sources).to(model.device)
+        return specdec.translate_by_blocks(model, padded, plan.block)
+
+    def figures(model: Seq2Seq) -> dict[str, float]:
+        generator = torch.Generator(model.device).manual_seed(0)  # the same places each time
+        total = 0
+        for group in group_by_length(written, plan.tokens):
+            source, target = (side.to(model.device) for side in pad_pairs(written, group))
+            right = specdec.count_right_tokens(model, (source, target), plan.block, generator)
+            total += int(right.sum())
+        return {"right_tokens": total / max(len(written), 1)}
+
+    kept = [pair for pair in pairs if len(pair.target) <= room]
+    batch = partial(pad_pairs, kept)
+    return TranslationTask(kept, batch, loss, translate, figures, before_step)
+
+
 TASKS = {
     "teacher": make_teacher_task,
     "nat": make_nat_task,
     "mask_predict": make_mask_predict_task,
+    "specdec": make_specdec_task,
 }
 
 

@@ -15,20 +15,23 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
+from tinyspec.pairing import advised_knobs
 from tinyspec.technique import find_technique
 from tinyspec.training import distilled
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
-ROLES = ("teacher", "nat", "mask_predict")
+ROLES = ("teacher", "nat", "mask_predict", "specdec")
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
 
 
 class Translated(NamedTuple):
-    """A translation, and its passes: of the decoder, the encoder, and a teacher that judged."""
+    """A translation, and its passes: of decoders and encoders, also of a model that drafted, and of a
+    teacher that judged.
+    """
 
     text: str
     tokens: Ids
@@ -102,6 +105,8 @@ def make_translator_arms(
         knobs = find_technique("jacobi").settings({})
         blocks = _make_one(teacher, "jacobi", None, **knobs)
         made.append(TranslatorArm("teacher, jacobi", blocks, None, knobs=knobs))
+        if "specdec" in found:
+            made += _make_specdec_arms(teacher, found["specdec"])
         if "nat" in found:
             nat = found["nat"]
             made += [
@@ -140,7 +145,11 @@ def _make_one(
         assert isinstance(stats, TranslationStatistics)
         tokens = [token for token in made.tokens if token != model.config.eos]
         return Translated(
-            made.text, tokens, stats.target_calls, stats.encoder_calls, stats.teacher_calls
+            made.text,
+            tokens,
+            stats.target_calls + stats.draft_calls,
+            stats.encoder_calls,
+            stats.teacher_calls,
         )
 
     return one
@@ -164,6 +173,16 @@ def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
         beam,
         {"beam": beam},
     )
+
+
+def _make_specdec_arms(teacher: Seq2Seq, draft: Seq2Seq) -> list[TranslatorArm]:
+    """Return SpecDec where it is exact, and with the conditions of the authors' command."""
+    card, made = find_technique("specdec"), []
+    for label, chosen in (("exact", {"beta": 1}), ("relaxed", {})):
+        knobs = card.settings({**advised_knobs(card, [draft]), **chosen})
+        one = _make_one(teacher, "specdec", None, draft=draft, **knobs)
+        made.append(TranslatorArm(f"teacher, specdec {label}", one, None, knobs=knobs))
+    return made
 
 
 def _make_nat_arm(

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.museum.patching import Patch
@@ -16,13 +17,16 @@ from tinyspec.laws.traps import eagle3 as eagle3_traps
 from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
+from tinyspec.laws.traps import osd as osd_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.laws.traps import space as space_traps
+from tinyspec.laws.traps import specdec as specdec_traps
 from tinyspec.lm.forward import ForwardBatch
+from tinyspec.lm.seq2seq import MaskFiller
 from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.nonautoregressive import cllm
-from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, redrafter
+from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, osd, redrafter, specdec
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -47,6 +51,8 @@ _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
 JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
 _distill = partial(Toy, technique="distillspec")
 _kangaroo = partial(Toy, technique="kangaroo")
+_osd = partial(Toy, technique="osd")
+_specdec = partial(Toy, technique="specdec")
 
 TOYS = [
     _medusa(
@@ -413,5 +419,131 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
         "n, n, n",
         eagle3.feature_layers,
         law=eagle3_traps.THREE,
+    ),
+    _specdec(
+        "a small model that writes from left to right",
+        "logits = self.model.score(masks).logits",
+        "return ModelDrafter.propose(self, context, max_draft_depth, sampling, rng)",
+        specdec.SpecDecDrafter.propose,
+        law=specdec_traps.ONE_CALL,
+    ),
+    _specdec(
+        "the beta likeliest, however far they are",
+        "token in likeliest and row[token] >= least * row[likeliest[0]]",
+        "token in likeliest",
+        specdec.top_beta_verifier,
+        law=specdec_traps.CONDITIONS,
+    ),
+    _specdec(
+        "the distance alone",
+        "token in likeliest and row[token] >= least * row[likeliest[0]]",
+        "row[token] >= least * row[likeliest[0]]",
+        specdec.top_beta_verifier,
+        law=specdec_traps.CONDITIONS,
+    ),
+    _specdec(
+        "all of the beta likeliest within tau, or none",
+        "row[token] >= least * row[likeliest[0]]",
+        "row[likeliest[-1]] >= least * row[likeliest[0]]",
+        specdec.top_beta_verifier,
+        law=specdec_traps.MONOTONE,
+    ),
+    _specdec(
+        "masks that do not see the masks after them",
+        "self.model.decode(self.model.embed(ids), self.memory)",
+        "self.model.decode(self.model.embed(ids), self.memory, "
+        "torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril())",
+        MaskFiller.score,
+        law=specdec_traps.FILLED,
+    ),
+    _specdec(
+        "logits that are read one mask early",
+        "[1 : max_draft_depth + 1]",
+        "[:max_draft_depth]",
+        specdec.SpecDecDrafter.propose,
+        law=specdec_traps.FILLED,
+    ),
+    _specdec(
+        "masks that are trained on the next token",
+        "labels = text.masked_fill(~is_mask, config.pad)",
+        "labels = text.roll(-1, 1).masked_fill(~is_mask, config.pad)",
+        specdec.mask_blocks,
+        law=specdec_traps.PLANTED,
+    ),
+    _specdec(
+        "trained on the first block of a sentence alone",
+        "(share * lengths).long()",
+        "(0 * lengths).long()",
+        specdec.mask_blocks,
+        law=specdec_traps.PLANTED,
+    ),
+    _specdec(
+        "shown tokens that count in the loss",
+        "labels.masked_fill(shown, model.config.pad)",
+        "labels",
+        specdec.glance_at_labels,
+        law=specdec_traps.GLANCED,
+    ),
+    _specdec(
+        "a share of all masks, right or wrong",
+        "wrong.sum(dim=1, keepdim=True)",
+        "known.sum(dim=1, keepdim=True)",
+        specdec.glance_at_labels,
+        law=specdec_traps.GLANCED,
+    ),
+    _osd(  # distill_trainer.py of the authors masks the row at the token, not the one before it
+        "the row after a rejected token",
+        "len(self.text) + len(verdict.accepted) - 1",
+        "len(self.text) + len(verdict.accepted)",
+        osd.OsdDrafter.observe,
+        law=osd_traps.GRADIENT,
+    ),
+    _osd(  # generator.py of the authors counts the last token of every round as wrong
+        "the bonus of a fully accepted draft counts as rejected",
+        "verdict.rejected and verdict.next is not None",
+        "verdict.next is not None",
+        osd.OsdDrafter.observe,
+        law=osd_traps.GRADIENT,
+        also=(
+            Patch(
+                osd.OsdDrafter.observe,
+                "round.tree.parents[verdict.rejected[0]]",
+                "verdict.accepted[-1] if verdict.accepted else -1",
+            ),
+        ),
+    ),
+    _osd(
+        "fine-tuning on the whole text",
+        "return divergence(p, q).mean()",
+        "rows = blocks.apply_head(states[:, :-1]).flatten(0, 1)\n"
+        "return torch.nn.functional.cross_entropy(rows, ids[:, 1:].flatten())",
+        osd.rejection_loss,
+        law=osd_traps.GRADIENT,
+    ),
+    _osd(
+        "an update that the drafter never uses",
+        "self.model = self.online.model.session(self.forward_log)",
+        "pass",
+        osd.OsdDrafter.end,
+        law=osd_traps.ONE_MODEL,
+    ),
+    _osd(
+        "an update inside a request, with the keys of the old weights",
+        "self.text += round.tokens",
+        """self.text += round.tokens
+if self.places:
+    ids = self.text[: self.places[-1] + 1]
+    self.online.finish_request(RejectedPlaces(ids, self.places, torch.stack(self.rows)))
+    self.model.model, self.places, self.rows = self.online.model, [], []""",
+        osd.OsdDrafter.observe,
+        law=osd_traps.ONE_MODEL,
+    ),
+    _osd(
+        "the distribution that an older draft declared for the same text",
+        "draft_probs.append(q)",
+        'draft_probs.append(self.online.__dict__.setdefault("old", {})'
+        ".setdefault((*context, *tokens[:-1]), q))",
+        ModelDrafter.propose,
+        law=JOINT,
     ),
 ]
