@@ -169,7 +169,7 @@ def export_head(
     target: str | Path | None = None,
     verifier: str | None = None,
 ) -> Path:
-    """Write a head in a format that other programs load, and return its folder.
+    """Write a head in the format of another program, and return its folder.
 
     head      a folder that `tinyspec train head` wrote, or its name
     format    speculators, vllm-medusa or vllm-eagle
@@ -191,7 +191,7 @@ def export_head(
     found = read_head(path)
     if found.method != FORMATS[format].method:
         fitting = [name for name, one in FORMATS.items() if one.method == found.method]
-        hint = f"use {fitting[0]}" if fitting else f"no other program loads heads of {found.method}"
+        hint = f"use {fitting[0]}" if fitting else f"no format holds heads of {found.method}"
         raise TinyspecError(
             f"{path}: a head of {found.method}, and {format} holds heads of "
             f"{FORMATS[format].method}: {hint}"

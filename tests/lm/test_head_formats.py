@@ -699,7 +699,13 @@ def test_what_cannot_be_exported_is_said_and_nothing_is_written(tmp_path: Path) 
     refuse("was trained on target", ours, "vllm-eagle", out, target=tmp_path / "other")
     hydra = random_head(target, "vllm-eagle", 0)._replace(method="hydra")
     write_head(tmp_path / "hydra", hydra)
-    refuse("no other program loads heads of hydra", tmp_path / "hydra", "vllm-eagle", out, **where)
+    refuse(
+        "no format holds heads of hydra",
+        tmp_path / "hydra",
+        "vllm-eagle",
+        out,
+        **where,
+    )
     words = random_head(target, "vllm-eagle", 0)
     words = words._replace(
         settings={"draft_vocab": 5}, weights={**words.weights, TOKEN_MAP: torch.tensor(IDS)}

@@ -107,7 +107,7 @@ def card_of_model(name: str) -> None:
     "[default: the model's name]",
 )
 def export(head: str, format: str, out: Path, target: str | None, verifier: str | None) -> None:
-    """Write a trained HEAD, a name or folder, in a format that other programs load.
+    """Write a trained HEAD, a name or folder, in the format of another program.
 
     EAGLE-3 heads in the format of the speculators package, heads of Medusa and EAGLE in those of
     vLLM. The model must be here: its checksum is compared, and rows that a head shares with it are

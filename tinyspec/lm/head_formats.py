@@ -107,7 +107,7 @@ def write_medusa(
     values = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
-        "torch_dtype": name_dtype(dtype),
+        "torch_dtype": str(dtype).removeprefix("torch."),
         "hidden_size": target.config.d_model,
         "vocab_size": target.config.vocab_size,
         "truncated_vocab_size": settings["draft_vocab"] or target.config.vocab_size,
@@ -155,7 +155,7 @@ def read_medusa(
     if words == vocabulary:
         weights.pop(TOKEN_MAP, None)
     else:
-        ids = read_ids(f, TOKEN_MAP, weights.get(TOKEN_MAP), words, vocabulary)
+        ids = read_draft_vocabulary(f, TOKEN_MAP, weights.get(TOKEN_MAP), words, vocabulary)
         weights |= order_rows({name: weights[name] for name in names}, ids, vocabulary)
     if is_shared:
         rows = weights.pop("lm_heads.0.weight", None)
@@ -258,7 +258,7 @@ def read_eagle3(
     offsets, marks = weights.pop(OFFSETS, None), weights.pop(MARKS, None)
     if words < vocabulary:
         rows = torch.arange(words)
-        ids = read_ids(f, OFFSETS, offsets, words, vocabulary, rows)
+        ids = read_draft_vocabulary(f, OFFSETS, offsets, words, vocabulary, rows)
         if marks is not None and marks.nonzero().flatten().tolist() != sorted(ids.tolist()):
             raise TinyspecError(f"{f.source}: {MARKS} and {OFFSETS} name other tokens")
         weights |= order_rows({"lm_head.weight": weights.get("lm_head.weight")}, ids, vocabulary)
@@ -281,15 +281,6 @@ FORMATS = {
 # ---------------------------------------------------------------------- what several formats need
 
 
-def name_dtype(dtype: torch.dtype) -> str:
-    """Return the name of a type as config.json has it.
-
-    >>> name_dtype(torch.bfloat16)
-    'bfloat16'
-    """
-    return str(dtype).removeprefix("torch.")
-
-
 def layer_config(target: Model) -> Config:
     """Return the config of a LLaMA model of one layer, which is a layer of our heads."""
     config = head_config(target.config)
@@ -298,7 +289,7 @@ def layer_config(target: Model) -> Config:
 
 def describe_layer(target: Model, dtype: torch.dtype) -> dict[str, Any]:
     """Return the layer of a target's heads as a LlamaConfig with one layer."""
-    return to_hf(layer_config(target), name_dtype(dtype))
+    return to_hf(layer_config(target), str(dtype).removeprefix("torch."))
 
 
 def check_layer(values: dict[str, Any], source: str, target: Model) -> None:
@@ -352,7 +343,7 @@ def drop_embedding(f: ConfigReader, weights: Weights, target: Model) -> Weights:
     return kept
 
 
-def read_ids(
+def read_draft_vocabulary(
     f: ConfigReader,
     name: str,
     stored: Tensor | None,
