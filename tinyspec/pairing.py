@@ -6,13 +6,30 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
+import torch
+
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.heads import HeadFile, add_head, check_head, missing_head, read_head
+from tinyspec.lm.head_formats import (
+    FORMATS,
+    convert_head,
+    find_format,
+    read_foreign_head,
+    read_head_method,
+)
+from tinyspec.lm.heads import (
+    RANKS,
+    HeadFile,
+    add_head,
+    check_head,
+    missing_head,
+    read_head,
+    write_head_files,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.technique import Card, load_techniques
+from tinyspec.technique import Card, find_technique, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
@@ -104,30 +121,103 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
         raise missing_head(model.name, method)
     if not isinstance(named, (str, Path)):
         raise wrong_argument("head", head, "the folder of a head, or its name")
-    path = models.find_model(named)
-    if path is None:
-        raise TinyspecError(f"{named}: no such head; it is a folder with config.json")
+    path = find_head(named)
     known = _headed.setdefault(model, {})
     key = method, models.stamp(path)
     if key not in known:
-        found = _read_fitting(path, model, card)
+        found = read_fitting_head(path, model, card)
         known[key] = add_head(model, method, found.weights, found.settings)
     return known[key]
 
 
-def _read_fitting(path: Path, model: Model, card: Card) -> HeadFile:
-    """Return the content of a head's folder. Raises TinyspecError unless it fits."""
-    found = read_head(path)
-    if found.method != card.head_method or card.trained is None:
-        raise TinyspecError(f"{path}: a head for {found.method}, not for {card.head_method}")
-    kind = card.trained.settings
+def find_head(named: str | Path) -> Path:
+    """Return the folder of a head, by path or name. Raises TinyspecError if there is none."""
+    path = models.find_model(named)
+    if path is None:
+        raise TinyspecError(f"{named}: no such head; it is a folder with config.json")
+    return path
+
+
+def read_fitting_head(path: Path, model: Model, card: Card) -> HeadFile:
+    """Return the content of a head's folder, in any format. Raises TinyspecError unless it fits."""
+    method = read_head_method(path)
+    if method != card.head_method or card.trained is None:
+        raise TinyspecError(f"{path}: a head for {method}, not for {card.head_method}")
+    kind, format = card.trained.settings, find_format(path)
+    if format is None:
+        found = read_head(path)
+    else:
+        layers = card.trained.layers(model.config, kind())
+        found = read_foreign_head(path, format, model, layers)
     for name in found.settings:
         if name not in (names := {field.name for field in fields(kind)}):
             hint = suggest_nearest(name, names)
             raise TinyspecError(f"{path / 'config.json'}: settings {name} is not known; {hint}")
     settings = kind(**found.settings)
-    check_head(found, model, card.trained.all_shapes(model.config, settings), path)
+    shapes = card.trained.all_shapes(model.config, settings)
+    if format is not None and RANKS not in found.weights:  # nothing was measured: draft a chain
+        ranks = torch.zeros(shapes[RANKS])
+        ranks[:, 0] = 1
+        found = found._replace(weights={**found.weights, RANKS: ranks})
+    check_head(found, model, shapes, path)
     return found._replace(settings=vars(settings))
+
+
+def export_head(
+    head: str | Path,
+    format: str,
+    out: str | Path,
+    target: str | Path | None = None,
+    verifier: str | None = None,
+) -> Path:
+    """Write a head in the format of another program, and return its folder.
+
+    head      a folder that `tinyspec train head` wrote, or its name
+    format    speculators, vllm-medusa or vllm-eagle
+    out       a new folder
+    target    the model of the head; None: the one that the head names
+    verifier  speculators: how its loader finds the target, a folder or a hub id; None: the name
+              that the head has for it
+
+    Raises TinyspecError, one line, for a head or settings that the format does not have, for an
+    existing folder, and if the target is not here. Then nothing is written.
+    """
+    path, folder = find_head(head), Path(out)
+    if format not in FORMATS:
+        raise TinyspecError(f"unknown format {format!r}: {suggest_nearest(str(format), FORMATS)}")
+    if folder.exists():
+        raise TinyspecError(f"{folder} exists already: name a new folder")
+    if (known := find_format(path)) is not None:
+        raise TinyspecError(f"{path}: a head in the format {known}; a head of ours is exported")
+    found = read_head(path)
+    if found.method != FORMATS[format].method:
+        fitting = [name for name, one in FORMATS.items() if one.method == found.method]
+        hint = f"use {fitting[0]}" if fitting else f"no format holds heads of {found.method}"
+        raise TinyspecError(
+            f"{path}: a head of {found.method}, and {format} holds heads of "
+            f"{FORMATS[format].method}: {hint}"
+        )
+    if verifier is not None and format != "speculators":
+        raise TinyspecError(f"{format} does not name its target, so it takes no verifier")
+    card = find_technique(found.method)
+    assert card.trained is not None
+    try:
+        model = models.load(target or found.target)
+    except TinyspecError as error:
+        hint = (
+            "" if target else f" (the target of {path}: name its folder with --target, target=...)"
+        )
+        raise TinyspecError(f"{error}{hint}") from error
+    fitting_head = read_fitting_head(path, model, card)
+    layers = card.trained.layers(model.config, card.trained.settings(**fitting_head.settings))
+    try:
+        values, weights = convert_head(format, fitting_head, model, layers)
+    except TinyspecError as error:
+        raise TinyspecError(f"{path}: {error}") from error
+    if verifier is not None:
+        values["speculators_config"]["verifier"]["name_or_path"] = verifier
+    write_head_files(folder, values, weights)
+    return folder
 
 
 def advised_knobs(card: Card, drafts: Sequence[Model | Seq2Seq]) -> dict[str, Any]:

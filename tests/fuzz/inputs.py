@@ -37,10 +37,14 @@ from tests.lm.test_gguf import byte_metadata
 from tests.lm.test_gguf import write as write_gguf
 from tests.zoo import TEXT, run, tiny_zoo
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.chat_template import render_chat
 from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.head_formats import FORMATS
+from tinyspec.lm.heads import RANKS, HeadFile, write_head
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.pairing import export_head
 from tinyspec.technique import load_plugin, load_techniques
 from tinyspec.training.recipe import read_recipe, read_translation_recipe
 
@@ -75,7 +79,23 @@ def build_world(folder: Path) -> None:
     own = {"lengths": 24, "extra": {"trained_for": "mask_predict"}}
     shape = Seq2SeqConfig(20, **sizes, max_positions=24, **own)  # type: ignore[arg-type]
     Seq2Seq.create(shape, torch.Generator().manual_seed(0)).save(folder / "translator")
+    write_heads(folder)
     (folder / "text.txt").write_text(TEXT)
+
+
+def write_heads(folder: Path) -> None:
+    """Write a head of the sound model for each format of other programs, ours and exported."""
+    for format in ("vllm-medusa", "vllm-eagle"):  # the model is too small for the third
+        big, card = tinyspec.load(folder / "big"), load_techniques()[FORMATS[format].method]
+        assert card.trained is not None
+        settings = card.trained.small
+        shapes = card.trained.all_shapes(big.config, settings)
+        weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        weights[RANKS][:, :2] = torch.tensor([0.5, 0.2])
+        check = embedding_checksum(big.weights["embed"])
+        ours = folder / f"{card.name}-ours"
+        write_head(ours, HeadFile(card.name, big.name, check, vars(settings), {}, weights))
+        export_head(ours, format, folder / f"{card.name}-theirs", target=folder / "big")
 
 
 def open_world(folder: Path) -> World:
@@ -175,6 +195,24 @@ def damage_safetensors(world: World, rng: Random) -> tuple[str, Try]:
         new = damage_bytes(rng, data, 8 + size if kind == 3 else len(data))
     write_anew(folder / "model.safetensors", new)
     return f"{new[:3000]!r}, {len(new)} bytes, CRC {zlib.crc32(new)}", lambda: use_model(folder)
+
+
+def damage_head(world: World, rng: Random) -> tuple[str, Try]:
+    """A trained head, ours or exported: its config.json, or its file of tensors."""
+    method, form = rng.choice(["medusa", "eagle"]), rng.choice(["ours", "theirs"])
+    folder = copy_model(world, f"{method}-{form}")
+    if rng.random() < 0.5:
+        values = json.loads((folder / "config.json").read_text())
+        name, new = "config.json", dump_json(damage_json(rng, values), rng)
+    else:
+        name, data = "model.safetensors", (folder / "model.safetensors").read_bytes()
+        size = struct.unpack("<Q", data[:8])[0]
+        header = dump_json(damage_json(rng, json.loads(data[8 : 8 + size])), rng)
+        new = struct.pack("<Q", len(header)) + header + data[8 + size :]
+    write_anew(folder / name, new)
+    return f"{method}-{form} {name} {new[:3000]!r}", lambda: tinyspec.generate(
+        world.big, PROMPT, method=method, head=folder, max_new_tokens=3
+    )
 
 
 def damage_gguf(world: World, rng: Random) -> tuple[str, Try]:
@@ -604,6 +642,7 @@ CLASSES: dict[str, Callable[[World, Random], tuple[str, Try]]] = {
     "how a model was tuned": damage_tuned,
     "generation_config.json and tokenizer_config.json": damage_generation_config,
     "model.safetensors": damage_safetensors,
+    "a trained head": damage_head,
     "a .gguf file": damage_gguf,
     "a chat template": damage_template,
     "knobs of techniques": damage_knobs,

@@ -30,6 +30,10 @@ def test_trap_three_layers_are_read() -> None:
     assert traps.three_layers_are_read(CARD.make).cases == 4
 
 
+def test_trap_a_head_in_the_speculators_format_drafts_alike() -> None:
+    assert traps.foreign_head_drafts_alike(CARD.make).cases == 12
+
+
 def test_the_file_has_the_names_and_shapes_of_the_speculators_package() -> None:
     config = Config(99, 8, 12, 2, 1, 4, 12, 64)
     shapes = eagle3.eagle3_shapes(config, Eagle3Settings(draft_vocab=20))

@@ -55,6 +55,7 @@ for command in (
     models.models,
     models.data,
     train.train,
+    models.export,
     bench.calibrate,
     bench.bench,
 ):

@@ -261,15 +261,12 @@ def assign_heads(
     heads: Sequence[str], methods: Sequence[str], knobs: Sequence[dict[str, Any]]
 ) -> None:
     """Give each method the head that was trained for it, as its argument `head`."""
-    from tinyspec import models
-    from tinyspec.lm.heads import read_head_config
+    from tinyspec.lm.head_formats import read_head_method
+    from tinyspec.pairing import find_head
     from tinyspec.technique import find_technique
 
     for named in heads:
-        path = models.find_model(named)
-        if path is None:
-            raise TinyspecError(f"--head {named}: no such head; it is a folder with config.json")
-        method = read_head_config(path)["method"]
+        method = read_head_method(find_head(named))
         users = [i for i, one in enumerate(methods) if find_technique(one).head_method == method]
         if not users:
             raise TinyspecError(

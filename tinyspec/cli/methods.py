@@ -102,6 +102,8 @@ def link_papers(papers: str) -> str:
 
 def describe_card(card: "Card") -> str:
     """Return a card in full: its file's docstring, then its knobs as command line options."""
+    from tinyspec.lm.head_formats import FORMATS
+
     guarantee = f"guarantee: {card.guarantee.value}"
     if card.lossy is not None:
         guarantee += f" at {card.lossy[0]} {card.lossy[1]}; at other values lossy"
@@ -114,6 +116,10 @@ def describe_card(card: "Card") -> str:
     elif card.trained is not None:
         train = f"tinyspec train head --for MODEL --method {card.name} --out FOLDER"
         lines.append(f"needs a trained head: --head FOLDER; to train one: {train}")
+    for name, format in FORMATS.items():
+        if format.method == card.head_method:
+            export = f"tinyspec export HEAD --format {name} --out FOLDER"
+            lines.append(f"its heads in the format of another program: {export}")
     if card.fills_masks:
         command = f"tinyspec translate --method {card.name}"
         lines.append(f"drafts translations, with a model that was trained for it: {command}")

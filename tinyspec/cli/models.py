@@ -6,7 +6,9 @@ from pathlib import Path
 import click
 
 from tinyspec.cli import base
-from tinyspec.cli.base import flag, option
+from tinyspec.cli.base import OUTPUT_FOLDER, flag, option
+
+HEAD_FORMATS = ("speculators", "vllm-medusa", "vllm-eagle")  # as in lm/head_formats.py
 
 
 @click.group("models", cls=base.Group)
@@ -92,6 +94,34 @@ def card_of_model(name: str) -> None:
         out.print(Markdown(text))
     else:
         click.echo(text.rstrip("\n"))
+
+
+@click.command("export", cls=base.Command)
+@click.argument("head")
+@option("--format", required=True, type=click.Choice(HEAD_FORMATS), help="Whose format.")
+@option("--out", required=True, type=OUTPUT_FOLDER, help="A new folder.")
+@option("--target", help="The head's model: name or folder. [default: the one that HEAD names]")
+@option(
+    "--verifier",
+    help="speculators: where its loader finds the model, a folder or a hub id. "
+    "[default: the model's name]",
+)
+def export(head: str, format: str, out: Path, target: str | None, verifier: str | None) -> None:
+    """Write a trained HEAD, a name or folder, in the format of another program.
+
+    EAGLE-3 heads in the format of the speculators package, heads of Medusa and EAGLE in those of
+    vLLM. The model must be here: its checksum is compared, and rows that a head shares with it are
+    written out. --head reads such folders too, also those of other programs.
+
+    \b
+    Examples:
+      tinyspec export storyteller-medusa --format vllm-medusa --out medusa-for-vllm
+      tinyspec export my-eagle3 --format speculators --verifier org/model --out my-speculator
+      tinyspec generate --method medusa --head medusa-for-vllm "Once upon a time"
+    """
+    from tinyspec.pairing import export_head
+
+    click.echo(export_head(head, format, out, target, verifier))
 
 
 @click.group("data", cls=base.Group)

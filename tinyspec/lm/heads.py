@@ -269,7 +269,14 @@ def write_head(folder: str | Path, head: HeadFile) -> None:
         "settings": dict(head.settings),
     }
     values = {**head.values, "tinyspec": {**head.values.get("tinyspec", {}), **own}}
-    stored = {name: w.detach().cpu().contiguous() for name, w in head.weights.items()}
+    write_head_files(folder, values, head.weights)
+
+
+def write_head_files(
+    folder: str | Path, values: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> None:
+    """Write config.json and model.safetensors: a new folder appears complete."""
+    stored = {name: w.detach().cpu().contiguous() for name, w in weights.items()}
     with write_atomically(Path(folder)) as work:
         safetensors.torch.save_file(stored, work / "model.safetensors", metadata={"format": "pt"})
         (work / "config.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
@@ -301,14 +308,21 @@ def read_head_config(folder: str | Path) -> dict[str, Any]:
 def read_head(folder: str | Path) -> HeadFile:
     """Read a head's folder. Raises TinyspecError, one line, for what is missing or damaged."""
     own = read_head_config(folder)
-    file = Path(folder) / "model.safetensors"
-    try:
-        weights = safetensors.torch.load_file(str(file))
-    except Exception as error:  # a damaged file, or none
-        raise TinyspecError(f"{file}: cannot be read ({error}); train the head again") from error
+    weights = read_head_weights(folder)
     return HeadFile(
         own["method"], own["head_of"], own["check"], own["settings"], own["values"], weights
     )
+
+
+def read_head_weights(folder: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of a head's folder. Raises TinyspecError if its file cannot be read."""
+    file = Path(folder) / "model.safetensors"
+    try:
+        return safetensors.torch.load_file(str(file))
+    except Exception as error:  # a damaged file, or none
+        raise TinyspecError(
+            f"{file}: cannot be read ({error}); copy it again, or train the head again"
+        ) from error
 
 
 def check_head(

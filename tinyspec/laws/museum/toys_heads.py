@@ -22,6 +22,7 @@ from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.laws.traps import space as space_traps
 from tinyspec.laws.traps import specdec as specdec_traps
+from tinyspec.lm import head_formats
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.seq2seq import MaskFiller
 from tinyspec.lm.stack import UnrolledLayer
@@ -405,6 +406,20 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
         "None, self.head.vocabulary",
         eagle.EagleDrafter.run_nodes,
         law=eagle3_traps.PLACED,
+    ),
+    _eagle3(
+        "offsets of another program's head taken for ids",
+        "rows = torch.arange(words)",
+        "rows = 0",
+        head_formats.read_eagle3,
+        law=eagle3_traps.FOREIGN,
+    ),
+    _eagle3(
+        "ids written for another program where it adds its rows",
+        "ids - torch.arange(len(ids))",
+        "ids",
+        head_formats.write_eagle3,
+        law=eagle3_traps.FOREIGN,
     ),
     _eagle3(
         "later steps trained at the positions of the first",

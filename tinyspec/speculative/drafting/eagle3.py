@@ -25,9 +25,11 @@ Guarantee: EXACT, at any temperature: nodes are point masses.
 Pitfall: a layer that is trained at step 0 alone: from depth 1 on its guesses are poor. Positions
 and own keys that training and drafting see differently; law F2 compares them at every depth.
 Tests: tests/speculative/test_eagle3.py (the draft at every depth is what the unrolled training pass
-says; three layers are read; the loss by hand, with a vocabulary that has gaps; names of the file).
+says; three layers are read; the loss by hand, with a vocabulary that has gaps; names of the file;
+a head in the format of the speculators package drafts alike).
 Additions of ours: H' begins as the target's rows; the authors' begins at random.
-Left out: the offsets `d2t` that other programs read in place of ids.
+Left out: norms before W and further layers, which heads of other programs may have. (These programs
+read offsets, `d2t`, in place of ids; `tinyspec export` writes them.)
 """
 
 from collections.abc import Sequence
