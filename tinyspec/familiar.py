@@ -82,6 +82,7 @@ METHODS = {
     "eagle_3": "eagle3",
     "recurrent_drafter": "redrafter",
     "mlp_speculator": "redrafter",
+    "parallel_prompt_decoding": "parallel_prompt",
     "greedy": "autoregressive",
     "plain": "autoregressive",
 }
