@@ -39,7 +39,7 @@ METHODS = [
     for name, card in load_techniques().items()
     if card.kind == "decoder"
     and card.guarantee in (Guarantee.EXACT, Guarantee.GREEDY)
-    and not card.keeps
+    and not card.has_own_target
     for knobs in SETTINGS.get(name, [{}])
     if name != "autoregressive"
 ]

@@ -27,14 +27,17 @@ from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
+from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
 TEXT_LIMIT = 1 << 16  # characters of a knob that is a text: the costs of 1,024 calls are 10,000
+TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
 
 Clock = Callable[[], float]
 """() -> time in seconds, from any starting point."""
@@ -287,6 +290,74 @@ class Trained(NamedTuple):
         return {**shapes, RANKS: (self.depths(empty), RANKED)}
 
 
+class Tuning(NamedTuple):
+    """A model that is tuned, as the loss of a technique sees it.
+
+    blocks    its layers, in training
+    original  the model as it was, which wrote the texts; it stays as it is
+    settings  section [head] of the recipe, with the technique's defaults
+    beside    further tensors that are trained with the model, by name
+    progress  how much of the training is over, from 0 to 1; 1 where the loss is measured
+    """
+
+    blocks: Blocks
+    original: Model
+    settings: Any
+    beside: HeadWeights
+    progress: float
+
+
+def add_nothing(target: FrozenTarget, settings: Any, seed: int) -> dict[str, Tensor]:
+    """Return no tensors: what begins beside a model if the model alone is trained."""
+    return {}
+
+
+class Tuned(NamedTuple):
+    """What a technique trains in the model itself: it tells the trainer and the laws.
+
+    What comes out is another model, and the technique keeps the distribution of that one.
+
+    settings  dataclass of the values that decide how it is trained and used: a recipe's section
+              [head]. Its constructor raises TinyspecError for values without a meaning
+    loss      (tuning, batch, generator) -> scalar. The batch has no states. Random numbers are
+              drawn from the generator, which is on the CPU
+    small     settings on which the trainer is tested
+    begin     (target, settings, seed) -> further tensors that are trained with the model, by name.
+              It is called first, and raises TinyspecError for settings that do not fit the target
+    rate      learning rate of these tensors, as a multiple of the model's
+    predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
+              its draft is not read off rows that were trained for it
+    """
+
+    settings: type[Any]
+    loss: Callable[[Tuning, TrainingBatch, torch.Generator], Tensor]
+    small: Any
+    begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
+    rate: float = 1.0
+    predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
+
+
+def is_tuned_for(model: Any, method: str) -> bool:
+    """Return whether a model was tuned for this method, by its config.json."""
+    made = model.config.extra.get(TUNED)
+    return isinstance(made, dict) and made.get("method") == method
+
+
+def tuned_settings(model: Any, method: str, kind: Callable[..., T]) -> T:
+    """Return the settings by which a model was tuned for a method; the defaults if it was not.
+
+    Raises TinyspecError if its config.json says it in another form.
+    """
+    try:
+        own = model.config.extra[TUNED]["settings"] if is_tuned_for(model, method) else {}
+        return kind(**own)
+    except (TypeError, KeyError) as error:
+        raise TinyspecError(
+            f"{model.name}: config.json: {TUNED}: the settings are not those of {method}, as "
+            "`tinyspec train head` writes them"
+        ) from error
+
+
 @dataclass(frozen=True, repr=False)
 class Card:
     """What a technique is, and what its laws must know of it.
@@ -309,8 +380,10 @@ class Card:
     teacher         of kind "refine": an autoregressive model may score its candidates
     trained         what it trains for a target, if it needs something trained
     head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
+    tuned           what it trains in the model itself, if it needs a model that was tuned for it
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
-                    laws then ask the technique's own target
+                    laws then ask the technique's own target. Of a method with `tuned`: that of
+                    the tuned model, which is then the user's
     """
 
     name: str
@@ -329,6 +402,7 @@ class Card:
     coupled: bool = False
     persistent: bool = False
     trained: Trained | None = None
+    tuned: Tuned | None = None
     head_of: str = ""
     keeps: str = ""
     own_draft: bool = False
@@ -350,6 +424,11 @@ class Card:
     def head_method(self) -> str:
         """Return the technique under whose name its heads are trained, stored and found."""
         return self.head_of or self.name
+
+    @property
+    def has_own_target(self) -> bool:
+        """Return whether it keeps another distribution than that of the model that it is given."""
+        return bool(self.keeps) and self.tuned is None
 
     @property
     def hosted(self) -> int:
@@ -431,6 +510,7 @@ class Card:
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
             "head": self.trained is not None,
+            "tuned": self.tuned is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
             "several_drafts": self.several,

@@ -1,4 +1,4 @@
-"""Five trained drafters with random weights, as test doubles for the feature laws.
+"""Four trained drafters with random weights, as test doubles for the feature laws.
 
 They are not the techniques. Each is as much of its technique as decides positions, features and
 masks:
@@ -7,7 +7,6 @@ masks:
     EAGLE-1   arXiv 2401.15077  one layer over (next token, state) pairs, continued on its outputs
     Kangaroo  arXiv 2404.18911  an adapter over the states of an early layer
     PaSS      arXiv 2311.13581  look-ahead embeddings after the newest token, every second round
-    SPACE     arXiv 2402.11809  mask tokens after the newest token and after every draft token
 
 Beside each stands its training forward: the same logits for a whole text at once, in the torch
 layers that training uses. Both share the weights and a head's formula, and nothing that knows a
@@ -450,74 +449,9 @@ def look_ahead_forward(model: Model, text: Sequence[int], drafted: Sequence[int]
     return wide.training_logits(torch.tensor([[*text[:-1], *slots]]))[0, -1, : c.vocab_size]
 
 
-# ------------------------------------------------------------------ SPACE
-
-MASKS = 2  # in a group, and tokens of a draft
-
-
-class SpaceDrafter(BaseDrafter):
-    """A chain from one group of masks.
-
-    A new group stands after the newest token and after each draft token. A mask is a real token of
-    the vocabulary (here the last one), run as a probe.
-    """
-
-    def __init__(self, config: Config):
-        self.config = config
-        self.logits: list[Tensor] = []
-        self.group_of: dict[int, list[int]] = {}  # node or ROOT -> its masks
-
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.logits = []
-
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        tree, self.group_of = TokenTree([], [], [], []), {}
-        for row in self.logits[:max_draft_depth]:
-            [(token, q)] = draw_children(row, 1, sampling, [*context, *tree.tokens], rng)
-            add_node(tree, token, len(tree.tokens) - 1, q)
-        for node in range(ROOT, len(tree.tokens)):
-            first, self.group_of[node] = len(context) + node + 1, []
-            for i in range(min(MASKS, self.config.max_positions - first)):
-                above = self.group_of[node][-1] if i else node
-                mask = add_node(tree, self.config.vocab_size - 1, above, None, probe=True)
-                self.group_of[node].append(mask)
-        return tree
-
-    def observe(self, round: Round) -> None:
-        path = (ROOT, *round.verdict.accepted)
-        before_newest = path[len(round.tokens) - 1]  # the node that the newest token follows
-        self.logits = [round.scores.logits[mask + 1] for mask in self.group_of[before_newest]]
-
-    def rewind(self, length: int) -> None:
-        self.logits = []
-
-    def end(self) -> None:
-        self.logits = []
-
-
-def space(request: Request) -> Decoder:
-    config: Config = request.target.model.config  # type: ignore[attr-defined]
-    return request.decoder(SpaceDrafter(config), verify_tree)
-
-
-def space_forward(model: Model, text: Sequence[int], drafted: Sequence[int]) -> Tensor | None:
-    """Mask j after a text predicts the token j + 1 after it; the text has grown by one since."""
-    if len(text) == 1:
-        return None
-    masks = [model.config.vocab_size - 1] * (len(drafted) + 1)
-    return model.torch_blocks().training_logits(torch.tensor([[*text[:-1], *masks]]))[0, -1]
-
-
 HOSTS: dict[str, Host] = {
     "medusa": Host(medusa, medusa_forward),
     "eagle": Host(eagle, eagle_forward),
     "kangaroo": Host(kangaroo, kangaroo_forward),
     "pass": Host(look_ahead, look_ahead_forward),
-    "space": Host(space, space_forward),
 }

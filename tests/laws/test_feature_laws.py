@@ -102,14 +102,6 @@ MUTANTS = [
         drafter="pass",
         laws=(DRAFT_OF_TRAINING,),
     ),
-    HeadMutant(
-        "the group of the wrong node",
-        "before_newest = path[len(round.tokens) - 1]",
-        "before_newest = ROOT",
-        heads.SpaceDrafter.observe,
-        drafter="space",
-        laws=BOTH,
-    ),
 ]
 
 

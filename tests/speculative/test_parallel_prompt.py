@@ -201,17 +201,17 @@ def test_prompts_stand_behind_the_newest_token_and_every_candidate() -> None:
     expected = decoder.drafter.trees[2]
     drafted = [node for node, probe in enumerate(tree.probe) if not probe]
     assert [tree.parents[node] for node in drafted] == [parent for parent, _ in expected.places]
-    chains = decoder.drafter.prompts_of
-    assert [len(chains[node]) for node in (ROOT, *drafted)] == [3, *expected.prompts]
+    groups = decoder.drafter.group_of
+    assert [len(groups[node]) for node in (ROOT, *drafted)] == [3, *expected.prompts]
     assert len(set(expected.prompts)) > 1  # not everywhere as many
 
 
 def test_virtual_tokens_are_chains_beside_each_other() -> None:
     decoder = begin(prompted_network(2, virtual=3), (0, 1))
     tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    assert tree.tokens == [10, 13, 11, 14, 12, 15]  # prompt 0 is 10 to 12, prompt 1 is 13 to 15
-    assert tree.parents == [ROOT, 0, ROOT, 2, ROOT, 4]
-    assert decoder.drafter.prompts_of == {ROOT: [[0, 2, 4], [1, 3, 5]]}
+    assert tree.tokens == [10, 11, 12, 13, 14, 15]  # 10 to 12 are prompt 0
+    assert tree.parents == [ROOT, ROOT, ROOT, 0, 1, 2]
+    assert decoder.drafter.group_of == {ROOT: [0, 1, 2, 3, 4, 5]}
 
 
 def test_the_logits_of_a_prompt_are_the_mean_of_its_virtual_tokens() -> None:

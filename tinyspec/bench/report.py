@@ -363,7 +363,7 @@ def list_lossy_arms(labels: Sequence[str]) -> list[str]:
     for label in labels:
         spec = ArmSpec.parse(label)
         card = find_technique(spec.name)
-        if card.keeps:
+        if card.has_own_target:
             lines.append(f"{label}: keeps {card.keeps}, so its text may be another")
         elif card.promise(**dict(spec.knobs)) in (Guarantee.LOSSY, Guarantee.APPROX):
             lines.append(f"{label}: lossy at these settings, so its text may be another")

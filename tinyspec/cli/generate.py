@@ -27,6 +27,12 @@ UNTRAINED_EXITS = (
 )
 """What is said of a token that left early where the model's config.json names no exit loss."""
 
+UNTUNED = (
+    "note: {0} was not tuned for {1}, so it drafts badly; the text is right. To tune it: "
+    "tinyspec train head --for {0} --method {1} --out FOLDER"
+)
+"""What is said of a method whose `tuned` the model's config.json does not name."""
+
 
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
@@ -101,6 +107,7 @@ def generate(
         return
 
     from tinyspec.generation import start_generation
+    from tinyspec.technique import find_technique, is_tuned_for
 
     running = start_generation(target, text, **options)
     running.trace.detailed = replay is not None
@@ -114,6 +121,8 @@ def generate(
     left_early = any(layers < target.config.n_layers for layers in result.trace.layers_run)
     if left_early and "exits" not in target.config.extra:
         click.echo(UNTRAINED_EXITS.format(target.name), err=True)
+    if find_technique(method).tuned is not None and not is_tuned_for(target, method):
+        click.echo(UNTUNED.format(target.name, method), err=True)
     for note in make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
     if interrupted:

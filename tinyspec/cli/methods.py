@@ -108,7 +108,10 @@ def describe_card(card: "Card") -> str:
     lines = [card.doc.strip(), "", guarantee]
     if card.seed_promise:
         lines.append(f"seed: {card.seed_promise}")
-    if card.trained is not None:
+    if card.tuned is not None:
+        train = f"tinyspec train head --for MODEL --method {card.name} --out FOLDER"
+        lines.append(f"needs a model that was tuned for it: --model FOLDER; to tune one: {train}")
+    elif card.trained is not None:
         train = f"tinyspec train head --for MODEL --method {card.name} --out FOLDER"
         lines.append(f"needs a trained head: --head FOLDER; to train one: {train}")
     if card.drafts:

@@ -215,8 +215,13 @@ def write_recipe(
 
 @train.command("head")
 @option("--recipe", type=base.INPUT_FILE, help="The recipe (TOML).")
-@option("--for", "target", metavar="MODEL", help="Train a head of this model; needs no recipe.")
-@option("--method", help="--for: the method that the head is for.")
+@option(
+    "--for",
+    "target",
+    metavar="MODEL",
+    help="Train a head of this model, or tune it; needs no recipe.",
+)
+@option("--method", help="--for: the method that the head or the tuned model is for.")
 @out_option
 @option(
     "--prompts",
@@ -237,18 +242,23 @@ def head(
     quiet: bool,
     **run: Any,
 ) -> None:
-    """Train a head, as Medusa's, for a model that is not changed.
+    """Train a head, as Medusa's, for a model that is not changed; or tune the model, as for SPACE.
 
-    The model writes texts, and its states on them are computed once; both lie in the cache. The
-    state of the training is saved every few minutes and on Ctrl-C; the same command goes on from
-    there (exit code 130 says that it has not finished). --for writes the recipe that it follows
-    into the folder too.
+    The method decides which. What comes out is a head, for --head FOLDER, or a model, for --model
+    FOLDER. The page in the folder tells how a tuned model differs from the one that it was.
+
+    The model writes texts, which lie in the cache; so do its states on them, which a head is
+    trained on. The state of the training is saved every few minutes and on Ctrl-C; the same command
+    goes on from there (exit code 130 says that it has not finished). --for writes the recipe that
+    it follows into the folder too.
 
     \b
     Examples:
       tinyspec train head --for storyteller --method medusa --minutes 5 --out my-head
       tinyspec train head --recipe models/storyteller-medusa/recipe.toml --out my-head
       tinyspec generate --method medusa --head my-head "Once upon a time"
+      tinyspec train head --for storyteller --method space --minutes 20 --out my-model
+      tinyspec generate --model my-model --method space "Once upon a time"
     """
     if (recipe is None) == (target is None):
         raise TinyspecError("give --recipe FILE, or --for MODEL --method METHOD")
@@ -257,12 +267,16 @@ def head(
     overrides = read_overrides(seed, settings)
 
     from tinyspec.training.heads import train_head
+    from tinyspec.training.recipe import read_head_recipe
+    from tinyspec.training.tuned import train_tuned
 
     if target is not None and method:
         recipe = write_head_recipe(target, method, out, overrides, bool(run["restart"]))
     assert recipe is not None
     more: dict[str, Any] = {"overrides": overrides, "console": make_console(quiet)}
-    ended, final = train_head(recipe, out, prompts=prompts, **run, **more)
+    is_tuned = read_head_recipe(recipe, overrides).card.tuned is not None
+    train_it = train_tuned if is_tuned else train_head
+    ended, final = train_it(recipe, out, prompts=prompts, **run, **more)
     if ended.finished:
         click.echo("  ".join(f"{name} {value:.4f}" for name, value in final.items()))
     finish(ended.finished, out)
@@ -275,9 +289,11 @@ def write_head_recipe(
     import os
 
     from tinyspec import models
+    from tinyspec.technique import find_technique
     from tinyspec.training.distill import set_recipe_values
     from tinyspec.training.heads import head_recipe
 
+    is_tuned = find_technique(method).tuned is not None
     file = out / ".tinyspec" / "recipe.toml"
     trained = (out / "model.safetensors").exists() and not (file.parent / "state.pt").exists()
     if trained and not restart:
@@ -286,7 +302,8 @@ def write_head_recipe(
     is_name = path is None or os.sep not in target
     named = target if is_name or path is None else os.path.relpath(path, out)
     file.parent.mkdir(parents=True, exist_ok=True)
-    text = head_recipe(named, method, out.resolve().name)
+    minutes = 20 if is_tuned else 10
+    text = head_recipe(named, method, out.resolve().name, minutes, is_tuned)
     file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
     return file
 

@@ -47,7 +47,7 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import scatter_logits
-from tinyspec.technique import Card, Request, TrainingBatch
+from tinyspec.technique import Card, Request, TrainingBatch, tuned_settings
 from tinyspec.tree import ROOT, TokenTree
 
 DRAFT_OF_TEXT = "the draft is a function of the text"
@@ -289,19 +289,24 @@ def trained_forward(
     card: Card, model: Model, text: Sequence[int], drafted: Sequence[int]
 ) -> Tensor | None:
     """Return what the training forward of a card says on a whole text: a `TrainingForward`."""
-    if len(text) == 1 or card.trained is None:
+    ids, at = torch.tensor([[*text, *drafted]]), len(text) - 2
+    if at < 0:
+        return None
+    if card.tuned is not None and card.tuned.predict is not None:
+        made = tuned_settings(model, card.name, card.tuned.settings)
+        return card.tuned.predict(model.torch_blocks(), made, ids, len(drafted))[0, at]
+    if card.trained is None:
         return None
     weights, blocks = head_weights(model, card.head_method), model.torch_blocks()
     target = freeze_target(model, weights.get(TOKEN_MAP))
-    ids = torch.tensor([[*text, *drafted]])
     settings = card.trained.settings(**head_settings(model, card.head_method))
     states = blocks.hidden_states(ids, card.trained.layers(model.config, settings))
-    logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, len(text) - 2]
+    logits = card.trained.predict(weights, target, ids, states, len(drafted))[0, at]
     return scatter_logits(logits, target.token_map, model.config.vocab_size)
 
 
 def check_random_heads(card: Card, make: MakeDecoder) -> Evidence:
-    """Check F2 for a card that trains something, on random heads.
+    """Check F2 for a card that trains something, on random weights.
 
     make  request -> Decoder, as the card's `make`
     """

@@ -95,7 +95,7 @@ class Stage:
 
     def row(self, context: Tokens) -> Any:
         """Return the target's conditionals by a pass of their own: [V] Fractions or logits."""
-        if self.card.keeps:  # the technique's own target, asked for one text at a time
+        if self.card.has_own_target:  # the technique's own target, asked for one text at a time
             known = _own_logits.setdefault(self.target, {})
             if (key := (*self._who, context)) not in known:
                 own = self.new_decoder().target

@@ -1,16 +1,24 @@
-"""Guess by probes: the training forward and the loss that PaSS, BiTA and their like share.
+"""Guess by probes: what PaSS, BiTA, SPACE and their like share in training and in drafting.
 
 Probe j behind the token at position t stands at position t + 1 + j. It is trained to predict the
 token t + 2 + j, which is j + 1 places behind the token that the target itself predicts from t.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyspec.decoding.decode import BaseDrafter, Round
+from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import FrozenTarget, mean_cross_entropy
 from tinyspec.lm.probes import run_probe_groups
 from tinyspec.technique import TrainingBatch
+from tinyspec.tree import ROOT, Probs
 
 ANCHORS = 32  # positions of a text at which a step trains
 
@@ -55,3 +63,70 @@ def probe_loss(
         logits = F.linear(states[:, : len(inside), depth][known], target.head)
         total = total + mean_cross_entropy(logits, rows[:, inside][known]) / n
     return total
+
+
+def sample_chain(
+    rows: Sequence[Any], context: Sequence[int], sampling: SamplingParams, rng: RandomSource
+) -> tuple[list[int], list[Probs | None]]:
+    """Return a token for each row of logits, and the distribution that it was drawn from.
+
+    At temperature 0 on a CPU a token is the likeliest one, and a point mass.
+    """
+    tokens, draft_probs = list[int](), list[Probs | None]()
+    for row in rows:
+        history = [*context, *tokens]
+        token = sampling.greedy_token(row, history)
+        q = None if token is not None else sampling.probs(row, history)
+        tokens.append(rng.draw(q) if token is None else token)
+        draft_probs.append(q)
+    return tokens, draft_probs
+
+
+class ProbeGroupDrafter(BaseDrafter):
+    """Draft from the group of probes behind the last accepted token.
+
+    A group stands behind the newest token and behind every draft token. So whatever is accepted,
+    the pass that verifies has run the group that the next draft is read from.
+
+    ids        of a group's probes
+    positions  tokens that the target's context holds
+    logits     rows of the group behind the last accepted token; none after forced text
+    group_of   draft token or ROOT -> its probes in the last tree
+    """
+
+    def __init__(self, ids: Sequence[int], positions: int):
+        self.ids, self.positions = tuple(ids), positions
+        self.logits: Sequence[Any] = ()
+        self.group_of: dict[int, list[int]] = {}
+
+    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
+        self.logits = ()
+
+    def add_groups(
+        self, tokens: list[int], parents: list[int], depths: Mapping[int, int], length: int
+    ) -> None:
+        """Append a group of probes behind every node of a draft, as far as the context holds them.
+
+        depths  of every draft token and of ROOT
+        length  of the text
+        """
+        self.group_of = {}
+        for node, depth in depths.items():
+            above, self.group_of[node] = node, []
+            for probe in self.ids[: max(self.positions - length - depth, 0)]:
+                tokens.append(probe)
+                parents.append(above)
+                above = len(tokens) - 1
+                self.group_of[node].append(above)
+
+    def observe(self, round: Round) -> None:
+        path = (ROOT, *round.verdict.accepted)
+        before_newest = path[len(round.tokens) - 1]  # the token that the newest one follows
+        rows = kernels_of(round.scores.logits).as_rows(round.scores.logits)
+        self.logits = [rows[probe + 1] for probe in self.group_of.get(before_newest, ())]
+
+    def rewind(self, length: int) -> None:
+        self.logits = ()
+
+    def end(self) -> None:
+        self.logits = ()

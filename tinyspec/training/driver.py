@@ -84,6 +84,7 @@ class RecipeRun(Generic[R]):
         loss: Loss,
         validate: Callable[[], Mapping[str, float]],
         before_step: Callable[[int, float], None] | None = None,
+        rates: Mapping[str, float] | None = None,
     ) -> TrainingResult:
         """Train or continue, by the recipe's settings; see `train`."""
         try:
@@ -95,6 +96,7 @@ class RecipeRun(Generic[R]):
                 self.state,
                 validate=validate,
                 before_step=before_step,
+                rates=rates,
                 console=self.console,
                 title=self.recipe.name,
             )

@@ -12,6 +12,7 @@ At the end the head is measured on texts that it was not trained on:
 The table a is stored in the head's file. Techniques build their trees from it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,6 +22,7 @@ from torch import Tensor
 from tinyspec import models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.borrowed import embedding_checksum
+from tinyspec.lm.config import Config
 from tinyspec.lm.heads import (
     RANKED,
     RANKS,
@@ -30,27 +32,35 @@ from tinyspec.lm.heads import (
     freeze_target,
     write_head,
 )
+from tinyspec.lm.model import Model
 from tinyspec.technique import HeadWeights, Trained, TrainingBatch
 from tinyspec.training import outputs
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
 from tinyspec.training.features import make_feature_collate, write_states
 from tinyspec.training.imitation import most_frequent_tokens
-from tinyspec.training.recipe import read_head_recipe
+from tinyspec.training.outputs import TargetOutput
+from tinyspec.training.recipe import HeadRecipe, read_head_recipe
 from tinyspec.training.train import Batch, TrainingResult
 from tinyspec.training.train_lm import autocast
 
 HELD = 20  # one of so many texts is held out
 
 
-def head_recipe(target: str, method: str, name: str, minutes: float = 10) -> str:
-    """Return the text of a head's recipe."""
-    return f"""# A head of {Path(target).name} for {method}, trained on the target's own outputs.
+def head_recipe(
+    target: str, method: str, name: str, minutes: float = 10, is_tuned: bool = False
+) -> str:
+    """Return the text of the recipe of a head, or of a model that is tuned for a method."""
+    model = Path(target).name
+    what = f"A head of {model} for {method}, trained on the target's own outputs."
+    if is_tuned:
+        what = f"{model}, tuned for {method} on its own outputs."
+    return f"""# {what}
 # tinyspec train head --recipe recipe.toml --out FOLDER
 
 name = "{name}"
 target = "{target}"
 method = "{method}"
-batch = 16       # texts a step
+batch = {8 if is_tuned else 16}   # texts a step
 context = 256    # tokens of each, at most
 
 [head]
@@ -63,7 +73,7 @@ temperature = 0.8
 [train]
 steps = 3000
 minutes = {minutes:g}
-lr = 1e-3
+lr = {"1e-4" if is_tuned else "1e-3"}
 warmup = 50
 weight_decay = 0.0
 log_every = 20
@@ -97,14 +107,10 @@ def train_head(
             f"{run.path}: [head] draft_vocab is {settings.draft_vocab}, but {target.name} has "
             f"{target.config.vocab_size} tokens"
         )
-    target_prompts = outputs.make_prompts(target, plan.texts, prompts, data_folder)
-    folder = outputs.outputs_folder(target, plan.texts, prompts)
-    run.print(f"texts of {target.name}: {len(target_prompts)}, in {folder}")
-    texts = outputs.write_outputs(target, target_prompts, plan.texts, folder, run.console)
+    texts, folder = prepare_texts(run, target, prompts, data_folder)
+    states = None
     if layers:
         states = write_states(target, texts, layers, plan.texts.batch, folder, run.console)
-    else:
-        states = [torch.empty(0, len(text.ids) - 1, target.config.d_model) for text in texts]
     token_map = None
     if settings.draft_vocab:
         words = most_frequent_tokens(texts, settings.draft_vocab, target.config)
@@ -115,11 +121,7 @@ def train_head(
     weights = {name: w.detach().to(where, torch.float32, copy=True) for name, w in begun.items()}
     n_trained = sum(w.numel() for w in weights.values())
     run.print(f"{plan.name}: {n_trained:,} weights are trained, on {where}")
-    numbers = range(len(texts))
-    held = [i for i in numbers if i % HELD == 0]
-    seen = [i for i in numbers if i % HELD] or held
-    collate = make_feature_collate(texts, states)
-    held_batches = [collate(held[i : i + 8], plan.context, where) for i in range(0, len(held), 8)]
+    batches = TextBatches(texts, plan, target.config, where, states)
 
     def loss(*batch: Tensor) -> Tensor:
         with autocast(where):
@@ -127,22 +129,17 @@ def train_head(
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
-        total = sum(float(loss(*batch)) for batch in held_batches)
+        total = sum(float(loss(*batch)) for batch in batches.held_batches)
         with autocast(where):
-            ranks, chain = measure_ranks(trained, weights, frozen, held_batches)
-        return {"held_out": total / len(held_batches), "top1": float(ranks[0, 0]), "chain": chain}
+            ranks, chain = measure_ranks(trained, weights, frozen, batches.held_batches)
+        mean = total / len(batches.held_batches)
+        return {"held_out": mean, "top1": float(ranks[0, 0]), "chain": chain}
 
-    def batches(generator: torch.Generator) -> Batch:
-        chosen = torch.randint(
-            len(seen), (plan.batch,), generator=generator, device=generator.device
-        )
-        return collate([seen[i] for i in chosen.tolist()], plan.context, where)
-
-    result = run.train(weights, batches, loss, validate)
+    result = run.train(weights, batches.draw, loss, validate)
     if not result.finished:
         return result, {}
     with torch.no_grad(), autocast(where):
-        ranks, chain = measure_ranks(trained, weights, frozen, held_batches)
+        ranks, chain = measure_ranks(trained, weights, frozen, batches.held_batches)
     stored: dict[str, Tensor] = {name: w.to(torch.bfloat16) for name, w in weights.items()}
     stored[RANKS] = ranks
     if token_map is not None:
@@ -161,11 +158,60 @@ def train_head(
         trained_weights=n_trained,
         figures=figures,
         ranks=ranks.tolist(),
-        held=len(held),
+        held=len(batches.held),
         texts=len(texts),
         folder=run.out.name,
     )
     return result, figures
+
+
+def prepare_texts(
+    run: RecipeRun[HeadRecipe],
+    target: Model,
+    prompts: Path | None,
+    data_folder: str | Path | None,
+) -> tuple[list[TargetOutput], Path]:
+    """Return the texts that the target writes for a recipe, and their folder in the cache."""
+    plan = run.recipe
+    target_prompts = outputs.make_prompts(target, plan.texts, prompts, data_folder)
+    folder = outputs.outputs_folder(target, plan.texts, prompts)
+    run.print(f"texts of {target.name}: {len(target_prompts)}, in {folder}")
+    return outputs.write_outputs(target, target_prompts, plan.texts, folder, run.console), folder
+
+
+class TextBatches:
+    """Batches of a target's texts. One of HELD texts is held out.
+
+    states  [layers, n - 1, d] of each text of n tokens; None: the batches have none
+    held    numbers of the texts that are held out; held_batches: all of them
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[TargetOutput],
+        plan: HeadRecipe,
+        config: Config,
+        device: torch.device,
+        states: Sequence[Tensor] | None = None,
+    ):
+        if states is None:
+            states = [torch.empty(0, len(text.ids) - 1, config.d_model) for text in texts]
+        self.plan, self.device = plan, device
+        self.collate = make_feature_collate(texts, states)
+        numbers = range(len(texts))
+        self.held = [i for i in numbers if i % HELD == 0]
+        self.seen = [i for i in numbers if i % HELD] or self.held
+        self.held_batches = [
+            self.collate(self.held[i : i + 8], plan.context, device)
+            for i in range(0, len(self.held), 8)
+        ]
+
+    def draw(self, generator: torch.Generator) -> Batch:
+        """Return a batch of texts that are not held out."""
+        shape = (self.plan.batch,)
+        drawn = torch.randint(len(self.seen), shape, generator=generator, device=generator.device)
+        numbers = [self.seen[i] for i in drawn.tolist()]
+        return self.collate(numbers, self.plan.context, self.device)
 
 
 def measure_ranks(

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
-from tinyspec.lm.heads import HeadSettings
-from tinyspec.technique import Trained, find_technique, load_techniques
+from tinyspec.technique import Card, Trained, Tuned, find_technique, load_techniques
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.corpus import END_ID
 from tinyspec.training.distilled import BeamSettings
@@ -168,16 +167,16 @@ class TranslationRecipe:
 
 @dataclass(frozen=True)
 class HeadRecipe:
-    """A recipe of a head.
+    """A recipe of a head, or of a model that is tuned for a method.
 
     Sections: [head] (the method's settings), [texts] (OutputSettings: what the target writes),
     [train] (TrainSettings). Folders are relative to the recipe's own.
 
-    target   name or folder of the model that the head is trained for
-    method   the technique that uses the head
+    target   name or folder of the model that the head is trained for, or that is tuned
+    method   the technique that uses the result
     batch    texts per step
     context  tokens of each, at most
-    extra    goes into the head's config
+    extra    goes into the config of the result
     """
 
     SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "texts": OutputSettings}
@@ -198,13 +197,15 @@ class HeadRecipe:
 
     @property
     def teacher(self) -> str:
-        """Return the model that the head learns from."""
+        """Return the model that wrote the texts."""
         return self.target
 
     @property
-    def trained(self) -> Trained:
-        """Return what the method trains. Raises TinyspecError if it trains nothing."""
+    def card(self) -> Card:
+        """Return the card of the method. Raises TinyspecError if it trains nothing of its own."""
         card = find_technique(self.method)
+        if card.tuned is not None:
+            return card
         if card.head_of:
             raise TinyspecError(
                 f"method {self.method} uses the heads of {card.head_of}: train one with method "
@@ -214,16 +215,31 @@ class HeadRecipe:
             known = [
                 name
                 for name, other in load_techniques().items()
-                if other.trained is not None and not other.head_of
+                if other.tuned is not None or (other.trained is not None and not other.head_of)
             ]
             raise TinyspecError(
                 f"method {self.method} trains nothing; {suggest_nearest(self.method, known)}"
             )
+        return card
+
+    @property
+    def trained(self) -> Trained:
+        """Return what the method trains for a target that stays as it is."""
+        card = self.card
+        if card.trained is None or card.tuned is not None:
+            raise TinyspecError(f"method {self.method} tunes the model itself and trains no head")
         return card.trained
 
-    def settings_of_head(self) -> HeadSettings:
+    @property
+    def tuned(self) -> Tuned:
+        """Return what the method trains in the model itself."""
+        if self.card.tuned is None:
+            raise TinyspecError(f"method {self.method} trains a head and tunes no model")
+        return self.card.tuned
+
+    def settings_of_head(self) -> Any:
         """Return the section [head] with the method's defaults."""
-        kind = self.trained.settings
+        kind = (self.card.tuned or self.trained).settings
         reject_unknown_keys(self.head, {f.name for f in fields(kind)}, "[head] ")
         return kind(**self.head)
 

@@ -18,6 +18,7 @@ import os
 import signal
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -71,6 +72,7 @@ def train(
     *,
     validate: Callable[[], Mapping[str, float]] | None = None,
     before_step: Callable[[int, float], None] | None = None,
+    rates: Mapping[str, float] | None = None,
     console: Console | None = None,
     title: str = "train",
 ) -> TrainingResult:
@@ -81,13 +83,14 @@ def train(
     loss         of a batch: a scalar
     validate     returns figures to log; the first decides which weights are best, lower is better
     before_step  is called with the number of each step and the progress before it
+    rates        learning rate of single weights, by name, as a multiple of the settings'
 
     Raises TinyspecError if the loss is no longer finite, or if the state in `folder` belongs to
     another training.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    run = _TrainingState(dict(weights), settings, folder)
+    run = _TrainingState(dict(weights), settings, folder, rates or {})
     run.resume()
     bar = progress_bar(console, TextColumn("{task.fields[note]}"))
     cuda = [run.device] if run.device.type == "cuda" else []
@@ -163,23 +166,36 @@ class _TrainingState:
 
     SAVED = ("average", "best", "best_weights", "step", "tokens", "checked", "seconds")
 
-    def __init__(self, weights: dict[str, Tensor], settings: TrainSettings, folder: Path):
+    def __init__(
+        self,
+        weights: dict[str, Tensor],
+        settings: TrainSettings,
+        folder: Path,
+        rates: Mapping[str, float],
+    ):
         self.weights, self.settings, self.folder = weights, settings, folder
         self.tensors = [w.requires_grad_() for w in weights.values()]
         self.device = self.tensors[0].device
-        inner = [
-            w
-            for name, w in weights.items()
-            if w.ndim == 2 and "." in name and settings.optimizer == "muon"
-        ]
-        outer = [w for w in self.tensors if all(w is not other for other in inner)]
-        groups = [
-            {"params": [w for w in outer if w.ndim >= 2], "weight_decay": settings.weight_decay},
-            {"params": [w for w in outer if w.ndim < 2], "weight_decay": 0.0},
-        ]
+        sorts: dict[tuple[str, float], list[Tensor]] = defaultdict(list)
+        for name, w in weights.items():
+            sort = "matrix" if w.ndim >= 2 else "vector"
+            if w.ndim == 2 and "." in name and settings.optimizer == "muon":
+                sort = "inner matrix"
+            sorts[sort, rates.get(name, 1.0)].append(w)
+
+        def make_groups(sort: str, weight_decay: float) -> list[dict[str, Any]]:
+            """Return a group of the weights of this sort for each learning rate."""
+            return [
+                {"params": own, "rate": rate, "weight_decay": weight_decay}
+                for (known, rate), own in sorts.items()
+                if known == sort
+            ]
+
+        groups = [*make_groups("matrix", settings.weight_decay), *make_groups("vector", 0.0)]
+        inner = make_groups("inner matrix", settings.weight_decay)
         fused = self.device.type == "cuda"
         self.optimizers: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW([g for g in groups if g["params"]], betas=settings.betas, fused=fused)
+            torch.optim.AdamW(groups, betas=settings.betas, fused=fused)
         ]
         if inner:
             self.optimizers.append(Muon(inner, weight_decay=settings.weight_decay))
@@ -201,7 +217,8 @@ class _TrainingState:
         torch.nn.utils.clip_grad_norm_(self.tensors, self.settings.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.lr
+                # The state of an older version has no rates.
+                group["lr"] = self.lr * group.get("rate", 1.0)
             optimizer.step()
             optimizer.zero_grad()
         if self.average:

@@ -8,6 +8,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import bita as bita_traps
 from tinyspec.laws.traps import blockwise as blockwise_traps
+from tinyspec.laws.traps import cllm as cllm_traps
 from tinyspec.laws.traps import distillspec as distillspec_traps
 from tinyspec.laws.traps import eagle as eagle_traps
 from tinyspec.laws.traps import eagle2 as eagle2_traps
@@ -18,16 +19,19 @@ from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.laws.traps import parallel_prompt as prompt_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
+from tinyspec.laws.traps import space as space_traps
 from tinyspec.laws.traps import typical_acceptance as typical_traps
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.stack import UnrolledLayer
+from tinyspec.nonautoregressive import cllm
 from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
-from tinyspec.speculative.integrated import parallel_prompt
+from tinyspec.speculative.integrated import parallel_prompt, space
 from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.speculative.integrated.parallel_prompt import PromptDrafter
+from tinyspec.speculative.probing import ProbeGroupDrafter
 from tinyspec.speculative.treedraft import fill_static_tree
 from tinyspec.speculative.verification import typical_acceptance
 from tinyspec.technique import TrainingBatch
@@ -43,6 +47,8 @@ _redrafter = partial(Toy, technique="redrafter")
 _bita = partial(Toy, technique="bita")
 _ppd = partial(Toy, technique="parallel_prompt")
 _pass = partial(Toy, technique="pass_sampling")
+_space = partial(Toy, technique="space")
+_cllm = partial(Toy, technique="cllm")
 _eagle = partial(Toy, technique="eagle")
 _pairs = partial(_eagle, function=eagle.EagleDrafter._join_pairs, law=eagle_traps.PLACED)
 _eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
@@ -189,9 +195,9 @@ level = rank_nodes(values, [*best.values()], self.width)""",
     ),
     _bita(
         "masks behind the newest token alone",
-        "for node, depth in depths.items() if max_draft_depth > 0 else ():",
+        "for node, depth in depths.items():",
         "for node, depth in [(ROOT, 0)]:",
-        BitaDrafter.propose,
+        BitaDrafter.add_groups,
         law=bita_traps.ONE_PASS,
     ),
     _bita(
@@ -205,20 +211,20 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "the prompts behind the newest token of the round before",
         "before_newest = path[len(round.tokens) - 1]",
         "before_newest = ROOT",
-        PromptDrafter.observe,
+        ProbeGroupDrafter.observe,
         law=prompt_traps.PLACED,
     ),
     _ppd(
         "the first virtual token alone",
-        "sum(rows[node + 1] for node in nodes) / len(nodes)",
-        "rows[nodes[0] + 1]",
+        "sum(rows[at : at + self.virtual]) / self.virtual",
+        "rows[at]",
         PromptDrafter.observe,
         law=prompt_traps.PLACED,
     ),
     _ppd(
         "virtual tokens that see each other",
-        "for i in range(self.virtual): above = node",
-        "above = node\nfor i in range(self.virtual):",
+        "parents.append(tips[i])",
+        "parents.append(tips[i - 1])",
         PromptDrafter.propose,
         law=prompt_traps.PLACED,
     ),
@@ -251,6 +257,71 @@ rejected = float(shares @ np.array([1 - sum(tree.ends) for tree in trees]))
 return 1 + float(shares @ np.array(values)) / (1 + rejected)""",
         parallel_prompt.tokens_per_round,
         law=prompt_traps.STEADY,
+    ),
+    _space(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        space.SpaceDrafter.observe,
+        law=space_traps.PLACED,
+    ),
+    _space(
+        "masks behind the newest token alone",
+        "for node in range(ROOT, n)",
+        "for node in (ROOT,)",
+        space.SpaceDrafter.propose,
+        law=space_traps.ONE_PASS,
+    ),
+    _space(
+        "tuning without masks",
+        "if is_cut and len(cuts):",
+        "if False:",
+        space.sar_loss,
+        law=space_traps.LABELLED,
+    ),
+    _space(
+        "a rejected candidate drawn again from p, as in the released code",
+        "return request.decoder(SpaceDrafter(ids, positions), verify_tree)",
+        """from tinyspec.decoding.verify import Verdict
+def redraw(tree, p, rng):
+    path, node = (), ROOT
+    for child in tree.chain_nodes("SPACE"):
+        token, q = tree.tokens[child], tree.draft_probs[child]
+        if not rng.accept(min(1, p[node][token] / (1 if q is None else q[token]))):
+            break
+        path, node = (*path, child), child
+    return Verdict(path, rng.draw(p[node]))
+return request.decoder(SpaceDrafter(ids, positions), redraw)""",
+        space.space,
+        law=JOINT,
+    ),
+    _cllm(
+        "trajectories from padding",
+        "[text[i] for i in drawn]",
+        "[0] * n",
+        cllm.trace_trajectory,
+        law=cllm_traps.FIXED,
+    ),
+    _cllm(
+        "training from the first state alone",
+        "chosen = int(torch.randint(max(len(states) - 1, 1), (), generator=generator))",
+        "chosen = 0",
+        cllm.draw_pair,
+        law=cllm_traps.EARLIER,
+    ),
+    _cllm(
+        "consistency alone, without the autoregressive loss",
+        "after_early[is_open]) + settings.ar_weight * ar_loss",
+        "after_early[is_open])",
+        cllm.cllm_loss,
+        law=cllm_traps.LOSS,
+    ),
+    _cllm(
+        "a gradient through the fixed point",
+        "fixed.detach().float()",
+        "fixed.float()",
+        cllm.consistency_loss,
+        law=cllm_traps.CONSTANT,
     ),
     _distill(
         "one divergence for all names",

@@ -39,7 +39,12 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
-from tinyspec.speculative.probing import begin_probes, predict_by_probes, probe_loss
+from tinyspec.speculative.probing import (
+    begin_probes,
+    predict_by_probes,
+    probe_loss,
+    sample_chain,
+)
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -49,7 +54,7 @@ from tinyspec.technique import (
     TrainingBatch,
     technique,
 )
-from tinyspec.tree import Probs, TokenTree
+from tinyspec.tree import TokenTree
 
 AHEAD = "ahead.weight"
 
@@ -130,13 +135,7 @@ class PassDrafter(BaseDrafter):
             fits = min(self.n, self.positions - len(context)) if max_draft_depth > 0 else 0
             ids = range(self.first_probe, self.first_probe + fits)
             return TokenTree(tuple(ids), tuple(range(-1, fits - 1)), (None,) * fits, (True,) * fits)
-        tokens, draft_probs = list[int](), list[Probs | None]()
-        for row in rows[:max_draft_depth]:
-            history = [*context, *tokens]
-            token = sampling.greedy_token(row, history)
-            q = None if token is not None else sampling.probs(row, history)
-            tokens.append(rng.draw(q) if token is None else token)
-            draft_probs.append(q)
+        tokens, draft_probs = sample_chain(rows[:max_draft_depth], context, sampling, rng)
         return TokenTree.chain(tokens, draft_probs)
 
     def observe(self, round: Round) -> None:

@@ -35,16 +35,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
-from tinyspec.speculative.probing import begin_probes, predict_by_probes, probe_loss
+from tinyspec.speculative.probing import (
+    ProbeGroupDrafter,
+    begin_probes,
+    predict_by_probes,
+    probe_loss,
+)
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -114,26 +118,18 @@ def bita_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) 
 # ------------------------------------------------------------------ the draft
 
 
-class BitaDrafter(BaseDrafter):
-    """Draft from the group of masks behind the last accepted token.
+class BitaDrafter(ProbeGroupDrafter):
+    """Draft a tree from the group of masks behind the last accepted token.
 
-    masks       masks in a group
+    masks       ids of the masks of a group
     candidates  of the first slot; each further slot has one less
-    first_mask  id of the first mask
     positions   tokens that the target's context holds
     ends        tokens that nothing follows
     """
 
-    def __init__(
-        self, masks: int, candidates: int, first_mask: int, positions: int, ends: frozenset[int]
-    ):
-        self.masks, self.candidates, self.ends = masks, candidates, ends
-        self.first_mask, self.positions = first_mask, positions
-        self.logits: Sequence[Any] = ()  # rows of the group behind the last accepted token
-        self.group_of: dict[int, list[int]] = {}  # draft token or ROOT -> its masks in the tree
-
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.logits = ()
+    def __init__(self, masks: Sequence[int], candidates: int, positions: int, ends: frozenset[int]):
+        super().__init__(masks, positions)
+        self.candidates, self.ends = candidates, ends
 
     def propose(
         self,
@@ -155,30 +151,10 @@ class BitaDrafter(BaseDrafter):
                 break
             tip = first  # the likeliest candidate is the one that goes on
             path.append(ranked[0])
-        probe = [False] * len(tokens)
-        self.group_of = {}
-        for node, depth in depths.items() if max_draft_depth > 0 else ():
-            fits = min(self.masks, self.positions - len(context) - depth)
-            above, self.group_of[node] = node, []
-            for i in range(max(fits, 0)):
-                tokens.append(self.first_mask + i)
-                parents.append(above)
-                probe.append(True)
-                above = len(tokens) - 1
-                self.group_of[node].append(above)
+        drafted = len(tokens)
+        self.add_groups(tokens, parents, depths if max_draft_depth > 0 else {}, len(context))
+        probe = [False] * drafted + [True] * (len(tokens) - drafted)
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
-
-    def observe(self, round: Round) -> None:
-        path = (ROOT, *round.verdict.accepted)
-        before_newest = path[len(round.tokens) - 1]  # the token that the newest one follows
-        rows = kernels_of(round.scores.logits).as_rows(round.scores.logits)
-        self.logits = [rows[mask + 1] for mask in self.group_of.get(before_newest, ())]
-
-    def rewind(self, length: int) -> None:
-        self.logits = ()
-
-    def end(self) -> None:
-        self.logits = ()
 
 
 @technique(
@@ -220,7 +196,6 @@ def bita(request: Request, *, candidates: int, masks: int) -> Decoder:
     keys, values = weights[PREFIX].to(model.device, model.state_dtype)
     target.set_probe_embeddings(own, (keys, values))
     positions = request.positions or model.config.max_positions
-    drafter = BitaDrafter(
-        len(own), candidates, model.config.vocab_size, positions, request.stop.eos
-    )
+    ids = range(model.config.vocab_size, model.config.vocab_size + len(own))
+    drafter = BitaDrafter(ids, candidates, positions, request.stop.eos)
     return request.decoder(drafter, verify_tree)

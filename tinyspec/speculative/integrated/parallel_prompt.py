@@ -45,7 +45,7 @@ does not run: we count what runs (laws/museum).
 Left out: prompts that begin as the embeddings of a text, further heads, exits and prefixes of their
 code; weights of virtual tokens; the choice of `nodes` from the times of a machine. The authors
 train on the target's greedy text after a cut, against whole distributions. Our texts are sampled,
-and of each distribution the trainer keeps the most probable tokens.
+and of each distribution the most probable tokens are known; the others count as one.
 """
 
 import math
@@ -61,16 +61,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import RANKS, FrozenTarget, HeadSettings, head_weights
 from tinyspec.lm.probes import run_probe_groups
-from tinyspec.speculative.probing import begin_probes, draw_anchors
+from tinyspec.speculative.drafting.distillspec import append_rest, kl_divergence
+from tinyspec.speculative.probing import ProbeGroupDrafter, begin_probes, draw_anchors
 from tinyspec.speculative.treedraft import (
     StaticTree,
     build_static_tree,
@@ -161,11 +161,10 @@ def prompt_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
         at = anchors + 1 + depth  # the target's distribution of token t + 2 + depth stands there
         inside = at < batch.ids.shape[1]
         known = batch.is_answer[:, at[inside]]
-        p = batch.top_probs[:, at[inside]][known]
-        p = p / p.sum(-1, keepdim=True)
         logits = F.linear(states[:, inside, depth][known], target.head).float()
-        log_q = logits.log_softmax(-1).gather(-1, batch.top_ids[:, at[inside]][known])
-        divergence = (torch.special.xlogy(p, p) - p * log_q).sum() / max(len(p), 1)
+        q = logits.softmax(-1).gather(-1, batch.top_ids[:, at[inside]][known])
+        p = batch.top_probs[:, at[inside]][known]
+        divergence = kl_divergence(append_rest(p), append_rest(q)).sum() / max(len(p), 1)
         total = total + DECAY**depth * divergence / n
     return total
 
@@ -300,7 +299,7 @@ def build_prompt_trees(nodes: int, chances: Chances) -> tuple[PromptTree, ...]:
 # ------------------------------------------------------------------ the draft
 
 
-class PromptDrafter(BaseDrafter):
+class PromptDrafter(ProbeGroupDrafter):
     """Draft from the prompts behind the last accepted token, along the tree of their number.
 
     trees         of state 1, 2, ...: there are as many prompts
@@ -318,14 +317,9 @@ class PromptDrafter(BaseDrafter):
         positions: int,
         ends: frozenset[int],
     ):
+        super().__init__(range(first_prompt, first_prompt + len(trees) * virtual), positions)
         self.trees, self.virtual, self.ends = trees, virtual, ends
-        self.first_prompt, self.positions = first_prompt, positions
         self.widths = [rank_widths(tree.places) for tree in trees]
-        self.logits: Sequence[Any] = ()  # of the prompts behind the last accepted token
-        self.prompts_of: dict[int, list[list[int]]] = {}  # draft token or ROOT -> nodes by prompt
-
-    def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.logits = ()
 
     def propose(
         self,
@@ -334,7 +328,7 @@ class PromptDrafter(BaseDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        self.prompts_of = {}
+        self.group_of = {}
         if max_draft_depth <= 0:
             return TokenTree()
         tokens, parents, prompts = list[int](), list[int](), {ROOT: len(self.trees)}
@@ -345,33 +339,25 @@ class PromptDrafter(BaseDrafter):
                 tree.places, rows, self.widths[state], context, sampling, self.ends
             )
             prompts |= {node: tree.prompts[place] for place, node in node_of.items()}
-        depths = [0, *TokenTree(tokens, parents).depths()]  # of ROOT, and of each node
-        probe = [False] * len(tokens)
+        drafted, depths = len(tokens), [0, *TokenTree(tokens, parents).depths()]  # ROOT first
         for node, n in prompts.items():
-            fits = max(min(n, self.positions - len(context) - depths[node + 1]), 0)
-            self.prompts_of[node] = [list[int]() for _ in range(fits)]
-            for i in range(self.virtual):
-                above = node
-                for j, nodes in enumerate(self.prompts_of[node]):
-                    tokens.append(self.first_prompt + j * self.virtual + i)
-                    parents.append(above)
-                    probe.append(True)
-                    above = len(tokens) - 1
-                    nodes.append(above)
+            fits = min(n, self.positions - len(context) - depths[node + 1])
+            self.group_of[node] = []
+            tips = [node] * self.virtual  # of the chain of each virtual token
+            for j in range(max(fits, 0)):
+                for i in range(self.virtual):
+                    tokens.append(self.ids[j * self.virtual + i])
+                    parents.append(tips[i])
+                    tips[i] = len(tokens) - 1
+                self.group_of[node] += tips
+        probe = [False] * drafted + [True] * (len(tokens) - drafted)
         return TokenTree(tokens, parents, (None,) * len(tokens), probe)
 
     def observe(self, round: Round) -> None:
-        path = (ROOT, *round.verdict.accepted)
-        before_newest = path[len(round.tokens) - 1]  # the token that the newest one follows
-        rows = kernels_of(round.scores.logits).as_rows(round.scores.logits)
-        prompts = self.prompts_of.get(before_newest, ())
-        self.logits = [sum(rows[node + 1] for node in nodes) / len(nodes) for nodes in prompts]
-
-    def rewind(self, length: int) -> None:
-        self.logits = ()
-
-    def end(self) -> None:
-        self.logits = ()
+        super().observe(round)
+        rows = self.logits  # of every virtual token
+        starts = range(0, len(rows), self.virtual)
+        self.logits = [sum(rows[at : at + self.virtual]) / self.virtual for at in starts]
 
 
 @technique(
