@@ -78,6 +78,7 @@ METHODS = {
     "lookahead": "lookahead_jacobi",
     "lookahead_decoding": "lookahead_jacobi",
     "self_speculative_decoding": "self_speculative",
+    "medusa_2": "medusa2",
     "eagle_2": "eagle2",
     "eagle_3": "eagle3",
     "recurrent_drafter": "redrafter",

@@ -16,6 +16,7 @@ from tinyspec.laws.traps import eagle3 as eagle3_traps
 from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
+from tinyspec.laws.traps import medusa2 as medusa2_traps
 from tinyspec.laws.traps import parallel_prompt as prompt_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
@@ -24,7 +25,7 @@ from tinyspec.laws.traps import typical_acceptance as typical_traps
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.nonautoregressive import cllm
-from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, redrafter
+from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, medusa2, redrafter
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
@@ -40,6 +41,7 @@ from tinyspec.training.on_policy import DraftTexts
 
 _eagle3 = partial(Toy, technique="eagle3")
 _medusa = partial(Toy, technique="medusa")
+_medusa2 = partial(Toy, technique="medusa2")
 _typical = partial(Toy, technique="typical_acceptance")
 _blockwise = partial(Toy, technique="blockwise")
 _hydra = partial(Toy, technique="hydra")
@@ -77,6 +79,27 @@ TOYS = [
         "rank_tokens(sampling, rows[depth], history, 1)",
         fill_static_tree,
         law=medusa_traps.SPREAD,
+    ),
+    _medusa2(
+        "the heads' losses with their full weight",
+        "settings.heads_weight * schedule_weight(settings, tuning.progress) * of_heads",
+        "of_heads",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.JOINED,
+    ),
+    _medusa2(
+        "the heads' losses alone",
+        "return own + settings",
+        "return settings",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.JOINED,
+    ),
+    _medusa2(
+        "a model that is trained from the first step on",
+        "torch.is_grad_enabled() and not are_heads_first",
+        "torch.is_grad_enabled()",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.ALONE,
     ),
     _typical(
         "a threshold without the entropy",

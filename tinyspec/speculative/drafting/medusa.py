@@ -26,7 +26,7 @@ to a cyclic text have every draft accepted; the tree is the best of its size; a 
 with each node's own history).
 Additions of ours: `shared_rows` uses the target's output matrix for all heads (the form that vLLM
 calls original_lm_head), and `draft_vocab` restricts it to the target's most frequent tokens.
-Left out: Medusa-2, which trains the target too; a chain of sampled tokens.
+Left out: a chain of sampled tokens. Medusa-2, which trains the target too, is `medusa2`.
 """
 
 from collections.abc import Sequence
