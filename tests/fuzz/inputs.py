@@ -129,6 +129,19 @@ def damage_config(world: World, rng: Random) -> tuple[str, Try]:
     )
 
 
+def damage_tuned(world: World, rng: Random) -> tuple[str, Try]:
+    """The section of config.json that tells how a model was tuned."""
+    folder = copy_model(world)
+    values = json.loads((world.folder / "big" / "config.json").read_text())
+    settings = {"masks": 2, "mask_prob": 0.5, "mask_id": -1}
+    made = damage_json(rng, {"method": "space", "from": "big", "settings": settings})
+    values["tinyspec"] = {"tuned": made}
+    write_anew(folder / "config.json", dump_json(values, rng))
+    return repr(made), lambda: tinyspec.generate(
+        tinyspec.load(folder), PROMPT, method="space", max_new_tokens=3
+    )
+
+
 def damage_generation_config(world: World, rng: Random) -> tuple[str, Try]:
     """generation_config.json and tokenizer_config.json."""
     folder = copy_model(world)
@@ -588,6 +601,7 @@ def damage_recipe(world: World, rng: Random) -> tuple[str, Try]:
 CLASSES: dict[str, Callable[[World, Random], tuple[str, Try]]] = {
     "tokenizer.json": damage_tokenizer,
     "config.json": damage_config,
+    "how a model was tuned": damage_tuned,
     "generation_config.json and tokenizer_config.json": damage_generation_config,
     "model.safetensors": damage_safetensors,
     "a .gguf file": damage_gguf,

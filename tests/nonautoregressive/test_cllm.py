@@ -47,14 +47,10 @@ def test_trap_the_fixed_point_is_a_constant() -> None:
 # ---------------------------------------------------------------------- what is trained
 
 
-class Scripted:
-    """A model that answers with a trajectory that was written down."""
-
-
 def test_a_pair_ends_with_the_first_end_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
     states = [[1, 1, 1, 1], [5, 1, 1, 1], [5, 0, 3, 0]]
     monkeypatch.setattr(module, "trace_trajectory", lambda *args: states)
-    pair = draw_pair(Scripted(), (7, 8), 4, (0,), torch.Generator())  # type: ignore[arg-type]
+    pair = draw_pair(None, (7, 8), 4, (0,), torch.Generator())  # type: ignore[arg-type]
     assert pair is not None
     assert (pair.text, pair.fixed) == ([7, 8], [5, 0])
     assert pair.early in ([1, 1], [5, 1])
@@ -66,7 +62,7 @@ def test_a_fixed_point_that_repeats_one_token_is_not_used(
 ) -> None:
     states = [[1] * 12, [3] + [5] * repeats + [2] * (11 - repeats)]
     monkeypatch.setattr(module, "trace_trajectory", lambda *args: states)
-    pair = draw_pair(Scripted(), (7, 8), 12, (0,), torch.Generator())  # type: ignore[arg-type]
+    pair = draw_pair(None, (7, 8), 12, (0,), torch.Generator())  # type: ignore[arg-type]
     assert (pair is not None) == is_used
 
 

@@ -5,8 +5,8 @@ is tuned.
 
 Idea. Jacobi iteration (jacobi.py) rewrites a block of n tokens until nothing changes. Its states
 y(0), y(1), ..., y* form a *trajectory* from random tokens to the greedy text. An ordinary model
-corrects about one token in a sweep, for it has seldom seen a right token after a wrong one. So it
-is tuned to predict the fixed point y* from every state of its trajectories, and it corrects several.
+corrects about one token in a sweep, because what it predicts after a wrong token is seldom right.
+So it is tuned to predict the fixed point y* from every state of its trajectories.
 
 Training. For a text x, a trajectory of the *original* model is computed, from tokens that are drawn
 from x. A state y(j) is drawn from all states but the last one. The loss has two terms:
@@ -17,8 +17,9 @@ from x. A state y(j) is drawn from all states but the last one. The loss has two
 
 p is the model in training. The first p in L_GC is a constant: no gradient flows through it. i runs
 from the first position at which y(j) and y* differ; before it both terms read the same text. L_AR
-keeps the model close to what the original writes. The paper names omega without a number that we
-could read; its released trainer and the cards of its models have 10.
+keeps the model close to what the original writes. We could not read a number for omega in the
+paper; the released trainer and the pages of the released models have 10. As in that code, the
+labels of L_AR are smoothed by 0.1, and a fixed point that repeats a token ten times is left out.
 
 Guarantee: EXACT, at any temperature, for the tuned model: its greedy text is its own, not that of
 the original.
@@ -181,7 +182,7 @@ def cllm_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
 
 @technique(
     title="CLLM: consistency large language models",
-    summary="Jacobi iteration on a model tuned for it",
+    summary="Jacobi iteration on a tuned model",
     paper="Kou et al. 2024, arXiv 2403.00835",
     family="parallel",
     guarantee=Guarantee.EXACT,

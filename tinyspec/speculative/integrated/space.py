@@ -200,7 +200,7 @@ class SpaceDrafter(ProbeGroupDrafter):
 
 @technique(
     title="SPACE: smart parallel auto-correct decoding",
-    summary="a model tuned to fill masks drafts while it verifies",
+    summary="masks draft in a tuned model",
     paper="Yi et al. 2024, arXiv 2402.11809",
     family="integrated",
     guarantee=Guarantee.EXACT,
