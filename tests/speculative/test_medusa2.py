@@ -171,3 +171,35 @@ def test_a_setting_without_a_meaning_stops_the_command(big: str, tmp_path: Path)
     said = failed(train(big, tmp_path / "tuned", "--set", 'head.schedule="cosine"'))
     assert "[head] schedule is 'cosine'" in said
     assert not (tmp_path / "tuned/model.safetensors").exists()
+
+
+def test_a_model_without_heads_is_told_to_be_tuned(big: str) -> None:
+    said = failed(run("generate", "--model", big, "--method", "medusa2", "the cat"))
+    assert "big has no heads for medusa2" in said and "--method medusa2 --out FOLDER" in said
+
+
+DAMAGES = {
+    "no table of ranks": ({RANKS: None}, "ranks is missing"),
+    "a missing tensor": ({"blocks.0.layers.0.bias": None}, "blocks.0.layers.0.bias is missing"),
+    "another shape": ({"blocks.0.layers.0.bias": torch.zeros(3)}, "has the shape [3]"),
+    "a number that is not finite": ({RANKS: torch.full((2, RANKED), torch.nan)}, "not finite"),
+    "a tensor too many": ({"x": torch.zeros(1)}, "x is not a tensor of medusa"),
+    "an unknown setting": ({"settings/nodes": torch.tensor(3)}, "settings nodes is not known"),
+    "a setting without a meaning": ({"settings/heads": torch.tensor(-1)}, "[head] heads is -1"),
+    "a setting that is no text": (
+        {"settings/heads": torch.tensor([0.5, 300.0])},
+        "settings of its head for medusa cannot be read",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_heads_of_a_model_are_named_in_one_line(damage: str, big: str) -> None:
+    change, said = DAMAGES[damage]
+    headed = add_random_head(tinyspec.load(big), CARD, 0)
+    extras = {**headed.extras, **{f"medusa/{name}": w for name, w in change.items()}}
+    kept = {name: w for name, w in extras.items() if w is not None}
+    for method in ("medusa", "medusa2"):
+        with pytest.raises(TinyspecError) as error:
+            tinyspec.generate(headed.with_extras(kept), [1, 2], method=method)
+        assert said in str(error.value) and "\n" not in str(error.value)
