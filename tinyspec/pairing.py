@@ -114,7 +114,7 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
     if named is None and card.tuned is not None:
         raise TinyspecError(
             f"{model.name} has no heads for {card.name}: take a model that was tuned with them, or "
-            f"tune this one: tinyspec train head --for {model.name} --method {card.name} --out FOLDER"
+            f"tune this: tinyspec train head --for {model.name} --method {card.name} --out FOLDER"
         )
     if named is None:
         raise missing_head(model.name, method)

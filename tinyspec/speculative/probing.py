@@ -43,7 +43,7 @@ def predict_by_probes(
 
 
 def draw_anchors(batch: TrainingBatch, n: int) -> Tensor:
-    """Return random positions of a batch that n further tokens follow the next one of."""
+    """Return random positions of a batch: n more tokens follow the next token of each."""
     width = batch.ids.shape[1]
     return torch.randperm(max(width - 1 - n, 1), device=batch.ids.device)[:ANCHORS]
 
