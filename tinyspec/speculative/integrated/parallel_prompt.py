@@ -39,9 +39,9 @@ Pitfall: the chain behind the wrong token, or virtual tokens that see each other
 right. Law F2 sees both.
 Tests: tests/speculative/test_parallel_prompt.py (one pass a round; the state machine by hand; the
 removal against all ways to remove; the steady state by hand; the loss against its formula).
-Additions of ours: the authors build trees for K = 3 only. At most 16 sizes of a tree are tried.
-The authors' builder gives a rejected draft a further round without a draft, which their decoder
-does not run: we count what runs (laws/museum).
+Additions of ours: trees for other K than 3. Not every size of a large tree is tried, as the authors
+do. Their builder gives a rejected draft a further round without a draft, which their decoder does
+not run: we count what runs (laws/museum).
 Left out: prompts that begin as the embeddings of a text, further heads, exits and prefixes of their
 code; weights of virtual tokens; the choice of `nodes` from the times of a machine. The authors
 train on the target's greedy text after a cut, against whole distributions. Our texts are sampled,
@@ -53,7 +53,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -90,7 +90,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 PROMPTS = "prompts.weight"  # [K, virtual tokens of each, d]
 DECAY = 0.8  # of a prompt's loss against the prompt before it
-SIZES = 16  # sizes of a tree that are tried, at most
+CHOICES = 256  # of the sizes of all trees that are tried, at most: for K = 3, 16 sizes of two trees
 
 Chances = tuple[tuple[float, ...], ...]
 """For each prompt, how often its candidate of each rank was right."""
@@ -280,17 +280,18 @@ def build_prompt_trees(nodes: int, chances: Chances) -> tuple[PromptTree, ...]:
     """
     states, largest = len(chances), nodes // 2
     smallest = min(max(nodes // (states + 1), 1), largest)
-    sizes = range(smallest, largest + 1, -(-(largest + 1 - smallest) // SIZES))
+    tried = int(CHOICES ** (1 / max(states - 1, 1)))  # sizes of a tree
+    sizes = range(smallest, largest + 1, -(-(largest + 1 - smallest) // tried))
     options = [[build_static_tree(largest, chances[:1])]]
     options += [[build_static_tree(n, chances[:k]) for n in sizes] for k in range(2, states + 1)]
+    accepted = {places: path_chances(places, chances) for places in chain(*options)}
+    ends = {places: end_chances(places, accepted[places]) for places in accepted}
     best, most_tokens = tuple[PromptTree, ...](), -math.inf
     for chosen in product(*options):
-        accepted = [path_chances(places, chances) for places in chosen]
-        values, trees = [sum(each) for each in accepted], list[PromptTree]()
-        for places, each in zip(chosen, accepted, strict=True):
-            ends = end_chances(places, each)
-            prompts = hang_prompts(ends, values, nodes - len(places))
-            trees.append(PromptTree(places, tuple(ends), tuple(prompts)))
+        values, trees = [sum(accepted[places]) for places in chosen], list[PromptTree]()
+        for places in chosen:
+            prompts = hang_prompts(ends[places], values, nodes - len(places))
+            trees.append(PromptTree(places, tuple(ends[places]), tuple(prompts)))
         if (tokens := tokens_per_round(trees, values)) > most_tokens:
             best, most_tokens = tuple(trees), tokens
     return best
