@@ -78,10 +78,12 @@ METHODS = {
     "lookahead": "lookahead_jacobi",
     "lookahead_decoding": "lookahead_jacobi",
     "self_speculative_decoding": "self_speculative",
+    "medusa_2": "medusa2",
     "eagle_2": "eagle2",
     "eagle_3": "eagle3",
     "recurrent_drafter": "redrafter",
     "mlp_speculator": "redrafter",
+    "parallel_prompt_decoding": "parallel_prompt",
     "greedy": "autoregressive",
     "plain": "autoregressive",
 }

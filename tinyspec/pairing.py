@@ -11,6 +11,7 @@ import torch
 from tinyspec import models
 from tinyspec.arguments import wrong_argument
 from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.head_formats import (
     FORMATS,
     convert_head,
@@ -21,15 +22,19 @@ from tinyspec.lm.head_formats import (
 from tinyspec.lm.heads import (
     RANKS,
     HeadFile,
+    HeadSettings,
     add_head,
     check_head,
+    head_settings,
+    head_weights,
     missing_head,
+    prepare_head,
     read_head,
     write_head_files,
 )
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.technique import Card, find_technique, load_techniques
+from tinyspec.technique import Card, Trained, find_technique, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
 """One draft model or several, loaded or by name; None: the one that the model's own card names."""
@@ -115,8 +120,14 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
     method = card.head_method
     lead = f"{method}/"
     if head is None and any(name.startswith(lead) for name in model.extras):
+        prepare_head(model, lead, lambda own: _check_own_head(own, card))
         return model
     named = head or next(iter(models.find_heads_of(model.name, method)), None)
+    if named is None and card.tuned is not None:
+        raise TinyspecError(
+            f"{model.name} has no heads for {card.name}: take a model that was tuned with them, or "
+            f"tune this: tinyspec train head --for {model.name} --method {card.name} --out FOLDER"
+        )
     if named is None:
         raise missing_head(model.name, method)
     if not isinstance(named, (str, Path)):
@@ -140,27 +151,49 @@ def find_head(named: str | Path) -> Path:
 
 def read_fitting_head(path: Path, model: Model, card: Card) -> HeadFile:
     """Return the content of a head's folder, in any format. Raises TinyspecError unless it fits."""
-    method = read_head_method(path)
-    if method != card.head_method or card.trained is None:
+    method, trained = read_head_method(path), card.trained
+    if method != card.head_method or trained is None:
         raise TinyspecError(f"{path}: a head for {method}, not for {card.head_method}")
-    kind, format = card.trained.settings, find_format(path)
+    format = find_format(path)
     if format is None:
         found = read_head(path)
     else:
-        layers = card.trained.layers(model.config, kind())
+        layers = trained.layers(model.config, trained.settings())
         found = read_foreign_head(path, format, model, layers)
+        if RANKS not in found.weights:  # nothing was measured: draft a chain
+            shapes = trained.all_shapes(model.config, trained.settings(**found.settings))
+            ranks = torch.zeros(shapes[RANKS])
+            ranks[:, 0] = 1
+            found = found._replace(weights={**found.weights, RANKS: ranks})
+    settings = _check_fit(found, trained, model, path)
+    return found._replace(settings=vars(settings))
+
+
+def _check_fit(found: HeadFile, trained: Trained, model: Model, path: Path) -> HeadSettings:
+    """Return the settings of a head. Raises TinyspecError unless it fits the model."""
+    kind = trained.settings
     for name in found.settings:
         if name not in (names := {field.name for field in fields(kind)}):
             hint = suggest_nearest(name, names)
             raise TinyspecError(f"{path / 'config.json'}: settings {name} is not known; {hint}")
     settings = kind(**found.settings)
-    shapes = card.trained.all_shapes(model.config, settings)
-    if format is not None and RANKS not in found.weights:  # nothing was measured: draft a chain
-        ranks = torch.zeros(shapes[RANKS])
-        ranks[:, 0] = 1
-        found = found._replace(weights={**found.weights, RANKS: ranks})
-    check_head(found, model, shapes, path)
-    return found._replace(settings=vars(settings))
+    check_head(found, model, trained.all_shapes(model.config, settings), path)
+    return settings
+
+
+def _check_own_head(model: Model, card: Card) -> None:
+    """Raise TinyspecError unless the head that a model brings with it fits it."""
+    method, trained = card.head_method, card.trained
+    assert trained is not None
+    try:
+        settings = head_settings(model, method)
+    except (TypeError, ValueError) as error:  # no text
+        raise TinyspecError(
+            f"{model.name}: the settings of its head for {method} cannot be read; tune it again"
+        ) from error
+    check = embedding_checksum(model.weights["embed"])
+    own = HeadFile(method, model.name, check, settings, {}, head_weights(model, method))
+    _check_fit(own, trained, model, Path(model.name))
 
 
 def export_head(

@@ -19,6 +19,7 @@ from tinyspec.speculative.verification.bild import rollback_verifier
 from tinyspec.speculative.verification.block_verification import verify_tree_by_block
 from tinyspec.speculative.verification.specinfer import verify_tree_multi_step
 from tinyspec.speculative.verification.spectr import verify_tree_k_seq
+from tinyspec.speculative.verification.typical_acceptance import typical_verifier
 from tinyspec.tree import ROOT, TokenTree
 
 Rule = Callable[[TokenTree, Any, Any], Verdict]
@@ -34,6 +35,7 @@ TREES: dict[str, Rule] = {
     "verify_tree": verify_tree,
     "multi-step": verify_tree_multi_step,
     "k-seq": verify_tree_k_seq,
+    "typical": typical_verifier(0.09, 0.3, "typical"),
 }
 P, Q = [F(1, 5), F(4, 5)], [F(1, 2), F(1, 2)]
 PROBE = 9  # a token that no distribution knows

@@ -42,13 +42,18 @@ def predict_by_probes(
     return F.linear(states[:, :, -1], target.head)
 
 
+def draw_anchors(batch: TrainingBatch, n: int) -> Tensor:
+    """Return random positions of a batch: n more tokens follow the next token of each."""
+    width = batch.ids.shape[1]
+    return torch.randperm(max(width - 1 - n, 1), device=batch.ids.device)[:ANCHORS]
+
+
 def probe_loss(
     target: FrozenTarget, batch: TrainingBatch, embeddings: Tensor, prefix: Tensor | None = None
 ) -> Tensor:
     """Return the mean cross-entropy of all probes behind random positions."""
     assert target.blocks is not None
-    n, width = len(embeddings), batch.ids.shape[1]
-    anchors = torch.randperm(max(width - 1 - n, 1), device=batch.ids.device)[:ANCHORS]
+    n, anchors = len(embeddings), draw_anchors(batch, len(embeddings))
     states = run_probe_groups(target.blocks, batch.ids, anchors, embeddings, prefix)
     total = states.new_zeros(())
     for depth in range(n):

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from functools import cache
 from heapq import heappop, heappush
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from tinyspec.decoding.decode import Target, TargetProbs
+from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import EXACT, SamplingParams, kernels_of, top_k_tokens
@@ -95,6 +96,60 @@ def build_static_tree(nodes: int, chances: tuple[tuple[float, ...], ...]) -> Sta
         tree.append((parent, rank))
         add_children(len(tree) - 1, depth + 1, -worth)
     return tuple(tree)
+
+
+def rank_widths(tree: StaticTree) -> list[int]:
+    """Return how many candidates of each depth a tree of ranks uses.
+
+    >>> rank_widths(((-1, 0), (-1, 1), (0, 0)))
+    [2, 1]
+    """
+    depths, widths = {ROOT: 0}, list[int]()
+    for place, (parent, rank) in enumerate(tree):
+        depth = depths[parent]
+        widths += [0] * (depth + 1 - len(widths))
+        widths[depth] = max(widths[depth], rank + 1)
+        depths[place] = depth + 1
+    return widths
+
+
+def fill_static_tree(
+    tree: StaticTree,
+    rows: Sequence[Any],
+    widths: Sequence[int],
+    context: Sequence[int],
+    sampling: SamplingParams,
+    ends: frozenset[int],
+) -> tuple[list[int], list[int], dict[int, int]]:
+    """Return the tokens and parents of a draft along a tree of ranks, and the node of each place.
+
+    rows    logits [V] of each depth: its candidates are the same below every node
+    widths  how many candidates of each depth are ranked
+    ends    tokens that nothing follows
+
+    With a repetition penalty the candidates depend on the path to a node. A place below the last
+    row, or of a rank that the vocabulary does not have, gets no node.
+    """
+    ranked = dict[int, list[int]]()  # candidates of each depth; with a penalty, of the last parent
+    tokens, parents, node_of = list[int](), list[int](), dict[int, int]()
+    below = {ROOT: (ROOT, 0, list[int]())}  # place -> node, depth, its path
+    last = None
+    for place, (up, rank) in enumerate(tree):
+        if up not in below or below[up][1] >= len(rows):
+            continue
+        parent, depth, path = below[up]
+        if depth not in ranked or (sampling.repetition_penalty != 1.0 and last != parent):
+            history = [*context, *path]
+            ranked[depth] = rank_tokens(sampling, rows[depth], history, widths[depth])
+        last = parent
+        if rank >= len(ranked[depth]):
+            continue
+        token, node_of[place] = ranked[depth][rank], len(tokens)
+        if token not in ends:
+            below[place] = (len(tokens), depth + 1, [*path, token])
+        tokens.append(token)
+        parents.append(parent)
+    return tokens, parents, node_of
 
 
 class TreeDrafter(ModelDrafter):

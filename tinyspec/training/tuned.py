@@ -27,12 +27,12 @@ from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import generate
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.heads import add_head, freeze_target
+from tinyspec.lm.heads import RANKS, FrozenTarget, add_head, freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.technique import TUNED, TrainingBatch, Tuning
+from tinyspec.technique import TUNED, Trained, TrainingBatch, Tuning
 from tinyspec.training.corpus import Document, bits_per_byte, clean_book, encode_document
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
-from tinyspec.training.heads import TextBatches, prepare_texts
+from tinyspec.training.heads import TextBatches, measure_ranks, prepare_texts
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import read_head_recipe
 from tinyspec.training.train import TrainingResult
@@ -119,7 +119,11 @@ def train_tuned(
     model = Model(replace(target.config, extra=extra), stored, tokenizer, plan.name)
     if beside:
         own = {name: w.detach().to("cpu", torch.bfloat16) for name, w in beside.items()}
-        model = add_head(model, card.head_method, own, vars(settings))
+        known = vars(settings)
+        if card.trained is not None:
+            own[RANKS] = measure_heads(card.trained, tuning, batches.held_batches)
+            known = {name: known[name] for name in vars(card.trained.small)}
+        model = add_head(model, card.head_method, own, known)
     model.save(run.out)
     # The figures belong to the weights as they are stored.
     held = [texts[number] for number in batches.held]
@@ -147,6 +151,19 @@ def train_tuned(
         folder=run.out.name,
     )
     return result, figures
+
+
+@torch.no_grad()
+def measure_heads(trained: Trained, tuning: Tuning, batches: Sequence[TrainingBatch]) -> Tensor:
+    """Return how often each candidate of the heads beside a model is right: [depths, RANKED]."""
+    blocks, settings = tuning.blocks, tuning.settings
+    target = FrozenTarget(blocks.config, blocks.embed, blocks.vocabulary, None, None, settings)
+    layers = trained.layers(blocks.config, settings)
+    with autocast(blocks.device):
+        with_states = [
+            batch._replace(states=blocks.hidden_states(batch.ids, layers)) for batch in batches
+        ]
+        return measure_ranks(trained, tuning.beside, target, with_states)[0]
 
 
 def read_held_out_text(

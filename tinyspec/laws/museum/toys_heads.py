@@ -17,32 +17,51 @@ from tinyspec.laws.traps import eagle3 as eagle3_traps
 from tinyspec.laws.traps import hydra as hydra_traps
 from tinyspec.laws.traps import kangaroo as kangaroo_traps
 from tinyspec.laws.traps import medusa as medusa_traps
+from tinyspec.laws.traps import medusa2 as medusa2_traps
 from tinyspec.laws.traps import osd as osd_traps
+from tinyspec.laws.traps import parallel_prompt as prompt_traps
 from tinyspec.laws.traps import pass_sampling as pass_traps
 from tinyspec.laws.traps import redrafter as redrafter_traps
 from tinyspec.laws.traps import space as space_traps
 from tinyspec.laws.traps import specdec as specdec_traps
+from tinyspec.laws.traps import typical_acceptance as typical_traps
 from tinyspec.lm import head_formats
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.seq2seq import MaskFiller
 from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.nonautoregressive import cllm
-from tinyspec.speculative.drafting import blockwise, eagle, eagle3, hydra, osd, redrafter, specdec
+from tinyspec.speculative.drafting import (
+    blockwise,
+    eagle,
+    eagle3,
+    hydra,
+    medusa2,
+    osd,
+    redrafter,
+    specdec,
+)
 from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.speculative.drafting.medusa import MedusaDrafter
 from tinyspec.speculative.drafting.pass_sampling import PassDrafter
-from tinyspec.speculative.integrated import space
+from tinyspec.speculative.integrated import parallel_prompt, space
 from tinyspec.speculative.integrated.bita import BitaDrafter
+from tinyspec.speculative.integrated.parallel_prompt import PromptDrafter
+from tinyspec.speculative.probing import ProbeGroupDrafter
+from tinyspec.speculative.treedraft import fill_static_tree
+from tinyspec.speculative.verification import typical_acceptance
 from tinyspec.technique import TrainingBatch
 from tinyspec.training import imitation
 from tinyspec.training.on_policy import DraftTexts
 
 _eagle3 = partial(Toy, technique="eagle3")
 _medusa = partial(Toy, technique="medusa")
+_medusa2 = partial(Toy, technique="medusa2")
+_typical = partial(Toy, technique="typical_acceptance")
 _blockwise = partial(Toy, technique="blockwise")
 _hydra = partial(Toy, technique="hydra")
 _redrafter = partial(Toy, technique="redrafter")
 _bita = partial(Toy, technique="bita")
+_ppd = partial(Toy, technique="parallel_prompt")
 _pass = partial(Toy, technique="pass_sampling")
 _space = partial(Toy, technique="space")
 _cllm = partial(Toy, technique="cllm")
@@ -72,10 +91,53 @@ TOYS = [
     ),
     _medusa(
         "one candidate of each head",
-        "ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])",
-        "ranked[depth] = rank_tokens(sampling, rows[depth], history, 1)",
-        MedusaDrafter.propose,
+        "rank_tokens(sampling, rows[depth], history, widths[depth])",
+        "rank_tokens(sampling, rows[depth], history, 1)",
+        fill_static_tree,
         law=medusa_traps.SPREAD,
+    ),
+    _medusa2(
+        "the heads' losses with their full weight",
+        "settings.heads_weight * schedule_weight(settings, tuning.progress) * of_heads",
+        "of_heads",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.JOINED,
+    ),
+    _medusa2(
+        "the heads' losses alone",
+        "return own + settings",
+        "return settings",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.JOINED,
+    ),
+    _medusa2(
+        "a model that is trained from the first step on",
+        "torch.is_grad_enabled() and not are_heads_first",
+        "torch.is_grad_enabled()",
+        medusa2.medusa2_loss,
+        law=medusa2_traps.ALONE,
+    ),
+    _typical(
+        "a threshold without the entropy",
+        "min(epsilon, delta * math.exp(-entropy))",
+        "epsilon",
+        typical_acceptance.typical_threshold,
+        law=typical_traps.LIKELIEST,
+    ),
+    _typical(
+        "the threshold of the draft's distribution",
+        "rows[parent] = row, typical_threshold(row, epsilon, delta)",
+        """q = row if tree.draft_probs[node] is None else np.array(tree.draft_probs[node])
+rows[parent] = row, typical_threshold(q, epsilon, delta)""",
+        typical_acceptance.typical_verifier,
+        law=typical_traps.THRESHOLD,
+    ),
+    _typical(
+        "the first of the longest paths",
+        "key=lambda node: score[node]",
+        "key=lambda node: score[node][0]",
+        typical_acceptance.typical_verifier,
+        law=typical_traps.LONGEST,
     ),
     _eagle(
         "a layer trained on the state that it reads",
@@ -183,6 +245,57 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "mask[:, :, :lead] = True",
         ForwardBatch.attention_mask,
         law=bita_traps.ALONE,
+    ),
+    _ppd(
+        "the prompts behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        ProbeGroupDrafter.observe,
+        law=prompt_traps.PLACED,
+    ),
+    _ppd(
+        "the first virtual token alone",
+        "sum(rows[at : at + self.virtual]) / self.virtual",
+        "rows[at]",
+        PromptDrafter.observe,
+        law=prompt_traps.PLACED,
+    ),
+    _ppd(
+        "virtual tokens that see each other",
+        "parents.append(tips[i])",
+        "parents.append(tips[i - 1])",
+        PromptDrafter.propose,
+        law=prompt_traps.PLACED,
+    ),
+    _ppd(
+        "prompts trained one place early",
+        "at = anchors + 1 + depth",
+        "at = anchors + depth",
+        parallel_prompt.prompt_loss,
+        law=prompt_traps.AIMED,
+    ),
+    _ppd(
+        "the deepest tree in every state",
+        "state = len(self.logits) - 1",
+        "state = len(self.trees) - 1",
+        PromptDrafter.propose,
+        law=prompt_traps.STATE,
+    ),
+    _ppd(
+        "as many prompts behind every candidate",
+        "prompts = [len(values)] * len(ends)",
+        "return [min(most // len(ends), len(values))] * len(ends)\nprompts = []",
+        parallel_prompt.hang_prompts,
+        law=prompt_traps.REMOVED,
+    ),
+    _ppd(
+        "a round without a draft after each rejected one, as the authors count",
+        "return 1 + float(find_steady_state(trees) @ np.array(values))",
+        """shares = find_steady_state(trees)
+rejected = float(shares @ np.array([1 - sum(tree.ends) for tree in trees]))
+return 1 + float(shares @ np.array(values)) / (1 + rejected)""",
+        parallel_prompt.tokens_per_round,
+        law=prompt_traps.STEADY,
     ),
     _space(
         "the group behind the newest token of the round before",

@@ -17,8 +17,8 @@ and the draft is a tree of ranks: its paths are those with the greatest products
 Training minimises the cross-entropy of each head on texts that the target wrote, weighted by
 0.8^(i + 1) (equation 1). b_i is in the authors' code, not in the paper.
 
-Guarantee: EXACT, at any temperature: candidates are point masses. The paper verifies by typical
-acceptance above temperature 0, which changes the distribution.
+Guarantee: EXACT, at any temperature: candidates are point masses. Above temperature 0 the paper
+verifies by typical acceptance, which changes the distribution: see `typical_acceptance`.
 Pitfall: a head that is trained or read one position off. The output stays right and the drafts are
 bad. Law F2 compares the drafts with the training forward.
 Tests: tests/speculative/test_medusa.py (an untrained head repeats the target's head; heads fitted
@@ -26,7 +26,7 @@ to a cyclic text have every draft accepted; the tree is the best of its size; a 
 with each node's own history).
 Additions of ours: `shared_rows` uses the target's output matrix for all heads (the form that vLLM
 calls original_lm_head), and `draft_vocab` restricts it to the target's most frequent tokens.
-Left out: Medusa-2, which trains the target too; typical acceptance; a chain of sampled tokens.
+Left out: a chain of sampled tokens. Medusa-2, which trains the target too, is `medusa2`.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.features import FeatureDrafter, rank_tokens
+from tinyspec.decoding.features import FeatureDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
@@ -55,7 +55,12 @@ from tinyspec.lm.heads import (
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
-from tinyspec.speculative.treedraft import StaticTree, build_static_tree
+from tinyspec.speculative.treedraft import (
+    StaticTree,
+    build_static_tree,
+    fill_static_tree,
+    rank_widths,
+)
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -65,7 +70,7 @@ from tinyspec.technique import (
     TrainingBatch,
     technique,
 )
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.tree import TokenTree
 
 DECAY = 0.8  # of a head's loss against the head before it (equation 1)
 
@@ -134,6 +139,17 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     return total
 
 
+TRAINED = Trained(
+    MedusaSettings,
+    lambda config, settings: (config.n_layers,),
+    head_shapes,
+    begin_heads,
+    count_heads,
+    predict_by_head,
+    medusa_loss,
+    small=MedusaSettings(heads=2),
+)
+
 # ------------------------------------------------------------------ the draft
 
 
@@ -178,12 +194,7 @@ class MedusaDrafter(FeatureDrafter):
     def __init__(self, heads: MedusaHeads, layer: int, tree: StaticTree, ends: frozenset[int]):
         super().__init__((layer,))
         self.heads, self.tree, self.ends = heads, tree, ends
-        depths = {ROOT: 0}
-        self.widths = [0] * len(heads.blocks)  # candidates that the tree uses, by depth
-        for node, (parent, rank) in enumerate(tree):
-            self.widths[depths[parent]] = max(self.widths[depths[parent]], rank + 1)
-            depths[node] = depths[parent] + 1
-        self.widths = [min(width, heads.rows[0].out) for width in self.widths]
+        self.widths = [min(width, heads.rows[0].out) for width in rank_widths(tree)]
 
     def propose(
         self,
@@ -192,31 +203,14 @@ class MedusaDrafter(FeatureDrafter):
         sampling: SamplingParams,
         rng: RandomSource,
     ) -> TokenTree:
-        deepest = min(sum(width > 0 for width in self.widths), max_draft_depth)
+        deepest = min(len(self.widths), max_draft_depth)
         if not self.states or deepest <= 0:
             return TokenTree()
         logits = self.heads.logits(self.states[-1][0], deepest)
         rows = kernels_of(logits).as_rows(logits)
-        # Candidates of each depth. With a penalty they depend on the node: those of the last one.
-        ranked = dict[int, list[int]]()
-        tokens, parents = list[int](), list[int]()
-        below = {ROOT: (ROOT, 0, list[int]())}  # place in the tree -> node, depth, its path
-        last = None
-        for place, (up, rank) in enumerate(self.tree):
-            if up not in below or below[up][1] >= deepest:
-                continue
-            parent, depth, path = below[up]
-            if depth not in ranked or (sampling.repetition_penalty != 1.0 and last != parent):
-                history = [*context, *path]
-                ranked[depth] = rank_tokens(sampling, rows[depth], history, self.widths[depth])
-            last = parent
-            if rank >= len(ranked[depth]):  # a vocabulary smaller than the table of ranks
-                continue
-            token = ranked[depth][rank]
-            if token not in self.ends:  # nothing follows the end of a text
-                below[place] = (len(tokens), depth + 1, [*path, token])
-            tokens.append(token)
-            parents.append(parent)
+        tokens, parents, _ = fill_static_tree(
+            self.tree, rows, self.widths, context, sampling, self.ends
+        )
         return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
 
 
@@ -228,16 +222,7 @@ class MedusaDrafter(FeatureDrafter):
     guarantee=Guarantee.EXACT,
     point_masses=True,
     hidden=True,
-    trained=Trained(
-        MedusaSettings,
-        lambda config, settings: (config.n_layers,),
-        head_shapes,
-        begin_heads,
-        count_heads,
-        predict_by_head,
-        medusa_loss,
-        small=MedusaSettings(heads=2),
-    ),
+    trained=TRAINED,
     knobs=(
         Knob("nodes", 63, "nodes of the tree", low=1, high=1024, small=(3, 1), ours=5),
         Knob("heads", 16, "heads that are used, at most", low=1, high=16, small=(2, 1)),
