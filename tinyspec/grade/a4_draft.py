@@ -27,6 +27,7 @@ from tinyspec.grade.a4_heads import (
 from tinyspec.grade.task import (
     Cases,
     Function,
+    GradedLaw,
     Task,
     describe_result,
     expect_close,
@@ -172,7 +173,7 @@ class PointForm(WalkForm):
         return {"tree": tree, "target rows": case.p.shown(case.gamma)}
 
 
-def point_law(points: int, sentence: str, check: Callable[..., Any], *needs: str) -> Any:
+def point_law(points: int, sentence: str, check: Callable[..., Any], *needs: str) -> GradedLaw:
     """Return the law that a check of A2.5 holds, for trees of point masses."""
     return walk_law(points, sentence, check, *needs, draw=draw_point_trees, form_of=PointForm)
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.grade.task import Cases, Function, Task, describe_result, graded_law
+from tinyspec.grade.task import Cases, Function, GradedLaw, Task, describe_result, graded_law
 from tinyspec.laws.evidence import accuse
 from tinyspec.lm.config import Config
 from tinyspec.lm.heads import freeze_target
@@ -193,7 +193,7 @@ def draw_batches(cases: Cases, is_short: bool) -> Iterator[tuple[Weights, Tensor
         yield draw_heads(heads, d, vocabulary, generator), ids, states, heads
 
 
-def loss_law(points: int, sentence: str) -> Any:
+def loss_law(points: int, sentence: str) -> GradedLaw:
     """Return the law of the loss: SHORT for texts too short for a head, LOSS for others."""
 
     @graded_law(points, sentence)
