@@ -200,7 +200,7 @@ def test_help_says_what_it_is_not() -> None:
 
 def test_the_list_shows_every_assignment_and_its_points() -> None:
     told = json.loads(run("assignment", "list", "--json").stdout)
-    assert [one["name"] for one in told] == ["A1", "A2", "A3"]
+    assert [one["name"] for one in told] == ["A1", "A2", "A3", "A4"]
     assert all(sum(task["max_score"] for task in one["tasks"]) == 100 for one in told)
     assert "A1 Speculative sampling: 100 points" in run("assignment", "list").output
 

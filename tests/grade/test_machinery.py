@@ -455,5 +455,5 @@ def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothin
 
 
 def test_an_unknown_assignment_is_an_error() -> None:
-    with pytest.raises(TinyspecError, match="no assignment 'A9': there are A1, A2, A3"):
+    with pytest.raises(TinyspecError, match="no assignment 'A9': there are A1, A2, A3, A4"):
         find_assignment("A9")

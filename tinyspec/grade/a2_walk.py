@@ -227,14 +227,20 @@ class WalkForm(Form):
 def walk_law(
     points: int,
     sentence: str,
-    check: Callable[[WalkForm, TreeCase, OutcomeProbs], Counterexample | None],
+    check: Callable[[Any, TreeCase, OutcomeProbs], Counterexample | None],
     *needs: str,
+    draw: Callable[[Cases], Iterator[TreeCase]] = draw_tree_cases,
+    form_of: Callable[[Function, float], WalkForm] = WalkForm,
 ) -> GradedLaw:
-    """Return the law that a check holds; a case that breaks it is made smaller."""
+    """Return the law that a check holds; a case that breaks it is made smaller.
+
+    draw     cases -> the trees
+    form_of  (function, tolerance) -> how it is run, if not with all five arguments
+    """
 
     @graded_law(points, sentence, *needs)
     def look(walk: Function, cases: Cases) -> Iterator[bool]:
-        form = WalkForm(walk, ROUNDING)
+        form = form_of(walk, ROUNDING)
 
         def is_broken(case: CheckCase) -> bool:
             assert isinstance(case, TreeCase)
@@ -243,7 +249,7 @@ def walk_law(
             except Exception:  # it fails there in another way
                 return False
 
-        for case in draw_tree_cases(cases):
+        for case in draw(cases):
             outcomes = form.outcomes(case)
             if check(form, case, outcomes) is not None:
                 smallest: Any = shrink_case(case, is_broken)

@@ -1,4 +1,4 @@
-"""List the three assignments: their tasks, in order. The laws of a task stand in its file."""
+"""List the four assignments: their tasks, in order. The laws of a task stand in its file."""
 
 from tinyspec.errors import TinyspecError
 from tinyspec.grade import (
@@ -13,6 +13,10 @@ from tinyspec.grade import (
     a3_confidence,
     a3_exits,
     a3_jacobi,
+    a4_draft,
+    a4_heads,
+    a4_ranks,
+    a4_trained,
 )
 from tinyspec.grade.task import Assignment
 
@@ -56,7 +60,24 @@ A3 = Assignment(
     ),
 )
 
-ASSIGNMENTS = {assignment.name: assignment for assignment in (A1, A2, A3)}
+A4 = Assignment(
+    "A4",
+    "Heads",
+    (
+        a4_heads.HEAD_LOGITS_TASK,
+        a4_heads.MEDUSA_LOSS_TASK,
+        a4_heads.FIT_HEADS_TASK,
+        a4_ranks.RANK_TABLE_TASK,
+        a4_ranks.BEST_TREE_TASK,
+        a4_draft.PROPOSE_TASK,
+        a4_draft.VERIFY_TASK,
+        a4_trained.TRAINED_HEADS_TASK,
+    ),
+    has_tensors=True,
+    model=a4_trained.TARGET,
+)
+
+ASSIGNMENTS = {assignment.name: assignment for assignment in (A1, A2, A3, A4)}
 
 
 def find_assignment(name: str) -> Assignment:

@@ -1,10 +1,13 @@
-"""Write the zip file that Gradescope takes as an autograder: our source, and two scripts."""
+"""Write the zip file that Gradescope takes as an autograder: our source, and two scripts.
+
+The model that an assignment needs goes with it."""
 
 from importlib.metadata import requires
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import tinyspec
+from tinyspec import models
 from tinyspec.grade.report import CONTAINER
 from tinyspec.grade.starter import extract_helpers, fill_template, read_reference, task_options
 from tinyspec.grade.task import Assignment
@@ -38,6 +41,12 @@ def write_bundle(assignment: Assignment, out: Path, seed: int) -> int:
     files = {name: (text.encode(), 0o755) for name, text in scripts.items()}
     files |= {name: (text.encode(), 0o644) for name, text in texts.items()}
     package = Path(tinyspec.__file__).parent
+    if assignment.model:
+        folder = models.find_model(assignment.model)
+        assert folder is not None  # it is bundled
+        for path in sorted(folder.iterdir()):
+            if path.suffix in (".json", ".safetensors"):
+                files[f"tinyspec/_models/{folder.name}/{path.name}"] = (path.read_bytes(), 0o644)
     for path in sorted(package.rglob("*.py")):
         inner = path.relative_to(package)
         is_museum = inner.parts[:2] == ("laws", "museum")  # wrong code, and what is wrong with it

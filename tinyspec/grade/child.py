@@ -2,6 +2,8 @@
 
 The parent (process.py) starts this file by its path, without site-packages. So the file imports the
 standard library alone, and every `props_*.py` imports the standard library and this file alone.
+For a task that calculates with tensors the parent names the folder that torch lies in: then torch
+is imported first, and nothing else out of that folder.
 
 Messages come in on one private pipe and go out on another, one line of JSON each. What the
 submission prints goes elsewhere.
@@ -29,8 +31,10 @@ hostile in a container.
 """
 
 import _thread
+import base64
 import builtins
 import fractions
+import importlib
 import importlib.util
 import inspect
 import json
@@ -50,6 +54,7 @@ MAX_DEPTH = 12  # lists in lists
 MAX_VALUES = 50_000  # in one message
 MAX_DIGITS = 1_000  # of a whole number, so also of a numerator or denominator
 MAX_LETTERS = 20_000  # of a text
+MAX_TENSOR = 4 << 20  # bytes of a tensor
 BITS_PER_DIGIT = 3.33
 MAX_DECISIONS = 1000  # of one run
 MAX_EVENTS = 20_000  # in the traces of one run
@@ -112,7 +117,8 @@ class NotPlain(ValueError):
 
 
 def to_json(value: Any, encode_other: Callable[[Any], Any] | None = None) -> Any:
-    """Return what JSON can hold of plain data: None, numbers, texts, lists, tuples, dictionaries.
+    """Return what JSON can hold of plain data: None, numbers, texts, lists, tuples, dictionaries,
+    and tensors where torch is loaded.
 
     Subclasses are not taken, because an object that only looks like a number may compare as it
     likes. Neither is what is too large or too deep. `encode_other` makes plain data of a Prop.
@@ -147,6 +153,8 @@ def to_json(value: Any, encode_other: Callable[[Any], Any] | None = None) -> Any
         if kind is dict:
             pairs = value.items()
             return {"d": [[encode(k, depth + 1), encode(v, depth + 1)] for k, v in pairs]}
+        if is_tensor(value):
+            return {"x": pack_tensor(value)}
         if encode_other is not None:
             return {"p": encode(encode_other(value), depth + 1)}
         raise NotPlain(f"{describe_kind(value)}, which is no plain data")
@@ -170,14 +178,40 @@ def from_json(data: Any, decode_other: Callable[[Any], Any] | None = None) -> An
             return tuple(map(decode, inner))
         if mark == "d":
             return {decode(name): decode(item) for name, item in inner}
+        if mark == "x":
+            return unpack_tensor(*inner)
         if mark == "p" and decode_other is not None:
             return decode_other(decode(inner))
         raise NotPlain(f"data marked {mark!r}")
 
     try:
         return decode(data)
-    except (ValueError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise NotPlain(f"data that nobody wrote in this way ({error})") from None
+
+
+def is_tensor(value: Any) -> bool:
+    """Return whether this is a tensor. There is none where torch was not imported."""
+    torch = sys.modules.get("torch")
+    return torch is not None and type(value) is torch.Tensor
+
+
+def pack_tensor(tensor: Any) -> list[Any]:
+    """Return a tensor as the name of its type, its shape, and its bytes as a text."""
+    if tensor.element_size() * tensor.numel() > MAX_TENSOR:
+        raise NotPlain(f"a tensor of more than {MAX_TENSOR >> 20} MB")
+    torch = sys.modules["torch"]
+    data = bytes(tensor.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
+    name = str(tensor.dtype).removeprefix("torch.")
+    return [name, list(tensor.shape), base64.b64encode(data).decode()]
+
+
+def unpack_tensor(name: str, shape: list[int], text: str) -> Any:
+    """Return the tensor that `pack_tensor` made this of."""
+    torch = sys.modules["torch"]
+    dtype, data = getattr(torch, name), bytearray(base64.b64decode(text))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(shape)
 
 
 def to_line(data: Any) -> str:
@@ -339,7 +373,8 @@ def explain_exception(error: BaseException, folder: str) -> dict[str, str]:
         clause = f"ends the program (sys.exit{' ' if words else ''}{words})"
         return {"clause": clause, "summary": clause}
     if isinstance(error, ModuleNotFoundError):
-        words += ", and there is Python's standard library alone"
+        more = " and torch" if "torch" in sys.modules else ""
+        words += f", and there is Python's standard library{more} alone"
     if isinstance(error, SyntaxError) and error.filename:
         words = str(error.msg)[:300]
     file, line = locate_exception(error, folder)
@@ -570,10 +605,26 @@ def argument_names(function: Any) -> list[str]:
         return []
 
 
+def load_torch(packages: str) -> int:
+    """Import torch out of a folder of packages; return how many bytes of addresses are in use."""
+    sys.path.append(packages)
+    torch = importlib.import_module("torch")
+    sys.path.remove(packages)
+    torch.set_num_threads(1)
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):  # no such file: the system does not limit addresses either
+        return 0
+
+
 def main() -> None:
     """Answer messages until there are none."""
     receive, send, memory, seconds = map(int, sys.argv[1:5])
     printed, guard = sys.stdout, Guard()
+    if packages := sys.argv[5]:
+        memory += load_torch(packages)
+        guard.readable.append(os.path.realpath(os.path.join(packages, "torch")))
     with (
         os.fdopen(receive, "r", encoding="utf-8") as messages,
         os.fdopen(send, "w", encoding="utf-8") as answers,

@@ -25,7 +25,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tinyspec.errors import TinyspecError
-from tinyspec.grade.child import NotPlain, Prop, describe_kind, from_json, to_json, to_line
+from tinyspec.grade.child import (
+    NotPlain,
+    Prop,
+    describe_kind,
+    from_json,
+    is_tensor,
+    to_json,
+    to_line,
+)
 from tinyspec.grade.task import NoResult
 from tinyspec.laws.evidence import format_value
 
@@ -35,6 +43,14 @@ MAX_RUNS = 128  # in one message
 MAX_ENDS = 20_000  # of a function on one case
 MAX_TREES = 8_000  # that a function remembers
 START_SECONDS = 30.0  # in which Python itself starts, on however busy a machine
+CHILD_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0",
+    "LC_ALL": "C.UTF-8",
+    "OMP_NUM_THREADS": "1",  # a submission starts no threads, and its libraries do not either
+    "OPENBLAS_NUM_THREADS": "1",
+    "CUDA_VISIBLE_DEVICES": "",  # torch would start a thread for each
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
+}
 
 Answers = tuple[int, ...]
 """What chance answered, from the first question on."""
@@ -70,25 +86,28 @@ class ChildHung(ChildGone):
 
 
 class ChildProcess:
-    """A process that holds one submission. When its `with` block ends, all it started is killed."""
+    """A process that holds one submission. When its `with` block ends, all it started is killed.
 
-    def __init__(self, limits: Limits):
+    packages  folder that torch is imported from; "": the submission has the standard library alone
+    """
+
+    def __init__(self, limits: Limits, packages: str = ""):
         self.limits = limits
         self.waited = 0.0  # seconds
         self.printed = 0  # bytes
         self._size = 0  # of the answer that is coming
         to_child, self._send = os.pipe()
         self._receive, from_child = os.pipe()
-        processor = int(limits.task) + 2
+        processor = int(limits.task) + (int(START_SECONDS) if packages else 2)
         command = [sys.executable, "-P", "-s", "-S", "-B", str(CHILD_FILE)]
         try:
             self._process = subprocess.Popen(
-                [*command, *map(str, (to_child, from_child, limits.memory, processor))],
+                [*command, *map(str, (to_child, from_child, limits.memory, processor, packages))],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(to_child, from_child),
-                env={"PYTHONHASHSEED": "0", "LC_ALL": "C.UTF-8", "PATH": os.defpath},
+                env={**CHILD_ENVIRONMENT, "PATH": os.defpath},
                 start_new_session=True,
             )
         finally:
@@ -391,6 +410,12 @@ def _is_chance(value: Any) -> bool:
 
 
 def _show_prop(value: Any) -> Any:
+    if is_tensor(value):
+        return value.tolist()
+    if type(value) is dict:
+        return {name: _show_prop(part) for name, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_show_prop, value))
     is_prop = isinstance(value, Prop)
     return f"{type(value).__name__} {format_value(value.made_of)}" if is_prop else value
 
@@ -425,13 +450,15 @@ class LoadedSubmission(NamedTuple):
 
 
 def load_submission(
-    folder: str, limits: Limits, helpers: Helpers | None = None
+    folder: str, limits: Limits, helpers: Helpers | None = None, packages: str = ""
 ) -> LoadedSubmission:
     """Start a child that imports a submission, and put helpers of the reference in their places.
 
+    packages  as a `ChildProcess` takes it
+
     Raises NoResult, which says why the submission could not be imported.
     """
-    child = ChildProcess(limits)
+    child = ChildProcess(limits, packages)
     try:
         child.ask({}, START_SECONDS)
         answer = child.ask({"load": folder, "helpers": helpers and helpers._asdict()})

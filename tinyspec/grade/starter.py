@@ -68,16 +68,16 @@ def task_numbers(assignment: Assignment) -> dict[str, str]:
 
 
 def write_folder(assignment: Assignment, where: Path) -> list[Path]:
-    """Write the starter, the hand-out and a README into a folder, and return their paths.
+    """Write the starter, the hand-out, a README and what lies beside them into a folder.
 
-    Raises TinyspecError if one of them is there already.
+    Returns their paths. Raises TinyspecError if one of them is there already.
     """
     files = {
         "submission.py": make_starter(assignment).encode(),
         "README.md": make_readme(assignment).encode(),
     }
     for path in sorted(assignment_folder(assignment.name).iterdir()):
-        if path.suffix in (".md", ".svg", ".png"):
+        if path.suffix in (".md", ".svg", ".png", ".py") and path.name != "reference.py":
             files[path.name] = path.read_bytes()
     try:
         where.mkdir(parents=True, exist_ok=True)
@@ -113,6 +113,7 @@ def make_readme(assignment: Assignment) -> str:
         "starter.md",
         name=assignment.name,
         title=assignment.title,
+        packages=assignment.packages,
         part=f"This homework is {join_numbers(assignment)} alone.\n" if options else "",
         tasks=tasks,
         options=options,

@@ -113,16 +113,28 @@ class Task(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """An assignment, or some tasks of one: its name ("A1"), its title and its tasks."""
+    """An assignment, or some tasks of one: its name ("A1"), its title and its tasks.
+
+    has_tensors  whether a submission has torch; else it has the standard library alone
+    model        a bundled model that its laws load; "": none
+    """
 
     name: str
     title: str
     tasks: tuple[Task, ...]
+    has_tensors: bool = False
+    model: str = ""
 
     @property
     def points(self) -> int:
         """Return the points of all its tasks."""
         return sum(task.points for task in self.tasks)
+
+    @property
+    def packages(self) -> str:
+        """Return what a submission may import, in words."""
+        more = self.has_tensors
+        return "the standard library and torch are" if more else "the standard library is"
 
     def select(self, names: Iterable[str]) -> "Assignment":
         """Return the assignment with these tasks alone, in its own order; all of it for no names.
