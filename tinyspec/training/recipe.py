@@ -167,6 +167,8 @@ class TranslationRecipe:
             extra["k"] = self.block  # the card advises what the model was trained for
         if self.distill is not None:
             extra["distilled"] = asdict(self.distill)
+        if self.finetune:
+            extra["finetuned"] = Path(self.finetune).name
         ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}
         return build_config(
             self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **self.shape)

@@ -22,7 +22,7 @@ from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
-ROLES = ("teacher", "nat", "mask_predict", "specdec")
+ROLES = ("teacher", "nat", "nat, fine-tuned", "mask_predict", "specdec")
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
@@ -65,6 +65,7 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
     for name in names or models.list_translators():
         model = models.load_translator(name)
         role = str(model.config.extra.get("trained_for", models.TEACHER))
+        role += ", fine-tuned" if "finetuned" in model.config.extra else ""
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
@@ -107,14 +108,16 @@ def make_translator_arms(
         made.append(TranslatorArm("teacher, jacobi", blocks, None, knobs=knobs))
         if "specdec" in found:
             made += _make_specdec_arms(teacher, found["specdec"])
-        if "nat" in found:
-            nat = found["nat"]
+        for role in ("nat", "nat, fine-tuned"):
+            if role not in found:
+                continue
+            nat = found[role]
             made += [
-                _make_nat_arm(f"nat, {first}", nat, None, first, 1)
+                _make_nat_arm(f"{role}, {first}", nat, None, first, 1)
                 for first in ("argmax", "average")
             ]
             made += [
-                _make_nat_arm(f"nat, NPD {count}", nat, teacher, "argmax", count)
+                _make_nat_arm(f"{role}, NPD {count}", nat, teacher, "argmax", count)
                 for count in samples
             ]
     if "mask_predict" in found:
