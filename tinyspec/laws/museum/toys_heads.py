@@ -189,7 +189,7 @@ level = rank_nodes(values, [*best.values()], self.width)""",
         "for node in range(ROOT, n)",
         "for node in (ROOT,)",
         space.SpaceDrafter.propose,
-        law=space_traps.ONE_PASS,
+        law=bita_traps.ONE_PASS,
     ),
     _space(
         "tuning without masks",
