@@ -220,7 +220,7 @@ class OsdDrafter(ModelDrafter):
             8,
             "requests between two updates of the draft",
             low=1,
-            high=1 << 20,
+            high=1024,
             small=(1, 2),
         ),
         Knob(

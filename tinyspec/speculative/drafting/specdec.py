@@ -19,8 +19,8 @@ Training. Of each target the teacher wrote, y_1 .. y_L with its end, a prefix of
 stays, each length equally likely; k masks follow. The loss is the cross-entropy at the masks, with
 smoothed labels. Masks beyond the end have no label. *Glancing*: a pass without gradients fills the
 masks first. Of n wrong ones, share * n masks are then replaced by their tokens, at random places,
-and count no more. The more of a block is wrong, the more of it is
-shown. The share falls in a straight line from 0.5 to 0.3. The encoder begins as the translator's.
+and count no more. The more of a block is wrong, the more of it is shown. The share falls in a
+straight line from 0.5 to 0.3. The encoder begins as the translator's.
 
 Guarantee: LOSSY in beta. At 1 it is EXACT: drafts are point masses.
 Pitfall: a small model that writes from left to right under the same name, which takes k passes; one
@@ -35,7 +35,7 @@ Defaults: k, beta and tau are those of the authors' command (inference.sh). A dr
 advises its k.
 Left out: their drafter's input at a mask is a mixture of the source's embeddings, ours a mask
 token; their positions are learned, ours sinusoidal, and our prefix begins with bos, as the
-translator's does. Both of our decoders read special tokens as they are. Batches of translations.
+translator's does. Batches of translations.
 """
 
 import math
