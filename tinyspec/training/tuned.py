@@ -14,6 +14,7 @@ gave, before and after:
     tokens per pass  of the method, at temperature 0, on prompts of held-out texts
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -189,8 +190,8 @@ def measure_perplexity(model: Model, documents: Sequence[Document]) -> float:
     per_token = [Document(tokens, len(tokens) - 1) for tokens, _ in documents]
     context = min(model.config.max_positions, WINDOW)
     teach = model.to(dtype=torch.float32).training_logits
-    bits: float = bits_per_byte(teach, per_token, context, max(context // 2, 1), model.device)
-    return 2.0**bits
+    bits = bits_per_byte(teach, per_token, context, max(context // 2, 1), model.device)
+    return math.exp2(bits)
 
 
 def measure_pace(model: Model, method: str, texts: Sequence[TargetOutput]) -> float:

@@ -293,7 +293,7 @@ return 1 + float(shares @ np.array(values)) / (1 + rejected)""",
         "for node in range(ROOT, n)",
         "for node in (ROOT,)",
         space.SpaceDrafter.propose,
-        law=space_traps.ONE_PASS,
+        law=bita_traps.ONE_PASS,
     ),
     _space(
         "tuning without masks",
