@@ -290,7 +290,7 @@ def read_extras(folder: Path) -> dict[str, Tensor]:
 
 
 def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
-    """Add these extra tensors to a checkpoint's, in their types. The file is replaced as a whole."""
+    """Add these extra tensors to a checkpoint's, in their types. The file is replaced whole."""
     folder = Path(folder)
     kept = {
         **read_extras(folder),

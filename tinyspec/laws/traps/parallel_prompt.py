@@ -1,4 +1,4 @@
-"""PPD (Chen et al. 2025): the tree follows the number of prompts, and is built as they are worth."""
+"""PPD (Chen et al. 2025): the draft follows the state, and the trees are worth most."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
