@@ -39,7 +39,7 @@ from tinyspec.training.recipe import read_head_recipe
 from tinyspec.training.train import TrainingResult
 from tinyspec.training.train_lm import autocast
 
-BOOK_CHARACTERS = 40_000  # of each book whose perplexity is measured
+BOOK_CHARACTERS = 20_000  # of each book whose perplexity is measured
 WINDOW = 512  # tokens of the context in which the perplexity is measured
 TIMED_TEXTS = 24  # held-out texts whose prompts the method continues
 TIMED_TOKENS = 64  # new tokens of each
