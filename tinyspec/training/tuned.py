@@ -39,7 +39,7 @@ from tinyspec.training.recipe import read_head_recipe
 from tinyspec.training.train import TrainingResult
 from tinyspec.training.train_lm import autocast
 
-BOOK_CHARACTERS = 40_000  # of each book whose perplexity is measured
+BOOK_CHARACTERS = 20_000  # of each book whose perplexity is measured
 WINDOW = 512  # tokens of the context in which the perplexity is measured
 TIMED_TEXTS = 24  # held-out texts whose prompts the method continues
 TIMED_TOKENS = 64  # new tokens of each
@@ -93,7 +93,7 @@ def train_tuned(
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
-        """Return the loss on the texts that are held out, with the same random numbers each time."""
+        """Return the loss on the held-out texts, with the same random numbers each time."""
         at_the_end, total = tuning._replace(progress=1.0), 0.0
         for number, batch in enumerate(batches.held_batches):
             generator = torch.Generator().manual_seed(number)
@@ -195,7 +195,7 @@ def measure_perplexity(model: Model, documents: Sequence[Document]) -> float:
 
 
 def measure_pace(model: Model, method: str, texts: Sequence[TargetOutput]) -> float:
-    """Return the tokens per target pass of a method that continues these texts' prompts greedily."""
+    """Return the tokens per target pass of a method that continues the texts' prompts greedily."""
     tokens = passes = 0
     for text in texts[:TIMED_TEXTS]:
         prompt = text.ids[: int(text.positions[0]) + 1].tolist()
