@@ -153,11 +153,11 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3246,
+    "root + show": 3247,
     "_core": 957,
-    "lm": 5204,
+    "lm": 5222,
     "decoding": 1446,
-    "chapters": 8436,
+    "chapters": 8437,
     "laws": 12583,
     "museum": 4185,
     "training": 3273,
