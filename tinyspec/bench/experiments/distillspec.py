@@ -76,8 +76,8 @@ def _train_draft(out: Path, recipe: str) -> dict[str, float]:
         if not result.finished:
             raise KeyboardInterrupt
         known.write_text(json.dumps(figures), encoding="utf-8")
-    figures = json.loads(known.read_text(encoding="utf-8"))
-    return figures
+    measured: dict[str, float] = json.loads(known.read_text(encoding="utf-8"))
+    return measured
 
 
 def tabulate_grid(result: Result) -> list[Grid]:

@@ -61,7 +61,12 @@ def ticks_follow_from_the_guesses(build: Build) -> Iterator[int]:
             while not decoder.finished:
                 round = decoder.step(Seeded(seed).split("round", decoder.rounds))
                 got = count_ticks(round.calls, model.config.distinct_layers)
-                case = {"layers": layers, "repeat": repeat, "exit": exit, "network": seed}
+                case: dict[str, Any] = {
+                    "layers": layers,
+                    "repeat": repeat,
+                    "exit": exit,
+                    "network": seed,
+                }
                 case |= {"text": decoder.context, "counted": "ticks"}
                 expect_equal(TICKS, repeat - known, got, **case)
                 known = ran_before(model, decoder.context, min(exit, repeat))
