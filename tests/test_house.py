@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3056,
+    "root + show": 3247,
     "_core": 957,
-    "lm": 4814,
+    "lm": 5222,
     "decoding": 1446,
-    "chapters": 7256,
-    "laws": 11570,
-    "museum": 3873,
-    "training": 2926,
-    "bench": 6340,
-    "grade": 3523,
-    "cli": 2588,
+    "chapters": 8437,
+    "laws": 12588,
+    "museum": 4185,
+    "training": 3273,
+    "bench": 6812,
+    "grade": 4230,
+    "cli": 2634,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

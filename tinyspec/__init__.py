@@ -220,7 +220,8 @@ def translate(
     seed     the same seed gives the same translation
     teacher  an autoregressive model that judges the candidates of methods that ask one; None takes
              the one the model's card names
-    draft    the model that drafts for specdec; None takes one on this machine that was trained for it
+    draft    the model that drafts for specdec; None takes one on this machine that was trained for
+             the model
     max_new_tokens  of methods that extend a text; None: half as many again as the source has, and
                     11
     temperature     of what is drawn; None: methods that extend a text are greedy, others have a

@@ -458,7 +458,9 @@ class Card:
         if self.coupled:
             return f"{sampled}one text, with any draft model and with none"
         if self.persistent and not self.point_masses:
-            return f"{declared}, and list of requests before it"
+            return (
+                f"{sampled}one text for each draft model, set of knobs and list of earlier requests"
+            )
         if not self.point_masses:
             return declared
         plain = "a seed gives plain decoding's text, at any temperature"

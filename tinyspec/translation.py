@@ -95,8 +95,8 @@ class Translation(Generation):
             else f"{stats.encoder_calls} encoder passes"
         )
         return (
-            f"{stats.emitted} tokens, {encoder}, {stats.target_calls} decoder passes{drafted}{judged}"
-            f"{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
+            f"{stats.emitted} tokens, {encoder}, {stats.target_calls} decoder passes{drafted}"
+            f"{judged}{beside}, {stats.seconds:.3f} s; ended by {self.finish_reason}"
         )
 
     def _repr_html_(self) -> str:
@@ -437,8 +437,8 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
         )
     if card.fills_masks and trained == card.name:
         raise TinyspecError(
-            f"{model.name} drafts for its teacher and translates nothing by itself: name the teacher "
-            "as the model, and this one as the draft"
+            f"{model.name} drafts for its teacher and translates nothing by itself: name the "
+            "teacher as the model, and this one as the draft"
         )
     if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(

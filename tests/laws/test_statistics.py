@@ -284,7 +284,12 @@ def quick(**options):
 
 
 @pytest.mark.parametrize(
-    "method", [name for name, card in load_techniques().items() if card.kind == "decoder"]
+    "method",
+    [
+        name
+        for name, card in load_techniques().items()
+        if card.kind == "decoder" and not card.fills_masks  # which extends translations alone
+    ],
 )
 def test_the_demo_finds_nothing_in_what_is_right_and_its_control_fails(method: str) -> None:
     result = quick(method=method)

@@ -21,7 +21,9 @@ from tinyspec.lm.model import Model
 from tinyspec.pairing import export_head, read_fitting_head
 from tinyspec.technique import find_technique
 
-speculators = pytest.importorskip("speculators", reason="pip install speculators")
+speculators = pytest.importorskip(
+    "speculators", reason="the package is not installed: pip install speculators"
+)
 
 CARD = find_technique("eagle3")
 assert CARD.trained is not None
@@ -71,9 +73,9 @@ def export_random_head(folder: Path, config: Config, words: int) -> tuple[Model,
 
 
 def load_peer(folder: Path) -> Any:
-    """Load a folder as the package does: config, tensors, and embedding from the verifier."""
+    """Load a folder as the package does: config, tensors, and what else it takes from the target."""
     config = speculators.SpeculatorModelConfig.from_pretrained(str(folder))
-    # Flex attention is for GPUs, and the package's eager masks are additive only at depth 0.
+    # Its default, flex attention, takes blocks of 128 tokens.
     config.transformer_layer_config._attn_implementation = "sdpa"
     peer = speculators.SpeculatorModel.from_pretrained(
         str(folder), config=config, torch_dtype=torch.float32
@@ -115,7 +117,7 @@ def test_the_package_finds_every_tensor_and_misses_none_of_the_heads(tmp_path: P
     export_random_head(tmp_path, LLAMA, len(IDS))
     stored = safetensors.torch.load_file(str(tmp_path / "theirs" / "model.safetensors"))
     expected = load_peer(tmp_path / "theirs").state_dict()
-    of_verifier = {"embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+    of_verifier = {"verifier_norm.weight", "verifier_lm_head.weight"}
     assert set(expected) - set(stored) == of_verifier
     assert not set(stored) - set(expected)
     for name, tensor in stored.items():
@@ -133,7 +135,7 @@ def test_the_package_maps_rows_to_our_tokens(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", [0, len(IDS)])
 def test_a_folder_that_the_package_saves_is_read(words: int, tmp_path: Path) -> None:
-    """It leaves out of its config what is a default, and adds the embedding."""
+    """It leaves out of its config what is a default."""
     target, head = export_random_head(tmp_path, LLAMA, words)
     load_peer(tmp_path / "theirs").save_pretrained(str(tmp_path / "saved"))
     found = read_fitting_head(tmp_path / "saved", target, CARD)

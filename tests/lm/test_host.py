@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 import tinyspec
 from tests.lm.small import LLAMA
+from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.forward import Cache
 from tinyspec.lm.model import Model
 from tinyspec.technique import find_technique
@@ -47,6 +48,7 @@ for case in sys.argv[1:]:
     method, temperature = case.split(":")
     growing = method == "growing"
     knobs = {"draft": draft} if not growing and find_technique(method).drafts else {}
+    used = model if growing else add_random_head(model, find_technique(method), 0)
     for seconds in (0.1, 0.0):  # the first time for what is made once
         time.sleep(seconds)
         begun = ticks()
@@ -55,7 +57,7 @@ for case in sys.argv[1:]:
                 tinyspec.generate(wide, list(range(5, 125)), max_new_tokens=16, seed=seed)
                 Cache(wide.config, wide.dtype, wide.device, 128).clone()
             else:
-                tinyspec.generate(model, list(range(5, 25)), method=method, max_new_tokens=16,
+                tinyspec.generate(used, list(range(5, 25)), method=method, max_new_tokens=16,
                                   seed=seed,
                                   temperature=float(temperature), **knobs)
     print(case, ticks() - begun)
@@ -75,6 +77,7 @@ CASES = (
         "speculative_decoding:0.8",
         "sequoia:0.8",
     ),
+    *("medusa:0", "hydra:0", "redrafter:0", "eagle:0.8", "eagle2:0", "kangaroo:0", "bita:0"),
     *("growing:0", "specinfer:0.8", "block_verification:0.8", "gumbel_coupling:0.8", "staged:0.8"),
 )
 

@@ -74,7 +74,7 @@ def test_a_trajectory_of_one_state_has_no_consistency_loss(
     greedy = traps.sweep_to_the_end(model, traps.TEXT, [0, 0, 0])[-1]
     monkeypatch.setattr(module, "trace_trajectory", lambda *args: [greedy])
     tuning, batch = traps.one_text(model, ar_weight=0.0)
-    assert float(cllm_loss(tuning, batch, torch.Generator())) == 0
+    assert cllm_loss(tuning, batch, torch.Generator()).item() == 0
 
 
 def test_no_row_has_no_consistency_loss() -> None:

@@ -225,6 +225,7 @@ DAMAGES = {
     ),
     "an unknown setting": (lambda f: {"settings": {"nodes": 1}}, "settings nodes is not known"),
     "a setting without a meaning": (lambda f: {"settings": {"heads": -1}}, "[head] heads is -1"),
+    "more heads than any": (lambda f: {"settings": {"heads": 10**9}}, "from 1 to 64"),
     "a token map that does not rise": (
         lambda f: {
             "settings": {**f.settings, "draft_vocab": 2},

@@ -1,6 +1,5 @@
 """Medusa-2: its loss and schedule, a model that is tuned with its heads, and what it writes."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +57,7 @@ def test_a_batch_without_a_known_token_has_no_loss(distill: bool) -> None:
     batch = batch._replace(is_answer=torch.zeros_like(batch.is_answer))
     loss = medusa2_loss(tuning, batch, torch.Generator())
     loss.backward()  # type: ignore[no-untyped-call]
-    assert float(loss) == 0
+    assert float(loss.detach()) == 0
 
 
 def test_the_original_model_has_no_divergence_from_itself() -> None:
@@ -66,7 +65,8 @@ def test_the_original_model_has_no_divergence_from_itself() -> None:
     tuning, batch = traps.make_tuning_case(1, 1.0, heads_weight=0.0)
     p = tuning.original.training_logits(batch.ids).softmax(-1).detach()
     batch = batch._replace(top_probs=p, top_ids=torch.arange(4).expand_as(p))
-    assert float(medusa2_loss(tuning, batch, torch.Generator())) == pytest.approx(0, abs=1e-5)
+    loss = medusa2_loss(tuning, batch, torch.Generator())
+    assert float(loss.detach()) == pytest.approx(0, abs=1e-5)
 
 
 # ---------------------------------------------------------------------- the card
@@ -92,7 +92,6 @@ def test_it_drafts_as_medusa_with_the_same_heads() -> None:
     ("settings", "said"),
     [
         ({"heads": 0}, "[head] heads is 0"),
-        ({"layers": True}, "[head] layers is True"),
         ({"draft_vocab": 5}, "[head] draft_vocab"),
         ({"heads_weight": -0.1}, "[head] heads_weight is -0.1"),
         ({"heads_weight": float("inf")}, "[head] heads_weight is inf"),
@@ -157,14 +156,6 @@ def test_the_model_stays_as_it_is_while_the_heads_come_first(big: str, tmp_path:
         assert torch.equal(weight.bfloat16(), tuned.weights[name].bfloat16()), name
     heads = head_weights(tuned, "medusa")
     assert float(heads["blocks.0.layers.0.weight"].abs().max()) > 0  # they began as zero
-
-
-def test_training_lowers_the_loss(big: str, tmp_path: Path) -> None:
-    done = train(big, tmp_path / "tuned", "--set", "head.heads_first=0.0")
-    assert done.exit_code == 0, done.output
-    lines = [json.loads(x) for x in (tmp_path / "tuned/log.jsonl").read_text().splitlines()]
-    held = [line["held_out"] for line in lines if "held_out" in line]
-    assert held[-1] < held[0]
 
 
 def test_a_setting_without_a_meaning_stops_the_command(big: str, tmp_path: Path) -> None:

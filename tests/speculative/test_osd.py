@@ -290,5 +290,5 @@ def test_few_tokens_or_none_end_a_request_too(n: int) -> None:
 
 
 def test_the_card_says_that_a_text_depends_on_earlier_requests() -> None:
-    assert CARD.seed_promise.endswith("set of knobs, and list of requests before it")
-    assert "requests before" not in find_technique("token_recycling").seed_promise
+    assert CARD.seed_promise.endswith("set of knobs and list of earlier requests")
+    assert "earlier requests" not in find_technique("token_recycling").seed_promise

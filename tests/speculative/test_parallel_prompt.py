@@ -14,6 +14,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.stage import Stage
+from tinyspec.laws.traps import begin_decoder, run_all_rounds
 from tinyspec.laws.traps import parallel_prompt as traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.heads import RANKED, freeze_target, head_weights
@@ -79,12 +80,10 @@ def test_trap_tokens_per_round_are_those_of_a_long_run() -> None:
 
 
 def test_every_round_but_the_first_drafts_in_one_pass() -> None:
-    """BiTA's law, on this technique."""
     for seed in range(3):
-        decoder = begin(prompted_network(2, 2, seed), (0, 1, 2), nodes=6)
-        rounds = []
-        while not decoder.finished:
-            rounds.append(decoder.step(Seeded(decoder.rounds)))
+        model = prompted_network(2, 2, seed)
+        decoder = begin_decoder(CARD.make, [model], (0, 1, 2), max_new_tokens=30, nodes=6)
+        rounds = run_all_rounds(decoder)
         drafted = [not all(round.tree.probe) for round in rounds if round.tree.tokens]
         assert drafted == [False] + [True] * (len(drafted) - 1)
         assert {len(round.calls) + len(round.draft_calls) for round in rounds} == {1}

@@ -304,8 +304,8 @@ class AcceptanceSettings:
 @command("osd", tables=True, chart=True, resumes=ONLINE_RESUME)
 @dataclass(frozen=True)
 class OnlineSettings:
-    """How a draft's acceptance changes while it learns between requests (osd), beside the same draft
-    as it was.
+    """The acceptance of a draft that learns between requests (osd), beside that of the same draft
+    without updates.
 
     Both arms answer each prompt in turn, with the same seed. The file of --out is written after
     every prompt. The trained weights are not in it: --resume answers the prompts that are done

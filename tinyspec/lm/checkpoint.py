@@ -79,7 +79,7 @@ class Checkpoint(NamedTuple):
     """The parts of a model. Weights have the names of `Config.shapes()` and are on the CPU.
 
     tokenizer  None: the folder has none
-    extras     float32 tensors that were trained on the frozen model (an exit classifier), by name
+    extras     tensors that were trained for the model (an exit classifier, heads), by name
     """
 
     config: Config
@@ -290,11 +290,11 @@ def read_extras(folder: Path) -> dict[str, Tensor]:
 
 
 def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
-    """Add these extra tensors to a checkpoint's. The file is replaced as a whole."""
+    """Add these extra tensors to a checkpoint's, in their types. The file is replaced whole."""
     folder = Path(folder)
     kept = {
         **read_extras(folder),
-        **{name: t.detach().float().cpu().contiguous() for name, t in extras.items()},
+        **{name: t.detach().cpu().contiguous() for name, t in extras.items()},
     }
     part = folder / f".{_EXTRAS}.part"
     try:

@@ -48,7 +48,8 @@ class Config:
         With m layers that have weights, layer l has those of layer l % m (cyclic parameter
         sharing). Each of the n_layers layers has keys and values of its own.
         """
-        return self.extra.get("repeat", 1)
+        repeat: int = self.extra.get("repeat", 1)
+        return repeat
 
     @property
     def distinct_layers(self) -> int:

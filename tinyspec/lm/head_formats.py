@@ -6,24 +6,24 @@
     vllm-eagle    EAGLE-1     vLLM
 
 Names, shapes and keys of config.json are those that the loaders ask for. The tables with their
-sources are in tests/lm/test_head_formats.py; tests/lm/test_head_formats_peer.py compares logits with
-the speculators package. No server was run. A folder has config.json and model.safetensors. What
-only we read stands in config.json's section "tinyspec": method, target, checksum, measured ranks.
+sources are in tests/lm/test_head_formats.py. tests/lm/test_head_formats_peer.py compares logits
+with the speculators package. No server was run. A folder has config.json and model.safetensors.
+What only we read stands in config.json's section "tinyspec": method, target, checksum, ranks.
 
-    ours                                    theirs
-    token_map, ids of the draft vocabulary  speculators: d2t, id minus row (an *offset*, not the id),
-                                            and t2d, whether the head has a row for a token
-    shared_rows, no matrix of its own       vllm-medusa: lm_heads.0, the target's rows written out
+    token_map (ids)     speculators: d2t, the id minus the row (an *offset*, not the id), and t2d,
+                        whether the head has a row for a token
+    shared_rows         vllm-medusa: lm_heads.0, rows of the target, written out
+    target's embedding  speculators: embed_tokens, written out; vllm-eagle leaves it out
 
 Reading. A folder of another program names no checksum. Then the head is compared with the target in
 what the folder has: widths and vocabulary, the config of its layer, the layers that it reads, and
 the embedding if the folder holds one. A head of another model with the same sizes cannot be told
 from a right one; its drafts are only worse. Such a folder has no measured ranks either. Then a
-static tree is a chain of first candidates, which is what vLLM drafts.
+static tree is a chain of first candidates.
 
-Left out: the MLP speculator's format, which vLLM's proposers do not serve; the authors' own folders
-(pickles); what other heads of a format may have and ours have not (more layers, norms before `fc`,
-a bias of `fc`): each is an error that names it.
+Left out: the MLP speculator's format; the authors' own folders, which are pickles; what other heads
+of a format may have and ours have not (more layers, norms before `fc`, a bias of `fc`). Each of
+these is an error that names it.
 """
 
 import json
@@ -51,7 +51,7 @@ from tinyspec.lm.heads import (
 from tinyspec.lm.model import Model
 from tinyspec.lm.stack import head_config
 
-EMBEDDING = "embed_tokens.weight"  # optional in a folder: loaders take the target's
+EMBEDDING = "embed_tokens.weight"
 OFFSETS = "d2t"
 MARKS = "t2d"
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
@@ -211,6 +211,8 @@ def write_eagle3(
     check_layer_order(target, layers)
     weights, steps = dict(head.weights), head.settings["steps"]
     vocabulary = target.config.vocab_size
+    # Without it the speculators package computes with unset memory (0.9.0, on transformers 5).
+    weights[EMBEDDING] = target.weights["embed"].to(weights["fc.weight"].dtype)
     ids = weights.pop(TOKEN_MAP, None)
     if ids is not None:
         weights[OFFSETS] = ids - torch.arange(len(ids))

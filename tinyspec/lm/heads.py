@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec import _core
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.checkpoint import write_atomically
@@ -36,6 +36,8 @@ RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-
 RANKED = 10  # candidates of a depth that are measured
 SETTINGS = "settings/"  # leads the names of a head's settings among a model's extras
 NO_ROW = -1  # of a token that a head has no row for
+MOST_HEADS = 64  # and layers of each: every one is several names, and a number may be damaged
+MOST = 2**31  # of any other setting
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class HeadSettings:
 
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
 
-    Numbers must be at least 1, or 0 where that is the default. Texts are left to the subclass.
+    Numbers must be at least 1, or 0 where that is the default, and at most MOST or MOST_HEADS.
+    Texts are left to the subclass.
     """
 
     draft_vocab: int = 0
@@ -55,9 +58,11 @@ class HeadSettings:
             if isinstance(default, str):
                 continue
             least = 0 if default == 0 or isinstance(value, bool) else 1
-            if not isinstance(value, int) or value < least:
+            most = MOST_HEADS if name in ("heads", "layers") else MOST
+            if not isinstance(value, int) or not least <= value <= most:
                 raise TinyspecError(
-                    f"[head] {name} is {value!r}: it must be a whole number of at least {least}"
+                    f"[head] {name} is {describe_value(value)}: it must be a whole number from "
+                    f"{least} to {most}"
                 )
 
 

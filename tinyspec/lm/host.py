@@ -2,12 +2,14 @@
 
 torch divides the copying of many numbers, such as a row of logits, among its threads. They stay
 awake for a while, on the cores that the compiled kernels need next. So between two forward passes
-numpy does what decoding needs on the host. What lies on a device stays with torch.
+numpy does what decoding needs on the host. What lies on a device stays with torch, and so does
+attention in the layers of a head, on one thread (`one_torch_thread`).
 """
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,20 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@contextmanager
+def one_torch_thread() -> Iterator[None]:
+    """Let torch compute on the thread that asks until the block ends, and leave the others asleep.
+
+    Attention of a few rows divides its heads among all threads, however small they are.
+    """
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n)
 
 
 def stack_rows(rows: Sequence[Tensor]) -> Tensor:

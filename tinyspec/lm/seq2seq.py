@@ -6,8 +6,8 @@ takes any input and any self-attention mask: a technique chooses them, a loss an
 
 `encode` computes the keys and values of the source once; all candidates and iterations share them.
 `condition_on(source)` returns the decoder as an ordinary model whose texts are translations of that
-source. So the autoregressive teacher runs in the common loop. `fill_masks(source)` returns a session
-whose masks are filled in by one pass, which drafts for the teacher.
+source. So the autoregressive teacher runs in the common loop. `fill_masks(source)` returns a
+session whose masks one pass fills in: it drafts for the teacher.
 """
 
 import math

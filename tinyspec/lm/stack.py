@@ -16,6 +16,7 @@ on whole texts, with gradients. They share no line that knows a position.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from torch.nn import functional as F
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardRecord, SeenSlots
 from tinyspec.lm.heads import HeadMatrix
+from tinyspec.lm.host import one_torch_thread
 from tinyspec.lm.ops import attend, attend_causal, rotary_tables, rotate
 from tinyspec.lm.transformer import Transformer
 from tinyspec.tree import ROOT
@@ -36,6 +38,7 @@ UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 INPUT_NORM = "input_layernorm"
 MLP_NORM = "post_attention_layernorm"
+FEW = 64  # rows of a draft; a prompt has more, and all threads attend for it
 
 
 def head_config(config: Config, layers: int = 1) -> Config:
@@ -147,7 +150,9 @@ class Stack:
             self.cache.write(number, slots, k, v)
             keys = self.cache.keys[number][:, : first + n]
             values = self.cache.values[number][:, : first + n]
-            x = x + layer.out(attend(q, keys, values, mask))
+            with one_torch_thread() if n < FEW else nullcontext():
+                mixed = attend(q, keys, values, mask)
+            x = x + layer.out(mixed)
             if layer.up is not None and layer.down is not None:
                 gate, up = layer.up(self._normalize(x, layer.mlp_norm)).chunk(2, dim=-1)
                 x = x + layer.down(F.silu(gate) * up)

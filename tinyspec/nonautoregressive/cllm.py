@@ -12,7 +12,7 @@ Training. For a text x, a trajectory of the *original* model is computed, from t
 from x. A state y(j) is drawn from all states but the last one. The loss has two terms:
 
     L    = L_GC + omega L_AR
-    L_GC = mean over i of  - sum over v of p(v | x, y*_<i) log p(v | x, y(j)_<i)      global consistency
+    L_GC = mean over i of  - sum over v of p(v | x, y*_<i) log p(v | x, y(j)_<i)
     L_AR = mean over the tokens of x that the original wrote, and of y*, of  - log p(token | before)
 
 p is the model in training. The first p in L_GC is a constant: no gradient flows through it. i runs

@@ -72,7 +72,7 @@ def add_gradients(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
     grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in tensors]
     flat = torch.cat([*(grad.flatten() for grad in grads), loss.reshape(1).to(grads[0])])
     dist.all_reduce(flat)
-    parts = flat[:-1].split([w.numel() for w in tensors])
+    parts = torch.split(flat[:-1], [w.numel() for w in tensors])
     for w, part in zip(tensors, parts, strict=True):
         if w.grad is not None or part.any():  # else no rank had a gradient for it
             w.grad = part.view_as(w).clone()

@@ -14,6 +14,7 @@ gave, before and after:
     tokens per pass  of the method, at temperature 0, on prompts of held-out texts
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,7 +39,7 @@ from tinyspec.training.recipe import read_head_recipe
 from tinyspec.training.train import TrainingResult
 from tinyspec.training.train_lm import autocast
 
-BOOK_CHARACTERS = 40_000  # of each book whose perplexity is measured
+BOOK_CHARACTERS = 20_000  # of each book whose perplexity is measured
 WINDOW = 512  # tokens of the context in which the perplexity is measured
 TIMED_TEXTS = 24  # held-out texts whose prompts the method continues
 TIMED_TOKENS = 64  # new tokens of each
@@ -92,7 +93,7 @@ def train_tuned(
 
     @torch.no_grad()
     def validate() -> dict[str, float]:
-        """Return the loss on the texts that are held out, with the same random numbers each time."""
+        """Return the loss on the held-out texts, with the same random numbers each time."""
         at_the_end, total = tuning._replace(progress=1.0), 0.0
         for number, batch in enumerate(batches.held_batches):
             generator = torch.Generator().manual_seed(number)
@@ -189,12 +190,12 @@ def measure_perplexity(model: Model, documents: Sequence[Document]) -> float:
     per_token = [Document(tokens, len(tokens) - 1) for tokens, _ in documents]
     context = min(model.config.max_positions, WINDOW)
     teach = model.to(dtype=torch.float32).training_logits
-    bits: float = bits_per_byte(teach, per_token, context, max(context // 2, 1), model.device)
-    return 2.0**bits
+    bits = bits_per_byte(teach, per_token, context, max(context // 2, 1), model.device)
+    return math.exp2(bits)
 
 
 def measure_pace(model: Model, method: str, texts: Sequence[TargetOutput]) -> float:
-    """Return the tokens per target pass of a method that continues these texts' prompts greedily."""
+    """Return the tokens per target pass of a method that continues the texts' prompts greedily."""
     tokens = passes = 0
     for text in texts[:TIMED_TEXTS]:
         prompt = text.ids[: int(text.positions[0]) + 1].tolist()

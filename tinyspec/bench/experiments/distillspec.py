@@ -33,7 +33,7 @@ def compare_divergences(given: DistillSpecSettings, quiet: bool = False) -> dict
     cells = [(source, loss) for source in given.sources for loss in given.losses]
     for source, loss in cells:
         DistillSettings(source=source, loss=loss)  # says what is not known
-    width = target.config.d_model
+    width, share = target.config.d_model, target.config.max_positions // 4
     text = draft_recipe(given.model, "draft", given.layers, 0, given.texts, width)
     figures = dict[str, dict[str, dict[str, float]]]()
     with show_progress_bar(f"drafts of {target.name}", len(cells), quiet) as tick:
@@ -42,6 +42,9 @@ def compare_divergences(given: DistillSpecSettings, quiet: bool = False) -> dict
             values = {
                 "name": json.dumps(out.name),
                 "extra": '{draft_for = "distillspec"}',
+                "distill.tokens": str(min(share, 128)),
+                "distill.prompt": str(min(share, 96)),
+                "distill.question": str(min(share, 40)),
                 "distill.source": json.dumps(source),
                 "distill.loss": json.dumps(loss),
                 "train.seed": str(given.seed),
@@ -73,8 +76,8 @@ def _train_draft(out: Path, recipe: str) -> dict[str, float]:
         if not result.finished:
             raise KeyboardInterrupt
         known.write_text(json.dumps(figures), encoding="utf-8")
-    figures = json.loads(known.read_text(encoding="utf-8"))
-    return figures
+    measured: dict[str, float] = json.loads(known.read_text(encoding="utf-8"))
+    return measured
 
 
 def tabulate_grid(result: Result) -> list[Grid]:

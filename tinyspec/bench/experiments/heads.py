@@ -133,14 +133,14 @@ def _read_minutes(folder: Path) -> float | None:
 def tabulate_heads(result: Result) -> list[Grid]:
     """Return the table: a line for each method, those with the most tokens per pass first."""
     arms = dict(sorted(result["arms"].items(), key=lambda arm: -arm[1]["tau"]))
-    depths = [
-        Column(f"depth {depth + 1}", lambda arm, at=depth: arm["depths"][at], ".0%")
-        for depth in range(DEPTHS)
-    ]
+
+    def show_depth(at: int) -> Column:
+        return Column(f"depth {at + 1}", lambda arm: arm["depths"][at], ".0%")
+
     columns = [
         Column("tokens per pass", "tau", ".2f"),
         Column("draft tokens", "nodes", ".1f"),
-        *depths,
+        *map(show_depth, range(DEPTHS)),
         Column("MB", "megabytes", ".1f"),
         Column("minutes", "minutes", ".0f"),
     ]
@@ -156,7 +156,7 @@ def draw_heads(result: Result) -> Chart:
         name: {at: share for at, share in enumerate(arm["depths"], 1) if share is not None}
         for name, arm in own.items()
     }
-    panels = [bars, Lines("accepted at a depth", lines, "depth")]
+    panels: list[Lines | Bars] = [bars, Lines("accepted at a depth", lines, "depth")]
     summary = "; ".join(f"{name} {arm['tau']:.2f}" for name, arm in arms.items())
     return Chart(f"Heads of {result['model']}", panels, note_heads(result), summary)
 

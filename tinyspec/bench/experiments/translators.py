@@ -29,8 +29,9 @@ Ids = list[int]
 
 
 class Translated(NamedTuple):
-    """A translation, and its passes: of decoders and encoders, also of a model that drafted, and of a
-    teacher that judged.
+    """A translation, and its passes: of decoders and encoders, and of a teacher that judged.
+
+    A model that drafted has a decoder and an encoder too.
     """
 
     text: str

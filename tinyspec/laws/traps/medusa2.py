@@ -76,7 +76,8 @@ def loss_by_hand(tuning: Tuning, batch: TrainingBatch, c: float) -> float:
         rows = rows_of_head(tuning, i - 1)
         losses = [-float(rows[t, TEXT[t + 1 + i]]) for t in range(n - 1 - i)]
         of_heads += 0.8**i * sum(losses) / len(losses)
-    return sum(own) / len(own) + settings.heads_weight * c * of_heads
+    weight: float = settings.heads_weight * c
+    return sum(own) / len(own) + weight * of_heads
 
 
 @collect_evidence(JOINED)

@@ -1,4 +1,4 @@
-"""PPD (Chen et al. 2025): the tree follows the number of prompts, and is built as they are worth."""
+"""PPD (Chen et al. 2025): the draft follows the state, and the trees are worth most."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -173,9 +173,8 @@ def rounds_are_those_of_a_long_run(count: Callable[..., float]) -> Iterator[int]
     """
     for a, b in product((0.0, 0.25, 0.5), (0.1, 0.6, 1.0)):
         trees = [PromptTree(((ROOT, 0),), (chance,), (1,)) for chance in (a, b)]
-        values = (a, 2 * b)
-        expected = 1 + (b * values[0] + (1 - a) * values[1]) / (b + 1 - a)
-        got = count(trees, values)
+        expected = 1 + (b * a + (1 - a) * 2 * b) / (b + 1 - a)
+        got = count(trees, (a, 2 * b))  # accepted tokens of a round in state 1 and 2
         if not math.isclose(got, expected, rel_tol=1e-9):
             accuse(STEADY, expected, got, stays_in_state_1=a, from_state_2_to_1=b)
         yield 1

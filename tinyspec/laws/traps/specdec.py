@@ -105,6 +105,11 @@ def forced_draft(build: Build, token: int, sampling: SamplingParams, **knobs: An
     return begin_decoder(build, [target, draft], (0,), sampling, 2, k=1, **knobs)
 
 
+def accepts_draft(begin: Callable[[], Decoder], rng: Exhaustive) -> bool:
+    """Return whether the first round of a new decoder accepts its draft token."""
+    return bool(begin().step(rng).verdict.accepted)
+
+
 @collect_evidence(CONDITIONS)
 def both_conditions_decide(build: Build) -> Iterator[int]:
     """Check for each token whether it is accepted: at temperature 0, and with what probability
@@ -117,16 +122,15 @@ def both_conditions_decide(build: Build) -> Iterator[int]:
         case = {"weights": WEIGHTS, "draft token": token, **knobs}
         got = forced_draft(build, token, GREEDY, **knobs).step(Seeded(0)).tokens
         expect_equal(CONDITIONS, (token, best) if allowed else (best,), got, **case)
-        sampled = partial(forced_draft, build, token, SAMPLED, **knobs)
-        mass = sum(
-            probability
-            for round, probability in Exhaustive.walk(lambda rng, begin=sampled: begin().step(rng))  # type: ignore[misc]
-            if round.verdict.accepted
-        )
+        mass = 0.0
+        for is_accepted, probability in Exhaustive.walk(
+            partial(accepts_draft, partial(forced_draft, build, token, SAMPLED, **knobs))
+        ):
+            mass += is_accepted * float(probability)
         always = allowed and beta > 1
         expected = 1.0 if always else WEIGHTS[token] / sum(WEIGHTS)
-        if abs(float(mass) - expected) > 1e-12:
-            accuse(CONDITIONS, expected, float(mass), **case, temperature=1)
+        if abs(mass - expected) > 1e-12:
+            accuse(CONDITIONS, expected, mass, **case, temperature=1)
         yield 1
 
 
@@ -172,9 +176,10 @@ def fit_filler(pairs: Sequence[tuple[Sequence[int], Sequence[int]]], block: int)
     config = Seq2SeqConfig(WORDS, 32, 2, 32, 1, 1, 24)
     generator = torch.Generator().manual_seed(0)
     model = Seq2Seq.create(config, generator)
-    batch = tuple(torch.tensor([list(pair[side]) for pair in pairs]) for side in range(2))
+    source, target = (
+        torch.tensor([list(pair[side]) for pair in pairs] * 8) for side in range(2)
+    )  # eight random prefixes of each in a step
     optimizer = torch.optim.Adam([w.requires_grad_() for w in model.parameters()], lr=1e-2)
-    source, target = batch
     for step in range(FITTING_STEPS):
         share = specdec.glancing_share(step / FITTING_STEPS)
         loss = specdec.block_filling_loss(model, (source, target), block, share, generator, 0, 0)

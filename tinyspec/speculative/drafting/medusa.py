@@ -54,6 +54,7 @@ from tinyspec.lm.heads import (
     mean_cross_entropy,
     prepare_head,
 )
+from tinyspec.lm.host import stack_rows
 from tinyspec.lm.ops import scatter_logits
 from tinyspec.speculative.treedraft import (
     StaticTree,
@@ -181,7 +182,7 @@ class MedusaHeads:
             logits = self.rows[0](torch.cat(guesses))
         else:
             pairs = zip(self.rows, guesses, strict=False)
-            logits = torch.cat([matrix(z) for matrix, z in pairs])
+            logits = stack_rows([matrix(z)[0] for matrix, z in pairs])
         return scatter_logits(logits, self.token_map, self.vocabulary)
 
 

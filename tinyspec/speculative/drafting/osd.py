@@ -10,7 +10,7 @@ gets its text, the places at which the target rejected a draft token, and the ta
 After every I requests the draft takes one step on all places of the buffer, and the buffer is
 emptied:
 
-    L = mean over places t of D(p_t || q_t)          p_t, q_t: target's and draft's, after y_1 .. y_t
+    L = mean over places t of D(p_t || q_t)         p_t: target's row after y_1 .. y_t, q_t: draft's
 
 where t is the place *before* the rejected token: its row of the draft drafted that token. D is KL
 (as in the authors' online step), reverse KL, or the Jensen-Shannon divergence. The rows are those
@@ -131,7 +131,8 @@ class OnlineDraft:
             self.optimizer = torch.optim.AdamW(tensors, lr=self.lr, weight_decay=0.0)
         self.optimizer.zero_grad()
         blocks = Blocks(draft.config, self.weights)
-        rejection_loss(blocks, self.buffer, DIVERGENCES[self.loss]).backward()  # type: ignore[no-untyped-call]
+        loss = rejection_loss(blocks, self.buffer, DIVERGENCES[self.loss])
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = torch.nn.utils.clip_grad_norm_(self.weights.values(), MAX_GRADIENT_NORM)
         if not norm.isfinite():  # such a step would spoil the draft for good
             return
@@ -219,7 +220,7 @@ class OsdDrafter(ModelDrafter):
             8,
             "requests between two updates of the draft",
             low=1,
-            high=1 << 20,
+            high=1024,
             small=(1, 2),
         ),
         Knob(

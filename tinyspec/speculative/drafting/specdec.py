@@ -19,15 +19,15 @@ Training. Of each target the teacher wrote, y_1 .. y_L with its end, a prefix of
 stays, each length equally likely; k masks follow. The loss is the cross-entropy at the masks, with
 smoothed labels. Masks beyond the end have no label. *Glancing*: a pass without gradients fills the
 masks first. Of n wrong ones, share * n masks are then replaced by their tokens, at random places,
-and count no more. So easy sentences are learned in parallel, and hard ones with help. The share
-falls in a straight line from 0.5 to 0.3. The encoder begins as the translator's.
+and count no more. The more of a block is wrong, the more of it is shown. The share falls in a
+straight line from 0.5 to 0.3. The encoder begins as the translator's.
 
 Guarantee: LOSSY in beta. At 1 it is EXACT: drafts are point masses.
 Pitfall: a small model that writes from left to right under the same name, which takes k passes; one
 of the two conditions without the other.
-Tests: tests/speculative/test_specdec.py (`verify_top_beta` against what runs; one pass of the drafter
-a round; each condition refuses alone; a block is never shorter if beta or tau is larger; a fitted
-drafter drafts the sentence; the masks, the labels and the glancing of the loss).
+Tests: tests/speculative/test_specdec.py (`verify_top_beta` against what runs; one pass of the
+drafter a round; each condition rejects alone; a larger beta or tau accepts no fewer tokens; a
+fitted drafter drafts its sentences; the masks, the labels and the glancing of the loss).
 Additions of ours: above temperature 0, which the authors do not treat, a token that the rule does
 not allow is accepted with probability p(x), and else another one is drawn. So the rule accepts no
 less than the exact one.
@@ -35,7 +35,7 @@ Defaults: k, beta and tau are those of the authors' command (inference.sh). A dr
 advises its k.
 Left out: their drafter's input at a mask is a mixture of the source's embeddings, ours a mask
 token; their positions are learned, ours sinusoidal, and our prefix begins with bos, as the
-translator's does. Both of our decoders read special tokens as they are. Batches of translations.
+translator's does. Batches of translations.
 """
 
 import math
@@ -254,7 +254,7 @@ def top_beta_verifier(beta: int, tau: float) -> Verifier:
     The conditions look at the distribution after the repetition penalty, before temperature and
     filters. The verifier raises TinyspecError if the draft branches.
     """
-    least = math.exp(-tau)  # log p(x_1) - log p(x) <= tau if and only if p(x) >= least * p(x_1)
+    least = math.exp(-tau)  # log p(x_1) - log p(x) <= tau if and only if p(x) / p(x_1) >= least
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
         path: tuple[int, ...] = ()
@@ -263,7 +263,7 @@ def top_beta_verifier(beta: int, tau: float) -> Verifier:
         for node in tree.chain_nodes("the rule of beta and tau"):
             token, row = tree.tokens[node], p.probs_under(at, unsharpened)
             likeliest = top_k_tokens(row, min(beta, len(row)))
-            is_allowed = token in likeliest and row[token] >= least * row[likeliest[0]]
+            is_allowed = token in likeliest and row[token] / row[likeliest[0]] >= least
             if not is_allowed and not rng.accept(p[at][token]):
                 return Verdict(path, rng.draw(exclude_token(p[at], token)), (node,))
             path, at = (*path, node), node

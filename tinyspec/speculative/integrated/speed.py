@@ -29,10 +29,9 @@ Pitfall: pipelining layers with different weights, which reads as many weights a
 ticks as if dropped tokens had cost none.
 Tests: tests/speculative/test_speed.py (the formula for ticks against what runs; tokens in one tick
 against the dense pass; a model with repeated layers in every path).
-Additions of ours: `recheck` asks the head again after every later repetition, and replaces a guess
-that it no longer makes.
-Left out: the paper's translation models, which are encoder-decoders, and a head of its own for the
-early guess: ours is the model's head. We have not found code of the authors.
+Left out: the paper's translation models, which are encoder-decoders; a head of its own for the early
+guess: ours is the model's head; a further look at a guess after later repetitions. We have not
+found code of the authors.
 """
 
 from collections.abc import Callable, Sequence
@@ -85,15 +84,14 @@ class CyclicPipeline:
     """A session of a model with repeated layers that begins tokens before they are known.
 
     exit      repetition after which the next token is guessed (e)
-    recheck   guess again after every later repetition
     ends      tokens that nothing follows
-    guesses   tokens in flight after the newest one; each has run `exit` repetitions less, or more
-              than that, than the one before it
+    guesses   tokens in flight after the newest one; each has run `exit` repetitions less than the
+              one before it
     upcoming  text, sampling parameters, and how many more tokens may follow the next one
     """
 
-    def __init__(self, session: Any, exit: int, recheck: bool, ends: frozenset[int]):
-        self.session, self.exit, self.recheck, self.ends = session, exit, recheck, ends
+    def __init__(self, session: Any, exit: int, ends: frozenset[int]):
+        self.session, self.exit, self.ends = session, exit, ends
         self.group: int = session.model.config.distinct_layers
         self.repeat: int = session.model.config.repeat
         self.guesses: list[int] = []
@@ -127,27 +125,19 @@ class CyclicPipeline:
         return scores
 
     def run_tick(self, text: Sequence[int], sampling: SamplingParams, room: int) -> None:
-        """Apply the group once to the newest token and to all guesses; then guess again."""
+        """Apply the group once to the newest token and to all guesses; then guess one token more.
+
+        Only the last token in flight may have run `exit` repetitions and have no guess after it.
+        """
         self.session.run_to_layer(TokenTree.chain(self.guesses), 0)  # finds or makes their nodes
-        entries = range(len(self.guesses) + 1)
-        ran = [self._repetitions(entry) + 1 for entry in entries]
-        asked = [
-            entry
-            for entry in entries
-            if ran[entry] == self.exit or (self.recheck and ran[entry] > self.exit)
-        ]
-        heads = asked if ran[0] < self.repeat or 0 in asked else [0, *asked]
-        logits = self.session.run_repetition(heads)
-        rows = kernels_of(logits).as_rows(logits)
-        for entry in asked:
-            if ran[entry] == self.repeat:  # the verifier draws this one's next token
-                continue
-            history = [*text, *self.guesses[:entry]]
-            guess = rank_tokens(sampling, rows[heads.index(entry)], history, 1)[0]
-            if self.guesses[entry : entry + 1] != [guess]:
-                may_begin = entry < room and guess not in self.ends
-                self.guesses[entry:] = [guess] if may_begin else []
-                break  # what followed the guess before is dropped
+        last = len(self.guesses)
+        is_asked = self._repetitions(last) + 1 == self.exit < self.repeat
+        is_known = self._repetitions(0) + 1 == self.repeat
+        logits = self.session.run_repetition([0] * is_known + [last] * is_asked)
+        if is_asked and last < room:
+            row, history = kernels_of(logits).as_rows(logits)[-1], [*text, *self.guesses]
+            guess = rank_tokens(sampling, row, history, 1)[0]
+            self.guesses += [] if guess in self.ends else [guess]
 
     def _repetitions(self, entry: int) -> int:
         """Return how many repetitions the newest token (0) or a guess has run."""
@@ -217,16 +207,9 @@ def expected_ticks(repeat: int, exit: int, match: Any, tokens: int) -> Any:
             high=64,
             small=(1, 2),
         ),
-        Knob(
-            "recheck",
-            False,
-            "guess again after every later repetition",
-            small=(False, True),
-            ours=True,
-        ),
     ),
 )
-def speed(request: Request, *, exit: int, recheck: bool) -> Decoder:
+def speed(request: Request, *, exit: int) -> Decoder:
     """Return a decoder that begins tokens on early guesses, in a model with repeated layers."""
     session: Any = request.target
     config = session.model.config
@@ -235,6 +218,6 @@ def speed(request: Request, *, exit: int, recheck: bool) -> Decoder:
             f"speed needs a model whose layers repeat, and those of {session.model.name} do not: "
             "use --model storyteller-speed, or train one from a recipe with extra.repeat"
         )
-    pipeline: Any = CyclicPipeline(session, min(exit, config.repeat), recheck, request.stop.eos)
+    pipeline: Any = CyclicPipeline(session, min(exit, config.repeat), request.stop.eos)
     request.target = pipeline
     return request.decoder(SpeedDrafter(pipeline), verify_tree)
