@@ -106,7 +106,7 @@ def load_held_out(cases: Cases) -> tuple[int, FrozenTarget, list[TrainingBatch]]
 def read_heads(law: str, got: Any, cases: Cases) -> Weights:
     """Return the blocks of heads that came back; accuse what is none, or is another target's."""
     check, target, _ = load_held_out(cases)
-    found = got.get(CHECKSUM) if isinstance(got, dict) else None
+    found: Any = got.get(CHECKSUM) if isinstance(got, dict) else None
     if not isinstance(found, Tensor):
         accuse(law, f"tensors, and among them {CHECKSUM!r}", describe_result(got))
     if found.numel() != 1 or int(found) != check:
