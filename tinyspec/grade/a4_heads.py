@@ -28,7 +28,7 @@ FROZEN = "training changes the blocks and nothing else"
 DECAY = 0.8  # of a head's loss against the head before it
 CLOSE = 1e-6  # by how much a number may be off: float32 in between is no mistake
 CERTAIN = 60.0  # the logit of a token, the others having 0 or 1
-FIT_STEPS, FIT_RATE = 200, 0.02
+FIT_STEPS, FIT_RATE = 300, 0.02
 
 Weights = dict[str, Tensor]
 Text = tuple[Tensor, Tensor]
@@ -215,20 +215,22 @@ short_texts_add_nothing = loss_law(3, SHORT)
 
 
 def plant_texts(seed: int) -> tuple[Weights, list[tuple[Tensor, Tensor]]]:
-    """Return untrained heads for a small transformer, and two batches: a text of 12 tokens each.
+    """Return untrained heads for a small transformer, and two batches: a text of 8 tokens each.
 
-    No two positions have equal states, and a state has more numbers than there are positions.
+    The tokens of a text all differ, and the second text is the first one backwards. So the states
+    of no two positions are alike, and a state has more numbers than there are positions.
     """
     config = Config(
-        vocab_size=4, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48,
+        vocab_size=8, d_model=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, d_ff=48,
         max_positions=16,
     )  # fmt: skip
     model, random = Model.random(config, seed, torch.float64, scale=0.3), Random(seed)
     weights = draw_heads(2, config.d_model, config.vocab_size, make_generator(seed), is_zero=True)
     weights["rows"] = freeze_target(model, layers=False).head
     batches = []
-    for first, second in ((0, 1), (2, 3)):
-        ids = torch.tensor([[first, second, *random.choices(range(4), k=10)]])
+    text = random.sample(range(config.vocab_size), config.vocab_size)
+    for order in (text, text[::-1]):
+        ids = torch.tensor([order])
         states = model.torch_blocks().hidden_states(ids, (config.n_layers,))[:, 0]
         batches.append((ids, states.detach()))
     return weights, batches

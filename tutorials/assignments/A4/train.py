@@ -1,4 +1,4 @@
-"""Train your heads for the storyteller: python train.py, about five minutes on two cores.
+"""Train your heads for the storyteller: python train.py, less than five minutes on two cores.
 
 The storyteller writes texts, and its states on them are kept. Your `fit_heads` trains on most of them, your `rank_table`
 measures on the others. The heads are saved twice. The grader reads heads.pt, and tinyspec loads the folder head/:
@@ -16,11 +16,11 @@ import torch
 from tinyspec import models
 from tinyspec.grade.a4_trained import begin_weights, save_heads, write_texts
 
-TEXTS = 600
+TEXTS = 1000
 HELD = 40  # texts that are measured on
 BATCH = 16  # texts a step
 HEADS = 3
-STEPS = 500
+STEPS = 800
 RATE = 1e-3
 RANKS = 10  # candidates of each head that are measured
 
