@@ -87,6 +87,7 @@ DECODERS = [
     if card.kind == "decoder"
     and not card.drafts
     and card.trained is None  # heads are trained for models that extend texts
+    and not card.cyclic
     and name != "rest"  # which has nothing to retrieve from
 ]
 

@@ -28,7 +28,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.config import Config
+from tinyspec.lm.config import TUNED, Config
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
 from tinyspec.lm.model import Model
@@ -37,7 +37,6 @@ from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
 TEXT_LIMIT = 1 << 16  # characters of a knob that is a text: the costs of 1,024 calls are 10,000
-TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
 
 Clock = Callable[[], float]
 """() -> time in seconds, from any starting point."""

@@ -39,7 +39,7 @@ for name in ("train", "again"):  # the second call goes on from the state of the
 if ranks.this_rank() == 0:
     torch.save(dict(model.weights), folder + "/result.pt")
 ranks.leave_ranks()
-assert ranks.count_ranks() == 1
+assert ranks.count_processes() == 1
 """
 
 

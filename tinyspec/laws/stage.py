@@ -66,7 +66,7 @@ class Stage:
     @cached_property
     def target(self) -> Any:
         """Return the model whose distribution must be kept."""
-        if self.deep or self.card.trained is not None:  # a head reads states
+        if self.deep or self.card.cyclic or self.card.trained is not None:  # no table will do
             network = small_network(self.seed, self.vocabulary)
             return add_random_head(network, self.card, self.seed)
         zeros = (self.seed // 100 + self.seed) % 2 == 0

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
+
 
 @dataclass(frozen=True)
 class Config:
@@ -43,7 +45,7 @@ class Config:
 
     @property
     def repeat(self) -> int:
-        """How often the layers that have weights run, one group after another; 1: once.
+        """Return how often the layers with weights run, one group after another; 1: once.
 
         With m layers that have weights, layer l has those of layer l % m (cyclic parameter
         sharing). Each of the n_layers layers has keys and values of its own.
@@ -53,7 +55,7 @@ class Config:
 
     @property
     def distinct_layers(self) -> int:
-        """How many layers have weights of their own: the group that is repeated."""
+        """Return how many layers have weights of their own: the group that is repeated."""
         return self.n_layers // self.repeat
 
     @property

@@ -117,7 +117,8 @@ def from_hf(values: dict[str, Any], source: str = "config.json") -> Config:
     config = FAMILIES[family].build(f, rest)
     if config.n_layers % repeat:
         raise TinyspecError(
-            f"{source}: tinyspec: repeat is {repeat}, expected a divisor of {config.n_layers} layers"
+            f"{source}: tinyspec: repeat is {repeat}, expected a divisor of the "
+            f"{config.n_layers} layers"
         )
     return config
 

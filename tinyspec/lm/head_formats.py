@@ -38,7 +38,7 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.borrowed import embedding_checksum
-from tinyspec.lm.config import Config
+from tinyspec.lm.config import TUNED, Config
 from tinyspec.lm.families import FAMILIES, ConfigReader, from_hf, to_hf
 from tinyspec.lm.heads import (
     RANKS,
@@ -408,7 +408,7 @@ def find_format(folder: str | Path) -> str | None:
     if values.get("model_type") == "medusa":
         return "vllm-medusa"
     is_layer = values.get("architectures") in (["LlamaForCausalLM"], ["EagleLlamaForCausalLM"])
-    return "vllm-eagle" if is_layer else None
+    return "vllm-eagle" if is_layer and TUNED not in own else None
 
 
 def read_head_method(folder: str | Path) -> str:

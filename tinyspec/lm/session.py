@@ -443,53 +443,6 @@ class Session:
         )
         return scores
 
-    def run_repetition(self, heads: Sequence[int] = ()) -> Tensor:
-        """Run the newest token and the last tree, a chain, through one more group of layers each.
-
-        The model's layers repeat (`Config.repeat`). A token that has run k of its groups runs group
-        k + 1, so the tokens stand in different layers but need the same weights. They are the rows
-        of one forward pass, each with the keys and values of its own repetition. A parent must have
-        run more groups than its child.
-
-        Returns the logits [len(heads), V] of some entries (0 is the newest token, i + 1 is node i),
-        in rising order, after the layers that they have run by then.
-        """
-        n_layers, group = self.model.config.n_layers, self.model.config.distinct_layers
-        nodes, feeds = [self._newest(), *self.scored], list[ForwardBatch]()
-        for entry, node in enumerate(nodes):
-            at, state = node.resume_point(self.plan, 2 * n_layers, n_layers)
-            n_slots, seen = find_seen_slots([node])
-            self._check_keys([node.slot], [at], at + 2 * group, self.plan, seen, n_slots)
-            feeds.append(
-                ForwardBatch(
-                    cache=self.cache.layer_range(at // 2, group),
-                    plan=self.plan,
-                    tokens=[node.token],
-                    positions=[node.position],
-                    slots=[node.slot],
-                    starts=[0],
-                    stop=2 * group,
-                    n_slots=n_slots,
-                    seen=seen,
-                    entry_states=None if state is None else state[None],
-                    has_state=None if state is None else [True],
-                    has_position=state is not None,
-                    heads=[0] if entry in heads else [],
-                    saved_sublayers=(2 * group,),
-                )
-            )
-        scores = self.forward(feeds)
-        record = ForwardRecord(self.model.name, len(nodes), float(len(nodes) * group), len(heads))
-        self.forward_log.append(record)
-        for entry, (node, feed, own) in enumerate(zip(nodes, feeds, scores, strict=True)):
-            at = node.sublayers_done
-            saved = {at + 2 * group: feed.saved_states[2 * group][0]}
-            row = own.logits[0] if entry in heads else None
-            node.mark_computed(self.plan, at + 2 * group, n_layers, saved, row, at)
-            self.cache.mark_present(node.slot, slice(at // 2, at // 2 + group))
-        rows = [scores[entry].logits[0] for entry in heads]
-        return stack_rows(rows) if rows else self._no_logits()
-
     def fill_cache(
         self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
     ) -> None:
@@ -642,7 +595,7 @@ class Session:
             if self.prefix is not None and any(node.probe for node in nodes):
                 probing = torch.tensor([node.probe for node in nodes], device=self.model.device)
         if not copying:
-            self._check_keys(slots, starts, stop, plan, seen, n_slots)
+            self.check_keys(slots, starts, stop, plan, seen, n_slots)
         feed = ForwardBatch(
             cache=self.cache,
             plan=plan,
@@ -738,7 +691,7 @@ class Session:
                 )
         return tuple(hidden_layers)
 
-    def _check_keys(
+    def check_keys(
         self,
         slots: Sequence[int],
         starts: Sequence[int],

@@ -63,7 +63,7 @@ class RecipeRun(Generic[R]):
         self.print = (console or Console(quiet=True)).print
         budget = {} if minutes is None else {"train.minutes": str(float(minutes))}
         self.recipe: R = read(self.path, {**(overrides or {}), **budget})
-        gpu = f"cuda:{ranks.this_rank()}" if ranks.count_ranks() > 1 else "cuda"
+        gpu = f"cuda:{ranks.this_rank()}" if ranks.count_processes() > 1 else "cuda"
         self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise TinyspecError(

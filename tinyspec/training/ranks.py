@@ -37,7 +37,7 @@ def this_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def count_ranks() -> int:
+def count_processes() -> int:
     """Return how many processes train together."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
@@ -50,7 +50,7 @@ def main_rank_first() -> Iterator[None]:
     try:
         yield
     finally:
-        if count_ranks() > 1:
+        if count_processes() > 1:
             if this_rank() == 0:
                 dist.barrier()
             dist.barrier()
@@ -58,7 +58,7 @@ def main_rank_first() -> Iterator[None]:
 
 def share_decision(goes_on: bool, seconds: float) -> tuple[bool, float]:
     """Return what rank 0 says: whether the training goes on, and its clock."""
-    if count_ranks() == 1:
+    if count_processes() == 1:
         return goes_on, seconds
     said = torch.tensor([float(goes_on), seconds], dtype=torch.float64)
     dist.broadcast(said, src=0)
@@ -67,7 +67,7 @@ def share_decision(goes_on: bool, seconds: float) -> tuple[bool, float]:
 
 def add_gradients(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:
     """Add the gradients of all ranks, in place, and return the sum of their losses."""
-    if count_ranks() == 1:
+    if count_processes() == 1:
         return loss
     grads = [torch.zeros_like(w) if w.grad is None else w.grad for w in tensors]
     flat = torch.cat([*(grad.flatten() for grad in grads), loss.reshape(1).to(grads[0])])

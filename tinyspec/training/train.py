@@ -161,9 +161,9 @@ def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int, seed: int) -> T
     With several ranks, each computes its share of the pieces.
     """
     total = torch.zeros((), device=batch[0].device)
-    parts = zip(*(t.chunk(max(pieces, ranks.count_ranks())) for t in batch), strict=True)
+    parts = zip(*(t.chunk(max(pieces, ranks.count_processes())) for t in batch), strict=True)
     for number, part in enumerate(parts):
-        if number % ranks.count_ranks() != ranks.this_rank():
+        if number % ranks.count_processes() != ranks.this_rank():
             continue
         torch.manual_seed(seed + (number << 40))  # of dropout
         share = len(part[0]) / len(batch[0])

@@ -28,9 +28,10 @@ from tinyspec import data, models
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import generate
 from tinyspec.lm.blocks import Blocks
+from tinyspec.lm.config import TUNED
 from tinyspec.lm.heads import RANKS, FrozenTarget, add_head, freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.technique import TUNED, Trained, TrainingBatch, Tuning
+from tinyspec.technique import Trained, TrainingBatch, Tuning
 from tinyspec.training.corpus import Document, bits_per_byte, clean_book, encode_document
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
 from tinyspec.training.heads import TextBatches, measure_ranks, prepare_texts

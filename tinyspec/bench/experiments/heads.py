@@ -147,7 +147,7 @@ def tabulate_heads(result: Result) -> list[Grid]:
     return [make_grid("", arms, columns)]
 
 
-def draw_heads(result: Result) -> Chart:
+def chart_heads(result: Result) -> Chart:
     """Return the tokens per pass of each method, and the accepted share by depth."""
     arms = dict(sorted(result["arms"].items(), key=lambda arm: -arm[1]["tau"]))
     bars = Bars("tokens per pass", {name: arm["tau"] for name, arm in arms.items()}, digits=2)
@@ -173,5 +173,5 @@ def note_heads(result: Result) -> list[str]:
 
 
 EXPERIMENT = Experiment(
-    count_heads_of_model, tables=tabulate_heads, chart=draw_heads, notes=note_heads
+    count_heads_of_model, tables=tabulate_heads, chart=chart_heads, notes=note_heads
 )

@@ -16,9 +16,9 @@ from tinyspec.laws.exact.models import (
 )
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
+from tinyspec.lm.cyclic import run_repetition
 from tinyspec.lm.forward import ForwardBatch, ForwardFn, Plan, Scores
 from tinyspec.lm.model import Model
-from tinyspec.lm.session import Session
 from tinyspec.speculative.integrated.speed import CyclicPipeline, count_ticks
 
 TICKS = "a token takes as many ticks as repetitions are left when it is known"
@@ -122,9 +122,9 @@ _speed = partial(Toy, technique="speed")
 TOYS = [
     _speed(
         "a pass for each token in flight",
-        "scores = self.forward(feeds)",
-        "scores = [self.forward([feed])[0] for feed in feeds]",
-        Session.run_repetition,
+        "scores = session.forward(feeds)",
+        "scores = [session.forward([feed])[0] for feed in feeds]",
+        run_repetition,
         law=ONE_PASS,
     ),
     _speed(
@@ -143,9 +143,9 @@ TOYS = [
     ),
     _speed(
         "one cache for all repetitions",
-        "self.cache.layer_range(at // 2, group)",
-        "self.cache.layer_range(0, group)",
-        Session.run_repetition,
+        "session.cache.layer_range(at // 2, group)",
+        "session.cache.layer_range(0, group)",
+        run_repetition,
         law=SAME_ROWS,
     ),
 ]

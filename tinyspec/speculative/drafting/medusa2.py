@@ -136,7 +136,7 @@ def medusa2_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generato
 
 @technique(
     title="Medusa-2",
-    summary="Medusa with a model tuned for its heads",
+    summary="Medusa in a model tuned with it",
     paper="Cai et al. 2024, arXiv 2401.10774",
     family="drafting",
     guarantee=Guarantee.EXACT,

@@ -29,9 +29,9 @@ Pitfall: pipelining layers with different weights, which reads as many weights a
 ticks as if dropped tokens had cost none.
 Tests: tests/speculative/test_speed.py (the formula for ticks against what runs; tokens in one tick
 against the dense pass; a model with repeated layers in every path).
-Left out: the paper's translation models, which are encoder-decoders; a head of its own for the early
-guess: ours is the model's head; a further look at a guess after later repetitions. We have not
-found code of the authors.
+Left out: the paper's translation models, which are encoder-decoders; a head of its own for the
+early guess: ours is the model's head; a further look at a guess after later repetitions. We have
+not found code of the authors.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,6 +43,7 @@ from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.cyclic import run_repetition
 from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
@@ -133,7 +134,7 @@ class CyclicPipeline:
         last = len(self.guesses)
         is_asked = self._repetitions(last) + 1 == self.exit < self.repeat
         is_known = self._repetitions(0) + 1 == self.repeat
-        logits = self.session.run_repetition([0] * is_known + [last] * is_asked)
+        logits = run_repetition(self.session, [0] * is_known + [last] * is_asked)
         if is_asked and last < room:
             row, history = kernels_of(logits).as_rows(logits)[-1], [*text, *self.guesses]
             guess = rank_tokens(sampling, row, history, 1)[0]
