@@ -6,6 +6,7 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
+from tinyspec.bench.experiments.heads import tabulate_heads
 from tinyspec.bench.experiments.long_context import list_budget_rows
 from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.plan import PLAIN, ArmSpec
@@ -162,6 +163,11 @@ def tabulate_long_budgets(result: Result) -> str:
 def tabulate_learning(result: Result) -> str:
     """Return the acceptance of a draft that learns, and of the same one without updates."""
     return write_table(COLUMNS[:4], result["figures"], "prompts")
+
+
+def tabulate_yields(result: Result) -> str:
+    """Return what each trained head yields, depth by depth."""
+    return "\n\n".join(grid.to_markdown() for grid in tabulate_heads(result))
 
 
 def tabulate_slow_downs(chat: Result, tales: Result) -> str:

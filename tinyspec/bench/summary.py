@@ -30,14 +30,14 @@ QUOTED = (
     "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
 )  # fmt: skip
 """The results that the page quotes."""
-OPTIONAL = ("long_context", "osd")
+OPTIONAL = ("long_context", "heads", "osd")
 """The results that the page quotes as soon as the folder has them."""
-UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds")
+UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds", "heads")
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
-    "long_context", "osd",
+    "long_context", "heads", "osd",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 

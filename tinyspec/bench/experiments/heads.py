@@ -29,7 +29,7 @@ from tinyspec.decoding.decode import Round
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
 from tinyspec.lm.model import Model
-from tinyspec.technique import find_technique, load_techniques
+from tinyspec.technique import Guarantee, find_technique, load_techniques
 from tinyspec.tree import ROOT
 
 BESIDE = ("llma", "speculative_decoding")
@@ -37,12 +37,17 @@ DEPTHS = 5  # columns of the table
 
 
 def list_arms_with_heads(model: Model) -> list[ArmSpec]:
-    """Return the rows of all methods that have a head for this model here, and what they beat."""
-    cards = load_techniques().values()
+    """Return the rows of all methods that have a head for this model here, and what they beat.
+
+    Left out are methods that tune the model, and those that are lossy by default.
+    """
     headed = [
         card.name
-        for card in cards
-        if card.trained is not None and models.find_heads_of(model.name, card.head_method)
+        for card in load_techniques().values()
+        if card.trained is not None
+        and card.tuned is None
+        and card.guarantee is not Guarantee.LOSSY
+        and models.find_heads_of(model.name, card.head_method)
     ]
     if not headed:
         raise TinyspecError(
