@@ -118,6 +118,7 @@ def test_the_examples_by_hand() -> None:
     paths = {(0,): 8, (0, 0): 6, (1,): 4, (1, 0): 3}
     assert all(a4_ranks.path_chance(table, path) == Fraction(n, 16) for path, n in paths.items())
     assert a4_ranks.greatest_worth(table, 3) == Fraction(9, 8)
+    assert all(f"{least:.1%}" in HANDOUT for least in a4_trained.LEAST_RIGHT)
 
 
 def test_the_starter_has_the_training_and_says_what_may_be_imported() -> None:

@@ -31,10 +31,10 @@ SECOND_RIGHT = "head 1 has learned, too"
 TARGET = "storyteller"
 CHECKSUM = "target"  # the name of the checksum among the tensors
 TOKENS = 96  # of a text
-BATCH = 16  # texts that are written together
-HELD_OUT = 32  # texts that heads are measured on in the public run
+BATCH = 16  # texts that are written, or measured on, together
+HELD_OUT = 64  # texts that heads are measured on in the public run
 HELD_OUT_SEED = 1_000_000  # of the first of them; a training uses small seeds
-LEAST_RIGHT = (0.11, 0.075)  # of head 0 and head 1
+LEAST_RIGHT = (0.11, 0.085)  # of head 0 and head 1
 MAX_HEADS = 8
 
 
@@ -94,8 +94,8 @@ def load_held_out(cases: Cases) -> tuple[int, FrozenTarget, list[TrainingBatch]]
     target = models.load_once(TARGET)
     batches = list[TrainingBatch]()
     texts = write_texts(target, HELD_OUT * cases.times, HELD_OUT_SEED + cases.seed)
-    for at in range(0, len(texts), HELD_OUT):
-        ids, states = (torch.stack(x) for x in zip(*texts[at : at + HELD_OUT], strict=True))
+    for at in range(0, len(texts), BATCH):
+        ids, states = (torch.stack(x) for x in zip(*texts[at : at + BATCH], strict=True))
         nothing = ids.new_zeros(len(ids), 0)
         is_answer = torch.ones_like(ids, dtype=torch.bool)
         batches.append(TrainingBatch(ids, is_answer, states[:, None], nothing, nothing))
