@@ -153,16 +153,16 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3247,
+    "root + show": 3246,
     "_core": 957,
-    "lm": 5222,
+    "lm": 5228,
     "decoding": 1446,
-    "chapters": 8437,
+    "chapters": 8438,
     "laws": 12588,
     "museum": 4185,
-    "training": 3273,
-    "bench": 6812,
-    "grade": 4230,
+    "training": 3274,
+    "bench": 6817,
+    "grade": 4232,
     "cli": 2634,
 }
 """The most code lines that each room may have, as `make size` counts them.
