@@ -12,7 +12,7 @@ the target's card names. A head that is below them is not trained enough.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,7 @@ def _read_minutes(folder: Path) -> float | None:
     return float(json.loads(lines[-1])["seconds"]) / 60 if lines else None
 
 
-def tabulate_heads(result: Result) -> list[Grid]:
+def tabulate_heads(result: Mapping[str, Any]) -> list[Grid]:
     """Return the table: a line for each method, those with the most tokens per pass first."""
     arms = dict(sorted(result["arms"].items(), key=lambda arm: -arm[1]["tau"]))
 
