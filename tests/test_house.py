@@ -160,7 +160,7 @@ CODE_LINES = {
     "chapters": 8438,
     "laws": 12588,
     "museum": 4185,
-    "training": 3274,
+    "training": 3272,
     "bench": 6817,
     "grade": 4232,
     "cli": 2634,

@@ -126,11 +126,9 @@ class ExitLosses:
 
         `done` is the share of the training before the step.
         """
-        if layer == n_layers - 1:
-            return True
-        if (layer + 1) % self.every:
+        if (layer + 1) % self.every and layer != n_layers - 1:
             return False
-        if self.curriculum == "none":
+        if layer == n_layers - 1 or self.curriculum == "none":
             return True
         if self.curriculum == "rotational":
             return layer % self.rotation == step % self.rotation
