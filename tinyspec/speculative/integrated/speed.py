@@ -217,7 +217,7 @@ def speed(request: Request, *, exit: int) -> Decoder:
     if config.repeat == 1:
         raise TinyspecError(
             f"speed needs a model whose layers repeat, and those of {session.model.name} do not: "
-            "train one from a recipe with extra.repeat, such as models/storyteller-speed/recipe.toml"
+            "train one from a recipe with extra.repeat, as models/storyteller-speed/recipe.toml"
         )
     pipeline: Any = CyclicPipeline(session, min(exit, config.repeat), request.stop.eos)
     request.target = pipeline
