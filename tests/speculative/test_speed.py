@@ -53,7 +53,7 @@ class Greedy:
 
 
 @pytest.mark.parametrize(("layers", "repeat", "exit"), [(3, 3, 1), (6, 3, 2), (8, 4, 1)])
-def test_text_and_ticks_are_those_of_the_published_algorithm(
+def test_text_and_ticks_are_those_of_the_algorithm_without_a_cache(
     layers: int, repeat: int, exit: int
 ) -> None:
     model, prompt = cyclic_network(3, layers, repeat), (0, 1)

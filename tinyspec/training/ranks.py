@@ -5,7 +5,7 @@
 torchrun starts the processes and tells each its rank. All of them have the same weights, draw the
 same batches, and take the same steps. Rank 0 decides when to stop, validates, and writes all files;
 the others end with the training. Without torchrun there is one rank, and nothing here does
-anything.
+anything. It was run on processors alone, not on several GPUs.
 """
 
 import os

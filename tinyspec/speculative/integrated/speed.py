@@ -1,7 +1,8 @@
 """SPEED: begin the next token on an early guess, in layers that share their weights.
 
-Paper: Hooper et al. 2023, arXiv 2310.12072. The model is trained with repeated layers, and with a
-loss at an early repetition.
+Paper: Hooper et al. 2023, arXiv 2310.12072. The model is trained with repeated layers, and here
+with a loss after every repetition. We read the abstract and introductions to the method, not the
+whole paper.
 
 Idea. The decoder has one group of m layers and runs it r times (cyclic parameter sharing): it is as
 deep as m r layers, and its weights are those of m. After repetition e the head guesses the next
@@ -29,9 +30,10 @@ Pitfall: pipelining layers with different weights, which reads as many weights a
 ticks as if dropped tokens had cost none.
 Tests: tests/speculative/test_speed.py (the formula for ticks against what runs; tokens in one tick
 against the dense pass; a model with repeated layers in every path).
-Left out: the paper's translation models, which are encoder-decoders; a head of its own for the
-early guess: ours is the model's head; a further look at a guess after later repetitions. We have
-not found code of the authors.
+Ours, because we could not read the paper's: the formula, the default of `exit`, and the weights of
+the losses. We have not found code of the authors.
+Left out: a head of its own for the early guess: ours is the model's head; a further look at a guess
+after later repetitions; encoder-decoders.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +61,7 @@ def decode_with_early_guesses(
     exit: int,
     rng: Any,
 ) -> tuple[list[int], int]:
-    """Return the text and its ticks (figure 1 of the paper).
+    """Return the text and its ticks, by the algorithm above.
 
     row_after  (text, repetitions) -> next-token distribution [V] read after so many repetitions
     n_tokens   how many tokens to add
