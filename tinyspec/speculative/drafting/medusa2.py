@@ -24,7 +24,8 @@ forgets to write. The page of a tuned model shows its perplexity before and afte
 Tests: tests/speculative/test_medusa2.py (the loss against its formula; no gradient of the model
 while the heads are trained alone; a model that is trained by a recipe drafts and writes its text).
 The weight 0.2, the factor 4 and the schedules were read in public copies of the authors' training
-code. Ours: the authors train the heads alone in a run of its own; here it is the first share of one run
+code.
+Ours: the authors train the heads alone in a run of its own; here it is the first share of one run
 (`heads_first`). Of the original's distributions the most probable tokens are known, and the others
 count as one.
 Left out: low-rank adapters, by which the authors train large models; quantized models.
