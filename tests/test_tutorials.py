@@ -126,6 +126,12 @@ def test_a_link_leads_somewhere(path: Path) -> None:
             assert (path.parent / target.partition("#")[0]).exists(), target
 
 
+@pytest.mark.parametrize("path", LESSONS + PAGES, ids=lambda path: path.stem)
+def test_the_book_has_every_page_that_a_lesson_links_to(path: Path) -> None:
+    """Sphinx leaves out the folder of the results: its pages are named there, not linked to."""
+    assert not re.findall(r"\]\((results/[^)]*\.md)", path.read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize("path", LESSONS, ids=lambda path: path.stem)
 def test_lesson_shows_its_key_picture(path: Path) -> None:
     """One picture below the cell that draws it, with words for who cannot see it; at most one text
