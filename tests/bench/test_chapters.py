@@ -51,7 +51,7 @@ def test_a_technique_is_an_arm_or_has_a_reason() -> None:
 @pytest.mark.usefixtures("few")
 def test_what_a_technique_needs_is_built_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(
-        stores.PREPARE, "llma", ("k", lambda model: PreparedArm({"k": 3}, "three tokens"))
+        stores.PREPARE, "llma", ("k", lambda *_: PreparedArm({"k": 3}, "three tokens"))
     )
     found, _, built = chapters.select_techniques(
         "speculative", BenchSettings(), model(ENDING), None, job()
@@ -101,6 +101,25 @@ def test_the_datastore_is_of_the_texts_at_hand_and_built_once(
     )
     arm = TechniqueArm(ArmSpec("rest"), plain, BenchSettings())
     assert len(arm.run(job(), 0, time.perf_counter).ids) == 9
+
+
+def test_sequoia_measures_its_acceptance_vector_before_it_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "read_datastore_texts", lambda _: (["the cat sat"] * 3, "3 texts"))
+    zoo = tiny_zoo(tmp_path)
+    target, draft = tinyspec.load(zoo.big), tinyspec.load(zoo.small)
+    need = stores.prepare_arm(ArmSpec("sequoia"), target, draft, BenchSettings(temperature=0))
+    first, *others = map(float, need.knobs["accepts"].split(","))
+    assert 0 < first <= 1 and sum(others) <= 1 - first
+    assert "measured on 3 texts out of 3 texts" in need.built
+    paper, ours = (
+        TechniqueArm(spec, target, BenchSettings(temperature=0), draft)
+        for spec in chapters.list_rows("sequoia")
+    )
+    assert paper.options["accepts"] == need.knobs["accepts"]
+    assert ours.label == "sequoia:accepts=learnt" and ours.options["accepts"] == "learnt"
+    assert paper.run(job(), 0, time.perf_counter).ids == ours.run(job(), 0, time.perf_counter).ids
 
 
 def test_every_decoder_of_the_chapter_is_asked() -> None:

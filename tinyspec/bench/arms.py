@@ -112,7 +112,7 @@ class TechniqueArm:
             "method": spec.name,
             "temperature": settings.temperature,
             "top_p": settings.top_p,
-            **prepare_arm(spec, model).knobs,
+            **prepare_arm(spec, model, self.draft, settings).knobs,
             **dict(spec.knobs),
         }
 

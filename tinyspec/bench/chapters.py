@@ -78,7 +78,7 @@ def select_techniques(
     short = job._replace(tokens=min(job.tokens, TRIED))
     for spec in [row for method in list_decoders(name) for row in list_rows(method)]:
         try:
-            need = prepare_arm(spec, model)
+            need = prepare_arm(spec, model, draft, settings)
             arm = TechniqueArm(spec, model, settings, draft)
             check_token_balance(arm.run(short, 0, time.perf_counter), short, spec.label)
         except Exception as error:

@@ -6,7 +6,6 @@ target's own continuation under the same sampling. The knob `accepts` of `sequoi
 Nothing is timed, so the machine may be busy.
 """
 
-import math
 from typing import Any
 
 from tinyspec.bench.arms import load_arm_models
@@ -14,11 +13,11 @@ from tinyspec.bench.experiment import Experiment, Result
 from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.plan import BenchSettings
 from tinyspec.bench.settings import AcceptanceSettings
+from tinyspec.bench.stores import continue_text
 from tinyspec.bench.tasks import find_room, tokenize_openings
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
-from tinyspec.generation import start_generation
 from tinyspec.speculative.drafting.sequoia import estimate_acceptance
 
 
@@ -30,21 +29,13 @@ def measure_rank_acceptance(given: AcceptanceSettings, quiet: bool = False) -> d
     model, drafts = load_arm_models(settings)
     if drafts is None:
         raise TinyspecError(f"{model.name} names no draft model: give one with --draft NAME")
-    draft, texts = drafts[0], list[list[int]]()
+    draft = drafts[0]
     openings = tokenize_openings(model, find_room(model, given.tokens, draft))[: given.prompts]
+    sampling, texts = SamplingParams(temperature=given.temperature), list[list[int]]()
     with show_progress_bar(f"{model.name} and {draft.name}", len(openings) + 1, quiet) as tick:
         for number, opening in enumerate(openings):
-            running = start_generation(
-                model,
-                opening,
-                max_new_tokens=given.tokens,
-                temperature=given.temperature,
-                seed=given.seed + number,
-            )
-            list(running)
-            texts.append(list(running.decoder.context))
+            texts.append(continue_text(model, opening, given.tokens, sampling, given.seed + number))
             tick()
-        sampling = SamplingParams(temperature=given.temperature)
         shares = estimate_acceptance(model, draft, texts, sampling, given.ranks, Seeded(given.seed))
         tick()
     return stamp_result(
@@ -56,8 +47,7 @@ def measure_rank_acceptance(given: AcceptanceSettings, quiet: bool = False) -> d
             "positions": sum(map(len, texts)),
             "temperature": given.temperature,
             "seed": given.seed,
-            # Rounded down, so that the sum is at most 1.
-            "accepts": [math.floor(1e4 * share) / 1e4 for share in shares],
+            "accepts": shares,
         }
     )
 
