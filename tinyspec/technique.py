@@ -386,6 +386,7 @@ class Card:
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target. Of a method with `tuned`: that of
                     the tuned model, which is then the user's
+    reported        the speed-up that others report, with the model, and in brackets the source
     """
 
     name: str
@@ -415,6 +416,7 @@ class Card:
     timed: bool = False
     teacher: bool = False
     summary: str = ""
+    reported: str = ""
 
     def __repr__(self) -> str:
         return f"<{self.name}: {self.title} ({self.guarantee.value}; {self.paper})>"
@@ -515,6 +517,7 @@ class Card:
             "family": self.family,
             "paper": self.paper,
             "guarantee": self.guarantee.value,
+            "reported": self.reported,
             "kind": self.kind,
             "neutral": None if self.lossy is None else {self.lossy[0]: json_number(self.lossy[1])},
             "head": self.trained is not None,

@@ -24,6 +24,7 @@ from tinyspec.bench.report import (
     make_grid,
 )
 from tinyspec.bench.tasks import COPYING, SPEC_BENCH
+from tinyspec.technique import load_techniques
 
 Result = Mapping[str, Any]
 SHARE = 0.95  # of tokens on which an early exit must agree with the full model to be quoted
@@ -172,17 +173,31 @@ def tabulate_yields(result: Result) -> str:
 
 def tabulate_slow_downs(chat: Result, tales: Result) -> str:
     """Return every technique that is slower than plain decoding on one of the two models."""
-    first, second = list_speedups(chat), list_speedups(tales)
     rows = {
-        name: (first[name], second[name])
-        for name in first
-        if round(min(first[name], second[name]), 2) < 1
+        name: pair
+        for name, pair in _pair_speedups(chat, tales).items()
+        if min(round(speedup, 2) for speedup in pair if speedup is not None) < 1
     }
-    columns = [
-        Column("smollm2, mean of the groups", lambda pair: pair[0], format_speedup),
-        Column("storyteller, books", lambda pair: pair[1], format_speedup),
-    ]
-    return write_table(columns, rows)
+    return write_table(_PAIR_COLUMNS, rows)
+
+
+def tabulate_reported(chat: Result, tales: Result) -> str:
+    """Return what others report of each technique, beside the speed-ups of the two models."""
+    pairs = _pair_speedups(chat, tales)
+    cards = {name: card for name, card in load_techniques().items() if card.reported}
+    rows = {name: (*pairs[name], card.reported) for name, card in cards.items() if name in pairs}
+    return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
+
+
+def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:
+    first, second = list_speedups(chat), list_speedups(tales)
+    return {name: (first.get(name), second.get(name)) for name in [*first, *second]}
+
+
+_PAIR_COLUMNS = [
+    Column("smollm2, mean of the groups", lambda row: row[0], format_speedup),
+    Column("storyteller, books", lambda row: row[1], format_speedup),
+]
 
 
 def tabulate_other_chapters(sweeps: Result, ppd: Result) -> str:

@@ -250,6 +250,7 @@ def count_bigrams(draft: Any, tokens: int) -> KatzModel:
     title="Cascade speculative drafting",
     summary="small drafters draft for larger ones",
     paper="Chen et al. 2023, arXiv 2312.11462",
+    reported="up to 1.81x over speculative decoding (survey)",
     family="drafting",
     guarantee=Guarantee.EXACT,
     drafts=1,

@@ -98,6 +98,7 @@ def append_rest(probs: Tensor) -> Tensor:
     title="DistillSpec",
     summary="a draft distilled for acceptance",
     paper="Zhou et al. 2024, arXiv 2310.08461",
+    reported="1.10x to 1.45x over speculative decoding (abstract)",
     family="drafting",
     guarantee=Guarantee.EXACT,
     drafts=1,

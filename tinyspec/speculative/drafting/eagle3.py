@@ -217,6 +217,7 @@ class Eagle3Drafter(Eagle2Drafter):
     title="EAGLE-3",
     summary="one layer reads three states",
     paper="Li et al. 2025, arXiv 2503.01840",
+    reported="up to 6.5x (abstract)",
     family="drafting",
     guarantee=Guarantee.EXACT,
     point_masses=True,

@@ -141,6 +141,7 @@ class RestDrafter(BaseDrafter):
     title="REST: retrieval-based speculative decoding",
     summary="copies from a datastore of texts",
     paper="He et al. 2024, arXiv 2311.08252",
+    reported="1.62x to 1.77x, Vicuna, MT-Bench (survey)",
     family="drafting",
     guarantee=Guarantee.EXACT,
     point_masses=True,

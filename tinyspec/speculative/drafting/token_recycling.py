@@ -270,6 +270,7 @@ class PromptLearner:
     title="Token Recycling",
     summary="reuses earlier top-k candidates",
     paper="Luo et al. 2025, arXiv 2408.08696",
+    reported="about 2x (abstract)",
     family="drafting",
     guarantee=Guarantee.EXACT,
     point_masses=True,

@@ -133,6 +133,7 @@ class LlmaDrafter(BaseDrafter):
     title="LLMA: inference with reference",
     summary="copies spans of prompt and references",
     paper="Yang et al. 2023, arXiv 2304.04487",
+    reported="about 2x, LLaMA (survey)",
     family="integrated",
     guarantee=Guarantee.EXACT,
     point_masses=True,

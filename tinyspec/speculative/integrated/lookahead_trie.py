@@ -237,6 +237,7 @@ def parse_stop_words(text: str) -> frozenset[int]:
     title="Lookahead with a trie of branches",
     summary="copies branches from a trie",
     paper="Zhao et al. 2023, arXiv 2312.12728",
+    reported="5.03x, AntGLM-10B (survey)",
     family="integrated",
     guarantee=Guarantee.EXACT,
     point_masses=True,

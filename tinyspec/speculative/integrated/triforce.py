@@ -288,6 +288,7 @@ def _like(state: Tensor, weight: Tensor | None) -> Tensor | None:
     title="TriForce",
     summary="the target drafts with few keys",
     paper="Sun et al. 2024, arXiv 2404.11912",
+    reported="2.31x, LLaMA2-7B-128K (survey)",
     family="integrated",
     guarantee=Guarantee.EXACT,
     drafts=1,

@@ -127,6 +127,7 @@ def _draft_nodes(tree: TokenTree) -> list[int]:
     title="Block verification",
     summary="accepts whole blocks, not single tokens",
     paper="Sun et al. 2025, arXiv 2403.10444",
+    reported="1.05x to 1.08x over token verification (abstract)",
     family="verification",
     guarantee=Guarantee.EXACT,
     drafts=1,
