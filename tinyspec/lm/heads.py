@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec import _core
 from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.checkpoint import write_atomically
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import BLOCK, aligned_zeros, pack_matrix
+from tinyspec.lm.engine import pack_matrix, wrap_matrix
 from tinyspec.lm.model import Model
 from tinyspec.lm.transformer import Transformer
 
@@ -150,13 +149,7 @@ class HeadMatrix:
             self.weight = weight.to(target.device, self.dtype)
             self.bias = None if bias is None else bias.to(target.device, self.dtype)
             return
-        assert _core.compute is not None
-        weight = weight.to(target.dtype)
-        size = -(-self.out // BLOCK) * BLOCK * inputs
-        self._data = pack_matrix(weight, aligned_zeros([size], target.dtype)[0])
-        bits = self._data.view(torch.uint16) if target.dtype == torch.bfloat16 else self._data
-        shift = None if bias is None else bias.float().contiguous().numpy()
-        self._packed = _core.compute.Packed(bits.numpy(), self.out, inputs, shift)
+        self._packed = wrap_matrix(pack_matrix(weight.to(target.dtype)), weight.shape, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [n, in] times the matrix, plus the bias: [n, out]."""
@@ -166,6 +159,21 @@ class HeadMatrix:
         y = torch.empty(len(x), self.out)
         self._packed.product(x.contiguous().numpy(), y.numpy(), torch.get_num_threads())
         return y
+
+
+class OutputMatrix(HeadMatrix):
+    """The target's output matrix, or its rows for the ids that a head may propose.
+
+    The whole matrix is the target's own packed one: no head has a copy of it.
+    """
+
+    def __init__(self, target: Transformer, token_map: Tensor | None = None):
+        config, engine = target.config, target.engine
+        if engine is None or token_map is not None or config.head_ids:
+            super().__init__(target, freeze_target(target, token_map, layers=False).head)
+            return
+        self.out, self.dtype = config.vocab_size, target.state_dtype
+        self._packed = engine.matrices["embed" if config.tied else "head"]
 
 
 def embed_tokens(target: Transformer, tokens: Sequence[int]) -> Tensor:

@@ -55,7 +55,7 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
-    freeze_target,
+    OutputMatrix,
     head_weights,
     mean_cross_entropy,
     prepare_head,
@@ -167,7 +167,7 @@ class BlockLayer:
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.hidden = HeadMatrix(model, weights["hidden.weight"], weights["hidden.bias"])
         self.out = HeadMatrix(model, weights["out.weight"], weights["out.bias"])
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.rows = OutputMatrix(model, self.token_map)
         self.n = count_parts(weights)
 
     def logits(self, h: Tensor, n: int) -> Tensor:

@@ -58,8 +58,8 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
+    OutputMatrix,
     embed_tokens,
-    freeze_target,
     head_weights,
     mean_cross_entropy,
     prepare_head,
@@ -172,7 +172,7 @@ class EagleHead:
         weights = head_weights(model, "eagle")
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.fc, self.layer = HeadMatrix(model, weights["fc.weight"]), HeadLayer(model, weights)
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.rows = OutputMatrix(model, self.token_map)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def compute_logits(self, guessed: Tensor) -> Tensor:

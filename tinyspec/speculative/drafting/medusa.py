@@ -49,7 +49,7 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
-    freeze_target,
+    OutputMatrix,
     head_weights,
     mean_cross_entropy,
     prepare_head,
@@ -167,7 +167,7 @@ class MedusaHeads:
         own = [f"lm_heads.{i}.weight" for i in range(len(self.blocks))]
         self.rows = [HeadMatrix(model, weights[name]) for name in own if name in weights]
         if not self.rows:  # one matrix for all
-            self.rows = [HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)]
+            self.rows = [OutputMatrix(model, self.token_map)]
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def logits(self, h: Tensor, n: int) -> Tensor:
