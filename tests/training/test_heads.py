@@ -250,9 +250,18 @@ BAD = {
     "an unknown method": (["--method", "nowhere"], "there is no method 'nowhere'"),
     "an unknown key": (["--set", "head.nodes=3"], "[head] nodes is not known"),
     "no heads": (["--set", "head.heads=0"], "[head] heads is 0"),
+    "a flag for a number": (
+        ["--set", "head.heads=true"],
+        "[head] heads is True: it must be a whole number from 1 to 64",
+    ),
+    "a number for a flag": (
+        ["--set", "head.shared_rows=1"],
+        "[head] shared_rows is 1: it must be true or false",
+    ),
     "a negative vocabulary": (["--set", "head.draft_vocab=-1"], "draft_vocab is -1"),
     "a vocabulary beyond the target's": (["--set", "head.draft_vocab=999"], "draft_vocab is 999"),
     "no texts": (["--set", "texts.texts=0"], "texts is 0"),
+    "a flag for texts": (["--set", "texts.texts=true"], "texts is True"),
 }
 
 
@@ -260,10 +269,10 @@ BAD = {
 def test_what_is_wrong_with_a_recipe_is_said_in_one_line(
     case: str, zoo: Zoo, tmp_path: Path
 ) -> None:
-    more, said = BAD[case]
+    more, message = BAD[case]
     method = more[1] if more[0] == "--method" else "medusa"
     rest = [] if more[0] == "--method" else more
-    assert said in failed(train(zoo, tmp_path / "head", *rest, method=method))
+    assert message in failed(train(zoo, tmp_path / "head", *rest, method=method))
     assert not (tmp_path / "head/model.safetensors").exists()
 
 

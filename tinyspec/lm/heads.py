@@ -45,8 +45,9 @@ class HeadSettings:
 
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
 
-    Numbers must be at least 1, or 0 where that is the default, and at most MOST or MOST_HEADS.
-    Texts are left to the subclass.
+    Whole numbers must be at least 1, or 0 where that is the default, and at most MOST or
+    MOST_HEADS. What is true or false by default must be one of the two. Texts are left to the
+    subclass.
     """
 
     draft_vocab: int = 0
@@ -56,12 +57,17 @@ class HeadSettings:
             default = getattr(type(self), name)
             if isinstance(default, str):
                 continue
-            least = 0 if default == 0 or isinstance(value, bool) else 1
-            most = MOST_HEADS if name in ("heads", "layers") else MOST
-            if not isinstance(value, int) or not least <= value <= most:
+            if isinstance(default, bool):
+                is_right, allowed = isinstance(value, bool), "true or false"
+            else:
+                least = int(default != 0)
+                most = MOST_HEADS if name in ("heads", "layers") else MOST
+                is_whole = isinstance(value, int) and not isinstance(value, bool)
+                is_right = is_whole and least <= value <= most
+                allowed = f"a whole number from {least} to {most}"
+            if not is_right:
                 raise TinyspecError(
-                    f"[head] {name} is {describe_value(value)}: it must be a whole number from "
-                    f"{least} to {most}"
+                    f"[head] {name} is {describe_value(value)}: it must be {allowed}"
                 )
 
 
