@@ -8,7 +8,7 @@ import importlib
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
@@ -269,6 +269,8 @@ class Trained(NamedTuple):
               t + 1 + depth. Training and the feature laws call it; the drafter does not
     loss      (weights, target, batch) -> scalar
     small     settings on which the laws are checked
+    unroll    (weights, target, ids, states, depths) -> what predict returns at depth 0, 1, ...,
+              where a depth goes on from the one before it; None: each depth stands alone
     """
 
     settings: type[HeadSettings]
@@ -279,6 +281,16 @@ class Trained(NamedTuple):
     predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor]
     loss: Callable[[HeadWeights, FrozenTarget, TrainingBatch], Tensor]
     small: HeadSettings
+    unroll: Callable[..., Iterable[Tensor]] | None = None
+
+    def predict_all(
+        self, weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor
+    ) -> Iterable[Tensor]:
+        """Return what `predict` returns, for every depth in turn: no step runs twice."""
+        given, depths = (weights, target, ids, states), self.depths(weights)
+        if self.unroll is not None:
+            return self.unroll(*given, depths)
+        return (self.predict(*given, depth) for depth in range(depths))
 
     def all_shapes(self, config: Config, settings: HeadSettings) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a head's file, with what all heads have."""

@@ -11,8 +11,10 @@ import torch
 
 import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.lm.heads import RANKS, FrozenTarget, freeze_target, read_head
+from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.lm.heads import RANKS, TOKEN_MAP, FrozenTarget, freeze_target, head_weights, read_head
 from tinyspec.lm.model import Model
+from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.technique import TrainingBatch, find_technique, load_techniques
 from tinyspec.training import features, heads, outputs
 from tinyspec.training.outputs import OutputSettings, TargetOutput
@@ -146,6 +148,35 @@ def test_ranks_and_chain_are_counted_where_all_guesses_are_known() -> None:
     assert ranks[0, :4].tolist() == pytest.approx([0.8, 0, 0, 0.2])
     assert ranks[1, :4].tolist() == pytest.approx([1, 0, 0, 0])
     assert chain == pytest.approx(2 * 4 / 5)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "redrafter"])
+def test_ranks_are_measured_without_running_a_step_twice(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A depth that goes on from the one before it has the ranks that `predict` gives."""
+    card = find_technique(method)
+    model, trained = add_random_head(small_network(1), card, 1), card.trained
+    assert trained is not None and trained.unroll is not None
+    weights = head_weights(model, method)
+    target = freeze_target(model, weights.get(TOKEN_MAP))
+    ids = torch.randint(4, (2, 14), generator=torch.Generator().manual_seed(0))
+    states = model.torch_blocks().hidden_states(ids, trained.layers(model.config, trained.small))
+    nothing = torch.empty(0)
+    batch = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool), states, nothing, nothing)
+    alone = trained._replace(unroll=None)
+    expected, chain = heads.measure_ranks(alone, weights, target, [batch])
+    runs, real = [0], UnrolledLayer.run
+
+    def count(*args: Any) -> Any:
+        runs[0] += 1
+        return real(*args)
+
+    monkeypatch.setattr(UnrolledLayer, "run", count)
+    got = heads.measure_ranks(trained, weights, target, [batch])
+    assert torch.equal(got[0], expected) and got[1] == chain
+    assert 0 < chain < trained.depths(weights)
+    assert runs[0] == (0 if method == "redrafter" else trained.depths(weights))
 
 
 def test_texts_too_short_to_measure_a_head_are_named() -> None:

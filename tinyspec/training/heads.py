@@ -232,8 +232,8 @@ def measure_ranks(
         written = torch.stack([batch.is_answer[:, 1 + i : 1 + i + width] for i in range(depths)])
         known = written.all(0)  # [B, width]
         chain = torch.ones(int(known.sum()), device=batch.ids.device)
-        for depth in range(depths):
-            logits = trained.predict(weights, target, batch.ids, batch.states, depth)
+        guesses = trained.predict_all(weights, target, batch.ids, batch.states)
+        for depth, logits in enumerate(guesses):
             logits = logits[:, :width][known].float()
             rows = target.row_of[batch.ids[:, 2 + depth : 2 + depth + width]][known]
             of_right = logits.gather(1, rows.clamp_min(0)[:, None])

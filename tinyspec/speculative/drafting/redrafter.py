@@ -202,6 +202,13 @@ def predict_by_recurrence(
     return logits
 
 
+def unroll_recurrence(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """Return what `predict_by_recurrence` returns, for each depth from 0 on."""
+    return unroll_logits(weights, target, ids, states[:, 0], depths)
+
+
 def redrafter_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the sum of the steps' cross-entropies on what the target wrote."""
     total = batch.states.new_zeros(())
@@ -391,6 +398,7 @@ class RedrafterDrafter(FeatureDrafter):
         predict_by_recurrence,
         redrafter_loss,
         small=RedrafterSettings(),
+        unroll=unroll_recurrence,
     ),
     knobs=(
         # Of one beam the law of drafts knows which tokens it has. The authors' code counts the
