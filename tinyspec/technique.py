@@ -30,7 +30,14 @@ from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import TUNED, Config
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
+from tinyspec.lm.heads import (
+    RANKED,
+    RANKS,
+    TOKEN_MAP,
+    FrozenTarget,
+    HeadSettings,
+    mean_cross_entropy,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
@@ -249,6 +256,11 @@ class TrainingBatch(NamedTuple):
         first = 2 + depth
         rows = target.row_of[self.ids[:, first:]]
         return self.is_answer[:, first - 1 : -1] & (rows >= 0), rows
+
+    def cross_entropy(self, target: FrozenTarget, depth: int, logits: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a depth's logits [B, T, W], where a guess is known."""
+        is_known, rows = self.known_tokens(target, depth)
+        return mean_cross_entropy(logits[:, : -2 - depth][is_known], rows[is_known])
 
 
 HeadWeights = Mapping[str, Tensor]

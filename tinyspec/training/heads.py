@@ -40,10 +40,9 @@ from tinyspec.training.features import make_feature_collate, write_states
 from tinyspec.training.imitation import most_frequent_tokens
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import HeadRecipe, read_head_recipe
+from tinyspec.training.text_cache import HELD
 from tinyspec.training.train import Batch, TrainingResult
 from tinyspec.training.train_lm import autocast
-
-HELD = 20  # one of so many texts is held out
 
 
 def head_recipe(

@@ -57,7 +57,6 @@ from tinyspec.lm.heads import (
     HeadSettings,
     OutputMatrix,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -149,10 +148,8 @@ def block_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch)
         depths = range(drawn, drawn + 1)
     total = batch.states.new_zeros(())
     for depth in depths:
-        is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
-        total = total + entropy / len(depths)
+        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)
+        total = total + batch.cross_entropy(target, depth, logits) / len(depths)
     return total
 
 

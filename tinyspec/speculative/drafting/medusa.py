@@ -51,7 +51,6 @@ from tinyspec.lm.heads import (
     HeadSettings,
     OutputMatrix,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.host import stack_rows
@@ -133,10 +132,8 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     """Return the weighted sum of the heads' cross-entropies on what the target wrote."""
     total = batch.states.new_zeros(())
     for depth in range(count_heads(weights)):
-        is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
-        total = total + DECAY ** (depth + 1) * entropy
+        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)
+        total = total + DECAY ** (depth + 1) * batch.cross_entropy(target, depth, logits)
     return total
 
 

@@ -59,7 +59,6 @@ from tinyspec.lm.heads import (
     HeadSettings,
     embed_tokens,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -214,9 +213,7 @@ def redrafter_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBa
     total = batch.states.new_zeros(())
     steps = unroll_logits(weights, target, batch.ids, batch.states[:, 0], STEPS)
     for depth, logits in enumerate(steps):
-        is_known, rows = batch.known_tokens(target, depth)
-        known = logits[:, : -2 - depth][is_known]
-        total = total + mean_cross_entropy(known, rows[is_known])
+        total = total + batch.cross_entropy(target, depth, logits)
     return total
 
 
