@@ -111,9 +111,7 @@ class PipelinedTarget:
         if penalty != 1.0:  # the one setting that changes which tokens come first
             rows = [SamplingParams(repetition_penalty=penalty).probs(rows[0], upcoming.text)]
         tokens = top_k_rows(rows, [0], self.k)[0]
-        return TokenTree(
-            tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
-        )
+        return TokenTree.point_masses(tokens, (ROOT,) * len(tokens))
 
     def _threaded(
         self, branches: TokenTree, tree: TokenTree, hidden_layers: Sequence[int]

@@ -252,9 +252,9 @@ def add_head(
         for name, x in (settings or {}).items()
     }
     weights = {**weights, **numbers}
-    kept = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
+    others = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
     own = {f"{method}/{name}": w.detach().to(model.device) for name, w in weights.items()}
-    return model.with_extras({**kept, **own})
+    return model.with_extras({**others, **own})
 
 
 # ---------------------------------------------------------------------- files

@@ -53,11 +53,10 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.heads import head_weights as weights_of
 from tinyspec.lm.stack import INPUT_NORM, QKV, HeadLayer, UnrolledLayer, layer_shapes
-from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
+from tinyspec.speculative.drafting.eagle2 import TREE_KNOBS, Eagle2Drafter
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
-    Knob,
     Request,
     Trained,
     TrainingBatch,
@@ -240,18 +239,7 @@ class Eagle3Drafter(Eagle2Drafter):
         small=Eagle3Settings(steps=3),
         unroll=unroll_eagle3,
     ),
-    knobs=(
-        Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
-        Knob("depth", 8, "levels of the tree", low=1, high=64, small=(2, 1)),
-        Knob(
-            "width",
-            10,
-            "nodes that are expanded at each depth, and tokens that each of them proposes",
-            low=1,
-            high=64,
-            small=(2, 1),
-        ),
-    ),
+    knobs=TREE_KNOBS,
 )
 def eagle3(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     """Return a decoder that drafts with the target's EAGLE-3 head, along a dynamic tree."""

@@ -240,8 +240,8 @@ class HydraHeads:
 
     def logits(self, x: Tensor, depth: int) -> Tensor:
         """Return the logits [n, V] of a head on its inputs [n, (depth + 2) d]."""
-        kept, linear = self.firsts[depth](x).chunk(2, dim=-1)
-        z = kept + F.silu(linear)
+        residual, linear = self.firsts[depth](x).chunk(2, dim=-1)
+        z = residual + F.silu(linear)
         for block in self.blocks[depth]:
             z = z + F.silu(block(z))
         return scatter_logits(self.rows[depth](z), self.token_map, self.vocabulary)

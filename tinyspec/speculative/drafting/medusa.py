@@ -209,7 +209,7 @@ class MedusaDrafter(FeatureDrafter):
         tokens, parents, _ = fill_static_tree(
             self.tree, rows, self.widths, context, sampling, self.ends
         )
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree.point_masses(tokens, parents)
 
 
 @technique(

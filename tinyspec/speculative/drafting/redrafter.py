@@ -341,7 +341,7 @@ class RedrafterDrafter(FeatureDrafter):
         texts = [beam.tokens for beam in self.search_beams(context, length, sampling)]
         chains = [(text, range(-1, len(text) - 1), [0.0] * len(text)) for text in texts]
         tokens, parents, _ = merge_drafts(chains)
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree.point_masses(tokens, parents)
 
     def search_beams(
         self, context: Sequence[int], length: int, sampling: SamplingParams
