@@ -8,7 +8,7 @@ import importlib
 import math
 import pkgutil
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from numbers import Real
@@ -30,7 +30,14 @@ from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import TUNED, Config
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
+from tinyspec.lm.heads import (
+    RANKED,
+    RANKS,
+    TOKEN_MAP,
+    FrozenTarget,
+    HeadSettings,
+    mean_cross_entropy,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
@@ -250,6 +257,11 @@ class TrainingBatch(NamedTuple):
         rows = target.row_of[self.ids[:, first:]]
         return self.is_answer[:, first - 1 : -1] & (rows >= 0), rows
 
+    def cross_entropy(self, target: FrozenTarget, depth: int, logits: Tensor) -> Tensor:
+        """Return the mean cross-entropy of a depth's logits [B, T, W], where a guess is known."""
+        is_known, rows = self.known_tokens(target, depth)
+        return mean_cross_entropy(logits[:, : -2 - depth][is_known], rows[is_known])
+
 
 HeadWeights = Mapping[str, Tensor]
 
@@ -269,6 +281,8 @@ class Trained(NamedTuple):
               t + 1 + depth. Training and the feature laws call it; the drafter does not
     loss      (weights, target, batch) -> scalar
     small     settings on which the laws are checked
+    unroll    (weights, target, ids, states, depths) -> what predict returns at depth 0, 1, ...,
+              where a depth goes on from the one before it; None: each depth stands alone
     """
 
     settings: type[HeadSettings]
@@ -279,6 +293,16 @@ class Trained(NamedTuple):
     predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor]
     loss: Callable[[HeadWeights, FrozenTarget, TrainingBatch], Tensor]
     small: HeadSettings
+    unroll: Callable[..., Iterable[Tensor]] | None = None
+
+    def predict_all(
+        self, weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor
+    ) -> Iterable[Tensor]:
+        """Return what `predict` returns, for every depth in turn: no step runs twice."""
+        given, depths = (weights, target, ids, states), self.depths(weights)
+        if self.unroll is not None:
+            return self.unroll(*given, depths)
+        return (self.predict(*given, depth) for depth in range(depths))
 
     def all_shapes(self, config: Config, settings: HeadSettings) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a head's file, with what all heads have."""

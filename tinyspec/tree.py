@@ -52,6 +52,15 @@ class TokenTree(NamedTuple):
             (False,) * n,
         )
 
+    @classmethod
+    def point_masses(cls, tokens: Sequence[int], parents: Sequence[int]) -> "TokenTree":
+        """Return a tree of draft tokens that declare no distribution.
+
+        >>> TokenTree.point_masses([5, 6], [ROOT, ROOT]).draft_probs
+        (None, None)
+        """
+        return cls(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+
     def path(self, node: int) -> tuple[int, ...]:
         """Return the nodes from the first draft token down to `node`; none for ROOT.
 

@@ -16,7 +16,7 @@ import tinyspec
 from tests.lm.small import GPT2, LLAMA, same_cache
 from tests.lm.small import model as network
 from tests.table import Table, exact_law
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Upcoming
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -142,7 +142,7 @@ def test_repetition_penalty_changes_the_draft_tokens() -> None:
     pipeline: Any = decoder.target
     scores = pipeline.session.score(TokenTree())
     best = int(penalty.probs(scores.logits[0], [1, 2, 3]).argmax())
-    assert pipeline.guess_next(scores, [1, 2, 3], penalty).tokens == [best]
+    assert pipeline.guess_next(scores, Upcoming([1, 2, 3], penalty, 1)).tokens == [best]
     finish(decoder, [])
     assert decoder.new == plain(model, [1, 2, 3], penalty)
 

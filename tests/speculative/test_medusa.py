@@ -24,6 +24,7 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadFile,
     HeadMatrix,
+    OutputMatrix,
     add_head,
     freeze_target,
     head_weights,
@@ -164,6 +165,23 @@ def test_a_compiled_product_is_the_product(dtype: torch.dtype) -> None:
     expected = x.double() @ weight.double().T + bias
     assert torch.allclose(got.double(), expected, atol=1e-1 if dtype == torch.bfloat16 else 1e-4)
     assert got.shape == (3, 37)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_a_head_shares_the_output_matrix_of_its_target(is_tied: bool, dtype: torch.dtype) -> None:
+    config = Config(40, 16, 1, 2, 1, 8, 24, 32, tied=is_tied)
+    model = Model.random(config, dtype=dtype, scale=0.3)
+    shared, own = OutputMatrix(model), HeadMatrix(model, freeze_target(model, layers=False).head)
+    x = torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+    assert shared.out == own.out == 40
+    assert torch.equal(shared(x), own(x))
+    ids = torch.tensor([1, 7, 30])
+    assert torch.allclose(OutputMatrix(model, ids)(x), own(x)[:, ids], atol=1e-5)
+    if model.engine is not None:
+        packed = model.engine.matrices["embed" if is_tied else "head"]
+        assert shared._packed is packed
+        assert OutputMatrix(model, ids)._packed is not packed
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it() -> None:

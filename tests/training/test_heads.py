@@ -11,8 +11,10 @@ import torch
 
 import tinyspec
 from tests.zoo import Zoo, failed, run, tiny_zoo
-from tinyspec.lm.heads import RANKS, FrozenTarget, freeze_target, read_head
+from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.lm.heads import RANKS, TOKEN_MAP, FrozenTarget, freeze_target, head_weights, read_head
 from tinyspec.lm.model import Model
+from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.technique import TrainingBatch, find_technique, load_techniques
 from tinyspec.training import features, heads, outputs
 from tinyspec.training.outputs import OutputSettings, TargetOutput
@@ -148,6 +150,35 @@ def test_ranks_and_chain_are_counted_where_all_guesses_are_known() -> None:
     assert chain == pytest.approx(2 * 4 / 5)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "redrafter"])
+def test_ranks_are_measured_without_running_a_step_twice(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A depth that goes on from the one before it has the ranks that `predict` gives."""
+    card = find_technique(method)
+    model, trained = add_random_head(small_network(1), card, 1), card.trained
+    assert trained is not None and trained.unroll is not None
+    weights = head_weights(model, method)
+    target = freeze_target(model, weights.get(TOKEN_MAP))
+    ids = torch.randint(4, (2, 14), generator=torch.Generator().manual_seed(0))
+    states = model.torch_blocks().hidden_states(ids, trained.layers(model.config, trained.small))
+    nothing = torch.empty(0)
+    batch = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool), states, nothing, nothing)
+    alone = trained._replace(unroll=None)
+    expected, chain = heads.measure_ranks(alone, weights, target, [batch])
+    runs, real = [0], UnrolledLayer.run
+
+    def count(*args: Any) -> Any:
+        runs[0] += 1
+        return real(*args)
+
+    monkeypatch.setattr(UnrolledLayer, "run", count)
+    got = heads.measure_ranks(trained, weights, target, [batch])
+    assert torch.equal(got[0], expected) and got[1] == chain
+    assert 0 < chain < trained.depths(weights)
+    assert runs[0] == (0 if method == "redrafter" else trained.depths(weights))
+
+
 def test_texts_too_short_to_measure_a_head_are_named() -> None:
     trained = find_technique("medusa").trained
     assert trained is not None
@@ -250,9 +281,18 @@ BAD = {
     "an unknown method": (["--method", "nowhere"], "there is no method 'nowhere'"),
     "an unknown key": (["--set", "head.nodes=3"], "[head] nodes is not known"),
     "no heads": (["--set", "head.heads=0"], "[head] heads is 0"),
+    "a flag for a number": (
+        ["--set", "head.heads=true"],
+        "[head] heads is True: it must be a whole number from 1 to 64",
+    ),
+    "a number for a flag": (
+        ["--set", "head.shared_rows=1"],
+        "[head] shared_rows is 1: it must be true or false",
+    ),
     "a negative vocabulary": (["--set", "head.draft_vocab=-1"], "draft_vocab is -1"),
     "a vocabulary beyond the target's": (["--set", "head.draft_vocab=999"], "draft_vocab is 999"),
     "no texts": (["--set", "texts.texts=0"], "texts is 0"),
+    "a flag for texts": (["--set", "texts.texts=true"], "texts is True"),
 }
 
 
@@ -260,10 +300,10 @@ BAD = {
 def test_what_is_wrong_with_a_recipe_is_said_in_one_line(
     case: str, zoo: Zoo, tmp_path: Path
 ) -> None:
-    more, said = BAD[case]
+    more, message = BAD[case]
     method = more[1] if more[0] == "--method" else "medusa"
     rest = [] if more[0] == "--method" else more
-    assert said in failed(train(zoo, tmp_path / "head", *rest, method=method))
+    assert message in failed(train(zoo, tmp_path / "head", *rest, method=method))
     assert not (tmp_path / "head/model.safetensors").exists()
 
 

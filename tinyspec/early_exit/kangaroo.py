@@ -48,9 +48,8 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.heads import (
     TOKEN_MAP,
     FrozenTarget,
-    HeadMatrix,
     HeadSettings,
-    freeze_target,
+    OutputMatrix,
     head_settings,
     head_weights,
     mean_cross_entropy,
@@ -148,14 +147,12 @@ class KangarooHead:
     """The adapter of a target as it runs; all requests of the target share it."""
 
     def __init__(self, model: Any):
-        weights, self.exit = (
-            head_weights(model, "kangaroo"),
-            head_settings(model, "kangaroo")["exit"],
-        )
+        weights = head_weights(model, "kangaroo")
+        self.exit = head_settings(model, "kangaroo")["exit"]
         self.layer = HeadLayer(model, weights)
         self.norm = weights[NORM].to(model.device, model.state_dtype)
         self.token_map, self.config = weights.get(TOKEN_MAP), model.config
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.rows = OutputMatrix(model, self.token_map)
 
     def logits(self, adapted: Tensor) -> Tensor:
         """Return the logits [n, V] of the adapter's outputs [n, d]."""

@@ -31,16 +31,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.decode import NO_DRAFT, Decoder, PipelineDrafter, Upcoming
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import ROOT, TokenTree
-
-NO_DRAFT = TokenTree()  # the newest token alone
 
 
 def decode_pipelined(
@@ -81,18 +78,17 @@ class PipelinedTarget:
 
     layer     after which the head is read (dbar)
     k         branches
-    upcoming  text and sampling parameters of the newest token if another token is to follow it
+    upcoming  set by the drafter if another token is to follow the newest one
     """
 
     def __init__(self, session: Any, layer: int, k: int, threads: bool = False):
         self.session, self.layer, self.k = session, layer, k
         self.depth: int = session.model.config.n_layers
-        self.upcoming: tuple[Sequence[int], SamplingParams] | None = None
+        self.upcoming: Upcoming | None = None
         self.branch_thread = ThreadPoolExecutor(1) if threads else None
 
-    def __getattr__(
-        self, name: str
-    ) -> Any:  # text, extend, append, commit, rewind, end: the session's
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the session's: text, extend, append, commit, rewind, end."""
         return getattr(self.session, name)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
@@ -100,7 +96,7 @@ class PipelinedTarget:
         upcoming, self.upcoming = self.upcoming, None
         if upcoming is not None and self.layer < self.depth:
             branches = self.guess_next(
-                self.session.run_to_layer(NO_DRAFT, self.layer, head=True), *upcoming
+                self.session.run_to_layer(NO_DRAFT, self.layer, head=True), upcoming
             )
             if self.branch_thread is not None:
                 return self._threaded(branches, tree, hidden_layers)
@@ -108,21 +104,14 @@ class PipelinedTarget:
         scores: Scores = self.session.score(tree, hidden_layers)
         return scores
 
-    def guess_next(
-        self, scores: Scores, text: Sequence[int], sampling: SamplingParams
-    ) -> TokenTree:
+    def guess_next(self, scores: Scores, upcoming: Upcoming) -> TokenTree:
         """Return the k likeliest tokens after layer dbar, as children of the newest token."""
         rows: Any = scores.logits
-        if (
-            sampling.repetition_penalty != 1.0
-        ):  # the one setting that changes which tokens come first
-            rows = [
-                SamplingParams(repetition_penalty=sampling.repetition_penalty).probs(rows[0], text)
-            ]
+        penalty = upcoming.sampling.repetition_penalty
+        if penalty != 1.0:  # the one setting that changes which tokens come first
+            rows = [SamplingParams(repetition_penalty=penalty).probs(rows[0], upcoming.text)]
         tokens = top_k_rows(rows, [0], self.k)[0]
-        return TokenTree(
-            tokens, (ROOT,) * len(tokens), (None,) * len(tokens), (False,) * len(tokens)
-        )
+        return TokenTree.point_masses(tokens, (ROOT,) * len(tokens))
 
     def _threaded(
         self, branches: TokenTree, tree: TokenTree, hidden_layers: Sequence[int]
@@ -143,26 +132,6 @@ class PipelinedTarget:
         finally:
             other.result()  # nothing may be committed before; a failure there is one here
         return scores
-
-
-class PpdDrafter(BaseDrafter):
-    """Propose nothing, but tell the pipeline whether a token is to follow the newest one.
-
-    After the last token of a text nothing is begun.
-    """
-
-    def __init__(self, pipeline: PipelinedTarget):
-        self.pipeline = pipeline
-
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        self.pipeline.upcoming = (context, sampling) if max_draft_depth > 0 else None
-        return NO_DRAFT
 
 
 # ------------------------------ the clock (section 4)
@@ -249,4 +218,4 @@ def ppd(request: Request, *, layer: int, k: int, threads: bool) -> Decoder:
         session, resolve_guess_layer(layer, model.config.n_layers, model.name), k, threads
     )
     request.target = pipeline
-    return request.decoder(PpdDrafter(pipeline), verify_tree)
+    return request.decoder(PipelineDrafter(pipeline), verify_tree)

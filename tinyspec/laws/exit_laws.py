@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, PipelineDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
-from tinyspec.early_exit.ppd import PpdDrafter, count_layer_steps
+from tinyspec.early_exit.ppd import count_layer_steps
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.law import Reference, compare_laws, exact_law
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, logits_of_states, run_dense, small_network
@@ -572,7 +572,7 @@ def build_pipeline(parts: Parts) -> Build:
 
     def build(request: Request, layer: int, k: int) -> Decoder:
         pipeline: Any = parts.pipeline(request.target, layer, k)
-        return _decode_with_parts(parts, request, pipeline, PpdDrafter(pipeline))
+        return _decode_with_parts(parts, request, pipeline, PipelineDrafter(pipeline))
 
     return build
 

@@ -153,7 +153,8 @@ def walk_texts(
 
     It serves another request first (every second seed), then a prompt of one to three tokens. Its
     rounds accept, reject, end on an accepted token, or are cut by the end of a text inside the
-    draft; the text goes on all the same. Between rounds it is rewound, and perhaps corrected.
+    draft; the text goes on all the same. Between rounds it is rewound, and perhaps corrected by one
+    token or two: only the second shows a row that outlives a rewind.
     """
     choice, rng, past = random.Random(f"{seed} {sampling.temperature}"), Seeded(seed), list[str]()
     decoder, after_probes = new_decoder(make, model, sampling), 0
@@ -191,7 +192,7 @@ def walk_texts(
             after_probes = 0
             past.append(f"rewound to {length} tokens")
             if choice.random() < 0.5:
-                extend("corrected by", 1)
+                extend("corrected by", choice.randint(1, 2))
 
 
 def new_decoder(make: MakeDecoder, model: Model, sampling: SamplingParams) -> Decoder:

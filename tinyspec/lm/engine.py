@@ -62,7 +62,7 @@ def pack_matrix(weight: Tensor, room: Tensor | None = None) -> Tensor:
     out, inputs = weight.shape
     blocks = -(-out // BLOCK)
     together = 1 if weight.dtype == torch.float32 else 2
-    room = torch.zeros(blocks * BLOCK * inputs, dtype=weight.dtype) if room is None else room
+    room = aligned_zeros([blocks * BLOCK * inputs], weight.dtype)[0] if room is None else room
     packed = room.view(blocks, inputs // together, BLOCK, together)
     whole = out // BLOCK
     grouped = weight[: whole * BLOCK].view(whole, BLOCK, inputs // together, together)
@@ -77,6 +77,20 @@ def unpack_matrix(packed: Tensor, out: int) -> Tensor:
     """Return the matrix [out, in] that `pack_matrix` packed."""
     blocks, steps, _, together = packed.shape
     return packed.transpose(1, 2).reshape(blocks * BLOCK, steps * together)[:out]
+
+
+def wrap_matrix(packed: Tensor, shape: Sequence[int], bias: Tensor | None = None) -> Any:
+    """Return a packed matrix as the kernels take it: `product` multiplies by it.
+
+    shape  [out, in] of the matrix before it was packed
+
+    It keeps the memory of the packed matrix alive.
+    """
+    assert _core.compute is not None
+    out, inputs = shape
+    bits = packed.view(torch.uint16) if packed.dtype == torch.bfloat16 else packed
+    shift = None if bias is None else bias.float().contiguous().numpy()
+    return _core.compute.Packed(bits.numpy(), out, inputs, shift)
 
 
 def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
@@ -163,7 +177,11 @@ class Engine:
         config = self.config
         self.embed, self._positions = packed["embed"], plain.get("positions")
         assert _core.compute is not None
-        self.matrices = ours = {name: self._wrap_matrix(name, packed, plain) for name in packed}
+        shapes = config.shapes()
+        self.matrices = ours = {
+            name: wrap_matrix(matrix, shapes[name], plain.get(name.removesuffix("weight") + "bias"))
+            for name, matrix in packed.items()
+        }
         self._lookup = ours["embed"]
         self._head_ids = np.array(config.head_ids) if config.head_ids else None
         layers = [
@@ -220,21 +238,6 @@ class Engine:
         self._compiled: Any = self._make_compiled(**tables)
         whole = config.positions != "rope" or rows == config.max_positions
         self._reach = sys.maxsize if whole else rows
-
-    def _wrap_matrix(
-        self, name: str, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor]
-    ) -> Any:
-        assert _core.compute is not None
-        out, inputs = self.config.shapes()[name]
-        bias = plain.get(name.removesuffix("weight") + "bias")
-        bits = (
-            packed[name].view(torch.uint16)
-            if packed[name].dtype == torch.bfloat16
-            else packed[name]
-        )
-        return _core.compute.Packed(
-            bits.numpy(), out, inputs, None if bias is None else bias.float().numpy()
-        )
 
     def run_full_pass(self, feed: ForwardBatch) -> tuple[Tensor, Tensor, Tensor] | None:
         """Run a full pass in one call of the kernels.

@@ -334,7 +334,7 @@ def check_layer_order(target: Model, layers: Sequence[int]) -> None:
 
 def drop_embedding(f: ConfigReader, weights: Weights, target: Model) -> Weights:
     """Return the tensors without an embedding. Raises TinyspecError if it is not the target's."""
-    kept = {name: w for name, w in weights.items() if name != EMBEDDING}
+    others = {name: w for name, w in weights.items() if name != EMBEDDING}
     if (found := weights.get(EMBEDDING)) is not None:
         own = target.weights["embed"].detach().cpu().to(found.dtype)
         if not torch.equal(found, own):
@@ -342,7 +342,7 @@ def drop_embedding(f: ConfigReader, weights: Weights, target: Model) -> Weights:
                 f"{f.source}: {EMBEDDING} is not that of {target.name}: this head is of another "
                 "model, or its embedding was trained too"
             )
-    return kept
+    return others
 
 
 def read_draft_vocabulary(

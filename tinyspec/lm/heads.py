@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec import _core
 from tinyspec.errors import TinyspecError, describe_value
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.checkpoint import write_atomically
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import BLOCK, aligned_zeros, pack_matrix
+from tinyspec.lm.engine import pack_matrix, wrap_matrix
 from tinyspec.lm.model import Model
 from tinyspec.lm.transformer import Transformer
 
@@ -46,8 +45,9 @@ class HeadSettings:
 
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
 
-    Numbers must be at least 1, or 0 where that is the default, and at most MOST or MOST_HEADS.
-    Texts are left to the subclass.
+    Whole numbers must be at least 1, or 0 where that is the default, and at most MOST or
+    MOST_HEADS. What is true or false by default must be one of the two. Texts are left to the
+    subclass.
     """
 
     draft_vocab: int = 0
@@ -57,12 +57,17 @@ class HeadSettings:
             default = getattr(type(self), name)
             if isinstance(default, str):
                 continue
-            least = 0 if default == 0 or isinstance(value, bool) else 1
-            most = MOST_HEADS if name in ("heads", "layers") else MOST
-            if not isinstance(value, int) or not least <= value <= most:
+            if isinstance(default, bool):
+                is_right, allowed = isinstance(value, bool), "true or false"
+            else:
+                least = int(default != 0)
+                most = MOST_HEADS if name in ("heads", "layers") else MOST
+                is_whole = isinstance(value, int) and not isinstance(value, bool)
+                is_right = is_whole and least <= value <= most
+                allowed = f"a whole number from {least} to {most}"
+            if not is_right:
                 raise TinyspecError(
-                    f"[head] {name} is {describe_value(value)}: it must be a whole number from "
-                    f"{least} to {most}"
+                    f"[head] {name} is {describe_value(value)}: it must be {allowed}"
                 )
 
 
@@ -150,13 +155,7 @@ class HeadMatrix:
             self.weight = weight.to(target.device, self.dtype)
             self.bias = None if bias is None else bias.to(target.device, self.dtype)
             return
-        assert _core.compute is not None
-        weight = weight.to(target.dtype)
-        size = -(-self.out // BLOCK) * BLOCK * inputs
-        self._data = pack_matrix(weight, aligned_zeros([size], target.dtype)[0])
-        bits = self._data.view(torch.uint16) if target.dtype == torch.bfloat16 else self._data
-        shift = None if bias is None else bias.float().contiguous().numpy()
-        self._packed = _core.compute.Packed(bits.numpy(), self.out, inputs, shift)
+        self._packed = wrap_matrix(pack_matrix(weight.to(target.dtype)), weight.shape, bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [n, in] times the matrix, plus the bias: [n, out]."""
@@ -166,6 +165,21 @@ class HeadMatrix:
         y = torch.empty(len(x), self.out)
         self._packed.product(x.contiguous().numpy(), y.numpy(), torch.get_num_threads())
         return y
+
+
+class OutputMatrix(HeadMatrix):
+    """The target's output matrix, or its rows for the ids that a head may propose.
+
+    The whole matrix is the target's own packed one: no head has a copy of it.
+    """
+
+    def __init__(self, target: Transformer, token_map: Tensor | None = None):
+        config, engine = target.config, target.engine
+        if engine is None or token_map is not None or config.head_ids:
+            super().__init__(target, freeze_target(target, token_map, layers=False).head)
+            return
+        self.out, self.dtype = config.vocab_size, target.state_dtype
+        self._packed = engine.matrices["embed" if config.tied else "head"]
 
 
 def embed_tokens(target: Transformer, tokens: Sequence[int]) -> Tensor:
@@ -238,9 +252,9 @@ def add_head(
         for name, x in (settings or {}).items()
     }
     weights = {**weights, **numbers}
-    kept = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
+    others = {name: w for name, w in model.extras.items() if not name.startswith(f"{method}/")}
     own = {f"{method}/{name}": w.detach().to(model.device) for name, w in weights.items()}
-    return model.with_extras({**kept, **own})
+    return model.with_extras({**others, **own})
 
 
 # ---------------------------------------------------------------------- files

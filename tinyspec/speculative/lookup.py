@@ -139,7 +139,7 @@ class AcceptanceTracker:
         if not chosen:
             return TokenTree()
         self.failed_lookups = 0
-        return TokenTree(chosen, above, (None,) * len(chosen), (False,) * len(chosen))
+        return TokenTree.point_masses(chosen, above)
 
     def learn(self, text: Sequence[int]) -> None:
         """Compare the tokens that were looked up last with the text that followed."""

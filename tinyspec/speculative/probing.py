@@ -5,7 +5,8 @@ token t + 2 + j, which is j + 1 places behind the token that the target itself p
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -14,13 +15,31 @@ from torch.nn import functional as F
 from tinyspec.decoding.decode import BaseDrafter, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
-from tinyspec.lm.heads import FrozenTarget, mean_cross_entropy
+from tinyspec.lm.heads import FrozenTarget, HeadSettings, mean_cross_entropy
 from tinyspec.lm.probes import run_probe_groups
 from tinyspec.technique import TrainingBatch
 from tinyspec.tree import ROOT, Probs
 
 ANCHORS = 32  # positions of a text at which a step trains
+
+
+@dataclass(frozen=True)
+class ProbeSettings(HeadSettings):
+    """The section [head] of a recipe of probes, which the target's own output matrix reads.
+
+    METHOD  the method's name, as errors say it
+    """
+
+    METHOD: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_vocab:
+            raise TinyspecError(
+                f"[head] draft_vocab: {self.METHOD} reads the target's own rows: leave it out"
+            )
 
 
 def begin_probes(target: FrozenTarget, n: int, seed: int) -> Tensor:

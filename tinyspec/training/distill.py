@@ -43,10 +43,10 @@ from tinyspec.training.imitation import (
 )
 from tinyspec.training.on_policy import DraftTexts
 from tinyspec.training.recipe import Recipe, build_config, read_recipe
+from tinyspec.training.text_cache import HELD
 from tinyspec.training.train import Batch, TrainingResult
 from tinyspec.training.train_lm import autocast
 
-HELD = 20  # one of so many texts is held out
 JUDGED = 24  # held-out texts that the final figures use
 
 

@@ -40,10 +40,9 @@ from tinyspec.training.features import make_feature_collate, write_states
 from tinyspec.training.imitation import most_frequent_tokens
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import HeadRecipe, read_head_recipe
+from tinyspec.training.text_cache import HELD
 from tinyspec.training.train import Batch, TrainingResult
 from tinyspec.training.train_lm import autocast
-
-HELD = 20  # one of so many texts is held out
 
 
 def head_recipe(
@@ -232,8 +231,8 @@ def measure_ranks(
         written = torch.stack([batch.is_answer[:, 1 + i : 1 + i + width] for i in range(depths)])
         known = written.all(0)  # [B, width]
         chain = torch.ones(int(known.sum()), device=batch.ids.device)
-        for depth in range(depths):
-            logits = trained.predict(weights, target, batch.ids, batch.states, depth)
+        guesses = trained.predict_all(weights, target, batch.ids, batch.states)
+        for depth, logits in enumerate(guesses):
             logits = logits[:, :width][known].float()
             rows = target.row_of[batch.ids[:, 2 + depth : 2 + depth + width]][known]
             of_right = logits.gather(1, rows.clamp_min(0)[:, None])

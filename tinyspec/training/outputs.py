@@ -61,10 +61,8 @@ class OutputSettings:
 
     def __post_init__(self) -> None:
         for name in ("texts", "tokens", "prompt", "question", "top", "batch"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
-                raise TinyspecError(
-                    f"{name} is {getattr(self, name)}: it must be a whole number from 1 on"
-                )
+            if type(value := getattr(self, name)) is not int or value < 1:
+                raise TinyspecError(f"{name} is {value}: it must be a whole number from 1 on")
         if not self.temperature > 0:
             raise TinyspecError(
                 f"temperature is {self.temperature}: outputs are drawn, so it must be above 0"
@@ -90,7 +88,7 @@ class DistillSettings(OutputSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.draft_vocab, int) or self.draft_vocab < 0:
+        if type(self.draft_vocab) is not int or self.draft_vocab < 0:
             raise TinyspecError(
                 f"[distill] draft_vocab is {self.draft_vocab!r}: "
                 "a number of tokens, or 0 for all of them"
@@ -100,7 +98,7 @@ class DistillSettings(OutputSettings):
                 hint = suggest_nearest(str(value), known)
                 raise TinyspecError(f"[distill] {name} is {value!r}: {hint}")
         for name in ("refresh", "fresh"):
-            if not isinstance(value := getattr(self, name), int) or value < 1:
+            if type(value := getattr(self, name)) is not int or value < 1:
                 raise TinyspecError(
                     f"[distill] {name} is {value!r}: it must be a whole number from 1 on"
                 )

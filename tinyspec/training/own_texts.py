@@ -18,10 +18,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, generate
 from tinyspec.lm.model import Model
 from tinyspec.training.corpus import LogitsFn
-from tinyspec.training.text_cache import cache_batches
+from tinyspec.training.text_cache import HELD, cache_batches
 from tinyspec.training.train import Batch, Batches
-
-HELD = 20  # one of so many texts is held out
 
 
 @dataclass(frozen=True)

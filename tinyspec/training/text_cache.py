@@ -16,6 +16,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
 from tinyspec.training import ranks
 
+HELD = 20  # one of so many texts is held out of a training
 Item = TypeVar("Item")
 
 

@@ -24,7 +24,6 @@ from tinyspec.laws.museum import (
     rewriting,
     sessions,
     toys_drafting,
-    toys_heads,
     toys_rewriting,
     toys_verification,
     verification,
@@ -34,7 +33,7 @@ from tinyspec.laws.museum.rows import Equivalent, Mutant, Toy
 from tinyspec.laws.traps import trap_files
 
 TABLES = (verification, drafting, loop, sessions, rewriting)
-TOY_TABLES = (toys_verification, toys_drafting, toys_heads, toys_rewriting)
+TOY_TABLES = (toys_verification, toys_drafting, toys_rewriting)
 R = TypeVar("R", Mutant, Toy)
 Watch = Callable[[str, int, int], None]
 """Called before each row is judged: with its name, its number from 0 on, and how many there are."""

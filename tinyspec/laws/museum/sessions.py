@@ -212,7 +212,7 @@ for number in numbers:""",
 COMING = "upcoming, self.upcoming = self.upcoming, None"
 BRANCHES = (
     "branches = self.guess_next(self.session.run_to_layer(NO_DRAFT, self.layer, "
-    "head=True), *upcoming)"
+    "head=True), upcoming)"
 )
 PIPELINES = [
     _pipeline(
@@ -224,7 +224,7 @@ PIPELINES = [
         "a branch is begun when its token is known",
         BRANCHES,
         f"""scores = self.session.score(tree, hidden_layers)
-self.session.run_to_layer(self.guess_next(scores, *upcoming), self.depth - self.layer)
+self.session.run_to_layer(self.guess_next(scores, upcoming), self.depth - self.layer)
 return scores
 {BRANCHES}""",
     ),

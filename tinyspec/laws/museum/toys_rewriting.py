@@ -188,7 +188,7 @@ PPD = [
         BRANCHES,
         f"""self.session.run_to_layer(NO_DRAFT, self.layer, head=True)
 scores = self.session.score(tree, hidden_layers)
-self.session.run_to_layer(self.guess_next(scores, *upcoming), self.depth - self.layer)
+self.session.run_to_layer(self.guess_next(scores, upcoming), self.depth - self.layer)
 return scores
 {BRANCHES}""",
         law=PIPELINE_CLOCK,

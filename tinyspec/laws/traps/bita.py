@@ -8,8 +8,11 @@ import torch
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
+from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.model import Model
+from tinyspec.speculative.integrated.bita import BitaDrafter
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT
 
@@ -65,4 +68,30 @@ TRAPS = [
     Trap(PLACED, check_bita_drafts, card("bita")),
     Trap(ONE_PASS, every_round_drafts, card("bita")),
     Trap(ALONE, rows_stay_as_they_are, card("bita")),
+]
+
+_bita = partial(Toy, technique="bita")
+
+TOYS = [
+    _bita(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        BitaDrafter.observe,
+        law=PLACED,
+    ),
+    _bita(
+        "masks behind the newest token alone",
+        "for node, depth in depths.items():",
+        "for node, depth in [(ROOT, 0)]:",
+        BitaDrafter.add_groups,
+        law=ONE_PASS,
+    ),
+    _bita(
+        "a prefix that all rows see",
+        "mask[:, :, :lead] = self.probes[list(rows)].cpu().numpy()[:, None, None]",
+        "mask[:, :, :lead] = True",
+        ForwardBatch.attention_mask,
+        law=ALONE,
+    ),
 ]

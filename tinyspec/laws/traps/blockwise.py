@@ -14,12 +14,20 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.lm.config import Config
 from tinyspec.lm.heads import RANKED, RANKS, add_head, freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.speculative.drafting.blockwise import BlockwiseSettings, begin_block
+from tinyspec.speculative.drafting.blockwise import (
+    BlockLayer,
+    BlockwiseDrafter,
+    BlockwiseSettings,
+    begin_block,
+    predict_by_block,
+    relaxed_verifier,
+)
 from tinyspec.technique import find_technique
 
 PLANTED = medusa_traps.PLANTED
@@ -149,4 +157,44 @@ TRAPS = [
     Trap(RESIDUAL, untrained_layer_repeats_the_head, card("blockwise")),
     Trap(COUNTED, right_guesses_save_passes, card("blockwise")),
     Trap(RELAXED, rules_accept_what_they_allow, card("blockwise")),
+]
+
+_blockwise = partial(Toy, technique="blockwise")
+
+TOYS = [
+    _blockwise(
+        "one predictor at every depth",
+        "slice(depth * h.shape[-1], (depth + 1) * h.shape[-1])",
+        "slice(h.shape[-1])",
+        predict_by_block,
+        law=PLANTED,
+    ),
+    _blockwise(
+        "a layer that reads one position early",
+        "self.states[-1][0]",
+        "self.states[-2:][0][0]",
+        BlockwiseDrafter.propose,
+        law=PLACED,
+    ),
+    _blockwise(
+        "a layer without the residual",
+        "self.rows(h + parts[:n])",
+        "self.rows(parts[:n])",
+        BlockLayer.logits,
+        law=RESIDUAL,
+    ),
+    _blockwise(
+        "a pass to predict and another to verify",
+        "if not self.states or n <= 0:",
+        "if setattr(self, 'odd', not getattr(self, 'odd', False)) or self.odd or n <= 0:",
+        BlockwiseDrafter.propose,
+        law=COUNTED,
+    ),
+    _blockwise(
+        "a rejected guess that may be drawn again",
+        "rng.draw(exclude_token(p[at], token))",
+        "rng.draw(p[at])",
+        relaxed_verifier,
+        law=RELAXED,
+    ),
 ]

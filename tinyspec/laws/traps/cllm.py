@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,12 +12,14 @@ from torch import Tensor
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Trap
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.model import Model
 from tinyspec.nonautoregressive.cllm import (
     CllmSettings,
     cllm_loss,
+    consistency_loss,
     draw_pair,
     trace_trajectory,
 )
@@ -162,4 +165,37 @@ TRAPS = [
     Trap(EARLIER, earlier_states_are_drawn, lambda: draw_pair),
     Trap(LOSS, loss_has_both_terms, lambda: cllm_loss),
     Trap(CONSTANT, fixed_point_is_constant, lambda: cllm_loss),
+]
+
+_cllm = partial(Toy, technique="cllm")
+
+TOYS = [
+    _cllm(
+        "trajectories from padding",
+        "[text[i] for i in drawn]",
+        "[0] * n",
+        trace_trajectory,
+        law=FIXED,
+    ),
+    _cllm(
+        "training from the first state alone",
+        "chosen = int(torch.randint(max(len(states) - 1, 1), (), generator=generator))",
+        "chosen = 0",
+        draw_pair,
+        law=EARLIER,
+    ),
+    _cllm(
+        "consistency alone, without the autoregressive loss",
+        "after_early[is_open]) + settings.ar_weight * ar_loss",
+        "after_early[is_open])",
+        cllm_loss,
+        law=LOSS,
+    ),
+    _cllm(
+        "a gradient through the fixed point",
+        "fixed.detach().float()",
+        "fixed.float()",
+        consistency_loss,
+        law=CONSTANT,
+    ),
 ]

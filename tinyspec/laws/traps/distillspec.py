@@ -3,12 +3,14 @@
 import math
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Trap
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
@@ -76,4 +78,23 @@ def draft_writes_its_texts(make: Any) -> Iterator[int]:
 TRAPS = [
     Trap(NAMED, loss_is_the_divergence, lambda: imitation_loss),
     Trap(CURRENT, draft_writes_its_texts, lambda: DraftTexts),
+]
+
+_distill = partial(Toy, technique="distillspec")
+
+TOYS = [
+    _distill(
+        "one divergence for all names",
+        "DIVERGENCES[kind]",
+        'DIVERGENCES["kl"]',
+        imitation_loss,
+        law=NAMED,
+    ),
+    _distill(
+        "texts that the first draft wrote",
+        "begun = step - step % self.every",
+        "begun = 0",
+        DraftTexts.refresh,
+        law=CURRENT,
+    ),
 ]

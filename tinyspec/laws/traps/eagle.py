@@ -12,10 +12,12 @@ from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.stage import Stage
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
+from tinyspec.speculative.drafting.eagle import EagleDrafter, StaticEagleDrafter, eagle_loss
 from tinyspec.technique import Card, find_technique
 
 PLANTED = "a head that is fitted to a text drafts all of it"
@@ -98,4 +100,49 @@ TRAPS = [
     Trap(PLACED, drafts_follow_training, card("eagle")),
     Trap(OF_TEXT, drafts_depend_on_the_text_alone, card("eagle")),
     Trap(JOINT, siblings_are_drawn_as_declared, lambda: find_technique("eagle")),
+]
+
+_eagle = partial(Toy, technique="eagle")
+_pairs = partial(_eagle, function=EagleDrafter._join_pairs, law=PLACED)
+JOINED = "torch.cat((embedded, torch.stack(list(states))), dim=-1)"
+
+TOYS = [
+    _eagle(
+        "a layer trained on the state that it reads",
+        "true = states[:, 1:]",
+        "true = states[:, :-1]",
+        eagle_loss,
+        law=PLANTED,
+    ),
+    _eagle(
+        "the token beside its own state",
+        "self._run_rows(self.following[first:n], states,",
+        "self._run_rows(([0] + self.following)[first:n], states,",
+        EagleDrafter._run_pairs,
+        law=PLACED,
+    ),
+    _pairs("tokens alone", JOINED, JOINED.replace("list(states))", "list(states)) * 0")),
+    _pairs("states alone", JOINED, JOINED.replace("(embedded,", "(embedded * 0,")),
+    _eagle(
+        "the final norm on a guessed state",
+        "self.head.compute_logits(guessed)",
+        "self.head.compute_logits(torch.nn.functional.rms_norm(guessed, guessed.shape[-1:]))",
+        EagleDrafter.run_nodes,
+        law=PLACED,
+    ),
+    _eagle(
+        "rows of guessed states are kept",
+        "self.stack.cut(len(self.states))  # the",
+        "pass  # the",
+        EagleDrafter.propose,
+        law=OF_TEXT,
+    ),
+    _eagle(
+        "the most likely tokens, declared as samples",
+        "return sample_siblings(sampling.probs(row, history), k, rng)",
+        """q = sampling.probs(row, history)
+return [(token, q) for token in rank_tokens(sampling, row, history, k)]""",
+        StaticEagleDrafter.draw_siblings,
+        law=JOINT,
+    ),
 ]

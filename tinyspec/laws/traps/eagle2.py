@@ -2,14 +2,17 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import accuse, collect_evidence
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.laws.traps.eagle import random_target
 from tinyspec.lm.model import Model
+from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
 from tinyspec.technique import find_technique
 
 BEST = "no tree of its size has a greater sum of path products"
@@ -83,4 +86,36 @@ def best_nodes_are_expanded(build: Build) -> Iterator[int]:
 TRAPS = [
     Trap(BEST, draft_is_worth_most, card("eagle2")),
     Trap(EXPANDED, best_nodes_are_expanded, card("eagle2")),
+]
+
+_eagle2 = partial(Toy, technique="eagle2", function=Eagle2Drafter.grow_tree)
+
+TOYS = [
+    _eagle2(
+        "no reranking",
+        "rank_nodes(values, range(len(values)), self.nodes)",
+        "range(min(self.nodes, len(values)))",
+        law=BEST,
+    ),
+    _eagle2(
+        "a static tree",
+        "chance := float(q[token])",
+        "chance := 0.5 ** (1 + top_k_tokens(q, self.width).index(token))",
+        law=BEST,
+    ),
+    _eagle2(
+        "the best child of each parent",
+        "level = rank_nodes(values, going_on, self.width)",
+        """best = {}
+for node in rank_nodes(values, going_on, len(going_on)):
+    best.setdefault(tree.parents[node] if level != [ROOT] else node, node)
+level = rank_nodes(values, [*best.values()], self.width)""",
+        law=EXPANDED,
+    ),
+    _eagle2(
+        "the last probability for the path's",
+        "values[node] * chance",
+        "chance",
+        law=EXPANDED,
+    ),
 ]

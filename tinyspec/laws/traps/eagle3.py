@@ -13,12 +13,16 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.laws.traps.eagle import CYCLE, TOKENS, reciting_target
+from tinyspec.lm import head_formats
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.head_formats import convert_head, restore_head
 from tinyspec.lm.heads import RANKS, TOKEN_MAP, HeadFile, add_head, head_weights
-from tinyspec.speculative.drafting.eagle3 import Eagle3Settings, feature_layers
+from tinyspec.lm.stack import UnrolledLayer
+from tinyspec.speculative.drafting.eagle import EagleDrafter
+from tinyspec.speculative.drafting.eagle3 import Eagle3Settings, eagle3_loss, feature_layers
 from tinyspec.technique import Card, find_technique
 
 PLANTED = "a head that is trained on its own outputs goes on from them"
@@ -106,4 +110,51 @@ TRAPS = [
     Trap(PLACED, check_eagle3_drafts, card("eagle3")),
     Trap(THREE, three_layers_are_read, card("eagle3")),
     Trap(FOREIGN, foreign_head_drafts_alike, card("eagle3")),
+]
+
+_eagle3 = partial(Toy, technique="eagle3")
+
+TOYS = [
+    _eagle3(
+        "training at the first step alone",
+        "steps = batch.states.new_zeros(()), target.settings.steps",
+        "steps = batch.states.new_zeros(()), 1",
+        eagle3_loss,
+        law=PLANTED,
+    ),
+    _eagle3(
+        "rows of the draft vocabulary taken for ids",
+        "self.head.token_map, self.head.vocabulary",
+        "None, self.head.vocabulary",
+        EagleDrafter.run_nodes,
+        law=PLACED,
+    ),
+    _eagle3(
+        "offsets of another program's head taken for ids",
+        "rows = torch.arange(words)",
+        "rows = 0",
+        head_formats.read_eagle3,
+        law=FOREIGN,
+    ),
+    _eagle3(
+        "ids written for another program where it adds its rows",
+        "ids - torch.arange(len(ids))",
+        "ids",
+        head_formats.write_eagle3,
+        law=FOREIGN,
+    ),
+    _eagle3(
+        "later steps trained at the positions of the first",
+        "cos[step:], sin[step:]), rotate(k, cos[step:], sin[step:])",
+        "cos[:n], sin[:n]), rotate(k, cos[:n], sin[:n])",
+        UnrolledLayer.run,
+        law=PLACED,
+    ),
+    _eagle3(
+        "the top layer alone",
+        "min(2, n), n // 2, max(n - 3, 0)",
+        "n, n, n",
+        feature_layers,
+        law=THREE,
+    ),
 ]

@@ -8,10 +8,12 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.patching import Patch
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.lm.model import Model
-from tinyspec.speculative.drafting.hydra import HydraSettings
+from tinyspec.speculative.drafting.hydra import HydraDrafter, HydraSettings, head_logits
 from tinyspec.technique import Card, find_technique
 
 PLANTED = medusa_traps.PLANTED
@@ -75,4 +77,38 @@ TRAPS = [
     Trap(PLACED, check_hydra_drafts, card("hydra")),
     Trap(OF_TEXT, check_hydra_text, card("hydra")),
     Trap(DEPENDENT, children_depend_on_their_parents, card("hydra")),
+]
+
+_hydra = partial(Toy, technique="hydra")
+
+TOYS = [
+    _hydra(
+        "heads trained on the embeddings one place early",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(depth + 1)",
+        head_logits,
+        law=PLANTED,
+    ),
+    _hydra(
+        "heads that read the draft in another order",
+        "torch.cat((read[tree.parents[node]], e))",
+        "torch.cat((read[tree.parents[node]][: -len(e)], e, read[tree.parents[node]][-len(e) :]))",
+        HydraDrafter.propose,
+        law=PLACED,
+    ),
+    _hydra(
+        "a layer whose rows outlive a request",
+        "self._cut_prefix(len(self.states))",
+        "pass",
+        HydraDrafter.rewind,
+        law=OF_TEXT,
+        also=(Patch(HydraDrafter.end, "self._cut_prefix(0)", "pass"),),
+    ),
+    _hydra(
+        "heads that do not see each other, as Medusa's",
+        "[tree.tokens[node] for node in lower]",
+        "[context[-1]] * len(lower)",
+        HydraDrafter.propose,
+        law=DEPENDENT,
+    ),
 ]

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from functools import partial
 
+from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
 from tinyspec.lm.model import Model
 from tinyspec.technique import find_technique
@@ -56,4 +58,32 @@ TRAPS = [
     Trap(CONTINUED, runs_no_layer_twice, card("kangaroo")),
     Trap(OF_TEXT, drafts_of_the_past_leave_no_trace, card("kangaroo")),
     Trap(PLACED, check_kangaroo_drafts, card("kangaroo")),
+]
+
+_kangaroo = partial(Toy, technique="kangaroo")
+
+TOYS = [
+    _kangaroo(
+        "verification that runs all layers again",
+        "ran = self.target.run_to_layer(tree, self.head.exit, hidden_layers=(self.head.exit,))",
+        """ran = self.target.run_to_layer(tree, self.head.exit, hidden_layers=(self.head.exit,))
+for node in (self.target.committed[-1], *self.target.committed[-1].descendants()):
+    node.reset()""",
+        KangarooDrafter.propose,
+        law=CONTINUED,
+    ),
+    _kangaroo(
+        "adapter rows of rejected tokens",
+        "self.adapter.cut(len(self.states))  # not the rows of draft tokens that were rejected",
+        "pass",
+        KangarooDrafter.propose,
+        law=OF_TEXT,
+    ),
+    _kangaroo(
+        "an adapter without the row of the newest token",
+        "self._adapt(ran.hidden[0, -1:], head_rows=1)",
+        "self._adapt(self.states[-1][:1], head_rows=1)",
+        KangarooDrafter.propose,
+        law=PLACED,
+    ),
 ]

@@ -14,11 +14,14 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.lm.config import Config
 from tinyspec.lm.heads import RANKS, head_weights
 from tinyspec.lm.model import Model
-from tinyspec.technique import find_technique
+from tinyspec.speculative.drafting.medusa import MedusaDrafter
+from tinyspec.speculative.treedraft import fill_static_tree
+from tinyspec.technique import TrainingBatch, find_technique
 from tinyspec.tree import ROOT
 
 PLANTED = "heads that are fitted to a text draft all of it"
@@ -99,4 +102,30 @@ TRAPS = [
     Trap(PLANTED, fitted_heads_draft_the_text, card("medusa")),
     Trap(PLACED, check_medusa_drafts, card("medusa")),
     Trap(SPREAD, tree_follows_the_ranks, card("medusa")),
+]
+
+_medusa = partial(Toy, technique="medusa")
+
+TOYS = [
+    _medusa(
+        "heads trained one token early",
+        "self.ids[:, first:]",
+        "self.ids[:, first - 1 : -1]",
+        TrainingBatch.known_tokens,
+        law=PLANTED,
+    ),
+    _medusa(
+        "heads that read one position early",
+        "self.states[-1][0]",
+        "self.states[-2:][0][0]",
+        MedusaDrafter.propose,
+        law=PLACED,
+    ),
+    _medusa(
+        "one candidate of each head",
+        "rank_tokens(sampling, rows[depth], history, widths[depth])",
+        "rank_tokens(sampling, rows[depth], history, 1)",
+        fill_static_tree,
+        law=SPREAD,
+    ),
 ]

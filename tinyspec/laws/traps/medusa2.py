@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Trap
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.heads import RANKS, head_weights
@@ -117,4 +119,30 @@ def heads_come_first(loss: Loss) -> Iterator[int]:
 TRAPS = [
     Trap(JOINED, loss_is_the_joint_loss, lambda: medusa2_loss),
     Trap(ALONE, heads_come_first, lambda: medusa2_loss),
+]
+
+_medusa2 = partial(Toy, technique="medusa2")
+
+TOYS = [
+    _medusa2(
+        "the heads' losses with their full weight",
+        "settings.heads_weight * schedule_weight(settings, tuning.progress) * of_heads",
+        "of_heads",
+        medusa2_loss,
+        law=JOINED,
+    ),
+    _medusa2(
+        "the heads' losses alone",
+        "return own + settings",
+        "return settings",
+        medusa2_loss,
+        law=JOINED,
+    ),
+    _medusa2(
+        "a model that is trained from the first step on",
+        "torch.is_grad_enabled() and not are_heads_first",
+        "torch.is_grad_enabled()",
+        medusa2_loss,
+        law=ALONE,
+    ),
 ]

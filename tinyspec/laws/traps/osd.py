@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from tinyspec.decoding.decode import Decoder, Round
+from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.law import JOINT, Reference, compare_laws, exact_law
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, small_network
+from tinyspec.laws.museum.patching import Patch
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import SAMPLED, Build, Trap, card
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting import osd
@@ -166,4 +169,64 @@ TRAPS = [
     Trap(GRADIENT, trains_what_was_rejected, card("osd")),
     Trap(ONE_MODEL, drafts_are_of_one_model, card("osd")),
     Trap(JOINT, joint_law_across_updates, card("osd")),
+]
+
+_osd = partial(Toy, technique="osd")
+
+TOYS = [
+    _osd(  # distill_trainer.py of the authors masks the row at the token, not the one before it
+        "the row after a rejected token",
+        "len(self.text) + len(verdict.accepted) - 1",
+        "len(self.text) + len(verdict.accepted)",
+        osd.OsdDrafter.observe,
+        law=GRADIENT,
+    ),
+    _osd(  # generator.py of the authors counts the last token of every round as wrong
+        "the bonus of a fully accepted draft counts as rejected",
+        "verdict.rejected and verdict.next is not None",
+        "verdict.next is not None",
+        osd.OsdDrafter.observe,
+        law=GRADIENT,
+        also=(
+            Patch(
+                osd.OsdDrafter.observe,
+                "round.tree.parents[verdict.rejected[0]]",
+                "verdict.accepted[-1] if verdict.accepted else -1",
+            ),
+        ),
+    ),
+    _osd(
+        "fine-tuning on the whole text",
+        "return divergence(p, q).mean()",
+        "rows = blocks.apply_head(states[:, :-1]).flatten(0, 1)\n"
+        "return torch.nn.functional.cross_entropy(rows, ids[:, 1:].flatten())",
+        osd.rejection_loss,
+        law=GRADIENT,
+    ),
+    _osd(
+        "an update that the drafter never uses",
+        "self.model = self.online.model.session(self.forward_log)",
+        "pass",
+        osd.OsdDrafter.end,
+        law=ONE_MODEL,
+    ),
+    _osd(
+        "an update inside a request, with the keys of the old weights",
+        "self.text += round.tokens",
+        """self.text += round.tokens
+if self.places:
+    ids = self.text[: self.places[-1] + 1]
+    self.online.finish_request(RejectedPlaces(ids, self.places, torch.stack(self.rows)))
+    self.model.model, self.places, self.rows = self.online.model, [], []""",
+        osd.OsdDrafter.observe,
+        law=ONE_MODEL,
+    ),
+    _osd(
+        "the distribution that an older draft declared for the same text",
+        "draft_probs.append(q)",
+        'draft_probs.append(self.online.__dict__.setdefault("old", {})'
+        ".setdefault((*context, *tokens[:-1]), q))",
+        ModelDrafter.propose,
+        law=JOINT,
+    ),
 ]

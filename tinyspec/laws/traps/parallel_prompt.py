@@ -13,11 +13,13 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.lm.heads import RANKED, RANKS, add_head, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated import parallel_prompt
-from tinyspec.speculative.integrated.parallel_prompt import DECAY, PromptTree
+from tinyspec.speculative.integrated.parallel_prompt import DECAY, PromptDrafter, PromptTree
+from tinyspec.speculative.probing import ProbeGroupDrafter
 from tinyspec.technique import TrainingBatch, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -206,4 +208,60 @@ TRAPS = [
     Trap(STATE, draft_follows_the_state, card("parallel_prompt")),
     Trap(REMOVED, removal_loses_least, lambda: parallel_prompt.hang_prompts),
     Trap(STEADY, rounds_are_those_of_a_long_run, lambda: parallel_prompt.tokens_per_round),
+]
+
+_ppd = partial(Toy, technique="parallel_prompt")
+
+TOYS = [
+    _ppd(
+        "the prompts behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        ProbeGroupDrafter.observe,
+        law=PLACED,
+    ),
+    _ppd(
+        "the first virtual token alone",
+        "sum(rows[at : at + self.virtual]) / self.virtual",
+        "rows[at]",
+        PromptDrafter.observe,
+        law=PLACED,
+    ),
+    _ppd(
+        "virtual tokens that see each other",
+        "parents.append(tips[i])",
+        "parents.append(tips[i - 1])",
+        PromptDrafter.propose,
+        law=PLACED,
+    ),
+    _ppd(
+        "prompts trained one place early",
+        "at = anchors + 1 + depth",
+        "at = anchors + depth",
+        parallel_prompt.prompt_loss,
+        law=AIMED,
+    ),
+    _ppd(
+        "the deepest tree in every state",
+        "state = len(self.logits) - 1",
+        "state = len(self.trees) - 1",
+        PromptDrafter.propose,
+        law=STATE,
+    ),
+    _ppd(
+        "as many prompts behind every candidate",
+        "prompts = [len(values)] * len(ends)",
+        "return [min(most // len(ends), len(values))] * len(ends)\nprompts = []",
+        parallel_prompt.hang_prompts,
+        law=REMOVED,
+    ),
+    _ppd(
+        "a round without a draft after each rejected one, as the authors count",
+        "return 1 + float(find_steady_state(trees) @ np.array(values))",
+        """shares = find_steady_state(trees)
+rejected = float(shares @ np.array([1 - sum(tree.ends) for tree in trees]))
+return 1 + float(shares @ np.array(values)) / (1 + rejected)""",
+        parallel_prompt.tokens_per_round,
+        law=STEADY,
+    ),
 ]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,9 +10,10 @@ import torch
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
 from tinyspec.lm.heads import freeze_target, head_weights
-from tinyspec.speculative.drafting.pass_sampling import pass_loss
+from tinyspec.speculative.drafting.pass_sampling import PassDrafter, pass_loss
 from tinyspec.technique import TrainingBatch, find_technique
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
@@ -77,4 +79,30 @@ TRAPS = [
     Trap(PLACED, check_pass_drafts, card("pass_sampling")),
     Trap(AIMED, loss_is_of_the_right_tokens, lambda: pass_loss),
     Trap(CYCLE, rounds_take_turns, card("pass_sampling")),
+]
+
+_pass = partial(Toy, technique="pass_sampling")
+
+TOYS = [
+    _pass(
+        "rows that are read one look-ahead late",
+        "rows[node + 1]",
+        "rows[node]",
+        PassDrafter.observe,
+        law=PLACED,
+    ),
+    _pass(
+        "look-aheads trained on the next token",
+        "self.ids[:, first:]",
+        "self.ids[:, first - 1 : -1]",
+        TrainingBatch.known_tokens,
+        law=AIMED,
+    ),
+    _pass(
+        "rows that serve two drafts",
+        "rows, self.logits = self.logits, ()",
+        "rows = self.logits",
+        PassDrafter.propose,
+        law=CYCLE,
+    ),
 ]

@@ -11,10 +11,16 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
+from tinyspec.laws.museum.patching import Patch
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.laws.traps import medusa as medusa_traps
 from tinyspec.lm.model import Model
-from tinyspec.speculative.drafting.redrafter import RedrafterSettings
+from tinyspec.speculative.drafting.redrafter import (
+    RedrafterDrafter,
+    RedrafterSettings,
+    unroll_logits,
+)
 from tinyspec.technique import Card, find_technique
 
 PLANTED = medusa_traps.PLANTED
@@ -102,4 +108,52 @@ TRAPS = [
     Trap(PLACED, check_redrafter_drafts, card("redrafter")),
     Trap(OF_TEXT, check_redrafter_text, card("redrafter")),
     Trap(BEAMS, draft_is_the_merged_beams, card("redrafter")),
+]
+
+_redrafter = partial(Toy, technique="redrafter")
+
+TOYS = [
+    _redrafter(
+        "a head trained on the token before",
+        "F.pad(ids[:, k:], (0, k)) for k in range(1, steps + 1)",
+        "F.pad(ids[:, k:], (0, k)) for k in range(steps)",
+        unroll_logits,
+        law=PLANTED,
+    ),
+    _redrafter(
+        "a head that does not read its draft",
+        "beam.tokens[-1] if depth else context[-1]",
+        "context[-1]",
+        RedrafterDrafter.search_beams,
+        law=PLACED,
+    ),
+    _redrafter(
+        "a state that goes on from the round before",
+        "torch.stack(before) if before else None",
+        "torch.stack(before) if before else getattr(self, 'last', None)",
+        RedrafterDrafter.search_beams,
+        law=OF_TEXT,
+        also=(
+            Patch(
+                RedrafterDrafter.search_beams,
+                "found = ended",
+                "found, self.last = ended, s[:1]",
+            ),
+        ),
+    ),
+    _redrafter(
+        "beams that stand side by side",
+        "tokens, parents, _ = merge_drafts(chains)",
+        "tokens = [t for text in texts for t in text]; "
+        "parents = [i - 1 if i % length else -1 for i in range(len(tokens))]",
+        RedrafterDrafter.propose,
+        law=BEAMS,
+    ),
+    _redrafter(
+        "a tree of all texts, without a search",
+        "[: self.beams]",
+        "",
+        RedrafterDrafter.search_beams,
+        law=BEAMS,
+    ),
 ]

@@ -11,9 +11,10 @@ from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
 from tinyspec.laws.exact.law import JOINT
 from tinyspec.laws.exact.models import small_network
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, card, joint_law_of_self_drafting
 from tinyspec.laws.traps.bita import ONE_PASS, every_round_drafts
-from tinyspec.speculative.integrated.space import SpaceSettings, sar_loss
+from tinyspec.speculative.integrated.space import SpaceDrafter, SpaceSettings, sar_loss, space
 from tinyspec.technique import TrainingBatch, Tuning, find_technique
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
@@ -63,4 +64,46 @@ TRAPS = [
     Trap(ONE_PASS, every_round_drafts, card("space")),
     Trap(LABELLED, loss_is_of_the_texts_tokens, lambda: sar_loss),
     Trap(JOINT, partial(joint_law_of_self_drafting, masks=2), card("space")),
+]
+
+_space = partial(Toy, technique="space")
+
+TOYS = [
+    _space(
+        "the group behind the newest token of the round before",
+        "before_newest = path[len(round.tokens) - 1]",
+        "before_newest = ROOT",
+        SpaceDrafter.observe,
+        law=PLACED,
+    ),
+    _space(
+        "masks behind the newest token alone",
+        "for node in range(ROOT, n)",
+        "for node in (ROOT,)",
+        SpaceDrafter.propose,
+        law=ONE_PASS,
+    ),
+    _space(
+        "tuning without masks",
+        "if is_cut and len(cuts):",
+        "if False:",
+        sar_loss,
+        law=LABELLED,
+    ),
+    _space(
+        "a rejected candidate drawn again from p, as in the released code",
+        "return request.decoder(SpaceDrafter(ids, positions), verify_tree)",
+        """from tinyspec.decoding.verify import Verdict
+def redraw(tree, p, rng):
+    path, node = (), ROOT
+    for child in tree.chain_nodes("SPACE"):
+        token, q = tree.tokens[child], tree.draft_probs[child]
+        if not rng.accept(min(1, p[node][token] / (1 if q is None else q[token]))):
+            break
+        path, node = (*path, child), child
+    return Verdict(path, rng.draw(p[node]))
+return request.decoder(SpaceDrafter(ids, positions), redraw)""",
+        space,
+        law=JOINT,
+    ),
 ]

@@ -14,10 +14,11 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.rewriting_laws import random_translator
 from tinyspec.laws.traps import GREEDY, SAMPLED, Build, Trap, begin_decoder, card
 from tinyspec.lm.config import Seq2SeqConfig
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import MaskFiller, Seq2Seq
 from tinyspec.speculative.drafting import specdec
 from tinyspec.technique import Request
 
@@ -245,4 +246,80 @@ TRAPS = [
     Trap(FILLED, block_is_what_training_says, card("specdec")),
     Trap(PLANTED, fitted_drafter_drafts_its_sentences, card("specdec")),
     Trap(GLANCED, glancing_shows_a_share, lambda: specdec.glance_at_labels),
+]
+
+_specdec = partial(Toy, technique="specdec")
+
+TOYS = [
+    _specdec(
+        "a small model that writes from left to right",
+        "logits = self.model.score(masks).logits",
+        "return ModelDrafter.propose(self, context, max_draft_depth, sampling, rng)",
+        specdec.SpecDecDrafter.propose,
+        law=ONE_CALL,
+    ),
+    _specdec(
+        "the beta likeliest, however far they are",
+        "token in likeliest and row[token] / row[likeliest[0]] >= least",
+        "token in likeliest",
+        specdec.top_beta_verifier,
+        law=CONDITIONS,
+    ),
+    _specdec(
+        "the distance alone",
+        "token in likeliest and row[token] / row[likeliest[0]] >= least",
+        "row[token] / row[likeliest[0]] >= least",
+        specdec.top_beta_verifier,
+        law=CONDITIONS,
+    ),
+    _specdec(
+        "all of the beta likeliest within tau, or none",
+        "row[token] / row[likeliest[0]] >= least",
+        "row[likeliest[-1]] / row[likeliest[0]] >= least",
+        specdec.top_beta_verifier,
+        law=MONOTONE,
+    ),
+    _specdec(
+        "masks that do not see the masks after them",
+        "self.model.decode(self.model.embed(ids), self.memory)",
+        "self.model.decode(self.model.embed(ids), self.memory, "
+        "torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril())",
+        MaskFiller.score,
+        law=FILLED,
+    ),
+    _specdec(
+        "logits that are read one mask early",
+        "[1 : max_draft_depth + 1]",
+        "[:max_draft_depth]",
+        specdec.SpecDecDrafter.propose,
+        law=FILLED,
+    ),
+    _specdec(
+        "masks that are trained on the next token",
+        "labels = text.masked_fill(~is_mask, config.pad)",
+        "labels = text.roll(-1, 1).masked_fill(~is_mask, config.pad)",
+        specdec.mask_blocks,
+        law=PLANTED,
+    ),
+    _specdec(
+        "trained on the first block of a sentence alone",
+        "(share * lengths).long()",
+        "(0 * lengths).long()",
+        specdec.mask_blocks,
+        law=PLANTED,
+    ),
+    _specdec(
+        "shown tokens that count in the loss",
+        "labels.masked_fill(shown, model.config.pad)",
+        "labels",
+        specdec.glance_at_labels,
+        law=GLANCED,
+    ),
+    _specdec(
+        "a share of all masks, right or wrong",
+        "wrong.sum(dim=1, keepdim=True)",
+        "known.sum(dim=1, keepdim=True)",
+        specdec.glance_at_labels,
+        law=GLANCED,
+    ),
 ]

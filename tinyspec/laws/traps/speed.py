@@ -129,8 +129,8 @@ TOYS = [
     ),
     _speed(
         "one guess in flight",
-        "if is_asked and last < room:",
-        "if is_asked and last < min(room, 1):",
+        "if is_asked and last < upcoming.room:",
+        "if is_asked and last < min(upcoming.room, 1):",
         CyclicPipeline.run_tick,
         law=TICKS,
     ),

@@ -3,6 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,9 +13,10 @@ from tinyspec.decoding.decode import Verifier
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.rational import distributions
+from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.session_laws import random_tree
 from tinyspec.laws.traps import Trap
-from tinyspec.speculative.verification.typical_acceptance import typical_verifier
+from tinyspec.speculative.verification.typical_acceptance import typical_threshold, typical_verifier
 from tinyspec.tree import ROOT, TokenTree
 
 THRESHOLD = "a token is accepted if p(x) > min(epsilon, delta exp(-H(p)))"
@@ -134,4 +136,31 @@ TRAPS = [
     Trap(THRESHOLD, threshold_is_of_the_target, lambda: typical_verifier),
     Trap(LIKELIEST, likeliest_token_passes, lambda: typical_verifier),
     Trap(LONGEST, longest_path_is_kept, lambda: typical_verifier),
+]
+
+_typical = partial(Toy, technique="typical_acceptance")
+
+TOYS = [
+    _typical(
+        "a threshold without the entropy",
+        "min(epsilon, delta * math.exp(-entropy))",
+        "epsilon",
+        typical_threshold,
+        law=LIKELIEST,
+    ),
+    _typical(
+        "the threshold of the draft's distribution",
+        "rows[parent] = row, typical_threshold(row, epsilon, delta)",
+        """q = row if tree.draft_probs[node] is None else np.array(tree.draft_probs[node])
+rows[parent] = row, typical_threshold(q, epsilon, delta)""",
+        typical_verifier,
+        law=THRESHOLD,
+    ),
+    _typical(
+        "the first of the longest paths",
+        "key=lambda node: score[node]",
+        "key=lambda node: score[node][0]",
+        typical_verifier,
+        law=LONGEST,
+    ),
 ]

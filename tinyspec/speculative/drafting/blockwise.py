@@ -55,9 +55,8 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
-    freeze_target,
+    OutputMatrix,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -149,10 +148,8 @@ def block_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch)
         depths = range(drawn, drawn + 1)
     total = batch.states.new_zeros(())
     for depth in depths:
-        is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
-        total = total + entropy / len(depths)
+        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)
+        total = total + batch.cross_entropy(target, depth, logits) / len(depths)
     return total
 
 
@@ -167,7 +164,7 @@ class BlockLayer:
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.hidden = HeadMatrix(model, weights["hidden.weight"], weights["hidden.bias"])
         self.out = HeadMatrix(model, weights["out.weight"], weights["out.bias"])
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.rows = OutputMatrix(model, self.token_map)
         self.n = count_parts(weights)
 
     def logits(self, h: Tensor, n: int) -> Tensor:

@@ -38,7 +38,7 @@ Left out: a bias of W, which the authors' code has and vLLM's loader lacks.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
+    OutputMatrix,
     embed_tokens,
-    freeze_target,
     head_weights,
     mean_cross_entropy,
     prepare_head,
@@ -111,18 +111,26 @@ def begin_eagle(target: FrozenTarget, settings: HeadSettings, seed: int) -> dict
     return weights
 
 
-def predict_states(
-    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
-) -> Tensor:
-    """Return the guessed states [B, T, d] of a whole text: row t is of the token t + 1 + depth.
+def unroll_states(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """Yield the guessed states [B, T, d] of a whole text, for each depth from 0 on.
 
-    states  [B, T, d]; row t of the result depends on those up to t
+    Row t of a depth is of the token t + 1 + depth, and depends on the states up to t.
     """
     layer, guessed = UnrolledLayer(target.config, weights), states
-    for step in range(1, depth + 2):
+    for step in range(1, depths + 1):
         following = F.embedding(F.pad(ids[:, step:], (0, step)), target.embed)
         joined = F.linear(torch.cat((following, guessed), -1), weights["fc.weight"])
         guessed = layer.run(joined.to(states.dtype))  # which autocast may have lowered
+        yield guessed
+
+
+def predict_states(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
+) -> Tensor:
+    """Return the guessed states [B, T, d] of one depth."""
+    *_, guessed = unroll_states(weights, target, ids, states, depth + 1)
     return guessed
 
 
@@ -131,6 +139,14 @@ def predict_eagle(
 ) -> Tensor:
     """Return the logits [B, T, W] of a depth, for all positions of a text at once."""
     return F.linear(predict_states(weights, target, ids, states[:, 0], depth), target.head)
+
+
+def unroll_eagle(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """Yield what `predict_eagle` returns, for each depth from 0 on."""
+    for guessed in unroll_states(weights, target, ids, states[:, 0], depths):
+        yield F.linear(guessed, target.head)
 
 
 def eagle_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
@@ -160,6 +176,7 @@ TRAINED = Trained(
     predict_eagle,
     eagle_loss,
     small=HeadSettings(),
+    unroll=unroll_eagle,
 )
 
 # ------------------------------------------------------------------ the draft
@@ -172,7 +189,7 @@ class EagleHead:
         weights = head_weights(model, "eagle")
         self.token_map, self.vocabulary = weights.get(TOKEN_MAP), model.config.vocab_size
         self.fc, self.layer = HeadMatrix(model, weights["fc.weight"]), HeadLayer(model, weights)
-        self.rows = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+        self.rows = OutputMatrix(model, self.token_map)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def compute_logits(self, guessed: Tensor) -> Tensor:

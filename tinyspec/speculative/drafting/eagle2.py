@@ -54,12 +54,13 @@ def rank_nodes(values: Sequence[float], nodes: Sequence[int], k: int) -> list[in
     return sorted(nodes, key=lambda node: (-values[node], node))[:k]
 
 
-def keep_nodes(tree: TokenTree, kept: Sequence[int]) -> TokenTree:
+def keep_nodes(tree: TokenTree, nodes: Sequence[int]) -> TokenTree:
     """Return the part of a tree that has these nodes, in their old order, as point masses."""
-    number = {ROOT: ROOT} | {node: i for i, node in enumerate(sorted(kept))}
-    tokens = [tree.tokens[node] for node in sorted(kept)]
-    parents = [number[tree.parents[node]] for node in sorted(kept)]
-    return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+    chosen = sorted(nodes)
+    number = {ROOT: ROOT} | {node: i for i, node in enumerate(chosen)}
+    tokens = [tree.tokens[node] for node in chosen]
+    parents = [number[tree.parents[node]] for node in chosen]
+    return TokenTree.point_masses(tokens, parents)
 
 
 class Eagle2Drafter(EagleDrafter):
@@ -95,6 +96,22 @@ class Eagle2Drafter(EagleDrafter):
         return keep_nodes(tree, rank_nodes(values, range(len(values)), self.nodes))
 
 
+TREE_KNOBS = (
+    # The authors' code counts the newest token too (total_token 60), and counts the passes
+    # after the first one (depth 7).
+    Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
+    Knob("depth", 8, "levels of the tree", low=1, high=64, small=(2, 1)),
+    Knob(
+        "width",
+        10,
+        "nodes that are expanded at each depth, and tokens that each of them proposes",
+        low=1,
+        high=64,
+        small=(2, 1),
+    ),
+)
+
+
 @technique(
     title="EAGLE-2",
     summary="EAGLE with a tree that follows confidence",
@@ -106,20 +123,7 @@ class Eagle2Drafter(EagleDrafter):
     hidden=True,
     trained=TRAINED,
     head_of="eagle",
-    knobs=(
-        # The authors' code counts the newest token too (total_token 60), and counts the passes
-        # after the first one (depth 7).
-        Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
-        Knob("depth", 8, "levels of the tree", low=1, high=64, small=(2, 1)),
-        Knob(
-            "width",
-            10,
-            "nodes that are expanded at each depth, and tokens that each of them proposes",
-            low=1,
-            high=64,
-            small=(2, 1),
-        ),
-    ),
+    knobs=TREE_KNOBS,
 )
 def eagle2(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     """Return a decoder that drafts with the target's EAGLE head, along a dynamic tree."""

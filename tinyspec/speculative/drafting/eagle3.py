@@ -32,7 +32,7 @@ Left out: norms before W and further layers, which heads of other programs may h
 read offsets, `d2t`, in place of ids; `tinyspec export` writes them.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,10 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.heads import head_weights as weights_of
 from tinyspec.lm.stack import INPUT_NORM, QKV, HeadLayer, UnrolledLayer, layer_shapes
-from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter
+from tinyspec.speculative.drafting.eagle2 import TREE_KNOBS, Eagle2Drafter
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
-    Knob,
     Request,
     Trained,
     TrainingBatch,
@@ -153,6 +152,14 @@ def predict_eagle3(
     return read_logits(weights, target, unroll_layer(weights, target, ids, states, depth + 1)[-1])
 
 
+def unroll_eagle3(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """Yield what `predict_eagle3` returns, for each depth from 0 on."""
+    for outputs in unroll_layer(weights, target, ids, states, depths):
+        yield read_logits(weights, target, outputs)
+
+
 def eagle3_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the weighted cross-entropies of all steps against the target's distributions."""
     total, steps = batch.states.new_zeros(()), target.settings.steps
@@ -231,19 +238,9 @@ class Eagle3Drafter(Eagle2Drafter):
         predict_eagle3,
         eagle3_loss,
         small=Eagle3Settings(steps=3),
+        unroll=unroll_eagle3,
     ),
-    knobs=(
-        Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
-        Knob("depth", 8, "levels of the tree", low=1, high=64, small=(2, 1)),
-        Knob(
-            "width",
-            10,
-            "nodes that are expanded at each depth, and tokens that each of them proposes",
-            low=1,
-            high=64,
-            small=(2, 1),
-        ),
-    ),
+    knobs=TREE_KNOBS,
 )
 def eagle3(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     """Return a decoder that drafts with the target's EAGLE-3 head, along a dynamic tree."""

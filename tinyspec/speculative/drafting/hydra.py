@@ -58,8 +58,8 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
+    OutputMatrix,
     embed_tokens,
-    freeze_target,
     head_weights,
     mean_cross_entropy,
     prepare_head,
@@ -230,7 +230,7 @@ class HydraHeads:
         if "hydra_lm_head.0.weight" in weights:
             self.rows = [matrix(f"hydra_lm_head.{i}") for i in range(len(self.firsts))]
         else:  # one matrix for all
-            shared = HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)
+            shared = OutputMatrix(model, self.token_map)
             self.rows = [shared] * len(self.firsts)
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
         self.layer, self.gain = None, None
@@ -240,8 +240,8 @@ class HydraHeads:
 
     def logits(self, x: Tensor, depth: int) -> Tensor:
         """Return the logits [n, V] of a head on its inputs [n, (depth + 2) d]."""
-        kept, linear = self.firsts[depth](x).chunk(2, dim=-1)
-        z = kept + F.silu(linear)
+        residual, linear = self.firsts[depth](x).chunk(2, dim=-1)
+        z = residual + F.silu(linear)
         for block in self.blocks[depth]:
             z = z + F.silu(block(z))
         return scatter_logits(self.rows[depth](z), self.token_map, self.vocabulary)

@@ -49,9 +49,8 @@ from tinyspec.lm.heads import (
     FrozenTarget,
     HeadMatrix,
     HeadSettings,
-    freeze_target,
+    OutputMatrix,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.host import stack_rows
@@ -133,10 +132,8 @@ def medusa_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
     """Return the weighted sum of the heads' cross-entropies on what the target wrote."""
     total = batch.states.new_zeros(())
     for depth in range(count_heads(weights)):
-        is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
-        total = total + DECAY ** (depth + 1) * entropy
+        logits = predict_by_head(weights, target, batch.ids, batch.states, depth)
+        total = total + DECAY ** (depth + 1) * batch.cross_entropy(target, depth, logits)
     return total
 
 
@@ -167,7 +164,7 @@ class MedusaHeads:
         own = [f"lm_heads.{i}.weight" for i in range(len(self.blocks))]
         self.rows = [HeadMatrix(model, weights[name]) for name in own if name in weights]
         if not self.rows:  # one matrix for all
-            self.rows = [HeadMatrix(model, freeze_target(model, self.token_map, layers=False).head)]
+            self.rows = [OutputMatrix(model, self.token_map)]
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def logits(self, h: Tensor, n: int) -> Tensor:
@@ -212,7 +209,7 @@ class MedusaDrafter(FeatureDrafter):
         tokens, parents, _ = fill_static_tree(
             self.tree, rows, self.widths, context, sampling, self.ends
         )
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree.point_masses(tokens, parents)
 
 
 @technique(

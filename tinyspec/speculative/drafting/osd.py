@@ -181,8 +181,8 @@ class OsdDrafter(ModelDrafter):
     def rewind(self, length: int) -> None:
         super().rewind(length)
         del self.text[length:]
-        kept = bisect_left(self.places, length)
-        del self.places[kept:], self.rows[kept:]
+        n_left = bisect_left(self.places, length)
+        del self.places[n_left:], self.rows[n_left:]
 
     def end(self) -> None:
         super().end()

@@ -35,11 +35,11 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Scores
-from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
+from tinyspec.lm.heads import FrozenTarget, head_weights
 from tinyspec.speculative.probing import (
+    ProbeSettings,
     begin_probes,
     predict_by_probes,
     probe_loss,
@@ -62,20 +62,14 @@ AHEAD = "ahead.weight"
 
 
 @dataclass(frozen=True)
-class PassSettings(HeadSettings):
+class PassSettings(ProbeSettings):
     """The section [head] of a recipe.
 
     tokens  look-ahead embeddings, and tokens of a draft
     """
 
+    METHOD = "PaSS"
     tokens: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab:
-            raise TinyspecError(
-                "[head] draft_vocab: PaSS reads the target's own rows: leave it out"
-            )
 
 
 def ahead_shapes(config: Config, settings: PassSettings) -> dict[str, tuple[int, ...]]:

@@ -59,7 +59,6 @@ from tinyspec.lm.heads import (
     HeadSettings,
     embed_tokens,
     head_weights,
-    mean_cross_entropy,
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
@@ -202,14 +201,19 @@ def predict_by_recurrence(
     return logits
 
 
+def unroll_recurrence(
+    weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depths: int
+) -> Iterator[Tensor]:
+    """Return what `predict_by_recurrence` returns, for each depth from 0 on."""
+    return unroll_logits(weights, target, ids, states[:, 0], depths)
+
+
 def redrafter_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the sum of the steps' cross-entropies on what the target wrote."""
     total = batch.states.new_zeros(())
     steps = unroll_logits(weights, target, batch.ids, batch.states[:, 0], STEPS)
     for depth, logits in enumerate(steps):
-        is_known, rows = batch.known_tokens(target, depth)
-        known = logits[:, : -2 - depth][is_known]
-        total = total + mean_cross_entropy(known, rows[is_known])
+        total = total + batch.cross_entropy(target, depth, logits)
     return total
 
 
@@ -337,7 +341,7 @@ class RedrafterDrafter(FeatureDrafter):
         texts = [beam.tokens for beam in self.search_beams(context, length, sampling)]
         chains = [(text, range(-1, len(text) - 1), [0.0] * len(text)) for text in texts]
         tokens, parents, _ = merge_drafts(chains)
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree.point_masses(tokens, parents)
 
     def search_beams(
         self, context: Sequence[int], length: int, sampling: SamplingParams
@@ -392,6 +396,7 @@ class RedrafterDrafter(FeatureDrafter):
         predict_by_recurrence,
         redrafter_loss,
         small=RedrafterSettings(),
+        unroll=unroll_recurrence,
     ),
     knobs=(
         # Of one beam the law of drafts knows which tokens it has. The authors' code counts the

@@ -191,7 +191,7 @@ class TokenRecyclingDrafter(BaseDrafter):
             )
             tokens.append(token)
             parents.append(parent)
-        return TokenTree(tokens, parents, (None,) * len(tokens), (False,) * len(tokens))
+        return TokenTree.point_masses(tokens, parents)
 
     def observe(self, round: Round) -> None:
         n, text = len(round.tree.tokens), set(round.verdict.accepted)

@@ -40,11 +40,11 @@ from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.heads import FrozenTarget, HeadSettings, head_weights
+from tinyspec.lm.heads import FrozenTarget, head_weights
 from tinyspec.speculative.probing import (
     ProbeGroupDrafter,
+    ProbeSettings,
     begin_probes,
     predict_by_probes,
     probe_loss,
@@ -66,22 +66,16 @@ MASKS, PREFIX = "masks.weight", "prefix.weight"
 
 
 @dataclass(frozen=True)
-class BitaSettings(HeadSettings):
+class BitaSettings(ProbeSettings):
     """The section [head] of a recipe.
 
     masks   masks in a group, and depth of a draft
     prefix  positions of the prefix that masks attend to
     """
 
+    METHOD = "BiTA"
     masks: int = 3
     prefix: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab:
-            raise TinyspecError(
-                "[head] draft_vocab: BiTA reads the target's own rows: leave it out"
-            )
 
 
 def bita_shapes(config: Config, settings: BitaSettings) -> dict[str, tuple[int, ...]]:

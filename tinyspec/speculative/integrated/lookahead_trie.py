@@ -206,7 +206,7 @@ def reshape_branches(tree: TokenTree, mode: str, budget: int) -> TokenTree:
         if len(tokens) + len(branch) <= budget:
             parents += [ROOT, *range(len(tokens), len(tokens) + len(branch) - 1)]
             tokens += branch
-    return TokenTree(tuple(tokens), tuple(parents), (None,) * len(tokens), (False,) * len(tokens))
+    return TokenTree.point_masses(tuple(tokens), tuple(parents))
 
 
 def follow_first_branch(tree: TokenTree) -> Branch:

@@ -65,12 +65,16 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config
-from tinyspec.lm.heads import RANKS, FrozenTarget, HeadSettings, head_weights
+from tinyspec.lm.heads import RANKS, FrozenTarget, head_weights
 from tinyspec.lm.probes import run_probe_groups
 from tinyspec.speculative.drafting.distillspec import append_rest, kl_divergence
-from tinyspec.speculative.probing import ProbeGroupDrafter, begin_probes, draw_anchors
+from tinyspec.speculative.probing import (
+    ProbeGroupDrafter,
+    ProbeSettings,
+    begin_probes,
+    draw_anchors,
+)
 from tinyspec.speculative.treedraft import (
     StaticTree,
     build_static_tree,
@@ -99,20 +103,16 @@ Chances = tuple[tuple[float, ...], ...]
 
 
 @dataclass(frozen=True)
-class PromptSettings(HeadSettings):
+class PromptSettings(ProbeSettings):
     """The section [head] of a recipe.
 
     prompts  prompt tokens behind the newest token, and depth of a draft
     virtual  virtual tokens of each prompt
     """
 
+    METHOD = "PPD"
     prompts: int = 3
     virtual: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab:
-            raise TinyspecError("[head] draft_vocab: PPD reads the target's own rows: leave it out")
 
 
 def prompt_shapes(config: Config, settings: PromptSettings) -> dict[str, tuple[int, ...]]:

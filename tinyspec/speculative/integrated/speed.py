@@ -39,18 +39,15 @@ after later repetitions; encoder-decoders.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder
+from tinyspec.decoding.decode import Decoder, PipelineDrafter, Upcoming
 from tinyspec.decoding.features import rank_tokens
-from tinyspec.decoding.rng import RandomSource
-from tinyspec.decoding.sampling import SamplingParams, kernels_of
+from tinyspec.decoding.sampling import kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.cyclic import run_repetition
 from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
-
-NO_DRAFT = TokenTree()  # the newest token alone
 
 
 def decode_with_early_guesses(
@@ -90,7 +87,7 @@ class CyclicPipeline:
     ends      tokens that nothing follows
     guesses   tokens in flight after the newest one; each has run `exit` repetitions less than the
               one before it
-    upcoming  text, sampling parameters, and how many more tokens may follow the next one
+    upcoming  set by the drafter if another token is to follow the newest one
     """
 
     def __init__(self, session: Any, exit: int, ends: frozenset[int]):
@@ -98,9 +95,10 @@ class CyclicPipeline:
         self.group: int = session.model.config.distinct_layers
         self.repeat: int = session.model.config.repeat
         self.guesses: list[int] = []
-        self.upcoming: tuple[Sequence[int], SamplingParams, int] | None = None
+        self.upcoming: Upcoming | None = None
 
-    def __getattr__(self, name: str) -> Any:  # text, extend, append, end: the session's
+    def __getattr__(self, name: str) -> Any:
+        """Return what is the session's: text, append, end."""
         return getattr(self.session, name)
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
@@ -123,11 +121,11 @@ class CyclicPipeline:
         upcoming, self.upcoming = self.upcoming, None
         if upcoming is not None:
             while self._repetitions(0) < self.repeat:
-                self.run_tick(*upcoming)
+                self.run_tick(upcoming)
         scores: Scores = self.session.score(tree, hidden_layers)
         return scores
 
-    def run_tick(self, text: Sequence[int], sampling: SamplingParams, room: int) -> None:
+    def run_tick(self, upcoming: Upcoming) -> None:
         """Apply the group once to the newest token and to all guesses; then guess one token more.
 
         Only the last token in flight may have run `exit` repetitions and have no guess after it.
@@ -137,9 +135,9 @@ class CyclicPipeline:
         is_asked = self._repetitions(last) + 1 == self.exit < self.repeat
         is_known = self._repetitions(0) + 1 == self.repeat
         logits = run_repetition(self.session, [0] * is_known + [last] * is_asked)
-        if is_asked and last < room:
-            row, history = kernels_of(logits).as_rows(logits)[-1], [*text, *self.guesses]
-            guess = rank_tokens(sampling, row, history, 1)[0]
+        if is_asked and last < upcoming.room:
+            row, history = kernels_of(logits).as_rows(logits)[-1], [*upcoming.text, *self.guesses]
+            guess = rank_tokens(upcoming.sampling, row, history, 1)[0]
             self.guesses += [] if guess in self.ends else [guess]
 
     def _repetitions(self, entry: int) -> int:
@@ -147,24 +145,6 @@ class CyclicPipeline:
         nodes = [self.session.committed[-1], *self.session.scored]
         done: int = nodes[entry].sublayers_done
         return done // (2 * self.group)
-
-
-class SpeedDrafter(BaseDrafter):
-    """Propose nothing, but tell the pipeline how many tokens are to follow the newest one."""
-
-    def __init__(self, pipeline: CyclicPipeline):
-        self.pipeline = pipeline
-
-    def propose(
-        self,
-        context: Sequence[int],
-        max_draft_depth: int,
-        sampling: SamplingParams,
-        rng: RandomSource,
-    ) -> TokenTree:
-        if max_draft_depth > 0:
-            self.pipeline.upcoming = context, sampling, max_draft_depth
-        return NO_DRAFT
 
 
 # ------------------------------ the clock
@@ -224,4 +204,4 @@ def speed(request: Request, *, exit: int) -> Decoder:
         )
     pipeline: Any = CyclicPipeline(session, min(exit, config.repeat), request.stop.eos)
     request.target = pipeline
-    return request.decoder(SpeedDrafter(pipeline), verify_tree)
+    return request.decoder(PipelineDrafter(pipeline), verify_tree)

@@ -78,15 +78,15 @@ def extend_by_typical_path(
     """
     best, best_score = list[int](), (0, 0.0)
     for path in paths:
-        kept, likelihood = list[int](), 0.0
+        accepted, likelihood = list[int](), 0.0
         for token in path:
-            row = p([*text, *kept])
+            row = p([*text, *accepted])
             if row[token] <= typical_threshold(row, epsilon, delta):
                 break
-            kept.append(token)
+            accepted.append(token)
             likelihood += math.log(row[token])
-        if (len(kept), likelihood) > best_score:
-            best, best_score = kept, (len(kept), likelihood)
+        if (len(accepted), likelihood) > best_score:
+            best, best_score = accepted, (len(accepted), likelihood)
     text = [*text, *best]
     return [*text, int(np.argmax(p(text)))]
 
