@@ -32,8 +32,8 @@ passes; an untrained layer repeats the target's head; each rule accepts more as 
 Additions of ours: p_1 is the target's own head, so the layer has k - 1 parts and not k. W_out and
 b_out begin as zero, so an untrained predictor says what that head says. For `draft_vocab`, see
 `HeadSettings`.
-Left out: training the target with the layer ("fine tuning"), outputs of a beam search as texts, and
-the encoder-decoder, on which the paper translates.
+Training the target with the layer, the paper's "fine tuning", is `blockwise_tuned`.
+Left out: outputs of a beam search as texts, and the encoder-decoder, on which the paper translates.
 """
 
 from collections.abc import Callable, Sequence
@@ -138,22 +138,30 @@ def predict_by_block(
     return F.linear(h + part, target.head)
 
 
+def draw_predictors(n: int, generator: torch.Generator | None = None) -> range:
+    """Return one of n predictors, drawn at random; all of them where no gradient is wanted."""
+    if not torch.is_grad_enabled():
+        return range(n)
+    drawn = int(torch.randint(n, (), generator=generator))
+    return range(drawn, drawn + 1)
+
+
+def guess_loss(
+    weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch, depth: int
+) -> Tensor:
+    """Return the cross-entropy of one predictor of the layer on what the target wrote."""
+    is_known, rows = batch.known_tokens(target, depth)
+    logits = predict_by_block(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
+    return mean_cross_entropy(logits[is_known], rows[is_known])
+
+
 def block_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the cross-entropy of a random predictor on what the target wrote.
 
     Where no gradient is wanted, it is the mean over all predictors.
     """
-    depths = range(count_parts(weights))
-    if torch.is_grad_enabled():
-        drawn = int(torch.randint(len(depths), ()))
-        depths = range(drawn, drawn + 1)
-    total = batch.states.new_zeros(())
-    for depth in depths:
-        is_known, rows = batch.known_tokens(target, depth)
-        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)[:, : -2 - depth]
-        entropy = mean_cross_entropy(logits[is_known], rows[is_known])
-        total = total + entropy / len(depths)
-    return total
+    depths = draw_predictors(count_parts(weights))
+    return torch.stack([guess_loss(weights, target, batch, depth) for depth in depths]).mean()
 
 
 # ------------------------------------------------------------------ the draft
@@ -238,6 +246,30 @@ def relaxed_verifier(rule: str, slack: int) -> Verifier:
     return judge
 
 
+TRAINED = Trained(
+    BlockwiseSettings,
+    lambda config, settings: (config.n_layers,),
+    block_shapes,
+    begin_block,
+    count_parts,
+    predict_by_block,
+    block_loss,
+    small=BlockwiseSettings(heads=2),
+)
+KNOBS = (
+    Knob(
+        "k",
+        10,
+        "tokens of a block, at most: the next one and k - 1 guesses; 1 is plain decoding",
+        low=1,
+        high=64,
+        small=(3, 2, 1),
+    ),
+    Knob("slack", 0, "how far the rule relaxes acceptance; 0 is exact", low=0, high=64),
+    Knob("rule", "top", "what may be accepted", choices=("top", "distance", "block")),
+)
+
+
 @technique(
     title="Blockwise parallel decoding",
     summary="one layer guesses a block of tokens",
@@ -247,28 +279,8 @@ def relaxed_verifier(rule: str, slack: int) -> Verifier:
     point_masses=True,
     hidden=True,
     lossy=("slack", 0),
-    trained=Trained(
-        BlockwiseSettings,
-        lambda config, settings: (config.n_layers,),
-        block_shapes,
-        begin_block,
-        count_parts,
-        predict_by_block,
-        block_loss,
-        small=BlockwiseSettings(heads=2),
-    ),
-    knobs=(
-        Knob(
-            "k",
-            10,
-            "tokens of a block, at most: the next one and k - 1 guesses; 1 is plain decoding",
-            low=1,
-            high=64,
-            small=(3, 2, 1),
-        ),
-        Knob("slack", 0, "how far the rule relaxes acceptance; 0 is exact", low=0, high=64),
-        Knob("rule", "top", "what may be accepted", choices=("top", "distance", "block")),
-    ),
+    trained=TRAINED,
+    knobs=KNOBS,
 )
 def blockwise(request: Request, *, k: int, slack: int, rule: str) -> Decoder:
     """Return a decoder that drafts a block by the target's block layer."""
