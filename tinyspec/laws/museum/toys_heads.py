@@ -434,6 +434,27 @@ for node in (self.target.committed[-1], *self.target.committed[-1].descendants()
         blockwise.relaxed_verifier,
         law=blockwise_traps.RELAXED,
     ),
+    _blockwise(
+        "right guesses that are counted after a wrong one",
+        "row.long().cumprod(dim=-1).sum(dim=-1)",
+        "row.long().sum(dim=-1)",
+        blockwise.split_into_blocks,
+        law=blockwise_traps.TRANSLATED,
+    ),
+    _blockwise(
+        "a predictor that is trained on the token before its own",
+        "(0, i), value=config.pad)[:, i:]",
+        "(0, i), value=config.pad)[:, max(i - 1, 0) :][:, : text.shape[1]]",
+        blockwise.translation_labels,
+        law=blockwise_traps.TAUGHT,
+    ),
+    _blockwise(
+        "a frozen model's own predictor among those that are drawn",
+        "int(frozen)",
+        "0",
+        blockwise.translation_loss,
+        law=blockwise_traps.TAUGHT,
+    ),
     _hydra(
         "heads trained on the embeddings one place early",
         "F.pad(ids[:, k:], (0, k)) for k in range(1, depth + 2)",
