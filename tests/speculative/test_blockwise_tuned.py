@@ -32,7 +32,7 @@ def test_trap_the_whole_model_is_trained() -> None:
 
 def test_a_batch_without_a_known_token_has_no_loss() -> None:
     for number in range(6):
-        tuning, batch = traps.make_tuning_case(0)
+        tuning, batch = traps.make_block_tuning(0)
         batch = batch._replace(is_answer=torch.zeros_like(batch.is_answer))
         loss = tuned_block_loss(tuning, batch, torch.Generator().manual_seed(number))
         loss.backward()  # type: ignore[no-untyped-call]

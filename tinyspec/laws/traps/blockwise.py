@@ -163,7 +163,7 @@ def random_block_translator(seed: int) -> Seq2Seq:
     return Seq2Seq(TRANSLATOR, weights, name=model.name)
 
 
-def translate_greedily(model: Seq2Seq, source: Sequence[int], tokens: int) -> list[int]:
+def translate_by_dense_passes(model: Seq2Seq, source: Sequence[int], tokens: int) -> list[int]:
     """Return the first tokens of the greedy translation, by a dense pass for each."""
     text = [model.config.bos]
     while len(text) <= tokens and text[-1] != model.config.eos:
@@ -205,7 +205,7 @@ def translations_are_drafted_by_blocks(build: Build) -> Iterator[int]:
             drafts.append(guess_tokens(model, source, decoder.context)[:room])
             rounds.append(decoder.step(Seeded(0)))
         case = {"model": seed, "source": source}
-        expected = translate_greedily(model, source, 12)
+        expected = translate_by_dense_passes(model, source, 12)
         expect_equal(TRANSLATED, expected, decoder.new, **case)
         expect_equal(TRANSLATED, drafts, [list(round.tree.tokens) for round in rounds], **case)
         yield len(rounds)

@@ -23,7 +23,7 @@ DRAWS = 60  # of the loss: each of three predictors is drawn about 20 times
 LEAST = 8  # times that each is drawn, of the 20 that are expected
 
 
-def make_tuning_case(seed: int) -> tuple[Tuning, TrainingBatch]:
+def make_block_tuning(seed: int) -> tuple[Tuning, TrainingBatch]:
     """Return a small model in training with a random layer, and a text that it wrote all of."""
     model = add_random_head(small_network(seed), find_technique("blockwise_tuned"), seed)
     leaves = {name: w.clone().requires_grad_() for name, w in model.weights.items()}
@@ -59,7 +59,7 @@ def losses_by_hand(tuning: Tuning) -> list[float]:
 def every_predictor_is_drawn(loss: Loss) -> Iterator[int]:
     """Check the loss of a text against the k formulas, and how often each of them is drawn."""
     for seed in range(3):
-        tuning, batch = make_tuning_case(seed)
+        tuning, batch = make_block_tuning(seed)
         expected, drawn = losses_by_hand(tuning), Counter[int]()
         for number in range(DRAWS):
             got = float(loss(tuning, batch, torch.Generator().manual_seed(number)).detach())
@@ -81,7 +81,7 @@ def the_whole_model_is_trained(loss: Loss) -> Iterator[int]:
     """Check that whatever is drawn, every weight of the model has a gradient."""
     for seed in range(3):
         for number in range(8):
-            tuning, batch = make_tuning_case(seed)
+            tuning, batch = make_block_tuning(seed)
             loss(tuning, batch, torch.Generator().manual_seed(number)).backward()
             still = [name for name, w in tuning.blocks.weights.items() if w.grad is None]
             expect_equal(WHOLE, [], still, network=seed, draw=number)
