@@ -11,12 +11,12 @@ the choices, and is taken unless another one is 3 % better.
     goodput(s) = tokens(s) / (t(s) + s d)      t(s): seconds of a target pass over s draft tokens
                                                d: seconds of a draft step; 0 if looked up
 
-Up to three sources compete. Looked-up drafts come from the text itself, the references and earlier outputs
-(suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the text, and
-what followed it without its newest token, as if that had replaced another one. Both are merged into
-one tree. c_i is a frequency times how often drafts of that kind were lately accepted
-(speculative/lookup.py). A draft model, if there is one, has learned c_i by position. A trained head
-of the target, if one is given, has learned c_i by the node of its tree, and its draft has one price.
+Up to three sources compete. Looked-up drafts come from the text itself, the references and earlier
+outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the
+text, and what followed it without its newest token, as if that had replaced another one. Both are
+merged into one tree. c_i is a frequency times how often drafts of that kind were lately accepted
+(speculative/lookup.py). Of a draft model, if there is one, c_i is learned by position. Of a trained
+head, if one is given, it is learned by the node of its tree, and its draft has one price.
 
 A head reads the target's hidden states, and a round that asks for them is slower. So they are asked
 for on the prompt, and then only while the head is in use: up to 8 rounds after its last draft. When
