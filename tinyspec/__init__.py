@@ -216,7 +216,8 @@ def translate(
     model    a loaded translation model, or a name or folder: it is loaded once and kept
     method   one that rewrites a canvas (nat, mask_predict), or, on an autoregressive model, `plain`
              and any method that extends a text without a draft model (jacobi, lookahead_jacobi,
-             ...), or specdec; None: what the model was trained for
+             ...), or specdec, or blockwise on a model that was trained for it; None: what the
+             model was trained for
     seed     the same seed gives the same translation
     teacher  an autoregressive model that judges the candidates of methods that ask one; None takes
              the one the model's card names

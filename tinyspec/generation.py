@@ -34,7 +34,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
-from tinyspec.pairing import Draft, Head, advised_knobs, attach_head, drafts_for
+from tinyspec.pairing import Draft, Head, advised_knobs, attach_head, drafts_for, find_head_card
 from tinyspec.technique import Card, Request, find_technique
 
 ModelName: TypeAlias = Model | str | Path
@@ -199,7 +199,8 @@ def start_generation(
     )
     prompt = check_prompt(prompt)
     model = load_model(model)
-    drafts, model = drafts_for(model, card, draft), attach_head(model, card, head)
+    head_card = find_head_card(card, head)
+    drafts, model = drafts_for(model, card, draft), attach_head(model, head_card, head)
     knobs = card.settings({**advised_knobs(card, drafts), **knobs})
     ids = prompt_ids(model, prompt, chat)
     if not ids:
@@ -222,6 +223,7 @@ def start_generation(
         draft_max_lengths=[d.config.max_positions for d in drafts],
         forward_log=forward_log,
         clock=None if barrier else time.perf_counter,  # in a batch a call's time is the others' too
+        head="" if head_card is card else head_card.name,
     )
     return GenerationRun(card.make(request, **knobs), model, ids, seed, knobs)
 
@@ -261,7 +263,7 @@ def check_options(
             f"{card.name} drafts translations: use `tinyspec translate --method {card.name}`, or "
             "tinyspec.translate(model, source, method=...)"
         )
-    if head is not None and card.trained is None:
+    if head is not None and card.trained is None and not card.optional_head:
         raise TinyspecError(
             f"{card.name} uses no trained head: leave head out, or use a method that does, such "
             "as medusa"

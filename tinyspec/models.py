@@ -315,12 +315,12 @@ def list_translators() -> dict[str, str]:
     }
 
 
-def name_for_method(method: str, rewrites: bool) -> str:
+def name_for_method(method: str, needs_own: bool) -> str:
     """Return the name of a model on this machine that was trained for this method.
 
-    rewrites  the method rewrites a canvas; one that extends a text takes a teacher
+    needs_own  the method runs only on a model that was trained for it; another one takes a teacher
     """
-    wanted = method if rewrites else TEACHER
+    wanted = method if needs_own else TEACHER
     for name, kind in list_translators().items():
         if kind == wanted:
             return name

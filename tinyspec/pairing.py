@@ -107,6 +107,15 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     return loaded + loaded[-1:] * (needed - len(loaded))
 
 
+def find_head_card(card: Card, head: Head) -> Card:
+    """Return the card of the method whose head a method uses: its own, or that of a given head."""
+    if not card.optional_head or head is None:
+        return card
+    if not isinstance(head, (str, Path)):
+        raise wrong_argument("head", head, "the folder of a head, or its name")
+    return find_technique(read_head_method(find_head(head)))
+
+
 def attach_head(model: Model, card: Card, head: Head = None) -> Model:
     """Return the model with the head that a method needs; the same model if it needs none.
 

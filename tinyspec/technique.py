@@ -173,6 +173,8 @@ class Request:
     clock              what a technique may plan by; None: it must not depend on time
     choose             decides in place of a technique that plans; the output's distribution must be
                        right whatever is chosen
+    head               the method of a head of the target that the technique may use beside other
+                       sources; empty: none
     """
 
     target: Target
@@ -185,6 +187,7 @@ class Request:
     forward_log: list[ForwardRecord] = field(default_factory=list)
     clock: Clock | None = None
     choose: PolicyOverride | None = None
+    head: str = ""
 
     @property
     def draft_max_length(self) -> int | None:
@@ -400,6 +403,7 @@ class Card:
     fills_masks     its draft model is an encoder-decoder that fills in masks: it extends
                     translations alone
     optional_draft  uses a draft model if there is one, and does without
+    optional_head   uses a trained head of any method if one is given
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
     teacher         of kind "refine": an autoregressive model may score its candidates
@@ -436,6 +440,7 @@ class Card:
     own_draft: bool = False
     fills_masks: bool = False
     optional_draft: bool = False
+    optional_head: bool = False
     several: bool = False
     timed: bool = False
     teacher: bool = False
@@ -548,6 +553,7 @@ class Card:
             "tuned": self.tuned is not None,
             "drafts": self.drafts,
             "optional_draft": self.optional_draft,
+            "optional_head": self.optional_head,
             "fills_masks": self.fills_masks,
             "several_drafts": self.several,
             "copies": self.copies,

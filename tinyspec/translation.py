@@ -30,7 +30,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import BLOCK_METHOD, Seq2Seq
 from tinyspec.models import (
     find_students_of,
     load_translator,
@@ -387,7 +387,10 @@ def load_encoder_decoder(model: Seq2Seq | str | Path, name: str = "model") -> Se
 def load_for_method(method: str, device: str = "cpu", dtype: str | None = None) -> Seq2Seq:
     """Return the model on this machine that was trained for a method."""
     card = find_technique(AUTOREGRESSIVE if method == "plain" else method)
-    return load_translator(name_for_method(method, card.kind == "refine"), device, dtype)
+    if card.trained is not None:
+        method = card.head_method
+    needs_own = card.kind == "refine" or card.trained is not None
+    return load_translator(name_for_method(method, needs_own), device, dtype)
 
 
 def default_max_tokens(source: int) -> int:
@@ -440,6 +443,14 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
             f"{model.name} drafts for its teacher and translates nothing by itself: name the "
             "teacher as the model, and this one as the draft"
         )
+    if card.trained is not None and (not model.config.block or card.head_method != BLOCK_METHOD):
+        raise TinyspecError(
+            f"{model.name} has no head for {card.head_method}: translation models have at most a "
+            f"layer for {BLOCK_METHOD}; train one from a recipe with method = '{BLOCK_METHOD}' "
+            "(tinyspec train mt)"
+        )
+    if trained == BLOCK_METHOD and wanted == "teacher":
+        return  # it writes from left to right too
     if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(
             f"{model.name} was trained for {trained}, and {card.name} needs a model trained for "

@@ -296,3 +296,28 @@ def test_a_drafter_brings_two_rows_of_specdec(zoo: Path, tmp_path: Path) -> None
         assert drafted.tokens == plain.tokens
         assert (plain.encoder, drafted.encoder, relaxed.one(text).encoder) == (1, 2, 2)
         assert drafted.decoder <= 2 * plain.decoder
+
+
+def test_a_model_with_a_block_layer_brings_rows_of_its_own(zoo: Path, tmp_path: Path) -> None:
+    found = load_translators_by_role(names(zoo))
+    tokenizer, made = found["teacher"].tokenizer, list[str]()
+    for extra in ({}, {"frozen": True}):
+        config = Seq2SeqConfig(
+            found["teacher"].config.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1,
+            decoder_layers=1, max_positions=64, block=2,
+            extra={"trained_for": "blockwise", "teacher": "teacher", **extra},
+        )  # fmt: skip
+        made.append(str(tmp_path / f"blocks{len(extra)}"))
+        generator = torch.Generator().manual_seed(9)
+        Seq2Seq.create(config, generator, tokenizer=tokenizer).save(made[-1])
+    found = load_translators_by_role([*names(zoo), *made])
+    arms = {arm.label: arm for arm in make_translator_arms("table", found, (3,), (1,), (2,))}
+    rules = ("exact", "top 2", "blocks of 2")
+    assert [label for label in arms if label.startswith("blockwise")] == [
+        "blockwise, greedy",
+        *(f"{role}, {rule}" for role in ("blockwise", "blockwise, frozen") for rule in rules),
+    ]
+    assert arms["blockwise, top 2"].knobs == {"k": 10, "slack": 1, "rule": "top"}
+    for text in ENGLISH[:4]:
+        plain, exact = arms["blockwise, greedy"].one(text), arms["blockwise, exact"].one(text)
+        assert exact.tokens == plain.tokens and exact.decoder <= plain.decoder

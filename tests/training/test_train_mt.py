@@ -53,12 +53,13 @@ RECIPES = {
     "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
     "specdec": ("specdec", "block = 5\n" + STUDENT, ""),
+    "blockwise": ("blockwise", "block = 3\n" + STUDENT, ""),
 }
 
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four recipes, and captions in two languages: the second says every word backwards."""
+    """Five recipes, and captions in two languages: the second says every word backwards."""
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
     (tmp_path / "data/multi30k").mkdir(parents=True)
@@ -318,3 +319,78 @@ def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path
     path.write_text(text)
     with pytest.raises(TinyspecError, match=r"specdec drafts for a teacher: teacher = FOLDER"):
         run(zoo, "specdec")
+
+
+def test_a_teacher_is_trained_on_with_a_block_layer(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "blockwise")
+    teacher, model = Seq2Seq.load(zoo / "teacher"), Seq2Seq.load(zoo / "blockwise")
+    assert model.config.block == 2
+    assert float(model.weights["block.out.weight"].abs().max()) > 0
+    assert all(
+        not torch.equal(w, model.weights[n]) for n, w in teacher.weights.items() if w.ndim > 1
+    )
+    log = [json.loads(line) for line in (zoo / "blockwise/log.jsonl").read_text().splitlines()]
+    assert log[-1]["held_out"] > 0 and 1 <= log[-1]["accepted"] <= 3
+    card = (zoo / "blockwise/README.md").read_text()
+    assert "Both were trained together" in card and "mean loss of all predictors" in card
+    assert re.search(r"it accepts \d\.\d\d tokens in a pass", card)
+
+
+def test_a_frozen_teacher_gets_a_layer_and_stays(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "blockwise", overrides={"frozen": "true"})
+    teacher, model = Seq2Seq.load(zoo / "teacher"), Seq2Seq.load(zoo / "blockwise")
+    assert all(torch.equal(w, model.weights[name]) for name, w in teacher.weights.items())
+    assert float(model.weights["block.out.weight"].abs().max()) > 0
+    assert model.config.extra["frozen"] is True
+    assert "The layer alone was trained" in (zoo / "blockwise/README.md").read_text()
+
+
+def test_the_best_weights_of_a_block_layer_have_the_least_loss(zoo: Path) -> None:
+    assert run(zoo, "teacher")
+    done = train_mt(
+        zoo / "blockwise/recipe.toml",
+        zoo / "blockwise",
+        data_folder=zoo / "data",
+        device="cpu",
+        overrides={"train.valid_every": "2"},
+    )
+    log = [json.loads(line) for line in (zoo / "blockwise/log.jsonl").read_text().splitlines()]
+    assert done.best == min(line["held_out"] for line in log if "held_out" in line)
+
+
+def test_recipes_of_a_block_layer_that_cannot_be_followed_say_why(zoo: Path) -> None:
+    assert run(zoo, "teacher")
+    for overrides, message in (
+        ({"block": "1"}, "block is 1: it must be from 2 to 64"),
+        ({"block": "65"}, "block is 65: it must be from 2 to 64"),
+        ({"shape.d_ff": "32"}, r"\[shape\] is not that of teacher"),
+        ({"teacher": '""', "inherit": "[]"}, "need a teacher"),
+    ):
+        with pytest.raises(TinyspecError, match=message):
+            run(zoo, "blockwise", overrides=overrides)
+    with pytest.raises(TinyspecError, match="frozen is of blockwise: method specdec"):
+        run(zoo, "specdec", overrides={"frozen": "true"})
+    path = zoo / "blockwise/recipe.toml"
+    path.write_text(path.read_text().replace(STUDENT, ""))
+    with pytest.raises(
+        TinyspecError, match="blockwise adds a layer to a teacher: teacher = FOLDER"
+    ):
+        run(zoo, "blockwise")
+
+
+def test_the_committed_recipe_of_a_block_layer_is_followed(zoo: Path) -> None:
+    """A few steps of it, on a tiny teacher."""
+    recipe = Path(__file__).parents[2] / "models/multi30k-blockwise/recipe.toml"
+    assert run(zoo, "teacher")
+    shape = {"d_model": 16, "n_heads": 2, "d_ff": 24, "encoder_layers": 1, "decoder_layers": 1,
+             "max_positions": 64}  # fmt: skip
+    few = {"steps": 4, "warmup": 1, "valid_every": 2, "log_every": 2}
+    overrides = {
+        "teacher": f'"{zoo / "teacher"}"', "tokens": "120", "judged": "6",
+        **{f"shape.{name}": str(value) for name, value in shape.items()},
+        **{f"train.{name}": str(value) for name, value in few.items()},
+    }  # fmt: skip
+    out = zoo / "mine"
+    options: dict[str, Any] = {"data_folder": zoo / "data", "device": "cpu"}
+    assert train_mt(recipe, out, overrides=overrides, **options).finished
+    assert Seq2Seq.load(out).config.block == read_translation_recipe(recipe).block - 1

@@ -6,7 +6,7 @@ from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
-from tinyspec.bench.experiments.heads import tabulate_heads
+from tinyspec.bench.experiments.heads import count_paying_sizes, tabulate_heads
 from tinyspec.bench.experiments.long_context import list_budget_rows
 from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.plan import PLAIN, ArmSpec
@@ -169,6 +169,11 @@ def tabulate_learning(result: Result) -> str:
 def tabulate_yields(result: Result) -> str:
     """Return what each trained head yields, depth by depth."""
     return "\n\n".join(grid.to_markdown() for grid in tabulate_heads(result))
+
+
+def list_paying_sizes(result: Result) -> str:
+    """Return which sizes of a tree are predicted to pay, in a sentence."""
+    return count_paying_sizes(result)
 
 
 def tabulate_slow_downs(chat: Result, tales: Result) -> str:

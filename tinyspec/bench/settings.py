@@ -460,11 +460,19 @@ class HeadsSettings:
       tinyspec bench heads --out heads.json --markdown heads.md --svg heads.svg
       tinyspec bench heads --methods medusa,eagle:nodes=4,llma --prompts 20
       tinyspec bench heads --model smollm2 --temperature 1
+      tinyspec bench heads --sizes 1,3,5,7,15,25,63 \\
+          --curve tutorials/results/speculative-storyteller.json --out heads-sizes.json
     """
 
     model: str = model_setting("storyteller", "The target: name or folder.")
     methods: tuple[str, ...] = setting(
         (), "NAME or NAME:knob=value. [default: all with a head, llma, a draft]", of=str
+    )
+    sizes: tuple[int, ...] = setting(
+        (), "Count these sizes of each head's tree instead.", of=int, what="draft tokens"
+    )
+    curve: Path | None = setting(
+        None, "--sizes: predict times by the cost curve of this result of `bench`.", kind="file"
     )
     prompts: int = setting(60, "Openings of the valid books.", least=1)
     tokens: int = tokens_setting(64)

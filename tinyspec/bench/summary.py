@@ -30,9 +30,9 @@ QUOTED = (
     "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
 )  # fmt: skip
 """The results that the page quotes."""
-OPTIONAL = ("long_context", "heads", "osd")
+OPTIONAL = ("long_context", "heads", "heads-sizes", "osd")
 """The results that the page quotes as soon as the folder has them."""
-UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds", "heads")
+UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds", "heads", "heads-sizes")
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
 TABLED = (

@@ -202,7 +202,8 @@ draft_option = list_option(
 head_option = list_option(
     "--head",
     metavar="FOLDER[,FOLDER...]",
-    help="Trained heads, for methods such as medusa. [default: those trained for the model]",
+    help="Trained heads, for methods such as medusa, and for auto. [default: those trained for the "
+    "model; auto: none]",
 )
 where_options = options(
     option("--seed", type=int, default=0, help="Same seed, same text, on one kind of CPU."),
@@ -260,14 +261,22 @@ class GenerateOptions:
 def assign_heads(
     heads: Sequence[str], methods: Sequence[str], knobs: Sequence[dict[str, Any]]
 ) -> None:
-    """Give each method the head that was trained for it, as its argument `head`."""
+    """Give each method the head that was trained for it, as its argument `head`.
+
+    A method that uses any head gets the first one.
+    """
     from tinyspec.lm.head_formats import read_head_method
     from tinyspec.pairing import find_head
     from tinyspec.technique import find_technique
 
     for named in heads:
         method = read_head_method(find_head(named))
-        users = [i for i, one in enumerate(methods) if find_technique(one).head_method == method]
+        cards = [find_technique(one) for one in methods]
+        users = [
+            i
+            for i, card in enumerate(cards)
+            if card.head_method == method or (card.optional_head and "head" not in knobs[i])
+        ]
         if not users:
             raise TinyspecError(
                 f"--head {named}: a head for {method}, not for {', '.join(methods)}"

@@ -127,6 +127,8 @@ def describe_card(card: "Card") -> str:
         lines.append("needs a draft model: --draft NAME")
     if card.optional_draft:
         lines.append("uses a draft model where there is one: --draft NAME")
+    if card.optional_head:
+        lines.append("uses a trained head of another method if it is given: --head FOLDER")
     if card.several:
         lines.append("uses several draft models where there are several: --draft NAME,NAME")
     if card.kind == "refine":

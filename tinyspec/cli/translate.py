@@ -67,6 +67,7 @@ def translate(
 ) -> None:
     """Translate SOURCE, by any technique that needs no draft model, or by specdec.
 
+    A method with a head runs on a model that was trained with one: blockwise on multi30k-blockwise.
     Without SOURCE, or with -, every line of standard input is a sentence; line i uses seed + i.
     Options that are not listed are knobs of the method. Models lie in the repository's models/
     folder; the wheel carries none of them.
@@ -78,6 +79,7 @@ def translate(
       tinyspec translate --method mask_predict --iterations 4 --trace "Two men are cooking."
       tinyspec translate --method jacobi --model models/mine "A child is sleeping." --json
       tinyspec translate --method specdec --beta 1 "A child is sleeping." --stats
+      tinyspec translate --method blockwise --rule top --slack 1 "A child is sleeping." --stats
       tinyspec translate --method mask_predict --replay passes.html "Two dogs play in the snow."
       cat sentences.txt | tinyspec translate --method mask_predict > translations.txt
     """

@@ -118,6 +118,8 @@ class Seq2SeqConfig:
     lengths      how many target lengths the LENGTH token predicts; 0: there is no such token
     fertilities  how many fertilities (target tokens of a source token) are predicted, from 0 on;
                  0: there is no such head
+    block        how many tokens after the next one a layer on the decoder's last state guesses
+                 (blockwise decoding); 0: there is no such layer
     extra        config.json's "tinyspec" section: method, teacher, licence, recipe
     """
 
@@ -135,6 +137,7 @@ class Seq2SeqConfig:
     positional: bool = False
     lengths: int = 0
     fertilities: int = 0
+    block: int = 0
     extra: dict[str, Any] = field(default_factory=dict)
 
     def stack_config(self, layers: int) -> Config:
@@ -182,6 +185,11 @@ class Seq2SeqConfig:
         if self.fertilities:
             shapes["fertility.weight"] = (self.fertilities, d)
             shapes["fertility.bias"] = (self.fertilities,)
+        if self.block:
+            inner = self.block * self.d_ff
+            shapes["block.hidden.weight"], shapes["block.hidden.bias"] = (inner, d), (inner,)
+            shapes["block.out.weight"] = (self.block * d, inner)
+            shapes["block.out.bias"] = (self.block * d,)
         return shapes
 
     def parameters(self) -> int:

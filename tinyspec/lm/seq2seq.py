@@ -6,7 +6,8 @@ takes any input and any self-attention mask: a technique chooses them, a loss an
 
 `encode` computes the keys and values of the source once; all candidates and iterations share them.
 `condition_on(source)` returns the decoder as an ordinary model whose texts are translations of that
-source. So the autoregressive teacher runs in the common loop. `fill_masks(source)` returns a
+source. So the autoregressive teacher runs in the common loop. If it has a block layer, that model
+has it as its head for blockwise decoding. `fill_masks(source)` returns a
 session whose masks one pass fills in: it drafts for the teacher.
 """
 
@@ -32,6 +33,9 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.ops import attend_dense, linear
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.tree import TokenTree
+
+BLOCK = "block."  # leads the names of a block layer's weights
+BLOCK_METHOD = "blockwise"  # the method whose head that layer is
 
 __all__ = ["EncoderOutput", "Seq2Seq", "Seq2SeqConfig", "attend_dense", "sinusoidal_positions"]
 
@@ -111,7 +115,7 @@ class Seq2Seq:
         """Return a model with fresh weights.
 
         Embeddings are drawn from N(0, 1/d), matrices are Xavier-normal, and those whose output is
-        added to the residual stream are scaled by 1/sqrt(sublayers).
+        added to the residual stream are scaled by 1/sqrt(sublayers). A block layer adds nothing.
         """
         weights: dict[str, Tensor] = {}
         for name, shape in config.shapes().items():
@@ -123,6 +127,8 @@ class Seq2Seq:
             std = math.sqrt(2 / (shape[0] + shape[1]))
             if name in ("embed", "lengths"):
                 std = config.d_model**-0.5
+            elif name == f"{BLOCK}out.weight":
+                std = 0.0
             elif name.endswith(("out.weight", "down.weight")):
                 std /= math.sqrt(
                     3 * config.decoder_layers
@@ -258,6 +264,16 @@ class Seq2Seq:
             x = self.decoder.add_mlp(block, x, dropout)
         self._log_pass("", x, self.config.decoder_layers)
         return self.decoder.apply_final_norm(x)
+
+    def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
+        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets [B, T].
+
+        Padding stands at the end, so no other position sees it.
+        """
+        inputs = F.pad(target, (1, 0), value=self.config.bos)
+        length = inputs.shape[1]
+        causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
+        return self.decode(self.embed(inputs), self.encode(source, dropout), causal, dropout)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., d] that `decode` returned, or of some of them.
@@ -499,10 +515,16 @@ class ConditionedDecoder(Model):
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._torch_path = CrossAttentionBlocks(host, memory)
-        super().__init__(
-            self._torch_path.config, self._torch_path.weights, host._tokenizer, host.name
-        )
+        layer = {
+            f"{BLOCK_METHOD}/{name.removeprefix(BLOCK)}": w
+            for name, w in host.weights.items()
+            if name.startswith(BLOCK)
+        }
+        blocks = self._torch_path
+        super().__init__(blocks.config, blocks.weights, host._tokenizer, host.name, layer)
         packed = _compiled_path(host)
+        if packed is not None:  # all sources share what is made of the block layer's weights
+            self._prepared = host.compiled.setdefault("prepared", {})
         self._path = self._torch_path if packed is None else packed.with_source(memory)
 
     def pack_weights(self) -> "ConditionedDecoder":
@@ -578,6 +600,7 @@ def _compiled_path(host: Seq2Seq) -> CompiledCrossAttention | None:
         return None
     state = tuple(w._version for w in host.weights.values())
     if host.compiled.get("state") != state:
+        host.compiled.clear()
         host.compiled.update(state=state, path=CompiledCrossAttention(host))
     path = host.compiled["path"]
     assert isinstance(path, CompiledCrossAttention)

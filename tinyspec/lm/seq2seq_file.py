@@ -21,10 +21,10 @@ from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.families import SEQ2SEQ, ConfigReader, check_tensor, list_names
 from tinyspec.lm.tokenizer import Tokenizer
 
-_MOST = {"encoder_layers": 1000, "decoder_layers": 1000, "max_positions": 1 << 16}
+_MOST = {"encoder_layers": 1000, "decoder_layers": 1000, "max_positions": 1 << 16, "block": 64}
 """Most of each: a number may be damaged, and the table of positions is made at once."""
 
-_MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities")
+_MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities", "block")
 
 
 def read_seq2seq(

@@ -11,11 +11,17 @@ the choices, and is taken unless another one is 3 % better.
     goodput(s) = tokens(s) / (t(s) + s d)      t(s): seconds of a target pass over s draft tokens
                                                d: seconds of a draft step; 0 if looked up
 
-Two sources compete. Looked-up drafts come from the text itself, the references and earlier outputs
-(suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the text, and
-what followed it without its newest token, as if that had replaced another one. Both are merged into
-one tree. c_i is a frequency times how often drafts of that kind were lately accepted
-(speculative/lookup.py). A draft model, if there is one, has learned c_i by position.
+Up to three sources compete. Looked-up drafts come from the text itself, the references and earlier
+outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the
+text, and what followed it without its newest token, as if that had replaced another one. Both are
+merged into one tree. c_i is a frequency times how often drafts of that kind were lately accepted
+(speculative/lookup.py). Of a draft model, if there is one, c_i is learned by position. Of a trained
+head, if one is given, it is learned by the node of its tree, and its draft has one price.
+
+A head reads the target's hidden states, and a round that asks for them is slower. So they are asked
+for on the prompt, and then only while the head is in use: up to 8 rounds after its last draft. When
+it drafts again later, one pass over the tokens in between computes what it missed. The policy
+spreads the price of that pass over 16 rounds.
 
 Measurement. The first two rounds are plain. The cost of a size that was never run is estimated from
 the nearest size that was (at first a further token costs 10 % of a pass). A round is at most three
@@ -26,31 +32,38 @@ round looks up. If lookups take more than 3 % of a pass, the second kind is left
 reads the prompt when it is first tried.
 
 Guarantee: EXACT, whatever is chosen. The choice is made before anything is drawn, from the past and
-the clock alone; looked-up tokens are point masses, and the draft model declares its distributions.
+the clock alone; looked-up tokens and those of a head are point masses, and the draft model declares
+its distributions.
 Pitfall: a choice that looks at the tokens just drawn is biased. Above temperature 0 the text of a
 seed depends on timing (its distribution does not).
 State: outputs outlive the request (`persistent`). Times and the acceptance of the draft model are
 kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws;
 in a batch, where a pass's time is shared) no time passes, and nothing is kept.
 Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
-under all policies at once, by branching over every choice of every round).
-Left out: draft tokens of both sources in one tree, the load of other requests, and the time that an
-idle draft model takes to catch up, which is measured but not foreseen.
+under all policies at once, by branching over every choice of every round; the feature laws of heads
+that draft now and then).
+Left out: heads that need probes or sample their drafts; draft tokens of two sources in one tree;
+the load of other requests; the time that an idle draft model takes to catch up, which is measured
+but not foreseen.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
+from tinyspec.decoding.features import FeatureDrafter
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.goodput import (
     DRAFT_MODEL,
+    HEAD,
     LOOKUP,
     MARGIN,
     PLAIN,
@@ -68,7 +81,7 @@ from tinyspec.speculative.lookup import (
     merge_drafts,
     shared_forest,
 )
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.technique import Guarantee, Knob, Request, find_technique, technique
 from tinyspec.tree import ROOT, TokenTree
 
 # Of suffix decoding. Drafts are long, because goodput cuts them short.
@@ -80,6 +93,8 @@ INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 INITIAL_TRUST_AFTER_SUBSTITUTION = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
 """Least length of the match -> acceptance rate that is assumed at first; the second table is for
 drafts that continue after a replaced token."""
+HEAD_ROUNDS = 8  # rounds after a head's last draft in which its states are still asked for
+HEAD_NODES = 8  # most draft tokens of a head that are used: wide rounds do not pay on a CPU
 TRUST_EMA_RATE = 0.3  # weight of the newest outcome; high, as long drafts make trust expensive
 
 
@@ -150,6 +165,96 @@ class LazyDrafter(ModelDrafter):
     def end(self) -> None:
         super().end()
         self.unread = []
+
+
+class LazyHead:
+    """A trained head of the target, whose states are asked for only while it is in use.
+
+    drafter  the head's own; it has read the first `read` tokens of the text
+    unread   the tokens after them, whose states it lacks
+    idle     rounds since its last draft, or since the text began
+    """
+
+    def __init__(self, request: Request):
+        self.target, self.drafter = request.target, make_head_drafter(request)
+        self.unread = list[int]()
+        self.read = self.idle = 0
+
+    def wanted_layers(self) -> Sequence[int]:
+        """Return the layers whose states the next pass must show; none while the head rests."""
+        is_used = self.idle < HEAD_ROUNDS and not self.unread
+        return self.drafter.hidden_layers if is_used else ()
+
+    def extend(self, tokens: Sequence[int], scores: Scores, is_asked: bool) -> None:
+        """Take note of forced text, whose states are known if they were asked for."""
+        if is_asked:
+            self.drafter.extend(tokens, scores)
+            self.read += len(tokens)
+        else:
+            self.unread += tokens
+
+    def catch_up(self) -> None:
+        """Run the tokens that it missed once more, for their states."""
+        self.idle = 0
+        if self.unread:
+            tokens, self.unread = self.unread, []
+            self.target.rewind(self.read)
+            scores = self.target.extend(tokens, self.drafter.hidden_layers)
+            self.extend(tokens, scores, is_asked=True)
+
+    def propose(self, size: int, *how: Any) -> TokenTree:
+        """Return the first nodes of its tree. Where a tree is cut depends on no drawn token."""
+        tree = self.drafter.propose(*how)
+        return TokenTree(
+            tree.tokens[:size], tree.parents[:size], tree.draft_probs[:size], tree.probe[:size]
+        )
+
+    def observe(self, round: Round, is_own: bool, is_asked: bool) -> None:
+        """Take note of a round, in which it drafted or another source did."""
+        self.idle = 0 if is_own else self.idle + 1
+        if is_own:
+            self.drafter.observe(round)
+            self.read += len(round.tokens)
+            return
+        states = round.scores.hidden
+        if is_asked:  # of the newest token before the round, and of all new ones but the newest
+            path = (ROOT, *round.verdict.accepted)[: len(round.tokens)]
+            states = states[:, [node + 1 for node in path]]
+        self.extend(round.tokens, round.scores._replace(hidden=states), is_asked)
+
+    def rewind(self, length: int) -> None:
+        """Forget the text after its first `length` tokens."""
+        del self.unread[max(length - self.read, 0) :]
+        if length < self.read:
+            self.drafter.rewind(length)
+            self.read = length
+
+    def end(self) -> None:
+        """Forget the request. The states of the next prompt are asked for."""
+        self.drafter.end()
+        self.unread = []
+        self.read = self.idle = 0
+
+
+def make_head_drafter(request: Request) -> FeatureDrafter:
+    """Return the drafter of the head that the target has, with a tree for a CPU.
+
+    Its tree is as small as that of our own row in the results, and its siblings are the likeliest
+    tokens. Raises TinyspecError for a head that needs probes or samples its drafts.
+    """
+    card = find_technique(request.head)
+    chosen = {knob.name: knob.ours for knob in card.knobs if knob.ours is not None}
+    likeliest = {knob.name: "top_k" for knob in card.knobs if "top_k" in knob.choices}
+    own = replace(request, drafts=(), references=(), draft_max_lengths=())
+    drafter = card.make(own, **chosen, **likeliest).drafter
+    is_usable = isinstance(drafter, FeatureDrafter) and (card.point_masses or likeliest)
+    if not is_usable:
+        raise TinyspecError(
+            "auto drafts by heads that read the target's states and propose likeliest tokens, such "
+            f"as those of medusa; use --method {card.name} for a head of {card.name}"
+        )
+    assert isinstance(drafter, FeatureDrafter)
+    return drafter
 
 
 class LookupDrafter(SuffixDecodingDrafter):
@@ -246,12 +351,22 @@ class AutoDrafter(BaseDrafter):
             self.draft = LazyDrafter(
                 request.drafts[0], gamma, request.stop.eos, request.draft_max_length
             )
+        self.head = LazyHead(request) if request.head else None
         self.option = PLAIN
+        self._want_states()
+
+    def _want_states(self) -> None:
+        """Decide which states the next pass of the target must show."""
+        if self.head is not None:
+            self.hidden_layers = self.head.wanted_layers()
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         self.texts.extend(tokens, scores)
         if self.draft is not None:
             self.draft.extend(tokens, scores)
+        if self.head is not None:
+            self.head.extend(tokens, scores, bool(self.hidden_layers))
+        self._want_states()
 
     def propose(
         self,
@@ -266,7 +381,11 @@ class AutoDrafter(BaseDrafter):
         else:
             ways = [
                 PLAIN,
-                *(Choice(source, n + 1) for source, chances in offers for n in range(len(chances))),
+                *(
+                    Choice(source, n + 1)
+                    for source, chances, _ in offers
+                    for n in range(len(chances))
+                ),
             ]
             self.option = ways[self.pick(len(ways), rng)]
         source, size = self.option
@@ -275,6 +394,11 @@ class AutoDrafter(BaseDrafter):
             self.policy.start_timer()
             self.draft.gamma = size
             tree = self.draft.propose(context, max_draft_depth, sampling, rng)
+        elif source == HEAD and self.head is not None:
+            self.head.catch_up()
+            self._want_states()
+            self.policy.start_timer()
+            tree = self.head.propose(size, context, max_draft_depth, sampling, rng)
         elif size:
             if self.policy.gain >= self.policy.lookup_seconds:
                 self.texts.trust.failed_lookups = 0
@@ -303,6 +427,9 @@ class AutoDrafter(BaseDrafter):
                     DRAFT_MODEL, self.policy.curve.draft_chances(min(self.gamma, max_draft_depth))
                 )
             )
+        if self.head is not None and max_draft_depth and len(context) > 1:
+            chances = self.policy.curve.head.chances[:HEAD_NODES]
+            offers.append(Candidate(HEAD, chances, len(self.head.unread)))
         return offers
 
     def observe(self, round: Round) -> None:
@@ -311,16 +438,25 @@ class AutoDrafter(BaseDrafter):
             self.policy.learn(self.option, round)
         if self.draft is not None:
             self.draft.observe(round)
+        if self.head is not None:
+            self.head.observe(round, self.option.source == HEAD, bool(self.hidden_layers))
+        self._want_states()
 
     def rewind(self, length: int) -> None:
         self.texts.rewind(length)
         if self.draft is not None:
             self.draft.rewind(length)
+        if self.head is not None:
+            self.head.rewind(length)
+        self._want_states()
 
     def end(self) -> None:
         self.texts.end()
         if self.draft is not None:
             self.draft.end()
+        if self.head is not None:
+            self.head.end()
+        self._want_states()
 
 
 _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDictionary()
@@ -351,6 +487,7 @@ def zero_clock() -> float:
     guarantee=Guarantee.EXACT,
     point_masses=True,
     optional_draft=True,
+    optional_head=True,
     timed=True,
     copies=True,
     persistent=True,
@@ -371,8 +508,9 @@ def zero_clock() -> float:
     ),
 )
 def auto(request: Request, *, k: int, gamma: int, remember: bool) -> Decoder:
-    """Return a decoder that drafts from texts, a draft model, or not at all, by goodput."""
-    policy = Goodput(shared_cost_model(request, max(k, gamma)), request.clock or zero_clock)
+    """Return a decoder that drafts from texts, a draft model, a head, or not at all, by goodput."""
+    longest = max(k, gamma, HEAD_NODES if request.head else 0)
+    policy = Goodput(shared_cost_model(request, longest), request.clock or zero_clock)
     return request.decoder(
         AutoDrafter(policy, request, LookupDrafter(request, k, remember), gamma), verify_tree
     )

@@ -3,8 +3,8 @@
 The objective is that of SmartSpec (Liu et al. 2024, arXiv 2406.14066), for one request instead of a
 batch. The estimates are ours. Two things are learned as exponential averages that start from a
 prior: the seconds of a round, by its number of draft tokens, and the acceptance of a draft model's
-tokens, by their position. The acceptance of looked-up tokens comes from speculative/lookup.py. The
-technique is `auto`.
+tokens, by their position. Of a trained head the same is learned, but by the node of its tree. The
+acceptance of looked-up tokens comes from speculative/lookup.py. The technique is `auto`.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,9 @@ DRAFT_SIZES = (0, 1, 2, 3, 4, 5, 7, 9, 11, 15, 23, 31, 47)
 draft tokens are 12 positions, as many as a kernel takes at once."""
 PRIOR_SLOPE = 0.1  # assumed cost of one more draft token, in target passes
 PRIOR_STEP = 0.3  # assumed cost of a step of the draft model, in target passes
+PRIOR_HEAD = 0.1  # assumed cost of a draft by a head, in target passes
+PRIOR_ACCEPTANCE = (0.5, 0.75)  # assumed chance of the first draft token, and of each further one
+CATCH_UP_ROUNDS = 16  # rounds over which a head's missed states are paid: it mostly stays in use
 EMA_RATE = 0.2  # weight of the newest value in an average
 EMA_RATE_FALLING = 0.5  # the same if a time is shorter: a disturbance only makes times longer
 MIN_WEIGHT = 0.05  # least weight of a round in the cost of its size, however many came before
@@ -33,6 +36,7 @@ TRIAL_INTERVAL = 16  # rounds from one possible trial to the next
 STALE_ROUNDS = 64  # rounds after which the cost of a size counts as unknown
 DRAFT_MODEL = 0  # source: a draft model
 LOOKUP = 1  # source: texts in which the draft is looked up
+HEAD = 2  # source: a trained head of the target
 
 
 class Choice(NamedTuple):
@@ -45,14 +49,41 @@ class Choice(NamedTuple):
 class Candidate(NamedTuple):
     """What a source can draft: the probability of each draft token to be accepted.
 
-    No probability is greater than the one before it.
+    No probability is greater than the one before it, but for a head, whose tree has an order.
+
+    missed  tokens whose states a head lacks; a pass over them comes before its draft
     """
 
     source: int
     chances: Sequence[float]
+    missed: int = 0
 
 
 PLAIN = Choice(DRAFT_MODEL, 0)
+
+
+class HeadFigures:
+    """What the drafts of a trained head yield, and what they take.
+
+    seconds     of a draft, however many of its nodes are used; None: never measured
+    chances     probability of each node to be accepted
+    last_draft  the round in which it last drafted
+    """
+
+    def __init__(self, longest: int):
+        first, further = PRIOR_ACCEPTANCE
+        self.seconds: float | None = None
+        self.chances = [first * further**node for node in range(longest)]
+        self.last_draft = 0
+
+    def learn(self, round: Round, size: int) -> None:
+        """Learn which nodes of a draft were accepted. A node that the tree lacks was not.
+
+        size  how many nodes the draft was to have
+        """
+        for node in range(size):
+            is_accepted = node in round.verdict.accepted
+            self.chances[node] += EMA_RATE * (is_accepted - self.chances[node])
 
 
 class CostModel:
@@ -70,6 +101,7 @@ class CostModel:
     accepts  probability of a token of the draft model to be accepted, by position, if all before it
              are
     credit   seconds that trials may still take
+    head     the figures of a trained head
     """
 
     def __init__(self, longest: int):
@@ -83,7 +115,9 @@ class CostModel:
         self.credit = 0.0
         self.last_draft = -STALE_ROUNDS  # the round in which the draft model last drafted
         self.step: float | None = None
-        self.accepts = [0.5] + [0.75] * (longest - 1)
+        first, further = PRIOR_ACCEPTANCE
+        self.accepts = [first] + [further] * (longest - 1)
+        self.head = HeadFigures(longest)
         self._costs: list[float] | None = None
 
     def draft_chances(self, most: int) -> list[float]:
@@ -112,6 +146,14 @@ class CostModel:
             weight = max(MIN_WEIGHT, 1 / self.counts[at])
             self.seconds[at] = new if old is None else old + weight * (new - old)
             self._costs = None
+
+    def pass_seconds(self, rows: int) -> float:
+        """Return the seconds of a pass over so many rows, as a round of that width takes."""
+        costs = self.costs()
+        if not rows:
+            return 0.0
+        near = min(range(len(costs)), key=lambda at: abs(self.sizes[at] + 1 - rows))
+        return costs[near] * max(rows / (self.sizes[near] + 1), 1.0)
 
     def costs(self) -> list[float]:
         """Return the seconds of a round of each size.
@@ -165,24 +207,30 @@ class Goodput:
         best, goodput = PLAIN, (1 + MARGIN) / costs[0]
         is_due = curve.rounds % TRIAL_INTERVAL == 0 and self.curve.credit > 0
         trials = [(PLAIN, costs[0], 1.0, curve.rounds - curve.last_run[0])] if is_due else []
-        for source, chances in offers:
-            known, step = True, 0.0
+        for source, chances, missed in offers:
+            known, step, fixed, once = True, 0.0, 0.0, 0.0
             if source == DRAFT_MODEL:
                 known, step = curve.step is not None, curve.step or PRIOR_STEP * costs[0]
+            if source == HEAD:
+                measured, once = curve.head.seconds, curve.pass_seconds(missed)
+                fixed = PRIOR_HEAD * costs[0] if measured is None else measured
             expected = 1.0
             for at, (before, size) in enumerate(pairwise(curve.sizes), start=1):
                 if size > len(chances) or size >= MAX_GROWTH * (curve.widest + 1):
                     break
                 expected += sum(chances[before:size])
-                cost = costs[at] + size * step
-                if known and expected > goodput * cost:
-                    best, goodput = Choice(source, size), expected / cost
-                    self.gain = expected * costs[0] - cost
+                cost = costs[at] + size * step + fixed
+                usual = cost + once / CATCH_UP_ROUNDS
+                if known and expected > goodput * usual:
+                    best, goodput = Choice(source, size), expected / usual
+                    self.gain = expected * costs[0] - usual
                 if is_due:
-                    last = curve.last_draft if source == DRAFT_MODEL else curve.last_run[at]
+                    last = {DRAFT_MODEL: curve.last_draft, HEAD: curve.head.last_draft}.get(
+                        source, curve.last_run[at]
+                    )
                     # Nothing is expected of a draft model that was never tried.
                     tokens = expected if known else 1.0
-                    trials.append((Choice(source, size), cost, tokens, curve.rounds - last))
+                    trials.append((Choice(source, size), cost + once, tokens, curve.rounds - last))
         losses = [
             (age, cost - tokens / goodput, option)
             for option, cost, tokens, age in trials
@@ -208,9 +256,12 @@ class Goodput:
         if option.source == DRAFT_MODEL and size:
             self.curve.last_draft = self.curve.rounds
             self.curve.step = update_ema(self.curve.step, (self.ready - self.started) / size)
+        if option.source == HEAD:
+            self.curve.head.last_draft = self.curve.rounds
+            self.curve.head.seconds = update_ema(self.curve.head.seconds, self.ready - self.started)
 
     def learn(self, option: Choice, round: Round) -> None:
-        """Learn the time of the round, and which tokens of the draft model were accepted."""
+        """Learn the time of the round, and which tokens of a model or head were accepted."""
         seconds, drafted = self.clock() - self.ready, len(round.tree.tokens)
         self.curve.record_round(drafted, seconds)
         self.curve.credit += TRIAL_SHARE * seconds
@@ -218,3 +269,5 @@ class Goodput:
             accepts, n = self.curve.accepts, len(round.verdict.accepted)
             for at in range(min(n + 1, drafted)):  # after a rejection nothing is known
                 accepts[at] += EMA_RATE * ((at < n) - accepts[at])
+        if option.source == HEAD and not round.truncated:
+            self.curve.head.learn(round, option.size)

@@ -18,7 +18,7 @@ from tinyspec.training.outputs import DistillSettings, OutputSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
-METHODS = ("teacher", "nat", "mask_predict", "specdec")  # of translation models
+METHODS = ("teacher", "nat", "mask_predict", "specdec", "blockwise")  # of translation models
 C = TypeVar("C", Config, Seq2SeqConfig)
 
 
@@ -114,7 +114,9 @@ class TranslationRecipe:
     teacher     folder of the teacher: tokenizer, distilled targets, first weights
     inherit     prefixes of the names of weights that begin as the teacher's
     finetune    nat: folder of a NAT that the teacher fine-tunes word by word
-    block       specdec: masks behind a prefix (k)
+    block       specdec: masks behind a prefix; blockwise: tokens of a block, the next one among
+                them (k)
+    frozen      blockwise: only the layer is trained, and the other weights stay the teacher's
     judged      valid sentences that are translated at each validation
     extra       goes into the checkpoint's config
     """
@@ -135,6 +137,7 @@ class TranslationRecipe:
     inherit: tuple[str, ...] = ()
     finetune: str = ""
     block: int = 25
+    frozen: bool = False
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
@@ -152,6 +155,12 @@ class TranslationRecipe:
             raise TinyspecError(f"finetune is a stage of nat: method {self.method} has none")
         if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
             raise TinyspecError(f"block is {self.block}: it must be a whole number of at least 1")
+        if self.method == "blockwise" and not 2 <= self.block <= 64:
+            raise TinyspecError(
+                f"block is {self.block}: it must be from 2 to 64, the next token and its guesses"
+            )
+        if self.frozen and self.method != "blockwise":
+            raise TinyspecError(f"frozen is of blockwise: method {self.method} trains all weights")
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
         """Return the config of the model that the recipe trains."""
@@ -163,15 +172,20 @@ class TranslationRecipe:
         }
         if self.teacher:
             extra["teacher"] = Path(self.teacher).name
+        shape = dict(self.shape)
         if self.method == "specdec":
             extra["k"] = self.block  # the card advises what the model was trained for
+        if self.method == "blockwise":
+            shape["block"] = self.block - 1
+        if self.frozen:
+            extra["frozen"] = True
         if self.distill is not None:
             extra["distilled"] = asdict(self.distill)
         if self.finetune:
             extra["finetuned"] = Path(self.finetune).name
         ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}
         return build_config(
-            self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **self.shape)
+            self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **shape)
         )
 
 

@@ -3,8 +3,8 @@
 The models translate English to German and are trained on Multi30k. The teacher is autoregressive
 and learns from people's translations. The other models learn from their teacher's (distilled.py).
 Their recipes say which of its weights they begin with; their losses stand in their techniques'
-files. BLEU on the valid sentences decides which weights are best. The test sentences are left for
-the benchmark.
+files. BLEU on the valid sentences decides which weights are best, and for a block layer the loss on
+them. The test sentences are left for the benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -84,7 +84,8 @@ def train_mt(
     def validate() -> dict[str, float]:
         with torch.no_grad():
             score = measure_bleu(model)
-            return {"missed": 100 - score, "valid_bleu": score, **task.figures(model)}
+            figures = {"missed": 100 - score, "valid_bleu": score, **task.figures(model)}
+            return {task.best: figures[task.best], **figures}
 
     def loss(*batch: Tensor) -> Tensor:
         seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
@@ -95,7 +96,8 @@ def train_mt(
     def batches(generator: torch.Generator) -> Batch:
         return tuple(part.to(run.device) for part in task.batch(sample_numbers(generator)))
 
-    result = run.train(model.weights, batches, loss, validate, task.before_step)
+    trained = {name: w for name, w in model.weights.items() if name.startswith(task.trained)}
+    result = run.train(trained, batches, loss, validate, task.before_step)
     if not result.finished:
         return result
     model.save(run.out)
@@ -152,13 +154,14 @@ def initial_model(
 ) -> Seq2Seq:
     """Return a model with random weights, or the parent's where name and shape are equal.
 
-    `plan.inherit` has the prefixes of these names. Fine-tuning begins with all of them.
+    `plan.inherit` has the prefixes of these names. Fine-tuning begins with all of them, and so does
+    a model whose teacher gets a block layer.
     """
     config = plan.config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
     if parent is not None:
-        prefixes = "" if plan.finetune else plan.inherit
+        prefixes = "" if plan.finetune or plan.method == "blockwise" else plan.inherit
         names = [name for name in parent.weights if name.startswith(prefixes)]
         inherit_weights(weights, parent.weights, names)
     return Seq2Seq(

@@ -4,6 +4,7 @@ The loss of a technique stands in the technique's own file. Here is what `train 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import mask_predict, nat
 from tinyspec.nonautoregressive.refine_many import translate_sources
-from tinyspec.speculative.drafting import specdec
+from tinyspec.speculative.drafting import blockwise, specdec
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
@@ -37,6 +38,9 @@ class TranslationTask(NamedTuple):
     translate    translates a batch of sources for the validation
     figures      returns further figures that a validation logs
     before_step  is called before each step of the training, with its number and the progress
+    best         the figure of a validation whose least value decides which weights are best;
+                 missed: 100 - BLEU
+    trained      prefix of the names of the weights that are trained; empty: all of them
     """
 
     pairs: Pairs
@@ -45,6 +49,8 @@ class TranslationTask(NamedTuple):
     translate: Callable[[Seq2Seq, Sequence[Ids]], list[list[int]]]
     figures: Callable[[Seq2Seq], dict[str, float]] = lambda model: {}
     before_step: Callable[[int, float], None] | None = None
+    best: str = "missed"
+    trained: str = ""
 
 
 def make_teacher_task(
@@ -175,11 +181,62 @@ def make_specdec_task(
     return TranslationTask(kept, batch, loss, translate, figures, before_step)
 
 
+def make_blockwise_task(
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
+) -> TranslationTask:
+    """Return the task of a teacher that gets a block layer, and is trained on with it or stays.
+
+    Its translations are greedy. Further figures are the mean loss of all predictors on the valid
+    pairs, and how many tokens of its own greedy text it accepts in a pass.
+    """
+    if teacher is None:
+        raise TinyspecError(
+            f"recipe {plan.name}: blockwise adds a layer to a teacher: teacher = FOLDER is missing"
+        )
+    config = plan.config(teacher.config.vocab_size)
+    if replace(config, block=0, extra={}) != replace(teacher.config, block=0, extra={}):
+        raise TinyspecError(
+            f"recipe {plan.name}: [shape] is not that of {teacher.name}, whose weights it begins "
+            "with"
+        )
+    dropout = 0.0 if plan.frozen else plan.dropout
+
+    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
+        source, target = batch
+        return blockwise.translation_loss(
+            model, (source, target), generator, plan.frozen, dropout, plan.smoothing
+        )
+
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        return distilled.write_translations(model, sources, BeamSettings(beam=1))
+
+    def figures(model: Seq2Seq) -> dict[str, float]:
+        groups, total = group_by_length(valid, plan.tokens), 0.0
+        for group in groups:
+            source, target = (side.to(model.device) for side in pad_pairs(valid, group))
+            every = blockwise.translation_loss(model, (source, target), torch.Generator())
+            total += float(every) * len(group)
+        sources = [pair.source for pair in valid]
+        written = translate_in_batches(sources, partial(translate, model))
+        tokens = passes = 0
+        own = [SentencePair(*sides) for sides in zip(sources, written, strict=True)]
+        for group in group_by_length(own, plan.tokens):
+            source, target = (side.to(model.device) for side in pad_pairs(own, group))
+            for blocks in blockwise.split_into_blocks(model, source, target):
+                tokens, passes = tokens + sum(blocks), passes + len(blocks)
+        return {"held_out": total / len(valid), "accepted": tokens / passes}
+
+    trained = "block." if plan.frozen else ""
+    batch = partial(pad_pairs, pairs)
+    return TranslationTask(pairs, batch, loss, translate, figures, best="held_out", trained=trained)
+
+
 TASKS = {
     "teacher": make_teacher_task,
     "nat": make_nat_task,
     "mask_predict": make_mask_predict_task,
     "specdec": make_specdec_task,
+    "blockwise": make_blockwise_task,
 }
 
 
@@ -189,15 +246,11 @@ def teacher_forcing_loss(
     """Return the mean cross-entropy of the targets [B, T] and their ends, a scalar.
 
     Each token is predicted from the target tokens before it. No logits are computed at padding.
-    Padding stands at the end, and the mask is causal, so no other position sees it.
     """
     c = model.config
     lengths = (target != c.pad).sum(dim=1, keepdim=True)
-    length = target.shape[1] + 1
-    inputs = F.pad(target, (1, 0), value=c.bos)  # [B, T + 1]
     labels = F.pad(target, (0, 1), value=c.pad).scatter(1, lengths, c.eos)
-    causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
-    states = model.decode(model.embed(inputs), model.encode(source, dropout), causal, dropout)
+    states = model.causal_states(source, target, dropout)  # [B, T + 1, d]
     is_token = labels != c.pad
     return F.cross_entropy(
         model.logits(states[is_token]).float(), labels[is_token], label_smoothing=smoothing

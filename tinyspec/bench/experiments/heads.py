@@ -8,12 +8,23 @@ the target's card names. A head that is below them is not trained enough.
     depth d          of the rounds in which the draft went on below d - 1 accepted tokens, the share
                      in which one of the draft tokens at depth d was accepted
     minutes          of the training, as its log says
+
+With --sizes every head drafts trees of these sizes. A committed cost curve of the same model then
+predicts the time, where t(k) are the seconds of a pass over k tokens:
+
+    seconds per token = t(1 + draft tokens) / tau
+    times as fast     = t(1) / (seconds per token)
+
+The head's own time is not in it. So the prediction is a bound: a size that does not pay here does
+not pay at all.
 """
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tinyspec import models
@@ -34,6 +45,7 @@ from tinyspec.tree import ROOT
 
 BESIDE = ("llma", "speculative_decoding")
 DEPTHS = 5  # columns of the table
+SMALL_TREE = 7  # nodes of what counts as a small tree in the note on sizes
 
 
 def list_arms_with_heads(model: Model) -> list[ArmSpec]:
@@ -61,28 +73,138 @@ def list_arms_with_heads(model: Model) -> list[ArmSpec]:
 
 def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str, Any]:
     """Return what each method yields, with the size and the training of its head."""
+    if given.curve is not None and not given.sizes:
+        raise TinyspecError("--curve predicts the times of --sizes: name sizes, such as 1,3,5,7")
     model = models.load(given.model, dtype=given.dtype)
     specs = [*map(ArmSpec.parse, given.methods)] or list_arms_with_heads(model)
-    openings = tokenize_openings(model, find_room(model, given.tokens))[: given.prompts]
+    if given.sizes:
+        return count_tree_sizes(given, model, specs, quiet)
     arms = dict[str, Any]()
-    with show_progress_bar(f"heads of {model.name}", len(specs) * len(openings), quiet) as tick:
+    with show_progress_bar(f"heads of {model.name}", len(specs) * given.prompts, quiet) as tick:
         for spec in specs:
-            counts = Counter[Any]()
-            for number, opening in enumerate(openings):
-                running = start_generation(
-                    model,
-                    opening,
-                    method=spec.name,
-                    max_new_tokens=given.tokens,
-                    temperature=given.temperature,
-                    seed=given.seed + number,
-                    **dict(spec.knobs),
-                )
-                count_depths(running, counts)
-                tick()
+            counts = count_method(given, model, spec, tick)
             arms[spec.label] = summarize_counts(counts) | describe_training(model, spec.name)
-    settings = vars(given) | {"methods": [*arms]}
+    return _stamp(given, model, arms)
+
+
+def _stamp(given: HeadsSettings, model: Model, arms: Mapping[str, Any]) -> dict[str, Any]:
+    curve = None if given.curve is None else given.curve.name
+    settings = vars(given) | {"methods": [*arms], "curve": curve}
     return stamp_result({"model": model.name, "settings": settings, "arms": arms})
+
+
+def count_method(
+    given: HeadsSettings, model: Model, spec: ArmSpec, tick: Callable[[], Any]
+) -> "Counter[Any]":
+    """Return the counts of a method over all openings."""
+    counts = Counter[Any]()
+    openings = tokenize_openings(model, find_room(model, given.tokens))[: given.prompts]
+    for number, opening in enumerate(openings):
+        running = start_generation(
+            model,
+            opening,
+            method=spec.name,
+            max_new_tokens=given.tokens,
+            temperature=given.temperature,
+            seed=given.seed + number,
+            **dict(spec.knobs),
+        )
+        count_depths(running, counts)
+        tick()
+    return counts
+
+
+# ------------------------------------------------------------------ sizes of a tree
+
+
+def set_tree_size(method: str, size: int) -> ArmSpec | None:
+    """Return the arm of a method whose draft has so many tokens; None: it has no such knob.
+
+    >>> set_tree_size("medusa", 5).label, set_tree_size("blockwise", 3).label
+    ('medusa:nodes=5', 'blockwise:k=4')
+    >>> set_tree_size("llma", 5)
+    """
+    card = find_technique(method)
+    if card.trained is None:
+        return None
+    knobs = {knob.name for knob in card.knobs}
+    if "nodes" in knobs:
+        return ArmSpec(method, (("nodes", size),))
+    return ArmSpec(method, (("k", size + 1),)) if card.head_method == "blockwise" else None
+
+
+def count_tree_sizes(
+    given: HeadsSettings, model: Model, specs: Sequence[ArmSpec], quiet: bool
+) -> dict[str, Any]:
+    """Return what each head yields with trees of each size, and the predicted times.
+
+    The sizes of a head end where its draft grows no more. Raises TinyspecError for a result without
+    a cost curve, and for one of another model.
+    """
+    pass_seconds = None if given.curve is None else read_curve(given.curve, model.name)
+    sizes, arms = sorted(set(given.sizes)), dict[str, Any]()
+    methods = [*dict.fromkeys(spec.name for spec in specs if set_tree_size(spec.name, 1))]
+    if not methods:
+        raise TinyspecError("no method here has a tree of a size to choose, such as medusa")
+    steps = len(methods) * len(sizes) * given.prompts
+    with show_progress_bar(f"trees of {model.name}", steps, quiet) as tick:
+        for method in methods:
+            drafted = 0.0
+            for size in sizes:
+                spec = set_tree_size(method, size)
+                assert spec is not None
+                found = summarize_counts(count_method(given, model, spec, tick))
+                if found["nodes"] <= drafted:
+                    break
+                drafted = found["nodes"]
+                row = {"method": method, "size": size, **found}
+                if pass_seconds is not None:
+                    row |= predict_time(pass_seconds, found["tau"], drafted)
+                arms[spec.label] = row
+    return _stamp(given, model, arms)
+
+
+def read_curve(path: Path, model: str) -> dict[int, float]:
+    """Return the seconds of a pass by its number of tokens, from a result of `tinyspec bench`."""
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        own, taken = result["settings"]["model"], result["curve"]["curves"]["tinyspec"]
+        seconds = {int(k): median(samples) for k, samples in taken.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise TinyspecError(
+            f"{path}: no cost curve: name a result of `tinyspec bench --curve`"
+        ) from error
+    if Path(own).name != model:
+        raise TinyspecError(f"{path}: the cost curve of {own}, not of {model}")
+    if len(seconds) < 2 or 1 not in seconds:
+        raise TinyspecError(f"{path}: its cost curve needs the size 1 and another one")
+    return dict(sorted(seconds.items()))
+
+
+def interpolate_curve(seconds: Mapping[int, float], k: float) -> float:
+    """Return the seconds of a pass over k tokens; beyond the curve its last slope goes on.
+
+    >>> interpolate_curve({1: 1.0, 3: 2.0, 5: 2.0}, 2), interpolate_curve({1: 1.0, 3: 2.0}, 7)
+    (1.5, 4.0)
+    """
+    last = max(seconds)
+    below, above = next(pair for pair in pairwise(seconds) if k <= pair[1] or pair[1] == last)
+    slope = (seconds[above] - seconds[below]) / (above - below)
+    return seconds[below] + slope * (k - below)
+
+
+def predict_time(seconds: Mapping[int, float], tau: float, nodes: float) -> dict[str, float]:
+    """Return the predicted milliseconds per token, and how many times as fast as plain that is.
+
+    >>> predict_time({1: 0.010, 4: 0.013}, tau=2.6, nodes=3)
+    {'milliseconds': 5.0, 'speedup': 2.0}
+    """
+    per_token = interpolate_curve(seconds, 1 + nodes) / tau
+    found = {"milliseconds": 1000 * per_token, "speedup": seconds[1] / per_token}
+    return {name: round(x, 6) for name, x in found.items()}
+
+
+# ------------------------------------------------------------------ what is counted
 
 
 def count_depths(rounds: Iterable[Round], counts: "Counter[Any]") -> None:
@@ -136,7 +258,12 @@ def _read_minutes(folder: Path) -> float | None:
 
 
 def tabulate_heads(result: Mapping[str, Any]) -> list[Grid]:
-    """Return the table: a line for each method, those with the most tokens per pass first."""
+    """Return the table: a line for each method, those with the most tokens per pass first.
+
+    With sizes it has a line for each size, by method.
+    """
+    if result["settings"].get("sizes"):
+        return tabulate_tree_sizes(result)
     arms = dict(sorted(result["arms"].items(), key=lambda arm: -arm[1]["tau"]))
 
     def show_depth(at: int) -> Column:
@@ -152,8 +279,53 @@ def tabulate_heads(result: Mapping[str, Any]) -> list[Grid]:
     return [make_grid("", arms, columns)]
 
 
+def tabulate_tree_sizes(result: Mapping[str, Any]) -> list[Grid]:
+    """Return the table of sizes: what a pass yields, and the predicted time."""
+    columns = [
+        Column("draft tokens", "nodes", ".1f"),
+        Column("tokens per pass", "tau", ".2f"),
+        Column("ms per token, predicted", lambda arm: arm.get("milliseconds"), ".2f"),
+        Column("times as fast, predicted", lambda arm: arm.get("speedup"), ".2f"),
+    ]
+    return [make_grid("", result["arms"], columns)]
+
+
+def chart_tree_sizes(result: Result) -> Chart:
+    """Return tokens per pass and the predicted speed by the size of the tree."""
+    shown = {"tau": "tokens per pass", "speedup": "times as fast as plain decoding, predicted"}
+    panels: list[Lines | Bars] = []
+    for figure, title in shown.items():
+        lines = dict[str, dict[Any, float]]()
+        for arm in result["arms"].values():
+            if figure in arm:
+                lines.setdefault(arm["method"], {})[arm["size"]] = arm[figure]
+        if lines:
+            panels.append(Lines(title, lines, "nodes of the tree", reference=1.0, x_log=True))
+    summary = "; ".join(f"{name} {arm['tau']:.2f}" for name, arm in result["arms"].items())
+    return Chart(f"Trees of the heads of {result['model']}", panels, note_heads(result), summary)
+
+
+def count_paying_sizes(result: Mapping[str, Any]) -> str:
+    """Return how many small and how many large trees are predicted to be faster than plain."""
+    counts = list[str]()
+    for is_small, what in ((True, f"at most {SMALL_TREE} nodes"), (False, "more")):
+        arms = result["arms"].values()
+        speeds = [arm["speedup"] for arm in arms if (arm["size"] <= SMALL_TREE) is is_small]
+        counts.append(f"{sum(x > 1 for x in speeds)} of {len(speeds)} trees with {what}")
+    best = dict[str, tuple[float, int]]()
+    for arm in result["arms"].values():
+        best[arm["method"]] = max(best.get(arm["method"], (0.0, 0)), (arm["speedup"], arm["size"]))
+    sizes = ", ".join(f"{name} {size} ({speed:.2f})" for name, (speed, size) in best.items())
+    return (
+        f"Predicted to be faster than plain decoding: {counts[0]}, {counts[1]}. Best size of each "
+        f"head (times as fast): {sizes}."
+    )
+
+
 def chart_heads(result: Result) -> Chart:
     """Return the tokens per pass of each method, and the accepted share by depth."""
+    if result["settings"].get("sizes"):
+        return chart_tree_sizes(result)
     arms = dict(sorted(result["arms"].items(), key=lambda arm: -arm[1]["tau"]))
     bars = Bars("tokens per pass", {name: arm["tau"] for name, arm in arms.items()}, digits=2)
     own = {name: arm for name, arm in arms.items() if not ArmSpec.parse(name).knobs}
@@ -169,6 +341,14 @@ def chart_heads(result: Result) -> Chart:
 def note_heads(result: Result) -> list[str]:
     """Return how the table was made."""
     given = result["settings"]
+    if given.get("sizes"):
+        how = (
+            f"{given['prompts']} openings of the valid books, {given['tokens']} tokens each, "
+            f"temperature {given['temperature']:g}. Tokens per pass are counted. Times are "
+            "predicted from the cost curve of a pass, without the time of the head: a bound. "
+            "Beyond the curve its last slope goes on."
+        )
+        return [how, *([count_paying_sizes(result)] if given["curve"] else [])]
     return [
         f"{given['prompts']} openings of the valid books, {given['tokens']} tokens each, "
         f"temperature {given['temperature']:g}. Depth d: of the rounds whose draft went on below "

@@ -22,7 +22,10 @@ from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
-ROLES = ("teacher", "nat", "nat, fine-tuned", "mask_predict", "specdec")
+ROLES = (
+    *("teacher", "nat", "nat, fine-tuned", "mask_predict", "specdec"),
+    *("blockwise", "blockwise, frozen"),
+)
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
@@ -67,6 +70,7 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
         model = models.load_translator(name)
         role = str(model.config.extra.get("trained_for", models.TEACHER))
         role += ", fine-tuned" if "finetuned" in model.config.extra else ""
+        role += ", frozen" if model.config.extra.get("frozen") else ""
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
@@ -109,6 +113,9 @@ def make_translator_arms(
         made.append(TranslatorArm("teacher, jacobi", blocks, None, knobs=knobs))
         if "specdec" in found:
             made += _make_specdec_arms(teacher, found["specdec"])
+        for role in ("blockwise", "blockwise, frozen"):
+            if role in found:
+                made += _make_blockwise_arms(role, found[role])
         for role in ("nat", "nat, fine-tuned"):
             if role not in found:
                 continue
@@ -186,6 +193,32 @@ def _make_specdec_arms(teacher: Seq2Seq, draft: Seq2Seq) -> list[TranslatorArm]:
         knobs = card.settings({**advised_knobs(card, [draft]), **chosen})
         one = _make_one(teacher, "specdec", None, draft=draft, **knobs)
         made.append(TranslatorArm(f"teacher, specdec {label}", one, None, knobs=knobs))
+    return made
+
+
+def _make_blockwise_arms(role: str, model: Seq2Seq) -> list[TranslatorArm]:
+    """Return a model with a block layer: greedy, by exact blocks, and by the paper's relaxed rules.
+
+    A frozen model's greedy text is its teacher's, which has a row already.
+    """
+    card, made = find_technique("blockwise"), list[TranslatorArm]()
+    if role == "blockwise":
+        made.append(
+            TranslatorArm(
+                f"{role}, greedy",
+                _make_one(model, "plain", None),
+                lambda part: distilled.write_translations(model, part, BeamSettings(beam=1)),
+            )
+        )
+    rules: dict[str, dict[str, Any]] = {
+        "exact": {},
+        "top 2": {"rule": "top", "slack": 1},
+        "blocks of 2": {"rule": "block", "slack": 1},
+    }
+    for label, chosen in rules.items():
+        knobs = card.settings(chosen)
+        one = _make_one(model, "blockwise", None, **knobs)
+        made.append(TranslatorArm(f"{role}, {label}", one, None, knobs=knobs))
     return made
 
 

@@ -116,6 +116,24 @@ suffix = context[-self.longest :]""",
         law=llma_traps.LONGEST,
     ),
     _auto("whatever it costs", POLICY, ALWAYS.format("k"), law=auto_traps.DEAR),
+    Toy(
+        "a head that goes on without the states that it missed",
+        "self.extend(tokens, scores, is_asked=True)",
+        """last = scores._replace(hidden=scores.hidden[:, -1:])
+self.extend(tokens[-1:], last, is_asked=True)
+self.read += len(tokens) - 1""",
+        auto.LazyHead.catch_up,
+        technique="auto",
+        law=auto_traps.HEADED,
+    ),
+    Toy(
+        "a head that reads the states of another source's draft in a wrong order",
+        "(ROOT, *round.verdict.accepted)",
+        "(*round.verdict.accepted, ROOT)",
+        auto.LazyHead.observe,
+        technique="auto",
+        law=auto_traps.HEADED,
+    ),
     _auto(
         "never",
         "self.option = self.policy.choose(offers)",

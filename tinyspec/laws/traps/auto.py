@@ -7,18 +7,30 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.models import Reciter
+from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
+from tinyspec.laws.exact.models import Reciter, add_random_head, small_network
 from tinyspec.laws.exact.tables import TableSession
 from tinyspec.laws.traps import GREEDY, Build, Trap, card, run_all_rounds
 from tinyspec.lm.forward import Scores
-from tinyspec.technique import Request
+from tinyspec.speculative.goodput import HEAD
+from tinyspec.technique import Request, find_technique
 from tinyspec.tree import TokenTree
 
 DEAR = "rows that cost more than they earn are not drafted"
 FREE = "where rows are free, long drafts are made"
 STOPS = "drafting stops where copies no longer hold"
+HEADED = "a head that rests now and then drafts as one that never rests"
+OWN_KNOBS: dict[str, dict[str, Any]] = {
+    "medusa": {"nodes": 5},
+    "eagle": {"nodes": 4, "draw": "top_k"},
+    "hydra": {"nodes": 5},
+}
+"""Heads on which HEADED is checked, and the settings of their own methods that auto uses."""
+HEAD_WAYS = 8  # the last ways of a round: so many sizes of a head's draft
+HEAD_PHASE, OTHER_PHASE = 3, 11  # rounds in turn: the head is chosen, other ways are
 
 PassSeconds = Callable[[int], float]
 """The rows of a forward pass -> its seconds."""
@@ -118,8 +130,58 @@ def stops_when_copies_fail(build: Build) -> Iterator[int]:
         yield 0
 
 
+class Phases:
+    """A policy: it chooses the head for some rounds, then other ways at random, and so on."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def __call__(self, ways: int, rng: Any) -> int:
+        at, others = self.rounds % (HEAD_PHASE + OTHER_PHASE), ways - HEAD_WAYS
+        self.rounds += 1
+        if at < HEAD_PHASE and others > 0:
+            return ways - 1 - at  # the largest sizes
+        return int(rng.draw([1 / max(others, 1)] * max(others, 1)))
+
+
+@collect_evidence(HEADED)
+def a_resting_head_misses_nothing(build: Build) -> Iterator[int]:
+    """Check each draft of a head against that of its own method on the same text.
+
+    In between, drafts are looked up or there are none, longer than the head's states are asked for.
+    """
+    for method, knobs in OWN_KNOBS.items():
+        card = find_technique(method)
+        for seed in range(3):
+            model = add_random_head(small_network(seed), card, seed)
+            sampling, stop = SamplingParams(), StoppingCriteria(max_new_tokens=55)
+            session, references = model.session(), [[0, 1, 2, 3, 1, 0, 2, 2, 3, 0]]
+            request = Request(session, (), sampling, stop, references, choose=Phases(), head=method)
+            decoder: Any = build(request, remember=False)
+            decoder.extend((0, 1, 2))
+            drafted = 0
+            while not decoder.finished:
+                text, depth = tuple(decoder.context), decoder.max_draft_depth
+                round = decoder.step(Seeded(decoder.rounds))
+                source, size = decoder.drafter.option
+                if source != HEAD or not size:
+                    continue
+                fresh = card.make(Request(model.session(), (), sampling), **knobs)
+                fresh.extend(text)
+                own = fresh.drafter.propose(text, depth, sampling, Seeded(0))
+                expected = own.tokens[:size], own.parents[:size]
+                got = round.tree.tokens, round.tree.parents
+                expect_equal(HEADED, [*map(list, expected)], [*map(list, got)], head=method,
+                             network=seed, text=text)  # fmt: skip
+                drafted += 1
+            if drafted < 2 * HEAD_PHASE:  # it has rested, and gone on
+                accuse(HEADED, f"at least {2 * HEAD_PHASE} drafts", drafted, head=method)
+            yield drafted
+
+
 TRAPS = [
     Trap(DEAR, heeds_the_cost, card("auto")),
     Trap(FREE, drafts_long, card("auto")),
     Trap(STOPS, stops_when_copies_fail, card("auto")),
+    Trap(HEADED, a_resting_head_misses_nothing, card("auto")),
 ]

@@ -1,12 +1,14 @@
 """Blockwise decoding (Stern et al. 2018): the residual, one pass a step, and three relaxations."""
 
-from collections import defaultdict
+import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
@@ -15,11 +17,14 @@ from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.museum.rows import Toy
+from tinyspec.laws.rewriting_laws import dense_logits, random_translator
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
 from tinyspec.laws.traps import medusa as medusa_traps
-from tinyspec.lm.config import Config
+from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.heads import RANKED, RANKS, add_head, freeze_target
 from tinyspec.lm.model import Model
+from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.speculative.drafting import blockwise
 from tinyspec.speculative.drafting.blockwise import (
     BlockLayer,
     BlockwiseDrafter,
@@ -35,8 +40,15 @@ PLACED = feature_laws.DRAFT_OF_TRAINING
 RESIDUAL = "an untrained predictor says what the target's own head says"
 COUNTED = "m tokens take m / k + 1 passes if every guess is right"
 RELAXED = "a rule accepts what it allows, and else as the exact rule does"
+TRANSLATED = "a translation's drafts and passes are those of a dense pass over it"
+TAUGHT = "of a batch of translations one predictor is trained, each as often"
 RULES = "top", "distance", "block"
 DRAWS = 4  # random predictors of a step: both of two are among them
+TRANSLATOR = Seq2SeqConfig(9, 8, 2, 8, 1, 1, 24, block=2)
+SOURCES = ((4, 7, 5), (8,), (6, 6, 5, 4))
+PAIR = (4, 7, 5), (6, 8, 4, 4, 5)  # a source and its translation, for the loss
+LOSS_DRAWS = 60  # of the loss: each of three predictors is drawn about 20 times
+LEAST_DRAWS = 8  # times that each is drawn, of the 20 or 30 that are expected
 
 
 @collect_evidence(RESIDUAL)
@@ -141,6 +153,108 @@ def rules_accept_what_they_allow(build: Build) -> Iterator[int]:
                 yield len(got)
 
 
+# ------------------------------------------------------------------ on an encoder-decoder
+
+
+def random_block_translator(seed: int) -> Seq2Seq:
+    """Return a random translator with a random block layer for two guesses.
+
+    The layer says what the model's own head says, or nearly so, or (every third seed) anything.
+    """
+    model = random_translator(TRANSLATOR, seed, 6, "translator", embed=1)
+    generator, scale = torch.Generator().manual_seed(seed), (0.1, 0.3, 2.0)[seed % 3]
+    weights = dict(model.weights)
+    for name in ("out.weight", "out.bias", "hidden.bias"):
+        old = weights[f"block.{name}"]
+        drawn = torch.randn(old.shape, generator=generator, dtype=torch.float64).to(old.dtype)
+        weights[f"block.{name}"] = scale * drawn
+    return Seq2Seq(TRANSLATOR, weights, name=model.name)
+
+
+def translate_by_dense_passes(model: Seq2Seq, source: Sequence[int], tokens: int) -> list[int]:
+    """Return the first tokens of the greedy translation, by a dense pass for each."""
+    text = [model.config.bos]
+    while len(text) <= tokens and text[-1] != model.config.eos:
+        text.append(int(dense_logits(model, source, text)[-1].argmax()))
+    return text[1:]
+
+
+def predictor_rows(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> list[Tensor]:
+    """Return the logits [n, V] of p_1, p_2 and p_3 after each token of a text, by the formula."""
+    read = torch.tensor([list(text[1:])], dtype=torch.long)
+    h = model.causal_states(torch.tensor([list(source)]), read)[0].detach()
+    w = model.weights
+    hidden = (h @ w["block.hidden.weight"].T + w["block.hidden.bias"]).clamp(min=0)
+    parts = (hidden @ w["block.out.weight"].T + w["block.out.bias"]).view(len(h), 2, -1)
+    states = [h, h + parts[:, 0], h + parts[:, 1]]
+    return [(z @ w["embed"].T).detach() for z in states]
+
+
+def guess_tokens(model: Seq2Seq, source: Sequence[int], text: Sequence[int]) -> list[int]:
+    """Return the draft after a text that begins with bos: up to the end, if that is guessed."""
+    if len(text) < 2:
+        return []
+    rows = predictor_rows(model, source, text[:-1])[1:]
+    first, second = (int(of_predictor[-1].argmax()) for of_predictor in rows)
+    return [first] if first == model.config.eos else [first, second]
+
+
+@collect_evidence(TRANSLATED)
+def translations_are_drafted_by_blocks(build: Build) -> Iterator[int]:
+    """Check text, drafts and passes of greedy translations against dense passes."""
+    ends = frozenset({TRANSLATOR.eos})
+    for seed, source in product(range(18), SOURCES):
+        model = random_block_translator(seed)
+        given = model.condition_on(source)
+        decoder = begin_decoder(build, [given], [TRANSLATOR.bos], max_new_tokens=12, eos=ends)
+        drafts, rounds = list[list[int]](), list[Any]()
+        while not decoder.finished:
+            room = decoder.max_draft_depth
+            drafts.append(guess_tokens(model, source, decoder.context)[:room])
+            rounds.append(decoder.step(Seeded(0)))
+        case = {"model": seed, "source": source}
+        expected = translate_by_dense_passes(model, source, 12)
+        expect_equal(TRANSLATED, expected, decoder.new, **case)
+        expect_equal(TRANSLATED, drafts, [list(round.tree.tokens) for round in rounds], **case)
+        yield len(rounds)
+        if TRANSLATOR.pad in expected:
+            continue  # no translation holds it
+        is_whole = expected[-1] == TRANSLATOR.eos
+        written = torch.tensor([expected[: -1 if is_whole else None]], dtype=torch.long)
+        (blocks,) = blockwise.split_into_blocks(model, torch.tensor([list(source)]), written)
+        passes = [len(round.tokens) for round in rounds]
+        if not is_whole:  # the last blocks were cut by the limit
+            n = max(i for i in range(len(passes) + 1) if sum(passes[:i]) <= len(expected) - 3)
+            passes, blocks = passes[:n], blocks[:n]
+        expect_equal(TRANSLATED, passes, blocks, **case)
+
+
+@collect_evidence(TAUGHT)
+def predictors_are_trained_on_translations(loss: Any) -> Iterator[int]:
+    """Check the loss of a translation against the formulas, and how often each one is drawn."""
+    source, target = PAIR
+    batch = torch.tensor([list(source)]), torch.tensor([list(target)])
+    for seed, frozen in product(range(2), (False, True)):
+        model = random_block_translator(seed)
+        for weight in model.weights.values():
+            weight.requires_grad_()
+        rows, labels = predictor_rows(model, source, [1, *target]), [*target, TRANSLATOR.eos]
+        expected = [
+            float(-of_predictor.log_softmax(-1)[range(6 - i), labels[i:]].mean())
+            for i, of_predictor in enumerate(rows)
+        ]
+        drawn, case = Counter[int](), {"model": seed, "frozen": frozen}
+        for number in range(LOSS_DRAWS):
+            got = float(loss(model, batch, torch.Generator().manual_seed(number), frozen).detach())
+            near = [i for i, x in enumerate(expected) if math.isclose(got, x, rel_tol=1e-5)]
+            if not near:
+                accuse(TAUGHT, expected, got, **case)
+            drawn[near[0]] += 1
+        if (drawn[0] and frozen) or any(drawn[i] < LEAST_DRAWS for i in range(int(frozen), 3)):
+            accuse(TAUGHT, f"each at least {LEAST_DRAWS} times", dict(drawn), **case)
+        yield LOSS_DRAWS
+
+
 def fitted_layer_drafts_the_text(build: Build) -> Evidence:
     """Check that a layer that its loss has fitted to a text drafts it, after every part of it."""
     return medusa_traps.fitted_heads_draft_the_text(build, "blockwise", draws=DRAWS)
@@ -157,6 +271,8 @@ TRAPS = [
     Trap(RESIDUAL, untrained_layer_repeats_the_head, card("blockwise")),
     Trap(COUNTED, right_guesses_save_passes, card("blockwise")),
     Trap(RELAXED, rules_accept_what_they_allow, card("blockwise")),
+    Trap(TRANSLATED, translations_are_drafted_by_blocks, card("blockwise")),
+    Trap(TAUGHT, predictors_are_trained_on_translations, lambda: blockwise.translation_loss),
 ]
 
 _blockwise = partial(Toy, technique="blockwise")
@@ -196,5 +312,26 @@ TOYS = [
         "rng.draw(p[at])",
         relaxed_verifier,
         law=RELAXED,
+    ),
+    _blockwise(
+        "right guesses that are counted after a wrong one",
+        "row.long().cumprod(dim=-1).sum(dim=-1)",
+        "row.long().sum(dim=-1)",
+        blockwise.split_into_blocks,
+        law=TRANSLATED,
+    ),
+    _blockwise(
+        "a predictor that is trained on the token before its own",
+        "(0, i), value=config.pad)[:, i:]",
+        "(0, i), value=config.pad)[:, max(i - 1, 0) :][:, : text.shape[1]]",
+        blockwise.translation_labels,
+        law=TAUGHT,
+    ),
+    _blockwise(
+        "a frozen model's own predictor among those that are drawn",
+        "int(frozen)",
+        "0",
+        blockwise.translation_loss,
+        law=TAUGHT,
     ),
 ]

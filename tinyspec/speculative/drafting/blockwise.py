@@ -15,7 +15,8 @@ token is the likeliest one. The pass that verifies also computes the states that
 predicted from. So m tokens take about m / k + 1 passes, and not 2m / k.
 
 Training: cross-entropy of one predictor, drawn at random for each batch, as in the authors' code,
-which saves memory by it. The texts are the target's own.
+which saves memory by it. The texts are the target's own. On the encoder-decoder, where the paper
+translates, they are what a teacher wrote, and the layer is trained alone or with the model.
 
 Guarantee: EXACT, at any temperature: the guesses are point masses. The paper relaxes acceptance in
 three ways. `rule` picks one, and `slack` says how far it goes; at 0 all of them are exact:
@@ -28,12 +29,13 @@ Above temperature 0, which the paper does not treat, a guess that is not accepte
 the exact rule accepts it. So each rule accepts at least as much as decoding without it.
 Pitfall: a pass to predict and another one to verify. The text is the same, for twice the passes.
 Tests: tests/speculative/test_blockwise.py (`extend_by_block` against what runs; the count of
-passes; an untrained layer repeats the target's head; each rule accepts more as slack grows).
+passes; an untrained layer repeats the target's head; each rule accepts more as slack grows; the
+same on translations, against a dense pass).
 Additions of ours: p_1 is the target's own head, so the layer has k - 1 parts and not k. W_out and
 b_out begin as zero, so an untrained predictor says what that head says. For `draft_vocab`, see
 `HeadSettings`.
-Left out: training the target with the layer ("fine tuning"), outputs of a beam search as texts, and
-the encoder-decoder, on which the paper translates.
+Training the target with the layer, the paper's "fine tuning", is `blockwise_tuned`.
+Left out: pictures, for which the rule by distance was made.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +51,7 @@ from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of, top_k_tokens
 from tinyspec.decoding.verify import Verdict, exclude_token, verify_tree
-from tinyspec.lm.config import Config
+from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.heads import (
     TOKEN_MAP,
     FrozenTarget,
@@ -60,6 +62,7 @@ from tinyspec.lm.heads import (
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
+from tinyspec.lm.seq2seq import BLOCK, Seq2Seq
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -137,20 +140,112 @@ def predict_by_block(
     return F.linear(h + part, target.head)
 
 
+def draw_predictors(n: int, generator: torch.Generator | None = None) -> range:
+    """Return one of n predictors, drawn at random; all of them where no gradient is wanted."""
+    if not torch.is_grad_enabled():
+        return range(n)
+    drawn = int(torch.randint(n, (), generator=generator))
+    return range(drawn, drawn + 1)
+
+
+def guess_loss(
+    weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch, depth: int
+) -> Tensor:
+    """Return the cross-entropy of one predictor of the layer on what the target wrote."""
+    logits = predict_by_block(weights, target, batch.ids, batch.states, depth)
+    return batch.cross_entropy(target, depth, logits)
+
+
 def block_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
     """Return the cross-entropy of a random predictor on what the target wrote.
 
     Where no gradient is wanted, it is the mean over all predictors.
     """
-    depths = range(count_parts(weights))
-    if torch.is_grad_enabled():
-        drawn = int(torch.randint(len(depths), ()))
-        depths = range(drawn, drawn + 1)
-    total = batch.states.new_zeros(())
-    for depth in depths:
-        logits = predict_by_block(weights, target, batch.ids, batch.states, depth)
-        total = total + batch.cross_entropy(target, depth, logits) / len(depths)
-    return total
+    depths = draw_predictors(count_parts(weights))
+    return torch.stack([guess_loss(weights, target, batch, depth) for depth in depths]).mean()
+
+
+# ------------------------------------------------------------------ on an encoder-decoder
+
+
+def translation_logits(model: Seq2Seq, states: Tensor, i: int) -> Tensor:
+    """Return the logits [B, T, V] of predictor i on the decoder's states [B, T, d]; 0 is p_1."""
+    if i == 0:
+        return model.logits(states)
+    layer = {
+        name.removeprefix(BLOCK): w for name, w in model.weights.items() if name.startswith(BLOCK)
+    }
+    target = FrozenTarget(model.decoder.config, model.embedding, model.embedding)
+    return predict_by_block(layer, target, torch.empty(0), states[:, None], i - 1)
+
+
+def translation_labels(config: Seq2SeqConfig, target: Tensor, i: int) -> Tensor:
+    """Return what predictor i must say at each state, [B, T + 1]; padding where nothing is known.
+
+    target  [B, T] translations without their ends, padded
+    """
+    lengths = (target != config.pad).sum(dim=1, keepdim=True)
+    text = F.pad(target, (0, 1), value=config.pad).scatter(1, lengths, config.eos)
+    return F.pad(text, (0, i), value=config.pad)[:, i:]
+
+
+def translation_loss(
+    model: Seq2Seq,
+    batch: tuple[Tensor, Tensor],
+    generator: torch.Generator,
+    frozen: bool = False,
+    dropout: float = 0.0,
+    smoothing: float = 0.0,
+) -> Tensor:
+    """Return the cross-entropy of one predictor, drawn at random, on translations.
+
+    Where no gradient is wanted, it is the mean over all k of them.
+
+    batch   sources [B, S] and targets [B, T], padded at the end
+    frozen  only the layer is trained: p_1 is not drawn, and the states have no gradient
+    """
+    source, target = batch
+    n, first = model.config.block, int(frozen)
+    drawn = [first + i for i in draw_predictors(n + 1 - first, generator)]
+    with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+        states = model.causal_states(source, target, dropout)
+    losses = []
+    for i in drawn:
+        labels = translation_labels(model.config, target, i)
+        known = labels != model.config.pad
+        logits = translation_logits(model, states[known][None], i)[0]
+        losses.append(
+            F.cross_entropy(logits.float(), labels[known], label_smoothing=smoothing)
+            if len(logits)
+            else logits.sum()
+        )
+    return torch.stack(losses).mean()
+
+
+@torch.inference_mode()
+def split_into_blocks(model: Seq2Seq, source: Tensor, target: Tensor) -> list[list[int]]:
+    """Return the numbers of tokens that each pass accepts of the model's own greedy translations.
+
+    target  [B, T] what the model writes greedily, without ends, padded
+
+    The first pass has no draft: no state is known before it.
+    """
+    n, states = model.config.block, model.causal_states(source, target)
+    right = []
+    for i in range(1, n + 1):
+        labels = translation_labels(model.config, target, i)
+        guesses = translation_logits(model, states, i).argmax(-1)
+        right.append((guesses == labels) & (labels != model.config.pad))
+    is_right = torch.stack(right, dim=-1).cpu()  # [B, T + 1, n] at the state of each token
+    found = []
+    for row, length in zip(is_right, (target != model.config.pad).sum(1).tolist(), strict=True):
+        run = row.long().cumprod(dim=-1).sum(dim=-1).tolist()  # right guesses one after another
+        blocks, at = [1], 0
+        while at < length:  # `at` is the state that the newest token was predicted from
+            blocks.append(min(1 + run[at], length - at))
+            at += blocks[-1]
+        found.append(blocks)
+    return found
 
 
 # ------------------------------------------------------------------ the draft
@@ -235,6 +330,30 @@ def relaxed_verifier(rule: str, slack: int) -> Verifier:
     return judge
 
 
+TRAINED = Trained(
+    BlockwiseSettings,
+    lambda config, settings: (config.n_layers,),
+    block_shapes,
+    begin_block,
+    count_parts,
+    predict_by_block,
+    block_loss,
+    small=BlockwiseSettings(heads=2),
+)
+KNOBS = (
+    Knob(
+        "k",
+        10,
+        "tokens of a block, at most: the next one and k - 1 guesses; 1 is plain decoding",
+        low=1,
+        high=64,
+        small=(3, 2, 1),
+    ),
+    Knob("slack", 0, "how far the rule relaxes acceptance; 0 is exact", low=0, high=64),
+    Knob("rule", "top", "what may be accepted", choices=("top", "distance", "block")),
+)
+
+
 @technique(
     title="Blockwise parallel decoding",
     summary="one layer guesses a block of tokens",
@@ -244,28 +363,8 @@ def relaxed_verifier(rule: str, slack: int) -> Verifier:
     point_masses=True,
     hidden=True,
     lossy=("slack", 0),
-    trained=Trained(
-        BlockwiseSettings,
-        lambda config, settings: (config.n_layers,),
-        block_shapes,
-        begin_block,
-        count_parts,
-        predict_by_block,
-        block_loss,
-        small=BlockwiseSettings(heads=2),
-    ),
-    knobs=(
-        Knob(
-            "k",
-            10,
-            "tokens of a block, at most: the next one and k - 1 guesses; 1 is plain decoding",
-            low=1,
-            high=64,
-            small=(3, 2, 1),
-        ),
-        Knob("slack", 0, "how far the rule relaxes acceptance; 0 is exact", low=0, high=64),
-        Knob("rule", "top", "what may be accepted", choices=("top", "distance", "block")),
-    ),
+    trained=TRAINED,
+    knobs=KNOBS,
 )
 def blockwise(request: Request, *, k: int, slack: int, rule: str) -> Decoder:
     """Return a decoder that drafts a block by the target's block layer."""
