@@ -65,12 +65,15 @@ def random_reader(seed: int, positional: bool = True, positions: int = READER_PO
 
 
 def reader_of(
-    trained: TrainedTranslator, seed: int, positions: int = READER_POSITIONS, **settings: Any
+    trained: TrainedTranslator | None, seed: int, positions: int = READER_POSITIONS, **settings: Any
 ) -> Seq2Seq:
     """Return a random encoder-decoder of nine tokens, as a technique trains it.
 
+    trained   what the technique trains; None: any model with every head
     settings  other values than the defaults
     """
+    if trained is None:
+        return random_reader(seed, positions=positions)
     extra = asdict(trained.settings(**settings))
     config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, **trained.shape, extra=extra)
     return random_translator(config, seed, 2, "reader")
@@ -103,10 +106,7 @@ class RefineScene:
         judge = None
         if self.teacher:
             judge = random_reader(self.model + 1, False, 4 * READER_POSITIONS)
-        model = random_reader(self.model)
-        if self.trained is not None:
-            model = reader_of(self.trained, self.model)
-        request = RefineRequest(model, judge)
+        request = RefineRequest(reader_of(self.trained, self.model), judge)
         return request, self.build(request)
 
     def start(self) -> tuple[RefineRequest, Refinement, Iterator[Pass]]:
