@@ -150,7 +150,7 @@ class RefineScene:
 def passes_of_a_rewriting(scene: RefineScene) -> None:
     """Check by the forward log: one encoder pass, and one decoder pass for each rewriting.
 
-    A decoder pass covers the whole canvas, and there are no others.
+    A decoder pass covers the whole canvas, or the slots that it adds, and there are no others.
     """
     request, _, passes = scene.run()
     named = [call.model for call in request.forward_log]
@@ -160,7 +160,8 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
     expect({"encoder": 1, "decoder": len(passes)}, counts)
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
-        expect([step.after.tokens.numel()], own, rows_of_pass=step.iteration)
+        added = step.after.tokens.numel() - step.before.tokens.numel()
+        expect([added or step.after.tokens.numel()], own, rows_of_pass=step.iteration)
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
