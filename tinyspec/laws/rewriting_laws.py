@@ -184,15 +184,18 @@ def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
     That happens where source and canvas are equally long.
     """
     length, room = int(canvas.mask[row].sum()), canvas.tokens.shape[1]
-    extra = canvas.extra
-    if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
-        if source == room and extra.ndim > 1:
-            return None
-        extra = extra[row : row + 1]
-        if extra.ndim > 1 and extra.shape[1] == room:
-            extra = extra[:, : max(length, 1)]
+    extras = canvas.extra if type(canvas.extra) is tuple else (canvas.extra,)
+    own = list[Any]()
+    for extra in extras:
+        if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
+            if source == room and extra.ndim == 2:
+                return None
+            extra = extra[row : row + 1]
+            if extra.ndim > 1 and extra.shape[1] == room:
+                extra = extra[:, : max(length, 1)]
+        own.append(extra)
     tokens, mask, scores = (part[row : row + 1, : max(length, 1)] for part in canvas[:3])
-    return Canvas(tokens, mask, scores, extra)
+    return Canvas(tokens, mask, scores, tuple(own) if type(canvas.extra) is tuple else own[0])
 
 
 def padding_decides_nothing(scene: RefineScene) -> None:
