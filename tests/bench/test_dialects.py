@@ -102,6 +102,9 @@ def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
             RAW,
             SAMPLED,
             KD,
+            *("sat, K 2", "sat, K 2, distilled"),
+            *("iterative refinement, T 1", "iterative refinement, T 2"),
+            "iterative refinement without denoising, T 2",
             *(f"mask-predict, T {t}, l {n}" for t, n in ((1, 1), (2, 1), (2, 2))),
         ]
         assert all(len(row["verdicts"]) == 6 for row in arms.values())
@@ -171,8 +174,15 @@ def test_wrong_input_is_one_line(dialects_run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
-    """Dialects are equally likely, so no model is right by taking the most likely words."""
+def test_one_parallel_pass_mixes_dialects_and_the_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dialects are equally likely, so no model is right by taking the most likely words.
+
+    SAT and iterative refinement have tests of their own.
+    """
+    monkeypatch.setattr(DialectTrial, "run_groups", lambda *asked: {})
+    monkeypatch.setattr(DialectTrial, "run_refinement", lambda *asked: {})
     given = DialectSettings(
         ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10),
         lengths=(1,),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tinyspec.bench.experiments.dialects import REFINED, DialectSettings, DialectTrial
 from tinyspec.decoding.refine import Pass, Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -143,6 +144,23 @@ def test_gradients_flow_through_states_and_not_through_words() -> None:
     first = torch.nn.functional.cross_entropy(logits[0], target[0]) / len(DAMAGE)
     (alone,) = torch.autograd.grad(first, weight)
     assert float(alone.abs().max()) > 1e-3 and not torch.allclose(slope, alone)
+
+
+@pytest.mark.slow
+def test_three_dialects_become_one_with_the_iterations_and_not_without_denoising(
+    tmp_path: Path,
+) -> None:
+    """On the pairs as they are, where one pass mixes dialects. The ablation is the paper's idea."""
+    given = DialectSettings(
+        ("lex",), modes=3, words=6, shortest=3, longest=4, pairs=4000, tests=100, steps=300,
+        width=48,
+    )  # fmt: skip
+    found = DialectTrial("lex", given, tmp_path).run_refinement((1, 4, 10))
+    valid = {name: sum(int(mark) & 1 for mark in row["verdicts"]) for name, row in found.items()}
+    print(valid)
+    first, ablated = valid[f"{REFINED}, T 1"], valid[f"{REFINED} without denoising, T 10"]
+    assert valid[f"{REFINED}, T 10"] >= 70 and valid[f"{REFINED}, T 4"] >= first + 30
+    assert ablated <= valid[f"{REFINED}, T 10"] - 30
 
 
 # ------------------------------------------------------------------ bad input, and the card

@@ -7,6 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from tinyspec.bench.experiments.dialects import (
+    SAT,
+    SAT_KD,
+    DialectSettings,
+    DialectTrial,
+    translate_greedily,
+)
 from tinyspec.decoding.refine import Pass, Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -140,6 +147,27 @@ def test_a_canvas_can_be_rewritten_again() -> None:
         second = refiner.rewrite(first, memory, 1, Seeded(0))
         assert second.extra.rows.length == 4 and first.extra.rows.length == 2
         assert second.text(0)[:4] == run(model, SOURCES[3])[0].tokens[:4]
+
+
+@pytest.mark.slow
+def test_two_words_at_once_need_distilled_sentences_where_dialects_mix(tmp_path: Path) -> None:
+    """The two words of the first group do not know of each other's dialect."""
+    given = DialectSettings(
+        ("lex",), modes=3, words=6, shortest=3, longest=4, pairs=4000, tests=100, steps=300,
+        width=48,
+    )  # fmt: skip
+    trial = DialectTrial("lex", given, tmp_path)
+    teacher, plain = trial.run_autoregressive()
+    taught = translate_greedily(teacher, trial.sources)
+    found = {
+        "teacher": plain,
+        **trial.run_groups(SAT, trial.targets),
+        **trial.run_groups(SAT_KD, taught),
+    }
+    valid = {name: sum(int(mark) & 1 for mark in row["verdicts"]) for name, row in found.items()}
+    print(valid)
+    assert min(valid["teacher"], valid[SAT_KD]) >= 90 and valid[SAT] <= 70
+    assert found[SAT_KD]["passes"] < 0.7 * found["teacher"]["passes"]
 
 
 def test_groups_must_fit_into_the_positions() -> None:

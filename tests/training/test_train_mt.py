@@ -187,6 +187,13 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
         assert (source.tolist(), target.tolist()) == ([pair.source], [pair.target])
 
 
+def test_a_model_that_can_learn_no_pair_is_an_error(zoo: Path) -> None:
+    plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "1"})
+    pairs = [SentencePair([5], [8])]
+    with pytest.raises(TinyspecError, match="no pair fits the model"):
+        translation_tasks.make_task(plan, pairs, pairs, None)
+
+
 def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
     path = zoo / "nat/recipe.toml"
     for old, new, message in (

@@ -58,7 +58,7 @@ def word_logits(model: Seq2Seq, state: Vector) -> Vector:
     return [sum(x * y for x, y in zip(state, row, strict=True)) for row in model.embedding.tolist()]
 
 
-def likeliest_word(model: Seq2Seq, state: Vector) -> tuple[int, float]:
+def find_likeliest_word(model: Seq2Seq, state: Vector) -> tuple[int, float]:
     """Return the likeliest word that is no special token, and its log-probability among them."""
     c, row = model.config, word_logits(model, state)
     words = [word for word in range(len(row)) if word not in (c.pad, c.bos, c.eos, c.mask)]

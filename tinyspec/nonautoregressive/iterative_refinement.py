@@ -24,14 +24,15 @@ targets are the teacher's (distillation). The first decoder and the refiner begi
 Guarantee: APPROX, with the number of iterations. One iteration is the first decoder alone. Its own
 rule is proved by an oracle in plain lists.
 Pitfall: one decoder that is trained for one pass and iterated; no denoising; words without states.
-Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against what runs,
-pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
+Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against what
+runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
 Additions of ours: a LENGTH token, trained along, in place of a classifier of |y| - |x| that is
 trained afterwards; several lengths in one batch, of which the best mean log-probability wins.
 Adaptive stop: the newest translation has the words of the one before it, in any order (the Jaccard
 distance of the two is 0). The authors' code waits for five translations.
 Left out: positional attention ([shape] positional adds it); removing repeated words from the
-translations that are scored. The weights w of the code are .633, .367, .1, .1, by a slip of a range.
+translations that are scored. The weights w of the code are .633, .367, .1, .1, by a slip of a
+range.
 """
 
 from collections import Counter

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import TranslatorTraining
 from tinyspec.training import aligner, distilled
@@ -83,6 +84,8 @@ def make_student_task(
         return trained.fits(config, settings, len(pair.source), len(pair.target))
 
     kept = [pair for pair in pairs if fit(pair)]
+    if not kept:
+        raise TinyspecError(f"recipe {plan.name}: no pair fits the model: enlarge its [shape]")
     fertilities = count_all_fertilities(kept, config.fertilities - 1) if trained.aligned else []
     written = list[SentencePair]()
     if trained.figures is not None:

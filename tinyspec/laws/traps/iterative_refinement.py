@@ -1,5 +1,6 @@
-"""Iterative refinement (Lee et al. 2018): a second decoder reads words and states, and is trained to
-repair its own translations and damaged references.
+"""Iterative refinement (Lee et al. 2018): a second decoder reads words and states.
+
+It is trained to repair its own translations and damaged references.
 """
 
 import math
@@ -18,7 +19,7 @@ from tinyspec.laws.nonautoregressive_laws import Build, likeliest_lengths, run_r
 from tinyspec.laws.plain_lists import (
     add_vectors,
     copy_evenly,
-    likeliest_word,
+    find_likeliest_word,
     run_plain_pass,
     word_logits,
     word_vector,
@@ -53,7 +54,7 @@ def write_and_refine(
     stack, found = "decoder", list[Written]()
     for _ in range(passes):
         states = run_plain_pass(model, source, inputs, lambda t, s: True, stack)
-        best = [likeliest_word(model, state) for state in states]
+        best = [find_likeliest_word(model, state) for state in states]
         words = [word for word, _ in best]
         found.append((words, [score for _, score in best]))
         pairs = zip(words, states, strict=True)
@@ -186,7 +187,7 @@ def loss_of_four_passes(loss: Callable[..., Tensor]) -> Iterator[int]:
                 for state, word in zip(states, target, strict=True):
                     row = torch.tensor(word_logits(model, state), dtype=torch.float64)
                     total -= float(row.log_softmax(dim=-1)[word]) / len(DAMAGE)
-                own = [likeliest_word(model, state)[0] for state in states]
+                own = [find_likeliest_word(model, state)[0] for state in states]
                 read = target if denoising else own
                 inputs = [
                     add_vectors(word_vector(model, word), state)

@@ -20,7 +20,7 @@ from tinyspec.laws.nonautoregressive_laws import (
 )
 from tinyspec.laws.plain_lists import (
     copy_evenly,
-    likeliest_word,
+    find_likeliest_word,
     run_plain_pass,
     word_logits,
     word_vector,
@@ -51,7 +51,7 @@ def write_from_copies(
     """Return the words of a translation of `count` words, and their log-probabilities."""
     inputs = [word_vector(model, word) for word in copy_evenly(source, count)]
     states = run_plain_pass(model, source, inputs, lambda t, s: t != s)
-    best = [likeliest_word(model, state) for state in states]
+    best = [find_likeliest_word(model, state) for state in states]
     return [word for word, _ in best], [score for _, score in best]
 
 
