@@ -37,6 +37,7 @@ from tinyspec.technique import Guarantee, RefineRequest, find_technique
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.translation_tasks import teacher_forcing_loss
+from tinyspec.translation import translate
 
 SOURCES = [(4,), (6, 5), (4, 7, 5), (8, 7, 4, 6), (5, 4, 6, 7, 5)]
 RECIPE = Path(__file__).parents[2] / "models/multi30k-sat/recipe.toml"
@@ -128,6 +129,18 @@ def test_an_end_inside_a_group_cuts_it_and_so_does_the_limit() -> None:
         limited += len(text) == most_words(model, source, k)
         assert steps[-1].after.tokens.shape[1] == passes * k <= 10
     assert cut and limited
+
+
+def test_a_translation_tells_why_it_ended() -> None:
+    reasons = set()
+    for seed, source in product(range(5), SOURCES):
+        model = group_writer(seed, 2)
+        done = translate(model, source, method="sat")
+        assert not isinstance(done, list)
+        is_full = len(done.tokens) == most_words(model, source, 2)
+        assert done.finish_reason == ("length" if is_full else "eos")
+        reasons.add(done.finish_reason)
+    assert len(reasons) == 2
 
 
 def test_a_pass_as_plain_data_tells_the_new_words() -> None:

@@ -16,7 +16,7 @@ and the autoregressive teacher keeps the translation that it finds likeliest.
     L           = - sum over t of log p(y_t | x, T) - log p(T | x)           `parallel_loss`
 
 Training. Everything, on the sentences as the teacher translates them (sequence-level distillation,
-Kim and Rush 2016, arXiv 1606.07947); all weights begin as the teacher's.
+Kim and Rush 2016, arXiv 1606.07947); the layers begin as the teacher's.
 
 Guarantee: APPROX, with the number of lengths. No setting gives the teacher's distribution. Its own
 rule is proved by an oracle in plain lists (laws/plain_lists.py).
@@ -24,8 +24,9 @@ Pitfall: scores with the target's true length, which no translator knows; a posi
 own copy; candidates that the student judges itself.
 Tests: tests/nonautoregressive/test_parallel.py (`translate_from_copies` against what runs; the
 copies, the mask and the words of every length; who chooses; the loss).
-Left out: the positional attention of the paper: it belongs to the checkpoint ([shape] positional),
-and ours has none, so that all its weights begin as the teacher's. Special tokens are never written.
+Left out: the positional attention of the paper. It belongs to the checkpoint ([shape] positional),
+and our recipe has none, so that every layer begins as the teacher's. Special tokens are never
+written.
 """
 
 from collections.abc import Callable, Sequence

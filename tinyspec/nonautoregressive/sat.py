@@ -190,6 +190,11 @@ class SatRefiner:
     def choose(self, canvas: Canvas, source: object, memory: EncoderOutput) -> int:
         return 0
 
+    def finish_reason(self, canvas: Canvas) -> str:
+        """Return why the text of a canvas ended: by its own end, or by the limit."""
+        is_full = canvas.mask[0].sum() == canvas.extra.limits[0]
+        return "length" if bool(is_full) else "eos"
+
 
 # ------------------------------ the card
 
