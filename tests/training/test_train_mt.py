@@ -203,6 +203,8 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
         ("beam = 1", "beam = 0", "beam is 0"),
         ("longest", "longst", "longst is not known"),
         ("d_model = 16", "d_modell = 16", r"section \[shape\]"),
+        ('inherit = ["embed", "encoder"]', 'inherit = "embed"', "inherit must be a list"),
+        ('inherit = ["embed", "encoder"]', "inherit = { embed = 3 }", "inherit must be a list"),
         ("fertilities = 24", "", r"\[shape\] fertilities is missing"),
     ):
         text = path.read_text()
@@ -373,6 +375,6 @@ def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
     assert model.config.extra["teacher"] == "multi30k-teacher"
     card = (folder / "README.md").read_text()
     about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
-    assert about.get(name, "greedy") in card
+    assert about.get(name, "an autoregressive student") in card
     if name != "shallow":
         assert find_technique(plan.method).refiner(RefineRequest(model))

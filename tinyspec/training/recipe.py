@@ -151,6 +151,14 @@ class TranslationRecipe:
             raise TinyspecError(
                 "[distill], inherit and finetune need a teacher: teacher = FOLDER is missing"
             )
+        lent = [
+            *self.inherit,
+            *(self.inherit.values() if isinstance(self.inherit, Mapping) else ()),
+        ]
+        if isinstance(self.inherit, str) or not all(isinstance(prefix, str) for prefix in lent):
+            raise TinyspecError(
+                "inherit must be a list of prefixes of weights' names, or a table of such prefixes"
+            )
         trained = self.trained
         if self.finetune and (trained is None or trained.finetune is None):
             raise TinyspecError(f"method {self.method} has no second stage: leave finetune out")
@@ -187,10 +195,10 @@ class TranslationRecipe:
     def describe(self, figures: Mapping[str, float]) -> str:
         """Return what the page of the model says about its method."""
         if self.trained is None:
-            return (
-                "It writes from left to right: the autoregressive teacher of the others, and what "
-                "they are compared with. Its figure is greedy decoding's."
-            )
+            about = "the autoregressive teacher of the others, and what they are compared with"
+            if self.teacher:
+                about = "an autoregressive student, which parallel models must beat"
+            return f"It writes from left to right: {about}. Its figure is greedy decoding's."
         return self.trained.page.format(settings=self.settings_of_translator(), figures=figures)
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
