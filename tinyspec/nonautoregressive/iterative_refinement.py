@@ -1,7 +1,7 @@
 """Iterative refinement: write all words at once, then rewrite all of them, again and again.
 
 Paper: Lee, Mansimov, Cho, EMNLP 2018, arXiv 1802.06901. What is said of their training was read in
-the authors' code (github.com/nyu-dl/dl4mt-nonauto, commit f737794).
+the authors' code (github.com/nyu-dl/dl4mt-nonauto, branch multigpu, commit 442df7d).
 
 Idea. A first decoder writes a translation in one pass, from even copies of the source. A second
 decoder, the *refiner*, reads a translation and writes a better one; it runs as often as one likes.
@@ -27,7 +27,8 @@ Pitfall: one decoder that is trained for one pass and iterated; no denoising; wo
 Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against what
 runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
 Additions of ours: a LENGTH token, trained along, in place of a classifier of |y| - |x| that is
-trained afterwards; several lengths in one batch, of which the best mean log-probability wins.
+trained afterwards; several lengths in one batch, of which the best mean log-probability wins; the
+mean of the passes in the loss, where the code has the sum, so that the length weighs as much.
 Adaptive stop: the newest translation has the words of the one before it, in any order (the Jaccard
 distance of the two is 0). The authors' code waits for five translations.
 Left out: positional attention ([shape] positional adds it); removing repeated words from the
