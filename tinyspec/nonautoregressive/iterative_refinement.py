@@ -16,7 +16,7 @@ own translations, and as a denoiser, which repairs a reference that was damaged 
 
 Training. The input of pass i + 1 is, with probability 1/2, a damaged reference C(y*) in place of
 y^i; the coin falls once for a pass of a batch. The state h^i is added to both, and gradients flow
-through it, but not through the choice of words. C damages max(1, floor(w T)) positions, never the
+through it, but not through the choice of words. C picks max(1, floor(w T)) positions, never the
 last one; each of them gets, with equal chances, a random word, a swap with the next word, or the
 same word once more in place of the next. The share w falls from pass to pass: .9, .63, .37, .1. The
 targets are the teacher's (distillation). The first decoder and the refiner begin as the teacher's.
