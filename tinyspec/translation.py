@@ -75,7 +75,8 @@ class TranslationStatistics(Statistics):
 class Translation(Generation):
     """The result for a source: a Generation, and what every pass made of a canvas.
 
-    finish_reason  "length" where a canvas was rewritten: its length was decided before its tokens
+    finish_reason  "length" where a canvas was rewritten, because its length was decided before its
+                   tokens; a technique that writes ends tells "eos" for one (`finish_reason`)
     passes         of a technique that rewrites, one entry a decoder pass
     """
 
@@ -247,7 +248,9 @@ class RewritingRun:
         if not self.finished:
             self._close()
         tokens, scores = self.refinement.tokens, self.refinement.scores
-        reason, trace = "length" if self.finished else "interrupted", Trace(list(self.source))
+        tell_reason = getattr(self.refinement.refiner, "finish_reason", lambda canvas: "length")
+        reason = tell_reason(self.refinement.canvas) if self.finished else "interrupted"
+        trace = Trace(list(self.source))
         return Translation(
             self.text,
             tokens,

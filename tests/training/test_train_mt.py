@@ -18,11 +18,14 @@ from torch.nn import functional as F
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.speculative.drafting import specdec
+from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.train_mt import initial_model, train_mt
 
+MODELS = Path(__file__).parents[2] / "models"
 RECIPE = """
 name = "NAME"
 method = "METHOD"
@@ -52,8 +55,8 @@ RECIPES = {
     "teacher": ("teacher", "", ""),
     "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
-    "specdec": ("specdec", "block = 5\n" + STUDENT, ""),
-    "blockwise": ("blockwise", "block = 3\n" + STUDENT, ""),
+    "specdec": ("specdec", STUDENT + "[translator]\nk = 5\n", ""),
+    "blockwise": ("blockwise", STUDENT + "[translator]\nk = 3\n", ""),
 }
 
 
@@ -178,11 +181,18 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
     """And a batch holds the pairs whose numbers were drawn, although some were left out."""
     plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
     pairs = [SentencePair([5], [8, 8, 8]), SentencePair([6], [9]), SentencePair([7, 7], [10, 11])]
-    task = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
+    task = translation_tasks.make_task(plan, pairs, pairs, None)
     assert list(task.pairs) == pairs[1:]
     for number, pair in enumerate(task.pairs):
         source, target, _ = task.batch([number])
         assert (source.tolist(), target.tolist()) == ([pair.source], [pair.target])
+
+
+def test_a_model_that_can_learn_no_pair_is_an_error(zoo: Path) -> None:
+    plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "1"})
+    pairs = [SentencePair([5], [8])]
+    with pytest.raises(TinyspecError, match="no pair fits the model"):
+        translation_tasks.make_task(plan, pairs, pairs, None)
 
 
 def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
@@ -194,6 +204,8 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
         ("beam = 1", "beam = 0", "beam is 0"),
         ("longest", "longst", "longst is not known"),
         ("d_model = 16", "d_modell = 16", r"section \[shape\]"),
+        ('inherit = ["embed", "encoder"]', 'inherit = "embed"', "inherit must be a list"),
+        ('inherit = ["embed", "encoder"]', "inherit = { embed = 3 }", "inherit must be a list"),
         ("fertilities = 24", "", r"\[shape\] fertilities is missing"),
     ):
         text = path.read_text()
@@ -227,7 +239,7 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
     (zoo / "fine/recipe.toml").write_text(
         text.replace('method = "nat"', 'method = "mask_predict"\nfinetune = "../nat"')
     )
-    with pytest.raises(TinyspecError, match="finetune is a stage of nat"):
+    with pytest.raises(TinyspecError, match="method mask_predict has no second stage"):
         run(zoo, "fine")
 
 
@@ -267,6 +279,22 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no section [distill]" in done.stderr
 
 
+def test_a_stack_may_begin_with_the_weights_of_another(zoo: Path) -> None:
+    """As a table, `inherit` says which of the teacher's weights each prefix begins with."""
+    path = zoo / "cmlm/recipe.toml"
+    text = path.read_text().replace("lengths = 41", "lengths = 41\nstacks = { again = 1 }")
+    table = 'inherit = { embed = "embed", again = "decoder" }'
+    path.write_text(text.replace('inherit = ["embed", "encoder"]', table))
+    plan = read_translation_recipe(path)
+    other = read_translation_recipe(zoo / "teacher/recipe.toml", {"train.seed": "1"})
+    teacher = initial_model(other, _tokenizer(zoo), None, torch.device("cpu"))
+    student = initial_model(plan, teacher.tokenizer, teacher, torch.device("cpu"))
+    for name, weight in student.weights.items():
+        theirs = teacher.weights.get(name.replace("again", "decoder"), torch.zeros(0))
+        if weight.ndim > 1:
+            assert torch.equal(weight, theirs) == name.startswith(("embed", "again")), name
+
+
 def test_the_drafter_of_specdec_is_trained_for_its_teacher(zoo: Path) -> None:
     assert run(zoo, "teacher") and run(zoo, "specdec")
     model = Seq2Seq.load(zoo / "specdec")
@@ -283,12 +311,12 @@ def test_glancing_follows_the_progress_of_the_training(zoo: Path) -> None:
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")
     pairs = [SentencePair([5, 6], [8, 9, 10])] * 3
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs, teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs, teacher)
     assert task.before_step is not None
     shares = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            translation_tasks.specdec,
+            specdec,
             "block_filling_loss",
             lambda model, batch, block, share, *rest: shares.append(share),
         )
@@ -303,7 +331,7 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")  # 64 positions, 5 of them masks
     pairs = [SentencePair([5], [8] * n) for n in (57, 58, 59)]
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs[:1], teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs[:1], teacher)
     assert task.pairs == pairs[:2]
     for seed in range(9):
         loss = task.loss(teacher, task.batch([1]), torch.Generator().manual_seed(seed))
@@ -313,11 +341,11 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
 def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path) -> None:
     path = zoo / "specdec/recipe.toml"
     for value in ("0", "2.5", "true", "-1"):
-        with pytest.raises(TinyspecError, match=r"block is .*: it must be a whole number"):
-            read_translation_recipe(path, {"block": value})
+        with pytest.raises(TinyspecError, match=r"k is .*: it must be a whole number"):
+            read_translation_recipe(path, {"translator.k": value})
     text = path.read_text().replace(STUDENT, "")
     path.write_text(text)
-    with pytest.raises(TinyspecError, match=r"specdec drafts for a teacher: teacher = FOLDER"):
+    with pytest.raises(TinyspecError, match=r"is judged by its teacher.*: teacher = FOLDER"):
         run(zoo, "specdec")
 
 
@@ -337,7 +365,7 @@ def test_a_teacher_is_trained_on_with_a_block_layer(zoo: Path) -> None:
 
 
 def test_a_frozen_teacher_gets_a_layer_and_stays(zoo: Path) -> None:
-    assert run(zoo, "teacher") and run(zoo, "blockwise", overrides={"frozen": "true"})
+    assert run(zoo, "teacher") and run(zoo, "blockwise", overrides={"translator.frozen": "true"})
     teacher, model = Seq2Seq.load(zoo / "teacher"), Seq2Seq.load(zoo / "blockwise")
     assert all(torch.equal(w, model.weights[name]) for name, w in teacher.weights.items())
     assert float(model.weights["block.out.weight"].abs().max()) > 0
@@ -361,19 +389,21 @@ def test_the_best_weights_of_a_block_layer_have_the_least_loss(zoo: Path) -> Non
 def test_recipes_of_a_block_layer_that_cannot_be_followed_say_why(zoo: Path) -> None:
     assert run(zoo, "teacher")
     for overrides, message in (
-        ({"block": "1"}, "block is 1: it must be from 2 to 64"),
-        ({"block": "65"}, "block is 65: it must be from 2 to 64"),
+        ({"translator.k": "1"}, "k is 1: it must be a whole number from 2 to 64"),
+        ({"translator.k": "65"}, "k is 65: it must be a whole number from 2 to 64"),
+        ({"translator.k": "true"}, "k is True: it must be a whole number from 2 to 64"),
+        ({"translator.frozen": "1"}, "frozen is 1: it must be true or false"),
         ({"shape.d_ff": "32"}, r"\[shape\] is not that of teacher"),
         ({"teacher": '""', "inherit": "[]"}, "need a teacher"),
     ):
         with pytest.raises(TinyspecError, match=message):
             run(zoo, "blockwise", overrides=overrides)
-    with pytest.raises(TinyspecError, match="frozen is of blockwise: method specdec"):
-        run(zoo, "specdec", overrides={"frozen": "true"})
+    with pytest.raises(TinyspecError, match=r"\[translator\] frozen is not known"):
+        run(zoo, "specdec", overrides={"translator.frozen": "true"})
     path = zoo / "blockwise/recipe.toml"
     path.write_text(path.read_text().replace(STUDENT, ""))
     with pytest.raises(
-        TinyspecError, match="blockwise adds a layer to a teacher: teacher = FOLDER"
+        TinyspecError, match="blockwise adds weights to a teacher: teacher = FOLDER"
     ):
         run(zoo, "blockwise")
 
@@ -393,4 +423,37 @@ def test_the_committed_recipe_of_a_block_layer_is_followed(zoo: Path) -> None:
     out = zoo / "mine"
     options: dict[str, Any] = {"data_folder": zoo / "data", "device": "cpu"}
     assert train_mt(recipe, out, overrides=overrides, **options).finished
-    assert Seq2Seq.load(out).config.block == read_translation_recipe(recipe).block - 1
+    settings = read_translation_recipe(recipe).settings_of_translator()
+    assert Seq2Seq.load(out).config.block == settings.k - 1
+
+
+RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow"]
+TINY = {
+    "shape.d_model": "16",
+    "shape.n_heads": "2",
+    "shape.d_ff": "24",
+    "tokens": "120",
+    "judged": "4",
+    "distill.beam": "1",
+    "train.steps": "4",
+    "train.warmup": "1",
+    "train.valid_every": "4",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES_OF_THE_ZOO)
+def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
+    """Its sections and its method, on tiny shapes for four steps."""
+    assert run(zoo, "teacher")
+    (zoo / "teacher").rename(zoo / "multi30k-teacher")
+    folder = zoo / f"multi30k-{name}"
+    shutil.copytree(MODELS / folder.name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run(zoo, folder.name, overrides=TINY)
+    model, plan = Seq2Seq.load(folder), read_translation_recipe(folder / "recipe.toml")
+    assert model.config.extra["trained_for"] == plan.method
+    assert model.config.extra["teacher"] == "multi30k-teacher"
+    card = (folder / "README.md").read_text()
+    about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
+    assert about.get(name, "an autoregressive student") in card
+    if name != "shallow":
+        assert find_technique(plan.method).refiner(RefineRequest(model))

@@ -62,7 +62,7 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     f = ConfigReader(str(file), values)
     sizes: dict[str, Any] = {}
     for field in fields(Seq2SeqConfig):
-        if field.name in ("positional", "extra"):
+        if field.name in ("positional", "stacks", "extra"):
             continue
         if field.name in _MAY_BE_ZERO and values.get(field.name) == 0:
             sizes[field.name] = 0
@@ -71,13 +71,29 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     extra = values.get("tinyspec", {})
     if not isinstance(extra, dict):
         raise f.error("tinyspec", "a JSON object")
-    config = Seq2SeqConfig(**sizes, positional=f.boolean("positional", False), extra=extra)
+    config = Seq2SeqConfig(
+        **sizes,
+        positional=f.boolean("positional", False),
+        stacks=_read_stacks(f, values.get("stacks", {})),
+        extra=extra,
+    )
     if config.d_model % 2 or config.d_model % config.n_heads:
         raise f.error("n_heads", f"a divisor of d_model {config.d_model}, which is even")
     for name in ("pad", "bos", "eos", "mask"):
         if getattr(config, name) >= config.vocab_size:
             raise f.error(name, f"a token id below vocab_size {config.vocab_size}")
     return config
+
+
+def _read_stacks(f: ConfigReader, stacks: Any) -> dict[str, int]:
+    """Return the layers of the further decoder stacks, by name."""
+    names = stacks if isinstance(stacks, dict) else {"": 0}
+    for name, layers in names.items():
+        is_name = name.isidentifier() and name not in ("encoder", "decoder")
+        is_count = isinstance(layers, int) and not isinstance(layers, bool)
+        if not (is_name and is_count and 1 <= layers <= _MOST["decoder_layers"]):
+            raise f.error("stacks", 'names of decoder stacks with layers, as {"refiner": 2}')
+    return dict(names)
 
 
 def _read_weights(
