@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tinyspec.errors import TinyspecError
+
 TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
 
 
@@ -118,6 +120,9 @@ class Seq2SeqConfig:
     lengths      how many target lengths the LENGTH token predicts; 0: there is no such token
     fertilities  how many fertilities (target tokens of a source token) are predicted, from 0 on;
                  0: there is no such head
+    heads        shapes of further weights, by name: those that a technique reads. Each has one or
+                 two dimensions. A name of a matrix with a dot is trained as a matrix inside the
+                 network, one without as an embedding
     extra        config.json's "tinyspec" section: method, teacher, licence, recipe
     """
 
@@ -135,6 +140,7 @@ class Seq2SeqConfig:
     positional: bool = False
     lengths: int = 0
     fertilities: int = 0
+    heads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
     def stack_config(self, layers: int) -> Config:
@@ -182,7 +188,12 @@ class Seq2SeqConfig:
         if self.fertilities:
             shapes["fertility.weight"] = (self.fertilities, d)
             shapes["fertility.bias"] = (self.fertilities,)
-        return shapes
+        for name in self.heads:
+            if name in shapes:
+                raise TinyspecError(
+                    f"heads: {name} is a weight of the architecture: rename the head"
+                )
+        return {**shapes, **self.heads}
 
     def parameters(self) -> int:
         """Return the number of weights.
