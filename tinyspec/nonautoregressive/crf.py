@@ -81,7 +81,7 @@ def mix_states(weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
     mixed = F.linear(inner, weights[f"{DOWN}.weight"], weights[f"{DOWN}.bias"])
     rank = weights[E1].shape[1]
     identity = torch.eye(rank, dtype=mixed.dtype, device=mixed.device)
-    return identity + mixed.unflatten(-1, (rank, rank))
+    return identity + mixed.view(*mixed.shape[:-1], rank, rank)
 
 
 def build_lattice(
