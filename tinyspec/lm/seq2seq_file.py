@@ -62,7 +62,7 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     f = ConfigReader(str(file), values)
     sizes: dict[str, Any] = {}
     for field in fields(Seq2SeqConfig):
-        if field.name in ("positional", "heads", "extra"):
+        if field.name in ("positional", "stacks", "heads", "extra"):
             continue
         if field.name in _MAY_BE_ZERO and values.get(field.name) == 0:
             sizes[field.name] = 0
@@ -72,7 +72,11 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     if not isinstance(extra, dict):
         raise f.error("tinyspec", "a JSON object")
     config = Seq2SeqConfig(
-        **sizes, positional=f.boolean("positional", False), heads=_read_heads(f), extra=extra
+        **sizes,
+        positional=f.boolean("positional", False),
+        stacks=_read_stacks(f, values.get("stacks", {})),
+        heads=_read_heads(f),
+        extra=extra,
     )
     if config.d_model % 2 or config.d_model % config.n_heads:
         raise f.error("n_heads", f"a divisor of d_model {config.d_model}, which is even")
@@ -98,6 +102,17 @@ def _read_heads(f: ConfigReader) -> dict[str, tuple[int, ...]]:
         if not all(type(size) is int and 1 <= size <= 2**24 for size in shape):
             raise f.error("heads", f"{wanted}, sizes from 1 to {2**24}")
     return {name: tuple(shape) for name, shape in heads.items()}
+
+
+def _read_stacks(f: ConfigReader, stacks: Any) -> dict[str, int]:
+    """Return the layers of the further decoder stacks, by name."""
+    names = stacks if isinstance(stacks, dict) else {"": 0}
+    for name, layers in names.items():
+        is_name = name.isidentifier() and name not in ("encoder", "decoder")
+        is_count = isinstance(layers, int) and not isinstance(layers, bool)
+        if not (is_name and is_count and 1 <= layers <= _MOST["decoder_layers"]):
+            raise f.error("stacks", 'names of decoder stacks with layers, as {"refiner": 2}')
+    return dict(names)
 
 
 def _read_weights(
