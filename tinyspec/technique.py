@@ -28,7 +28,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.config import TUNED, Config
+from tinyspec.lm.config import TUNED, Config, Seq2SeqConfig
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.heads import RANKED, RANKS, TOKEN_MAP, FrozenTarget, HeadSettings
 from tinyspec.lm.model import Model
@@ -336,6 +336,68 @@ class Tuned(NamedTuple):
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
 
 
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a method that has none."""
+
+
+class TranslatorTraining(NamedTuple):
+    """A translation model in training, as the loss of a technique sees it.
+
+    model      what is trained
+    teacher    the model that wrote its targets; None: people wrote them
+    settings   section [translator] of the recipe, with the technique's defaults
+    dropout    share of the activations that is dropped
+    smoothing  of the labels
+    progress   how much of the training is over, from 0 to 1
+    """
+
+    model: Seq2Seq
+    teacher: Seq2Seq | None
+    settings: Any
+    dropout: float
+    smoothing: float
+    progress: float
+
+
+TranslatorLoss = Callable[[TranslatorTraining, tuple[Tensor, ...], torch.Generator], Tensor]
+"""(training, batch, generator) -> scalar.
+
+A batch is sources [B, S] and targets [B, T], padded at the end. Random numbers come from the
+generator, which is on the model's device.
+"""
+
+
+class TrainedTranslator(NamedTuple):
+    """What a technique trains as a model that translates: it tells the trainer and the laws.
+
+    loss       of a batch
+    translate  (model, settings, sources [B, S]) -> translations: how a validation translates
+    page       sentences about the model on its page; {settings} and {figures} are filled in
+    shape      what section [shape] of a recipe must have, with the values that the laws take
+    settings   dataclass of the values that the model is trained for: section [translator] of a
+               recipe; config.json stores them. Its constructor raises TinyspecError for values
+               without a meaning
+    fits       (config, settings, source tokens, target tokens) -> whether it can learn such a pair
+    aligned    whether a batch has a third part: the fertilities [B, S] that an aligner counts
+    finetune   the loss of a second stage, in which the teacher takes part
+    figures    (model, settings, sources, targets, generator) -> further figures of a validation, by
+               name, each [B]. The targets are the teacher's greedy translations
+    """
+
+    loss: TranslatorLoss
+    translate: Callable[[Seq2Seq, Any, Tensor], list[list[int]]]
+    page: str
+    shape: Mapping[str, Any] = {}
+    settings: type[Any] = NoSettings
+    fits: Callable[[Seq2SeqConfig, Any, int, int], bool] = lambda *pair: True
+    aligned: bool = False
+    finetune: TranslatorLoss | None = None
+    figures: Callable[[Seq2Seq, Any, Tensor, Tensor, torch.Generator], dict[str, Tensor]] | None = (
+        None
+    )
+
+
 def is_tuned_for(model: Any, method: str) -> bool:
     """Return whether a model was tuned for this method, by its config.json."""
     made = model.config.extra.get(TUNED)
@@ -383,6 +445,7 @@ class Card:
     head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
     cyclic          runs only on a model whose layers repeat (`Config.repeat`)
     tuned           what it trains in the model itself, if it needs a model that was tuned for it
+    translator      what it trains as a translation model, if it needs one of its own
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target. Of a method with `tuned`: that of
                     the tuned model, which is then the user's
@@ -405,6 +468,7 @@ class Card:
     persistent: bool = False
     trained: Trained | None = None
     tuned: Tuned | None = None
+    translator: TrainedTranslator | None = field(default=None, hash=False)  # it has a mapping
     head_of: str = ""
     cyclic: bool = False
     keeps: str = ""

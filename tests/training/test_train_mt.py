@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.speculative.drafting import specdec
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
@@ -52,7 +53,7 @@ RECIPES = {
     "teacher": ("teacher", "", ""),
     "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
-    "specdec": ("specdec", "block = 5\n" + STUDENT, ""),
+    "specdec": ("specdec", STUDENT + "[translator]\nk = 5\n", ""),
 }
 
 
@@ -177,7 +178,7 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
     """And a batch holds the pairs whose numbers were drawn, although some were left out."""
     plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
     pairs = [SentencePair([5], [8, 8, 8]), SentencePair([6], [9]), SentencePair([7, 7], [10, 11])]
-    task = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
+    task = translation_tasks.make_task(plan, pairs, pairs, None)
     assert list(task.pairs) == pairs[1:]
     for number, pair in enumerate(task.pairs):
         source, target, _ = task.batch([number])
@@ -226,7 +227,7 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
     (zoo / "fine/recipe.toml").write_text(
         text.replace('method = "nat"', 'method = "mask_predict"\nfinetune = "../nat"')
     )
-    with pytest.raises(TinyspecError, match="finetune is a stage of nat"):
+    with pytest.raises(TinyspecError, match="method mask_predict has no second stage"):
         run(zoo, "fine")
 
 
@@ -266,6 +267,22 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no section [distill]" in done.stderr
 
 
+def test_a_stack_may_begin_with_the_weights_of_another(zoo: Path) -> None:
+    """As a table, `inherit` says which of the teacher's weights each prefix begins with."""
+    path = zoo / "cmlm/recipe.toml"
+    text = path.read_text().replace("lengths = 41", "lengths = 41\nstacks = { again = 1 }")
+    table = 'inherit = { embed = "embed", again = "decoder" }'
+    path.write_text(text.replace('inherit = ["embed", "encoder"]', table))
+    plan = read_translation_recipe(path)
+    other = read_translation_recipe(zoo / "teacher/recipe.toml", {"train.seed": "1"})
+    teacher = initial_model(other, _tokenizer(zoo), None, torch.device("cpu"))
+    student = initial_model(plan, teacher.tokenizer, teacher, torch.device("cpu"))
+    for name, weight in student.weights.items():
+        theirs = teacher.weights.get(name.replace("again", "decoder"), torch.zeros(0))
+        if weight.ndim > 1:
+            assert torch.equal(weight, theirs) == name.startswith(("embed", "again")), name
+
+
 def test_the_drafter_of_specdec_is_trained_for_its_teacher(zoo: Path) -> None:
     assert run(zoo, "teacher") and run(zoo, "specdec")
     model = Seq2Seq.load(zoo / "specdec")
@@ -282,12 +299,12 @@ def test_glancing_follows_the_progress_of_the_training(zoo: Path) -> None:
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")
     pairs = [SentencePair([5, 6], [8, 9, 10])] * 3
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs, teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs, teacher)
     assert task.before_step is not None
     shares = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            translation_tasks.specdec,
+            specdec,
             "block_filling_loss",
             lambda model, batch, block, share, *rest: shares.append(share),
         )
@@ -302,7 +319,7 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")  # 64 positions, 5 of them masks
     pairs = [SentencePair([5], [8] * n) for n in (57, 58, 59)]
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs[:1], teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs[:1], teacher)
     assert task.pairs == pairs[:2]
     for seed in range(9):
         loss = task.loss(teacher, task.batch([1]), torch.Generator().manual_seed(seed))
@@ -312,9 +329,9 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
 def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path) -> None:
     path = zoo / "specdec/recipe.toml"
     for value in ("0", "2.5", "true", "-1"):
-        with pytest.raises(TinyspecError, match=r"block is .*: it must be a whole number"):
-            read_translation_recipe(path, {"block": value})
+        with pytest.raises(TinyspecError, match=r"k is .*: it must be a whole number"):
+            read_translation_recipe(path, {"translator.k": value})
     text = path.read_text().replace(STUDENT, "")
     path.write_text(text)
-    with pytest.raises(TinyspecError, match=r"specdec drafts for a teacher: teacher = FOLDER"):
+    with pytest.raises(TinyspecError, match=r"is judged by its teacher.*: teacher = FOLDER"):
         run(zoo, "specdec")

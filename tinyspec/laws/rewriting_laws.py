@@ -9,7 +9,7 @@ dense decoder; it is itself compared with a version written token by token
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -23,7 +23,7 @@ from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_eq
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
-from tinyspec.technique import Card, RefineRequest
+from tinyspec.technique import Card, RefineRequest, TrainedTranslator
 from tinyspec.tree import ROOT, TokenTree
 
 REFINE_PASSES = "passes of a rewriting"
@@ -64,6 +64,18 @@ def random_reader(seed: int, positional: bool = True, positions: int = READER_PO
     return random_translator(config, seed, 2, "reader" if positional else "teacher")
 
 
+def reader_of(
+    trained: TrainedTranslator, seed: int, positions: int = READER_POSITIONS, **settings: Any
+) -> Seq2Seq:
+    """Return a random encoder-decoder of nine tokens, as a technique trains it.
+
+    settings  other values than the defaults
+    """
+    extra = asdict(trained.settings(**settings))
+    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, **trained.shape, extra=extra)
+    return random_translator(config, seed, 2, "reader")
+
+
 def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
     """Return whether two lists of numbers differ by more than rounding."""
     return len(a) != len(b) or any(abs(x - y) > REFINE_TOLERANCE for x, y in zip(a, b, strict=True))
@@ -71,11 +83,15 @@ def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class RefineScene:
-    """One request: models, source, settings, seed."""
+    """One request: models, source, settings, seed.
+
+    trained  what the technique trains; None: any model with every head
+    """
 
     build: Build
     source: Sequence[int]
     teacher: bool = False
+    trained: TrainedTranslator | None = None
     model: int = 0
     seed: int = 0
     knobs: dict[str, Any] = field(
@@ -87,7 +103,10 @@ class RefineScene:
         judge = None
         if self.teacher:
             judge = random_reader(self.model + 1, False, 4 * READER_POSITIONS)
-        request = RefineRequest(random_reader(self.model), judge)
+        model = random_reader(self.model)
+        if self.trained is not None:
+            model = reader_of(self.trained, self.model)
+        request = RefineRequest(model, judge)
         return request, self.build(request)
 
     def start(self) -> tuple[RefineRequest, Refinement, Iterator[Pass]]:
@@ -281,7 +300,9 @@ def hold_on_sources(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) 
         build = partial(card.refiner, **knobs)
         for number, source in enumerate(REFINE_SOURCES):
             model = 10 * seed + number
-            REFINE_LAWS[law](RefineScene(build, source, card.teacher, model, seed, knobs))
+            REFINE_LAWS[law](
+                RefineScene(build, source, card.teacher, card.translator, model, seed, knobs)
+            )
             yield 0
 
     return check()

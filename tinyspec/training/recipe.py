@@ -9,7 +9,15 @@ from typing import Any, ClassVar, TypeVar
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.families import to_hf
-from tinyspec.technique import Card, Trained, Tuned, find_technique, load_techniques
+from tinyspec.technique import (
+    Card,
+    NoSettings,
+    Trained,
+    TrainedTranslator,
+    Tuned,
+    find_technique,
+    load_techniques,
+)
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.corpus import END_ID
 from tinyspec.training.distilled import BeamSettings
@@ -18,7 +26,6 @@ from tinyspec.training.outputs import DistillSettings, OutputSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
-METHODS = ("teacher", "nat", "mask_predict", "specdec")  # of translation models
 C = TypeVar("C", Config, Seq2SeqConfig)
 
 
@@ -102,19 +109,19 @@ class Recipe:
 class TranslationRecipe:
     """A recipe of a translation model.
 
-    Sections: [shape] (Seq2SeqConfig), [train] (TrainSettings), [distill] (BeamSettings: how the
-    teacher writes the targets; without it the targets are people's). Folders are relative to the
-    recipe's own.
+    Sections: [shape] (Seq2SeqConfig), [translator] (the method's settings), [train]
+    (TrainSettings), [distill] (BeamSettings: how the teacher writes the targets; without it the
+    targets are people's). Folders are relative to the recipe's own.
 
-    method      the method whose loss is used
+    method      the technique whose loss is used; teacher: the autoregressive loss
     vocab_size  of the tokenizer that is trained, if there is no teacher
     tokens      positions of a batch, on its longer side
     longest     tokens; longer pairs are left out
     smoothing   of the labels
     teacher     folder of the teacher: tokenizer, distilled targets, first weights
-    inherit     prefixes of the names of weights that begin as the teacher's
-    finetune    nat: folder of a NAT that the teacher fine-tunes word by word
-    block       specdec: masks behind a prefix (k)
+    inherit     prefixes of the names of weights that begin as the teacher's; as a table: each with
+                the prefix of the teacher's weights
+    finetune    folder of a model of this method that is trained further, in its second stage
     judged      valid sentences that are translated at each validation
     extra       goes into the checkpoint's config
     """
@@ -132,26 +139,59 @@ class TranslationRecipe:
     dropout: float = 0.3
     smoothing: float = 0.1
     teacher: str = ""
-    inherit: tuple[str, ...] = ()
+    inherit: tuple[str, ...] | Mapping[str, str] = ()
     finetune: str = ""
-    block: int = 25
+    translator: Mapping[str, Any] = field(default_factory=dict)
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise TinyspecError(
-                f"method {self.method} cannot be trained; {suggest_nearest(self.method, METHODS)}"
-            )
         if not self.teacher and (self.distill is not None or self.inherit or self.finetune):
             raise TinyspecError(
                 "[distill], inherit and finetune need a teacher: teacher = FOLDER is missing"
             )
-        if self.finetune and self.method != "nat":
-            raise TinyspecError(f"finetune is a stage of nat: method {self.method} has none")
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise TinyspecError(f"block is {self.block}: it must be a whole number of at least 1")
+        trained = self.trained
+        if self.finetune and (trained is None or trained.finetune is None):
+            raise TinyspecError(f"method {self.method} has no second stage: leave finetune out")
+        if trained is not None and trained.figures is not None and not self.teacher:
+            raise TinyspecError(
+                f"{self.method} is judged by its teacher: teacher = FOLDER is missing"
+            )
+        for name in {} if trained is None else trained.shape:
+            if not self.shape.get(name):
+                raise TinyspecError(f"method {self.method}: [shape] {name} is missing")
+        self.settings_of_translator()
+
+    @property
+    def trained(self) -> TrainedTranslator | None:
+        """Return what the method trains; None: the autoregressive teacher."""
+        if self.method == "teacher":
+            return None
+        cards = load_techniques()
+        trained = cards[self.method].translator if self.method in cards else None
+        if trained is None:
+            known = [name for name, card in cards.items() if card.translator is not None]
+            raise TinyspecError(
+                f"method {self.method} cannot be trained; "
+                f"{suggest_nearest(self.method, ['teacher', *known])}"
+            )
+        return trained
+
+    def settings_of_translator(self) -> Any:
+        """Return the section [translator] with the method's defaults."""
+        kind: Any = NoSettings if self.trained is None else self.trained.settings
+        reject_unknown_keys(self.translator, {f.name for f in fields(kind)}, "[translator] ")
+        return kind(**self.translator)
+
+    def describe(self, figures: Mapping[str, float]) -> str:
+        """Return what the page of the model says about its method."""
+        if self.trained is None:
+            return (
+                "It writes from left to right: the autoregressive teacher of the others, and what "
+                "they are compared with. Its figure is greedy decoding's."
+            )
+        return self.trained.page.format(settings=self.settings_of_translator(), figures=figures)
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
         """Return the config of the model that the recipe trains."""
@@ -163,8 +203,7 @@ class TranslationRecipe:
         }
         if self.teacher:
             extra["teacher"] = Path(self.teacher).name
-        if self.method == "specdec":
-            extra["k"] = self.block  # the card advises what the model was trained for
+        extra |= asdict(self.settings_of_translator())
         if self.distill is not None:
             extra["distilled"] = asdict(self.distill)
         if self.finetune:

@@ -26,7 +26,7 @@ from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.recipe import TranslationRecipe, read_translation_recipe
 from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.translation_tasks import TASKS, translate_in_batches
+from tinyspec.training.translation_tasks import make_task, translate_in_batches
 
 SHOWN = 5  # examples on a card: the first valid sentences
 
@@ -67,7 +67,7 @@ def train_mt(
     usable = bitext.filter_pairs(pairs, plan.longest)
     parent = load_named_model(plan, plan.finetune, *folders)
     model = initial_model(plan, tokenizer, parent or teacher, run.device)
-    task = TASKS[plan.method](plan, usable, valid, teacher)
+    task = make_task(plan, usable, valid, teacher)
     run.print(
         f"{len(task.pairs):,} pairs; "
         f"{plan.name}: {model.config.parameters():,} weights on {run.device}"
@@ -152,15 +152,24 @@ def initial_model(
 ) -> Seq2Seq:
     """Return a model with random weights, or the parent's where name and shape are equal.
 
-    `plan.inherit` has the prefixes of these names. Fine-tuning begins with all of them.
+    `plan.inherit` has the prefixes of these names, and those of the parent's if they are others.
+    Fine-tuning begins with all of them.
     """
     config = plan.config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
     if parent is not None:
-        prefixes = "" if plan.finetune else plan.inherit
-        names = [name for name in parent.weights if name.startswith(prefixes)]
-        inherit_weights(weights, parent.weights, names)
+        named = plan.inherit
+        prefixes = named if isinstance(named, Mapping) else {name: name for name in named}
+        if plan.finetune:
+            prefixes = {"": ""}
+        lent = {
+            own + name.removeprefix(theirs): weight
+            for own, theirs in prefixes.items()
+            for name, weight in parent.weights.items()
+            if name.startswith(theirs)
+        }
+        inherit_weights(weights, lent, lent)
     return Seq2Seq(
         config, {name: w.to(device) for name, w in weights.items()}, tokenizer, plan.name
     )

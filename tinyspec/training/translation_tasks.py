@@ -1,8 +1,10 @@
 """Define how each translation model is trained: its batches, its loss, its validation.
 
-The loss of a technique stands in the technique's own file. Here is what `train mt` needs around it.
+What a technique trains stands in its own file, and its card says it (`TrainedTranslator`). Here is
+what `train mt` needs around it, and the autoregressive teacher.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -11,12 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.rng import Seeded
-from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive import mask_predict, nat
-from tinyspec.nonautoregressive.refine_many import translate_sources
-from tinyspec.speculative.drafting import specdec
+from tinyspec.technique import TranslatorTraining
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
@@ -25,7 +23,6 @@ from tinyspec.training.train import Batch
 
 Pairs = Sequence[SentencePair]
 Ids = Sequence[int]
-VALIDATION_KNOBS = {"iterations": 4, "lengths": 2}  # of Mask-Predict: few, to be quick
 
 
 class TranslationTask(NamedTuple):
@@ -71,116 +68,81 @@ def make_teacher_task(
     return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures)
 
 
-def make_nat_task(
+def make_student_task(
     plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
-    """Return the task of NAT, whose fertilities come from the aligner.
+    """Return the task of a technique's translation model, as its card says (`TrainedTranslator`).
 
-    It is validated with one pass, from each word's most probable fertility.
+    Further figures are means over the valid sentences that fit.
     """
-    most = int(plan.shape.get("fertilities", 0)) - 1
-    if most < 1:
-        raise TinyspecError(
-            f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing"
-        )
-    pairs = [pair for pair in pairs if len(pair.target) <= most * len(pair.source)]
-    alignment = aligner.align_words(
-        [pair.source for pair in pairs], [pair.target for pair in pairs]
-    )
-    fertilities = [
-        aligner.count_fertilities(links, len(pair.source), most).tolist()
-        for links, pair in zip(alignment.links, pairs, strict=True)
-    ]
+    trained, settings, progress = plan.trained, plan.settings_of_translator(), 0.0
+    assert trained is not None
+    config = plan.config(plan.vocab_size if teacher is None else teacher.config.vocab_size)
+
+    def fit(pair: SentencePair) -> bool:
+        return trained.fits(config, settings, len(pair.source), len(pair.target))
+
+    kept = [pair for pair in pairs if fit(pair)]
+    fertilities = count_all_fertilities(kept, config.fertilities - 1) if trained.aligned else []
+    written = list[SentencePair]()
+    if trained.figures is not None:
+        assert teacher is not None  # the recipe has asked for it
+        sources = [pair.source for pair in valid]
+        greedy = partial(distilled.write_translations, teacher, settings=BeamSettings(beam=1))
+        texts = translate_in_batches(sources, greedy)
+        judged = [SentencePair(*sides) for sides in zip(sources, texts, strict=True)]
+        written = [pair for pair in judged if fit(pair)]
 
     def batch(numbers: Ids) -> Batch:
-        return *pad_pairs(pairs, numbers), pad_sequences([fertilities[i] for i in numbers], 0)
+        parts = pad_pairs(kept, numbers)
+        if trained.aligned:
+            return *parts, pad_sequences([fertilities[i] for i in numbers], 0)
+        return parts
+
+    def before_step(step: int, done: float) -> None:
+        nonlocal progress
+        progress = done
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        aligned, options = nat.AlignedPairs(*batch), (generator, plan.dropout, plan.smoothing)
-        if not plan.finetune:
-            return nat.nat_loss(model, aligned, *options)
-        assert teacher is not None
-        return nat.finetune_loss(model, teacher, aligned, *options)
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        return nat.translate_batch(model, pad_sequences(sources).to(model.device))
-
-    return TranslationTask(pairs, batch, loss, translate)
-
-
-def make_mask_predict_task(
-    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
-) -> TranslationTask:
-    """Return the task of Mask-Predict. It is validated with VALIDATION_KNOBS."""
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        masked = mask_predict.TranslationPairs(*batch)
-        return mask_predict.masked_lm_loss(model, masked, generator, plan.dropout, plan.smoothing)
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        refiner = mask_predict.MaskPredictRefiner(model, **VALIDATION_KNOBS)
-        padded = pad_sequences(sources).to(model.device)
-        return translate_sources(model, padded, refiner, [Seeded(0) for _ in sources])
-
-    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate)
-
-
-def make_specdec_task(
-    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
-) -> TranslationTask:
-    """Return the task of SpecDec's drafter: a block of masks behind a prefix, with glancing.
-
-    It is validated alone, block after block. A further figure is how many tokens at the head of a
-    block are those of the teacher's greedy translation.
-    """
-    if teacher is None:
-        raise TinyspecError(
-            f"recipe {plan.name}: specdec drafts for a teacher: teacher = FOLDER is missing"
+        training = TranslatorTraining(
+            model, teacher, settings, plan.dropout, plan.smoothing, progress
         )
-    room = plan.config(teacher.config.vocab_size).max_positions - plan.block - 1
-    sources = [pair.source for pair in valid]
-    greedy = partial(distilled.write_translations, teacher, settings=BeamSettings(beam=1))
-    written = [
-        SentencePair(source, target)
-        for source, target in zip(sources, translate_in_batches(sources, greedy), strict=True)
-        if len(target) <= room
-    ]
-    share = specdec.FIRST_GLANCE
-
-    def before_step(step: int, progress: float) -> None:
-        nonlocal share
-        share = specdec.glancing_share(progress)
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        source, target = batch
-        return specdec.block_filling_loss(
-            model, (source, target), plan.block, share, generator, plan.dropout, plan.smoothing
-        )
+        stage = trained.finetune if plan.finetune else trained.loss
+        assert stage is not None
+        return stage(training, batch, generator)
 
     def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        padded = pad_sequences(sources).to(model.device)
-        return specdec.translate_by_blocks(model, padded, plan.block)
+        return trained.translate(model, settings, pad_sequences(sources).to(model.device))
 
     def figures(model: Seq2Seq) -> dict[str, float]:
-        generator = torch.Generator(model.device).manual_seed(0)  # the same places each time
-        total = 0
+        if trained.figures is None:
+            return {}
+        generator = torch.Generator(model.device).manual_seed(0)  # the same draws each time
+        totals = Counter[str]()
         for group in group_by_length(written, plan.tokens):
             source, target = (side.to(model.device) for side in pad_pairs(written, group))
-            right = specdec.count_right_tokens(model, (source, target), plan.block, generator)
-            total += int(right.sum())
-        return {"right_tokens": total / max(len(written), 1)}
+            found = trained.figures(model, settings, source, target, generator)
+            totals.update({name: float(values.sum()) for name, values in found.items()})
+        return {name: total / max(len(written), 1) for name, total in totals.items()}
 
-    kept = [pair for pair in pairs if len(pair.target) <= room]
-    batch = partial(pad_pairs, kept)
     return TranslationTask(kept, batch, loss, translate, figures, before_step)
 
 
-TASKS = {
-    "teacher": make_teacher_task,
-    "nat": make_nat_task,
-    "mask_predict": make_mask_predict_task,
-    "specdec": make_specdec_task,
-}
+def count_all_fertilities(pairs: Pairs, most: int) -> list[list[int]]:
+    """Return the fertilities of every pair's source, by the aligner, each at most `most`."""
+    links = aligner.align_words([pair.source for pair in pairs], [pair.target for pair in pairs])
+    return [
+        aligner.count_fertilities(link, len(pair.source), most).tolist()
+        for link, pair in zip(links.links, pairs, strict=True)
+    ]
+
+
+def make_task(
+    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
+) -> TranslationTask:
+    """Return the task of a recipe."""
+    make = make_teacher_task if plan.trained is None else make_student_task
+    return make(plan, pairs, valid, teacher)
 
 
 def teacher_forcing_loss(
