@@ -9,7 +9,7 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Real
 from pathlib import Path
@@ -383,6 +383,7 @@ class TrainedTranslator(NamedTuple):
     finetune   the loss of a second stage, in which the teacher takes part
     figures    (model, settings, sources, targets, generator) -> further figures of a validation, by
                name, each [B]. The targets are the teacher's greedy translations
+    heads      (config, settings) -> shapes of the further weights that it trains, by name
     """
 
     loss: TranslatorLoss
@@ -396,6 +397,11 @@ class TrainedTranslator(NamedTuple):
     figures: Callable[[Seq2Seq, Any, Tensor, Tensor, torch.Generator], dict[str, Tensor]] | None = (
         None
     )
+    heads: Callable[[Seq2SeqConfig, Any], dict[str, tuple[int, ...]]] = lambda *both: {}
+
+    def equip(self, config: Seq2SeqConfig, settings: Any) -> Seq2SeqConfig:
+        """Return the config of a model of these sizes that has the technique's weights too."""
+        return replace(config, heads={**config.heads, **self.heads(config, settings)})
 
 
 def is_tuned_for(model: Any, method: str) -> bool:

@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tinyspec.laws.traps.nar_crf import score_sentences, sum_in_logs
 from tinyspec.nonautoregressive.crf import (
     DOWN,
-    E1,
-    E2,
-    UP,
     Lattice,
     build_lattice,
     dynamic_heads,
@@ -46,48 +44,12 @@ def random_inputs(words: int, places: int, seed: int, rows: int = 1) -> tuple[Te
     return emissions, torch.randn(rows, places, WIDTH, generator=generator, dtype=torch.float64)
 
 
-def transition_by_hand(
-    weights: dict[str, Tensor], states: Tensor, i: int, a: int, b: int, transitions: str
-) -> float:
-    """t(a, b, i), number by number."""
-    if transitions == "none":
-        return 0.0
-    w = {name: value.tolist() for name, value in weights.items()}
-    mixed = [[float(p == q) for q in range(RANK)] for p in range(RANK)]
-    if transitions == "dynamic":
-        read = [*states[i].tolist(), *states[i + 1].tolist()]
-        inner = [
-            max(0.0, sum(x * y for x, y in zip(row, read, strict=True)) + bias)
-            for row, bias in zip(w[f"{UP}.weight"], w[f"{UP}.bias"], strict=True)
-        ]
-        for n, (row, bias) in enumerate(zip(w[f"{DOWN}.weight"], w[f"{DOWN}.bias"], strict=True)):
-            value = sum(x * y for x, y in zip(row, inner, strict=True)) + bias
-            mixed[n // RANK][n % RANK] += value
-    return sum(w[E1][a][p] * mixed[p][q] * w[E2][b][q] for p, q in product(range(RANK), repeat=2))
-
-
 def enumerate_sentences(
     weights: dict[str, Tensor], emissions: Tensor, states: Tensor, transitions: str
 ) -> dict[tuple[int, ...], float]:
-    """The score of every sentence."""
-    places, words = emissions.shape
-    table = [
-        [
-            [transition_by_hand(weights, states, i, a, b, transitions) for b in range(words)]
-            for a in range(words)
-        ]
-        for i in range(places - 1)
-    ]
-    e = emissions.tolist()
-    return {
-        y: sum(e[i][w] for i, w in enumerate(y))
-        + sum(table[i][a][b] for i, (a, b) in enumerate(pairwise(y)))
-        for y in product(range(words), repeat=places)
-    }
-
-
-def sum_of_exp(scores: list[float]) -> float:
-    return math.log(math.fsum(math.exp(s) for s in scores))
+    """The score of every sentence of all words."""
+    candidates = [range(emissions.shape[1])] * len(emissions)
+    return score_sentences(weights, emissions.tolist(), states, transitions, candidates)
 
 
 def whole_lattice(words: int, places: int, seed: int, transitions: str) -> Lattice:
@@ -107,7 +69,7 @@ def test_it_equals_an_enumeration_of_all_sentences(
         weights = random_weights(words, seed)
         emissions, states = random_inputs(words, places, seed)
         scores = enumerate_sentences(weights, emissions[0], states[0], transitions)
-        whole = sum_of_exp(list(scores.values()))
+        whole = sum_in_logs(list(scores.values()))
         slots = torch.ones(1, places, dtype=torch.bool)
         read = emissions.clone().requires_grad_()
         lattice = build_lattice(weights, read, slots, words, transitions, states)
@@ -126,7 +88,7 @@ def test_it_equals_an_enumeration_of_all_sentences(
         for i, logprob in enumerate(logprobs):
             later = [s for y, s in scores.items() if y[i + 1 :] == best[i + 1 :]]
             right = [s for y, s in scores.items() if y[i:] == best[i:]]
-            assert logprob == pytest.approx(sum_of_exp(right) - sum_of_exp(later), abs=1e-10)
+            assert logprob == pytest.approx(sum_in_logs(right) - sum_in_logs(later), abs=1e-10)
         assert sum(logprobs) == pytest.approx(scores[best] - whole, abs=1e-10)
 
 
@@ -186,7 +148,7 @@ def test_z_rises_with_the_candidates_to_that_of_all_sentences() -> None:
         ]
         scores = enumerate_sentences(weights, emissions[0], states[0], transitions)
         assert all(a < b for a, b in pairwise(values[:8]))
-        assert values[7:] == pytest.approx([sum_of_exp(list(scores.values()))] * 4)
+        assert values[7:] == pytest.approx([sum_in_logs(list(scores.values()))] * 4)
 
 
 def test_the_right_words_are_candidates_however_unlikely() -> None:
@@ -203,7 +165,9 @@ def test_the_right_words_are_candidates_however_unlikely() -> None:
             assert float(log_likelihood(lattice)) <= 1e-12
             scores = enumerate_sentences(weights, emissions[0], states[0], "dynamic")
             candidates = product(*lattice.words[0].tolist())
-            expected = scores[tuple(gold[0].tolist())] - sum_of_exp([scores[y] for y in candidates])
+            expected = scores[tuple(gold[0].tolist())] - sum_in_logs(
+                [scores[y] for y in candidates]
+            )
             assert float(log_likelihood(lattice)) == pytest.approx(expected, abs=1e-10)
 
 
