@@ -16,8 +16,8 @@ from tinyspec.nonautoregressive.crf import (
     find_best_path,
     log_likelihood,
     log_partition,
-    mix_states,
-    score_path,
+    mix_neighbours,
+    score_choice,
     static_heads,
     word_logprobs,
 )
@@ -83,7 +83,7 @@ def test_it_equals_an_enumeration_of_all_sentences(
         chosen = find_best_path(lattice)
         best = max(scores, key=scores.__getitem__)
         assert tuple(lattice.tokens(chosen)[0].tolist()) == best
-        assert float(score_path(lattice, chosen)) == pytest.approx(scores[best], abs=1e-12)
+        assert float(score_choice(lattice, chosen)) == pytest.approx(scores[best], abs=1e-12)
         logprobs = word_logprobs(lattice, chosen)[0].tolist()
         for i, logprob in enumerate(logprobs):
             later = [s for y, s in scores.items() if y[i + 1 :] == best[i + 1 :]]
@@ -195,7 +195,7 @@ def test_dynamic_transitions_without_f_are_the_static_ones() -> None:
     for name in (f"{DOWN}.weight", f"{DOWN}.bias"):
         weights[name] = torch.zeros_like(weights[name])
     assert torch.equal(
-        mix_states(weights, states), torch.eye(2, dtype=torch.float64).expand(1, 2, 2, 2)
+        mix_neighbours(weights, states), torch.eye(2, dtype=torch.float64).expand(1, 2, 2, 2)
     )
 
 

@@ -32,7 +32,7 @@ from tinyspec.nonautoregressive.nar_crf import (
     crf_heads,
     decode_structured,
     nar_crf_loss,
-    translate_to_validate,
+    write_likeliest_length,
 )
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import Guarantee, RefineRequest, find_technique
@@ -128,7 +128,7 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     sources = [(4, 7, 5), (6,), (5, 4)]
     padded = pad_sequences(sources)
     alone = [run(model, None, source).tokens for source in sources]
-    assert translate_to_validate(model, NarCrfSettings(), padded) == alone
+    assert write_likeliest_length(model, NarCrfSettings(), padded) == alone
     refiner = NarCrfRefiner(model, random_judge(1), "static", 2, 3)
     knobs = {"transitions": "static", "beam": 2, "candidates": 3}
     alone = [run(model, random_judge(1), source, **knobs).tokens for source in sources]

@@ -59,6 +59,7 @@ RECIPES = {
         'start = "../cmlm"\n' + STUDENT + "[translator]\nrank = 2\n",
         "lengths = 41",
     ),
+    "nagbert": ("nag_bert", STUDENT + "[translator]\nrank = 2\npretraining = 0.5\n", ""),
 }
 
 
@@ -79,6 +80,8 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = RECIPE
         for key, value in (("NAME", name), ("METHOD", method), ("REST", rest), ("SHAPE", shape)):
             text = text.replace(key, value)
+        if method == "nag_bert":
+            text = text.replace("decoder_layers = 1", "decoder_layers = 0")
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").write_text(text)
     return tmp_path

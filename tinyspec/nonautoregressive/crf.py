@@ -71,7 +71,7 @@ def dynamic_heads(d_model: int, rank: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def mix_states(weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
+def mix_neighbours(weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
     """Return M_i between all neighbours: [B, T - 1, r, r].
 
     states  [B, T, d]
@@ -112,7 +112,7 @@ def build_lattice(
         left, right = weights[E1][words[:, :-1]], weights[E2][words[:, 1:]]
     if transitions == "dynamic":
         assert states is not None
-        left = left @ mix_states(weights, states)
+        left = left @ mix_neighbours(weights, states)
     return Lattice(
         words, emissions.gather(-1, words), left.to(emissions), right.to(emissions), slots
     )
@@ -138,7 +138,7 @@ def log_partition(lattice: Lattice) -> Tensor:
     return forward_scores(lattice)[:, -1].logsumexp(dim=-1)
 
 
-def score_path(lattice: Lattice, chosen: Tensor) -> Tensor:
+def score_choice(lattice: Lattice, chosen: Tensor) -> Tensor:
     """Return the sum of emissions and transitions of chosen candidates [B, T]: [B]."""
     emissions = lattice.emissions.gather(-1, chosen[..., None])[..., 0]
     pairs = (_pick(lattice.left, chosen[:, :-1]) * _pick(lattice.right, chosen[:, 1:])).sum(dim=-1)
@@ -150,7 +150,7 @@ def score_path(lattice: Lattice, chosen: Tensor) -> Tensor:
 def log_likelihood(lattice: Lattice) -> Tensor:
     """Return log p of the forced words: [B]. It is never above 0."""
     gold = torch.zeros_like(lattice.words[..., 0])
-    return score_path(lattice, gold) - log_partition(lattice)
+    return score_choice(lattice, gold) - log_partition(lattice)
 
 
 def find_best_path(lattice: Lattice) -> Tensor:

@@ -131,7 +131,7 @@ def read_lattice(
     return build_lattice(model.weights, allowed, slots, beam, transitions, states, forced)
 
 
-def compute_logits(model: Seq2Seq, states: Tensor) -> Tensor:
+def score_words(model: Seq2Seq, states: Tensor) -> Tensor:
     """Return the logits [..., V] of states, in float32 at least."""
     logits = model.logits(states)
     return logits if logits.dtype == torch.float64 else logits.float()
@@ -199,7 +199,7 @@ def nar_crf_loss(
     lengths = slots.sum(dim=1)
     memory = model.encode(source, dropout)
     states = decode_blank(model, slots, memory, dropout)
-    logits = compute_logits(model, states)
+    logits = score_words(model, states)
     kind = trained_transitions(model)
     lattice = read_lattice(model, states, logits, slots, beam, kind, forced=target)
     structure = -(log_likelihood(lattice) / lengths).mean()
@@ -215,7 +215,7 @@ def train_nar_crf(
     return nar_crf_loss(training.model, batch, training.dropout, training.smoothing)
 
 
-def translate_to_validate(
+def write_likeliest_length(
     model: Seq2Seq, settings: NarCrfSettings, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
@@ -260,7 +260,7 @@ class NarCrfRefiner:
         lattice = read_lattice(
             self.model,
             states,
-            compute_logits(self.model, states),
+            score_words(self.model, states),
             canvas.mask,
             self.beam,
             self.transitions,
@@ -289,7 +289,7 @@ class NarCrfRefiner:
     teacher=True,
     translator=TrainedTranslator(
         train_nar_crf,
-        translate_to_validate,
+        write_likeliest_length,
         "It writes all words at once, with {settings.transitions} transitions of rank "
         "{settings.rank} between neighbours (`nar_crf`). Its figure is that of one pass over the "
         "likeliest length.",

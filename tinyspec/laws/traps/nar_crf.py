@@ -85,12 +85,12 @@ def score_pair(
         for n, (row, bias) in enumerate(zip(down, down_bias, strict=True)):
             mixed[n // rank][n % rank] += bias + dot(row, inner)
     first, second = weights[E1][a].tolist(), weights[E2][b].tolist()
-    return sum(first[p] * mixed[p][q] * second[q] for p, q in product(range(rank), repeat=2))
+    return math.fsum(first[p] * mixed[p][q] * second[q] for p, q in product(range(rank), repeat=2))
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:
     """Return the sum of the products."""
-    return sum(x * y for x, y in zip(a, b, strict=True))
+    return math.fsum(x * y for x, y in zip(a, b, strict=True))
 
 
 def score_sentences(
