@@ -53,7 +53,7 @@ from tinyspec.nonautoregressive.crf import (
     static_heads,
     word_logprobs,
 )
-from tinyspec.nonautoregressive.nar_crf import check_rank, score_words, decode_structured
+from tinyspec.nonautoregressive.nar_crf import check_rank, decode_structured, score_words
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
