@@ -25,11 +25,12 @@ no candidates, so that a sentence may be likelier than certain.
 Tests: tests/nonautoregressive/test_nar_crf.py (`decode_structured` against what runs; the loss,
 number by number; the ablation on two dialects); tests/nonautoregressive/test_crf.py (Z, marginals
 and Viterbi against all sentences).
-Left out: nothing of the method. The identity beside f is in the bias of f's last layer, as the
-paper writes it; so static transitions are those without f. The width of f is ours. Where the paper
-has a fixed offset to the source's length, and lengths around it as candidates, the LENGTH token's
-likeliest lengths are taken; its weight in the loss is ours. The masks that the decoder reads stand
-for the paper's padding symbols.
+Left out: nothing of the method. f's last layer has a bias, so the identity beside f changes
+nothing of what can be learnt; without f the transitions are static. Where the paper has a fixed
+offset to the source's length, and lengths around it as candidates, the LENGTH token's likeliest
+lengths are taken. The width of f, and the weight of the length in the loss, are ours. The masks
+that the decoder reads stand for the paper's padding symbols. That f has two layers, the offset and
+the padding symbols are from memory of the paper.
 """
 
 from collections.abc import Callable, Sequence
