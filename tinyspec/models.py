@@ -321,9 +321,9 @@ def name_for_method(method: str, rewrites: bool) -> str:
     rewrites  the method rewrites a canvas; one that extends a text takes a teacher
     """
     wanted = method if rewrites else TEACHER
-    for name, kind in list_translators().items():
-        if kind == wanted:
-            return name
+    found = [name for name, kind in list_translators().items() if kind == wanted]
+    if found:  # a teacher comes before the autoregressive students of another one
+        return min(found, key=lambda name: "teacher" in _extras(find_model(name)))
     raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
 
 

@@ -19,11 +19,13 @@ from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.speculative.drafting import specdec
+from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.train_mt import initial_model, train_mt
 
+MODELS = Path(__file__).parents[2] / "models"
 RECIPE = """
 name = "NAME"
 method = "METHOD"
@@ -365,3 +367,35 @@ def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path
     path.write_text(text)
     with pytest.raises(TinyspecError, match=r"is judged by its teacher.*: teacher = FOLDER"):
         run(zoo, "specdec")
+
+
+RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow"]
+TINY = {
+    "shape.d_model": "16",
+    "shape.n_heads": "2",
+    "shape.d_ff": "24",
+    "tokens": "120",
+    "judged": "4",
+    "distill.beam": "1",
+    "train.steps": "4",
+    "train.warmup": "1",
+    "train.valid_every": "4",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES_OF_THE_ZOO)
+def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
+    """Its sections and its method, on tiny shapes for four steps."""
+    assert run(zoo, "teacher")
+    (zoo / "teacher").rename(zoo / "multi30k-teacher")
+    folder = zoo / f"multi30k-{name}"
+    shutil.copytree(MODELS / folder.name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run(zoo, folder.name, overrides=TINY)
+    model, plan = Seq2Seq.load(folder), read_translation_recipe(folder / "recipe.toml")
+    assert model.config.extra["trained_for"] == plan.method
+    assert model.config.extra["teacher"] == "multi30k-teacher"
+    card = (folder / "README.md").read_text()
+    about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
+    assert about.get(name, "greedy") in card
+    if name != "shallow":
+        assert find_technique(plan.method).refiner(RefineRequest(model))

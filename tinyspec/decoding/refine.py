@@ -107,7 +107,9 @@ class Pass(NamedTuple):
 
     def written(self) -> PassRecord:
         """Return the pass as plain data, without tensors."""
-        moved = (self.before.tokens != self.after.tokens) & self.after.mask
+        width = self.before.tokens.shape[1]  # a canvas may have grown
+        moved = self.after.mask.clone()
+        moved[:, :width] &= self.before.tokens != self.after.tokens[:, :width]
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
         scores = [
             row[slots].tolist()

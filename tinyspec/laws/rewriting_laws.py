@@ -73,12 +73,15 @@ def random_reader(seed: int, positional: bool = True, positions: int = READER_PO
 
 
 def reader_of(
-    trained: TrainedTranslator, seed: int, positions: int = READER_POSITIONS, **settings: Any
+    trained: TrainedTranslator | None, seed: int, positions: int = READER_POSITIONS, **settings: Any
 ) -> Seq2Seq:
     """Return a random encoder-decoder of nine tokens, as a technique trains it.
 
+    trained   what the technique trains; None: any model with every head
     settings  other values than the defaults
     """
+    if trained is None:
+        return random_reader(seed, positions=positions)
     given = trained.settings(**settings)
     config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, extra=asdict(given))
     shape = replace(config, **trained.shape)
@@ -112,10 +115,7 @@ class RefineScene:
         judge = None
         if self.teacher:
             judge = random_reader(self.model + 1, False, 4 * READER_POSITIONS)
-        model = random_reader(self.model)
-        if self.trained is not None:
-            model = reader_of(self.trained, self.model)
-        request = RefineRequest(model, judge)
+        request = RefineRequest(reader_of(self.trained, self.model), judge)
         return request, self.build(request)
 
     def start(self) -> tuple[RefineRequest, Refinement, Iterator[Pass]]:
@@ -159,7 +159,7 @@ class RefineScene:
 def passes_of_a_rewriting(scene: RefineScene) -> None:
     """Check by the forward log: one encoder pass, and one decoder pass for each rewriting.
 
-    A decoder pass covers the whole canvas, and there are no others.
+    A decoder pass covers the whole canvas, or the slots that it adds, and there are no others.
     """
     request, _, passes = scene.run()
     named = [call.model for call in request.forward_log]
@@ -169,7 +169,8 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
     expect({"encoder": 1, "decoder": len(passes)}, counts)
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
-        expect([step.after.tokens.numel()], own, rows_of_pass=step.iteration)
+        added = step.after.tokens.numel() - step.before.tokens.numel()
+        expect([added or step.after.tokens.numel()], own, rows_of_pass=step.iteration)
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
@@ -192,15 +193,18 @@ def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
     That happens where source and canvas are equally long.
     """
     length, room = int(canvas.mask[row].sum()), canvas.tokens.shape[1]
-    extra = canvas.extra
-    if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
-        if source == room and extra.ndim > 1:
-            return None
-        extra = extra[row : row + 1]
-        if extra.ndim > 1 and extra.shape[1] == room:
-            extra = extra[:, : max(length, 1)]
+    extras = canvas.extra if type(canvas.extra) is tuple else (canvas.extra,)
+    own = list[Any]()
+    for extra in extras:
+        if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
+            if source == room and extra.ndim == 2:
+                return None
+            extra = extra[row : row + 1]
+            if extra.ndim > 1 and extra.shape[1] == room:
+                extra = extra[:, : max(length, 1)]
+        own.append(extra)
     tokens, mask, scores = (part[row : row + 1, : max(length, 1)] for part in canvas[:3])
-    return Canvas(tokens, mask, scores, extra)
+    return Canvas(tokens, mask, scores, tuple(own) if type(canvas.extra) is tuple else own[0])
 
 
 def padding_decides_nothing(scene: RefineScene) -> None:

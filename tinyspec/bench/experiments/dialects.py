@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
@@ -33,8 +32,8 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
-from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.parallel import ParallelRefiner, parallel_loss, parallel_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.dialects import Dialects
@@ -178,16 +177,16 @@ class DialectTrial:
         model = self.fit(
             name, one_pass_loss, targets, self.setup.student_steps if name == KD else 0
         )
-        found = {name: self.judge_outputs(self.translate_tests(model, CopyRefiner(model)), 1)}
+        found = {name: self.judge_outputs(self.translate_tests(model, ParallelRefiner(model)), 1)}
         if name == RAW:
             source, target = self.held
             with torch.no_grad():
                 found[name]["nats"] = float(
-                    one_pass_nll(model, source, target, model.encode(source))
+                    parallel_nll(model, source, target, model.encode(source))
                 ) / len(target)
             generator = torch.Generator().manual_seed(self.setup.seed)
             found[SAMPLED] = self.judge_outputs(
-                self.translate_tests(model, CopyRefiner(model, generator)), 1
+                self.translate_tests(model, SamplingRefiner(model, generator)), 1
             )
         return found
 
@@ -221,56 +220,26 @@ def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list
     return write_translations(model, sources, BeamSettings(beam=1, factor=2.0))
 
 
-def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
-    """Return -sum of log p(y_t | x, T) over a batch, with all words predicted in one pass.
-
-    The decoder reads copies of the source, evenly spread over T places.
-    """
-    places, slots = copy_uniformly((source != 0).sum(dim=1), (target != 0).sum(dim=1))
-    logits = model.logits(decode_parallel(model, source.gather(1, places), slots, memory)[slots])
-    return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
-
-
 def one_pass_loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
-    """Return the one-pass model's loss: of its words and its length, per word."""
-    memory, lengths = model.encode(source), (target != 0).sum(dim=1)
-    length_nll = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
-    return (one_pass_nll(model, source, target, memory) + length_nll) / lengths.sum()
+    """Return the loss of the model that writes in one pass."""
+    return parallel_loss(model, (source, target))
 
 
-class CopyRefiner:
-    """Write all words in one pass from copies of the source, with the most likely length.
+class SamplingRefiner(ParallelRefiner):
+    """Write all words of the likeliest length in one pass, each sampled by `generator`."""
 
-    Each word is the most likely one, or is sampled by `generator`.
-    """
-
-    def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
-        self.model, self.generator = model, generator
-
-    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        length = select_lengths(length_logprobs(self.model, memory), 1)[0]
-        places, slots = copy_uniformly(torch.tensor([len(source)]), torch.tensor(length))
-        return Canvas(
-            torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)
-        )
+    def __init__(self, model: Seq2Seq, generator: torch.Generator):
+        super().__init__(model)
+        self.generator = generator
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         states = decode_parallel(self.model, canvas.tokens, canvas.mask, memory)
-        logits = forbid_special_tokens(self.model, self.model.logits(states))
-        logprobs = logits.log_softmax(dim=-1)
-        tokens = logprobs.argmax(dim=-1)
-        if self.generator is not None:
-            probs = logprobs.exp().flatten(0, 1)
-            tokens = torch.multinomial(probs, 1, generator=self.generator).view_as(tokens)
+        logprobs = forbid_special_tokens(self.model, self.model.logits(states)).log_softmax(dim=-1)
+        probs = logprobs.exp().flatten(0, 1)
+        tokens = torch.multinomial(probs, 1, generator=self.generator).view_as(canvas.tokens)
         return Canvas(tokens, canvas.mask, logprobs.gather(-1, tokens[..., None])[..., 0])
-
-    def finished(self, canvas: Canvas, iteration: int) -> bool:
-        return iteration == 1
-
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        return 0
 
 
 # ---------------------------------------------------------------------- the whole table
