@@ -312,7 +312,10 @@ def test_bad_input_is_named() -> None:
     card, model = find_technique("nag_bert"), random_labeller(0)
     plain = replace(SIZES, decoder_layers=1, heads=model.config.heads)
     for config, message in (
-        (plain, "has a decoder, so nothing is read off its encoder: use a model that was trained"),
+        (
+            plain,
+            "has a decoder, so nothing is read off its encoder: train a model from models/multi30k-nag",
+        ),
         (SIZES, "has no transitions between words, so nothing is read off its encoder"),
     ):
         request = RefineRequest(Seq2Seq.create(config, torch.Generator().manual_seed(0)))

@@ -102,7 +102,7 @@ def test_static_transitions_are_those_without_f() -> None:
 
 
 def test_one_encoder_pass_and_one_decoder_pass_however_many_lengths() -> None:
-    made = run(random_structured(0), random_judge(0), (4, 7), candidates=3)
+    made = run(random_structured(0), random_judge(0), (4, 7), lengths=3)
     assert [call.model for call in made.forward_log] == [
         "structured/encoder",
         "structured",
@@ -116,8 +116,8 @@ def test_one_encoder_pass_and_one_decoder_pass_however_many_lengths() -> None:
 def test_more_lengths_contain_the_fewer_so_that_the_teachers_score_never_falls() -> None:
     for seed, source in product(range(4), SOURCES):
         model, judge, best = random_structured(seed), random_judge(seed), -float("inf")
-        for candidates in (2, 3, 4):
-            made = run(model, judge, source, candidates=candidates)
+        for lengths in (2, 3, 4):
+            made = run(model, judge, source, lengths=lengths)
             score = teacher_score(judge, source, made.tokens)
             assert score >= best - 1e-9
             best = score
@@ -130,7 +130,7 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     alone = [run(model, None, source).tokens for source in sources]
     assert write_likeliest_length(model, NarCrfSettings(), padded) == alone
     refiner = NarCrfRefiner(model, random_judge(1), "static", 2, 3)
-    knobs = {"transitions": "static", "beam": 2, "candidates": 3}
+    knobs = {"transitions": "static", "beam": 2, "lengths": 3}
     alone = [run(model, random_judge(1), source, **knobs).tokens for source in sources]
     assert translate_sources(model, padded, refiner, [Seeded(0) for _ in sources]) == alone
 
@@ -138,7 +138,7 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
 def test_lengths_leave_a_place_for_the_teachers_beginning() -> None:
     model = random_structured(2, replace(SIZES, max_positions=4, lengths=9))
     judge = random_translator(replace(SIZES, max_positions=4, lengths=0), 3, 3, "teacher")
-    canvas = run(model, judge, (4, 5), candidates=99).canvas
+    canvas = run(model, judge, (4, 5), lengths=99).canvas
     assert canvas is not None
     assert sorted(canvas.mask.sum(dim=1).tolist()) == [1, 2, 3]
 
@@ -175,28 +175,36 @@ def test_padding_does_not_change_the_loss() -> None:
 
 
 @pytest.mark.slow
-def test_the_crf_keeps_to_one_of_two_dialects_and_its_emissions_alone_do_not() -> None:
-    """The paper's idea, and its ablation on the same weights. Raw data: no teacher has chosen."""
-    task = Dialects(("lex",), modes=2, words=12, shortest=3, longest=5)
+@pytest.mark.parametrize("kind", ["lex", "ord"])
+def test_the_crf_keeps_to_one_of_two_dialects_and_its_emissions_alone_do_not(kind: str) -> None:
+    """The paper's idea, and its ablation on the same weights. Raw data: no teacher has chosen.
+
+    Right translations of 100, static, dynamic, and the words alone of either model. Lexicon: 100,
+    100; 16, 15. Order: 77, 84; 16, 3. Half a minute of one core.
+    """
+    task = Dialects((kind,), modes=2, words=12, shortest=3, longest=5)
     train = task.sample_pairs(4000, 1)
     held = [p.source for p in task.sample_pairs(100, 2, {p.source for p in train})]
     config = Seq2SeqConfig(task.vocab_size, 48, 4, 96, 2, 2, 24, lengths=8)
-    heads = crf_heads(config, NarCrfSettings(rank=8))
-    model = Seq2Seq.create(replace(config, heads=heads), torch.Generator().manual_seed(0))
-    fit(
-        lambda model, batch, _: nar_crf_loss(model, batch, beam=8),
-        model,
-        [(p.source, p.target) for p in train],
-        300,
-    )
     shares = {}
-    for transitions in ("dynamic", "static", "none"):
-        refiner = NarCrfRefiner(model, None, transitions, 8, 1)
-        outputs = translate_sources(model, pad_sequences(held), refiner, [Seeded(0) for _ in held])
-        shares[transitions] = task.measure_quality(held, outputs).valid
+    for trained in ("static", "dynamic"):
+        heads = crf_heads(config, NarCrfSettings(8, trained))
+        model = Seq2Seq.create(replace(config, heads=heads), torch.Generator().manual_seed(0))
+        fit(
+            lambda model, batch, _: nar_crf_loss(model, batch, beam=8),
+            model,
+            [(p.source, p.target) for p in train],
+            400,
+        )
+        for decoded in (trained, "none"):
+            refiner = NarCrfRefiner(model, None, decoded, 8, 1)
+            rngs = [Seeded(0) for _ in held]
+            outputs = translate_sources(model, pad_sequences(held), refiner, rngs)
+            shares[trained, decoded] = task.measure_quality(held, outputs).valid
     print(shares)
-    assert shares["dynamic"] > 0.9
-    assert shares["none"] < shares["dynamic"] - 0.3
+    for trained in ("static", "dynamic"):
+        assert shares[trained, trained] > (0.9 if kind == "lex" else 0.6)
+        assert shares[trained, "none"] < shares[trained, trained] - 0.3
 
 
 def test_the_recipe_makes_a_model_of_at_most_nine_megabytes() -> None:
@@ -217,19 +225,19 @@ def test_bad_input_is_named() -> None:
     judge = random_judge(0)
     for message, request, knobs in (
         (
-            "has no transitions between words: use a model that was trained for nar_crf",
+            "has no transitions between words: train a model from models/multi30k-crf/recipe.toml",
             RefineRequest(judge),
             {},
         ),
         (
-            "3 candidates need a teacher to choose among them: give one, or set candidates to 1",
+            "3 lengths need a teacher to choose among them: give one, or set lengths to 1",
             RefineRequest(model),
-            {"candidates": 3},
+            {"lengths": 3},
         ),
         (
             "does not write from left to right|another vocabulary",
             RefineRequest(model, Seq2Seq(replace(judge.config, vocab_size=9), judge.weights)),
-            {"candidates": 3},
+            {"lengths": 3},
         ),
         (
             "transitions is 'some': it must be one of dynamic, static, none",
@@ -251,7 +259,7 @@ def test_bad_input_is_named() -> None:
         card.refiner(request, transitions="static")
     short = random_translator(replace(SIZES, max_positions=8, lengths=0), 0, 3, "short")
     with pytest.raises(TinyspecError, match="has 8 positions, fewer than structured"):
-        card.refiner(RefineRequest(model, short), candidates=2)
+        card.refiner(RefineRequest(model, short), lengths=2)
 
 
 def test_bad_settings_are_named() -> None:
@@ -268,4 +276,4 @@ def test_the_card_says_what_it_is() -> None:
     card = find_technique("nar_crf")
     assert (card.kind, card.guarantee, card.teacher) == ("refine", Guarantee.APPROX, True)
     defaults = {knob.name: knob.default for knob in card.knobs}
-    assert defaults == {"transitions": "dynamic", "beam": 64, "candidates": 1}
+    assert defaults == {"transitions": "dynamic", "beam": 64, "lengths": 1}

@@ -344,7 +344,7 @@ def nag_bert(request: RefineRequest, *, ratio: float, beam: int) -> NagBertRefin
     if model.config.decoder_layers or E1 not in model.weights:
         lacks = "a decoder" if model.config.decoder_layers else "no transitions between words"
         raise TinyspecError(
-            f"{model.name} has {lacks}, so nothing is read off its encoder: use a model that was "
-            "trained for nag_bert"
+            f"{model.name} has {lacks}, so nothing is read off its encoder: train a model from "
+            "models/multi30k-nagbert/recipe.toml (tinyspec train mt)"
         )
     return NagBertRefiner(model, ratio, beam)

@@ -58,6 +58,7 @@ from tinyspec.nonautoregressive.crf import (
 )
 from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
 from tinyspec.nonautoregressive.nat import forbid_special_tokens
+from tinyspec.nonautoregressive.parallel import fits_length_token, length_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
@@ -142,8 +143,8 @@ def trained_transitions(model: Seq2Seq) -> str:
     """Return the transitions that a model was made for. Raises TinyspecError if it has none."""
     if E1 not in model.weights:
         raise TinyspecError(
-            f"{model.name} has no transitions between words: use a model that was trained for "
-            "nar_crf"
+            f"{model.name} has no transitions between words: train a model from "
+            "models/multi30k-crf/recipe.toml (tinyspec train mt)"
         )
     return "dynamic" if f"{UP}.weight" in model.weights else "static"
 
@@ -205,7 +206,7 @@ def nar_crf_loss(
     lattice = read_lattice(model, states, logits, slots, beam, kind, forced=target)
     structure = -(log_likelihood(lattice) / lengths).mean()
     words = F.cross_entropy(logits[slots], target[slots], label_smoothing=smoothing)
-    length = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum") / slots.sum()
+    length = length_nll(model, target, memory) / slots.sum()
     return structure + WORD_WEIGHT * words + length
 
 
@@ -239,10 +240,10 @@ class NarCrfRefiner:
         teacher: Seq2Seq | None,
         transitions: str,
         beam: int,
-        candidates: int,
+        lengths: int,
     ):
         self.model, self.teacher = model, teacher
-        self.transitions, self.beam, self.width = transitions, beam, candidates
+        self.transitions, self.beam, self.width = transitions, beam, lengths
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return a canvas of masks, one candidate for each of the likeliest lengths."""
@@ -296,7 +297,7 @@ class NarCrfRefiner:
         "likeliest length.",
         shape={"lengths": 9},
         settings=NarCrfSettings,
-        fits=lambda config, settings, source, target: 0 < target < config.lengths,
+        fits=fits_length_token,
         heads=crf_heads,
     ),
     knobs=(
@@ -308,37 +309,34 @@ class NarCrfRefiner:
         ),
         Knob("beam", BEAM, "candidate words of each position (k)", low=1, high=256, small=(3, 1)),
         Knob(
-            "candidates",
+            "lengths",
             1,
-            "lengths decoded at once, of which the teacher chooses; 1: no teacher",
+            "target lengths tried at once, of which the teacher chooses; 1: no teacher",
             low=1,
             high=128,
             small=(1, 3),
         ),
     ),
 )
-def nar_crf(
-    request: RefineRequest, *, transitions: str, beam: int, candidates: int
-) -> NarCrfRefiner:
+def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int) -> NarCrfRefiner:
     """Return a refiner that finds the likeliest sentence; a teacher chooses among lengths."""
     model, teacher = request.model, request.teacher
     trained = trained_transitions(model)
     if not model.config.lengths:
         raise TinyspecError(
-            f"{model.name} has no LENGTH token, so nobody says how long its translations are: use "
-            "a model that was trained for nar_crf"
+            f"{model.name} has no LENGTH token, so nobody says how long its translations are: "
+            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
         )
     if transitions == "dynamic" and trained == "static":
         raise TinyspecError(
-            f"{model.name} was trained with static transitions: set transitions to static, or use "
-            "a model that was trained with dynamic ones"
+            f"{model.name} was trained with static transitions: set transitions to static, or "
+            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
         )
-    if candidates == 1:
+    if lengths == 1:
         return NarCrfRefiner(model, None, transitions, beam, 1)
     if teacher is None:
         raise TinyspecError(
-            f"{candidates} candidates need a teacher to choose among them: give one, or set "
-            "candidates to 1"
+            f"{lengths} lengths need a teacher to choose among them: give one, or set lengths to 1"
         )
     check_teacher(model, teacher)
     if teacher.config.max_positions < model.config.max_positions:
@@ -346,4 +344,4 @@ def nar_crf(
             f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
             f"{model.name}: use the teacher it was trained with"
         )
-    return NarCrfRefiner(model, teacher, transitions, beam, candidates)
+    return NarCrfRefiner(model, teacher, transitions, beam, lengths)

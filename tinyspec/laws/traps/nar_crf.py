@@ -229,7 +229,7 @@ def teacher_chooses_length(build: Build) -> Iterator[int]:
     for seed, source in product(range(6), SOURCES):
         model = random_structured(seed)
         judge = random_translator(replace(SIZES, lengths=0), 1000 + seed, 3, "teacher")
-        refiner = build(RefineRequest(model, judge), candidates=4)
+        refiner = build(RefineRequest(model, judge), lengths=4)
         memory = model.encode(torch.tensor([list(source)]))
         canvas = refiner.rewrite(refiner.start(source, memory, Seeded(0)), memory, 0, Seeded(0))
         texts = [canvas.text(row) for row in range(len(canvas.tokens))]
@@ -250,7 +250,7 @@ TRAPS = [
 ]
 
 _crf = partial(Toy, technique="nar_crf")
-KEPT = "self.transitions, self.beam, self.width = transitions, beam, candidates"
+KEPT = "self.transitions, self.beam, self.width = transitions, beam, lengths"
 
 TOYS = [
     _crf(
