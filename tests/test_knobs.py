@@ -127,9 +127,10 @@ for name in sys.argv[2:]:
     highest |= {"sample": 8192} if "sample" in highest else {}  # more are read from a file
     highest |= {"k": 16} if name == "spectr" else {}  # 16 drafts of 64 tokens: 1024 nodes
     if card.kind == "refine":
-        own = {**sizes, **card.translator.shape}
-        extra = {"trained_for": name, **asdict(card.translator.settings())}
-        model = Seq2Seq.create(Seq2SeqConfig(20, **own, extra=extra), torch.Generator().manual_seed(1))
+        own, settings = {**sizes, **card.translator.shape}, card.translator.settings()
+        extra = {"trained_for": name, **asdict(settings)}
+        config = card.translator.equip(Seq2SeqConfig(20, **own, extra=extra), settings)
+        model = Seq2Seq.create(config, torch.Generator().manual_seed(1))
         judge = {"teacher": teacher} if card.teacher else {}
         done = tinyspec.translate(model, [5, 6, 7], **judge, **highest)
         print(name, "ran" if done.tokens is not None else "")

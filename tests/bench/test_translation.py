@@ -30,6 +30,7 @@ from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import corpus_bleu
 
@@ -48,6 +49,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "parallel": {"lengths": 30},
     "sat": {"extra": {"trained_for": "sat", "k": 3}},
     "iterative_refinement": {"lengths": 30, "stacks": {"refiner": 1}},
+    "nar_crf": {"lengths": 30},
+    "nag_bert": {"decoder_layers": 0},
 }
 
 
@@ -59,9 +62,11 @@ def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number, (role, shape) in enumerate(SHAPES.items()):
         config = Seq2SeqConfig(
             tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1,
-            decoder_layers=1, max_positions=64,
-            **{"extra": {"trained_for": role}, **shape},
+            max_positions=64, **{"decoder_layers": 1, "extra": {"trained_for": role}, **shape},
         )  # fmt: skip
+        trained = load_techniques()[role].translator if role in load_techniques() else None
+        if trained is not None:
+            config = trained.equip(config, trained.settings())
         Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(
             root / role
         )
@@ -157,6 +162,9 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert passes["mask_predict, T 2, 2 lengths"] == (2, 1, 0)
     assert (passes["parallel"], passes["parallel, 9 lengths"]) == ((1, 1, 0), (1, 1, 2))
     assert passes["iterative_refinement, T 2"] == (2, 1, 0)
+    assert passes["nar_crf, dynamic"] == passes["nar_crf, static"] == (1, 1, 0)
+    assert passes["nar_crf, dynamic, 9 lengths"] == (1, 1, 2)
+    assert passes["nag_bert, ratio 1.0"] == passes["nag_bert, ratio 0.5"] == (1, 1, 0)
     assert passes["sat, K 3"][0] < passes["shallow decoder, greedy"][0]
     assert all(encoder == 1 for _, encoder, _ in passes.values())
     assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]

@@ -57,12 +57,18 @@ RECIPES = {
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
     "specdec": ("specdec", STUDENT + "[translator]\nk = 5\n", ""),
     "blockwise": ("blockwise", STUDENT + "[translator]\nk = 3\n", ""),
+    "crf": (
+        "nar_crf",
+        'start = "../cmlm"\n' + STUDENT + "[translator]\nrank = 2\n",
+        "lengths = 41",
+    ),
+    "nagbert": ("nag_bert", STUDENT + "[translator]\nrank = 2\npretraining = 0.5\n", ""),
 }
 
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Five recipes, and captions in two languages: the second says every word backwards."""
+    """Recipes, and captions in two languages: the second says every word backwards."""
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
     (tmp_path / "data/multi30k").mkdir(parents=True)
@@ -77,6 +83,8 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = RECIPE
         for key, value in (("NAME", name), ("METHOD", method), ("REST", rest), ("SHAPE", shape)):
             text = text.replace(key, value)
+        if method == "nag_bert":
+            text = text.replace("decoder_layers = 1", "decoder_layers = 0")
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").write_text(text)
     return tmp_path
@@ -293,6 +301,28 @@ def test_a_stack_may_begin_with_the_weights_of_another(zoo: Path) -> None:
         theirs = teacher.weights.get(name.replace("again", "decoder"), torch.zeros(0))
         if weight.ndim > 1:
             assert torch.equal(weight, theirs) == name.startswith(("embed", "again")), name
+
+
+def test_a_model_may_begin_as_another_and_has_weights_of_its_own(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "cmlm")
+    plan = read_translation_recipe(zoo / "crf/recipe.toml")
+    first = Seq2Seq.load(zoo / "cmlm")
+    begun = initial_model(plan, first.tokenizer, first, torch.device("cpu"))
+    assert all(torch.equal(begun.weights[name], w) for name, w in first.weights.items())
+    own = begun.weights.keys() - first.weights.keys()
+    assert own == begun.config.heads.keys() and "crf_from" in own
+    assert run(zoo, "crf")
+    trained = Seq2Seq.load(zoo / "crf")
+    assert trained.config.heads == begun.config.heads
+    for name in own:
+        assert not torch.equal(trained.weights[name], begun.weights[name]), name
+    card = (zoo / "crf/README.md").read_text()
+    assert "dynamic transitions of rank 2" in card
+    assert "it began as `cmlm`" in card
+    with pytest.raises(TinyspecError, match="start need a teacher"):
+        read_translation_recipe(zoo / "teacher/recipe.toml", {"start": '"../cmlm"'})
+    with pytest.raises(TinyspecError, match=r"\[shape\] lengths is missing"):
+        read_translation_recipe(zoo / "crf/recipe.toml", {"shape.lengths": "0"})
 
 
 def test_the_drafter_of_specdec_is_trained_for_its_teacher(zoo: Path) -> None:

@@ -9,7 +9,7 @@ dense decoder; it is itself compared with a version written token by token
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, blank_canvas, refine
+from tinyspec.decoding.refine import (
+    Canvas,
+    Pass,
+    Refinement,
+    Refiner,
+    blank_canvas,
+    encode_sources,
+    refine,
+)
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.parts import Parts
@@ -74,9 +82,10 @@ def reader_of(
     """
     if trained is None:
         return random_reader(seed, positions=positions)
-    extra = asdict(trained.settings(**settings))
-    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, **trained.shape, extra=extra)
-    return random_translator(config, seed, 2, "reader")
+    given = trained.settings(**settings)
+    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, extra=asdict(given))
+    shape = replace(config, **trained.shape)
+    return random_translator(trained.equip(shape, given), seed, 2, "reader")
 
 
 def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
@@ -133,7 +142,7 @@ class RefineScene:
         """Return what a refiner that remembers nothing makes of another canvas in this pass."""
         request, refiner = self.begin()
         rng = Seeded(self.seed).split("rewrite", step.iteration)
-        memory = request.model.encode(torch.tensor([list(self.source)]))
+        memory = encode_sources(request.model, refiner, torch.tensor([list(self.source)]))
         with torch.inference_mode():
             return refiner.rewrite(canvas, memory, step.iteration, rng)
 
@@ -206,9 +215,10 @@ def padding_decides_nothing(scene: RefineScene) -> None:
         for row in range(len(got.tokens)):
             _compare_candidate(PADDING_DECIDES, candidate_of(got, row), scene, step, row)
     assert running.canvas is not None
-    memory = request.model.encode(torch.tensor([list(scene.source)]))
+    refiner = scene.begin()[1]
+    memory = encode_sources(request.model, refiner, torch.tensor([list(scene.source)]))
     with torch.inference_mode():
-        chosen = scene.begin()[1].choose(scribble_padding(running.canvas), scene.source, memory)
+        chosen = refiner.choose(scribble_padding(running.canvas), scene.source, memory)
     asked = "which candidate is chosen"
     expect_equal(PADDING_DECIDES, running.chosen, chosen, **scene.words(), asked=asked)
 

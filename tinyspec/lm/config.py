@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tinyspec.errors import TinyspecError
+
 TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
 
 
@@ -121,6 +123,9 @@ class Seq2SeqConfig:
                  0: there is no such head
     block        how many tokens after the next one a layer on the decoder's last state guesses
                  (blockwise decoding); 0: there is no such layer
+    heads        shapes of further weights, by name: those that a technique reads. Each has one or
+                 two dimensions. A name of a matrix with a dot is trained as a matrix inside the
+                 network, one without as an embedding
     stacks       layers of further decoder stacks, by name; their weights are named as the
                  decoder's are
     extra        config.json's "tinyspec" section: method, teacher, licence, recipe
@@ -141,6 +146,7 @@ class Seq2SeqConfig:
     lengths: int = 0
     fertilities: int = 0
     block: int = 0
+    heads: dict[str, tuple[int, ...]] = field(default_factory=dict)
     stacks: Mapping[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
@@ -200,7 +206,12 @@ class Seq2SeqConfig:
             shapes["block.hidden.weight"], shapes["block.hidden.bias"] = (inner, d), (inner,)
             shapes["block.out.weight"] = (self.block * d, inner)
             shapes["block.out.bias"] = (self.block * d,)
-        return shapes
+        for name in self.heads:
+            if name in shapes:
+                raise TinyspecError(
+                    f"heads: {name} is a weight of the architecture: rename the head"
+                )
+        return {**shapes, **self.heads}
 
     def parameters(self) -> int:
         """Return the number of weights.

@@ -122,6 +122,7 @@ class TranslationRecipe:
     inherit     prefixes of the names of weights that begin as the teacher's; as a table: each with
                 the prefix of the teacher's weights
     finetune    folder of a model of this method that is trained further, in its second stage
+    start       folder of a model, with the teacher's tokens, as which the training begins
     judged      valid sentences that are translated at each validation
     extra       goes into the checkpoint's config
     """
@@ -141,15 +142,17 @@ class TranslationRecipe:
     teacher: str = ""
     inherit: tuple[str, ...] | Mapping[str, str] = ()
     finetune: str = ""
+    start: str = ""
     translator: Mapping[str, Any] = field(default_factory=dict)
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
 
     def __post_init__(self) -> None:
-        if not self.teacher and (self.distill is not None or self.inherit or self.finetune):
+        begins = self.inherit or self.finetune or self.start
+        if not self.teacher and (self.distill is not None or begins):
             raise TinyspecError(
-                "[distill], inherit and finetune need a teacher: teacher = FOLDER is missing"
+                "[distill], inherit, finetune and start need a teacher: teacher = FOLDER is missing"
             )
         lent = [
             *self.inherit,
@@ -170,9 +173,10 @@ class TranslationRecipe:
             raise TinyspecError(
                 f"{self.method} is judged by its teacher: teacher = FOLDER is missing"
             )
-        for name in {} if trained is None else trained.shape:
-            if not self.shape.get(name):
-                raise TinyspecError(f"method {self.method}: [shape] {name} is missing")
+        for name, value in {} if trained is None else trained.shape.items():
+            if bool(self.shape.get(name)) != bool(value):
+                wrong = "is missing" if value else f"must be {value}"
+                raise TinyspecError(f"method {self.method}: [shape] {name} {wrong}")
         self.settings_of_translator()
 
     @property

@@ -65,7 +65,7 @@ def train_mt(
         )
         pairs = [SentencePair(*sides) for sides in zip(sources, targets, strict=True)]
     usable = bitext.filter_pairs(pairs, plan.longest)
-    parent = load_named_model(plan, plan.finetune, *folders)
+    parent = load_named_model(plan, plan.finetune or plan.start, *folders)
     model = initial_model(plan, tokenizer, parent or teacher, run.device)
     task = make_task(plan, usable, valid, teacher)
     run.print(
@@ -155,7 +155,8 @@ def initial_model(
     """Return a model with random weights, or the parent's where name and shape are equal.
 
     `plan.inherit` has the prefixes of these names, and those of the parent's if they are others.
-    Fine-tuning begins with all of them, and so does a method that adds weights to its teacher.
+    Fine-tuning begins with all of them, and so does a recipe that names a start, or a method that
+    adds weights to its teacher.
     """
     config = plan.config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(plan.settings.seed)
@@ -163,7 +164,8 @@ def initial_model(
     if parent is not None:
         named = plan.inherit
         prefixes = named if isinstance(named, Mapping) else {name: name for name in named}
-        if plan.finetune or (plan.trained is not None and plan.trained.extends):
+        extends = plan.trained is not None and plan.trained.extends
+        if plan.finetune or plan.start or extends:
             prefixes = {"": ""}
         lent = {
             own + name.removeprefix(theirs): weight

@@ -12,6 +12,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.nonautoregressive.nar_crf import trained_transitions
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.pairing import advised_knobs
@@ -24,10 +25,11 @@ from tinyspec.translation import TranslationStatistics, translate
 SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than the teacher's
 ROLES = (
     *("teacher", SHALLOW, "nat", "nat, fine-tuned", "parallel", "sat"),
-    *("iterative_refinement", "mask_predict", "specdec"),
+    *("iterative_refinement", "nar_crf", "nag_bert", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
-LENGTH_BEAM = 9  # lengths of parallel that the teacher chooses among: four on either side
+LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
+LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
@@ -173,6 +175,28 @@ def _make_further_arms(
             for count in iterations
         ]
         made.append(_make_refine_arm(f"{method}, adaptive", method, model, adaptive=True))
+    return made + _make_structured_arms(found)
+
+
+def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
+    """Return the arms of models whose words a CRF joins, and of the words without it."""
+    made = list[TranslatorArm]()
+    if "nar_crf" in found:
+        model, method = found["nar_crf"], "nar_crf"
+        trained = trained_transitions(model)
+        made += [
+            _make_refine_arm(f"{method}, {kind}", method, model, transitions=kind)
+            for kind in dict.fromkeys((trained, "static", "none"))
+        ]
+        knobs = {"transitions": trained, "lengths": LENGTH_BEAM}
+        label = f"{method}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
+        made.append(_make_refine_arm(label, method, model, LENGTH_BEAM, found["teacher"], **knobs))
+    if "nag_bert" in found:
+        method, model = "nag_bert", found["nag_bert"]
+        made += [
+            _make_refine_arm(f"{method}, ratio {ratio}", method, model, ratio=ratio)
+            for ratio in LABELLED_RATIOS
+        ]
     return made
 
 
