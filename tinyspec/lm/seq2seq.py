@@ -11,7 +11,7 @@ session whose masks one pass fills in: it drafts for the teacher.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -237,6 +237,23 @@ class Seq2Seq:
     ) -> Tensor:
         """Run the decoder over inputs [B, T, d] of `embed`; return the normed states [B, T, d].
 
+        The parameters are those of `layer_states`.
+        """
+        for x in self.layer_states(inputs, memory, self_mask, dropout, slots):
+            last = x
+        self._log_pass("", last, self.config.decoder_layers)
+        return self.decoder.apply_final_norm(last)
+
+    def layer_states(
+        self,
+        inputs: Tensor,
+        memory: EncoderOutput,
+        self_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        slots: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the state [B, T, d] after each decoder layer, before the final norm.
+
         memory     of B sources, or of one that all inputs share
         self_mask  [T, T] or [B, T, T], True where a position may attend; None: everywhere. A
                    position that may attend nowhere gets zeros.
@@ -256,8 +273,7 @@ class Seq2Seq:
                 x = x + drop_out(self._attend_by_position(i, x, visible), dropout)
             x = x + drop_out(self.attend_source(i, x, cross_kv[i], memory.mask[:, None]), dropout)
             x = self.decoder.add_mlp(block, x, dropout)
-        self._log_pass("", x, self.config.decoder_layers)
-        return self.decoder.apply_final_norm(x)
+            yield x
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., d] that `decode` returned, or of some of them.
