@@ -256,6 +256,8 @@ SCHEDULE_SHAPES = [(3, 12), (4, 40), (10, 60)]
 """Layers, steps."""
 EXIT_SECTIONS = [
     ExitLosses("linear"),
+    ExitLosses("uniform"),
+    ExitLosses("uniform", e_scale=0.5, curriculum="gradual"),
     ExitLosses("sum", e_scale=0.25),
     ExitLosses("sum", curriculum="rotational", rotation=3),
     ExitLosses("linear", curriculum="gradual"),
@@ -290,6 +292,8 @@ def published_weights(exits: ExitLosses, layers: int, step: int, steps: int) -> 
     last = layers - 1
     if exits.weights == "linear":
         e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
+    elif exits.weights == "uniform":
+        e = [1.0 if layer == last else exits.e_scale for layer in range(layers)]
     elif exits.weights == "sum":
         e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)]
         e.append(last + exits.e_scale * sum(range(last)))
