@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from math import comb
 from typing import Any, NamedTuple
@@ -174,39 +174,111 @@ def follows_exit_rule(
 ) -> Iterator[int]:
     """Check the exact joint distribution of whole texts at thresholds that have an effect."""
     for model, setting in product(exit_tables(), on_tables):
-        yield _compare_exit_law(EXIT_RULE, build, model, setting)
+        yield _compare_calm(EXIT_RULE, build, model, setting)
     for setting in networks:
-        yield _compare_exit_law(EXIT_RULE, build, with_classifier(3), setting)
+        yield _compare_calm(EXIT_RULE, build, with_classifier(3), setting)
 
 
 @collect_evidence(EXIT_MEASURES)
 def each_measure(build: Build) -> Iterator[int]:
     """Check the exit rule on transformers alone, for all three confidence measures."""
     for setting in ON_NETWORKS:
-        yield _compare_exit_law(EXIT_MEASURES, build, with_classifier(3), setting)
+        yield _compare_calm(EXIT_MEASURES, build, with_classifier(3), setting)
 
 
-def _compare_exit_law(law: str, build: Build, model: Any, setting: ExitSetting) -> int:
-    """Compare a technique with the rule: exactly on tables. Returns the outcomes walked."""
-    find_row: Callable[..., Any]
-    if isinstance(model, TableModel):
-        find_row, sampling, within = exit_row_on_table, SamplingParams(), 0.0
-    else:
-        find_row, sampling, within = exit_row_on_network, SamplingParams(top_k=2), NETWORK_TOLERANCE
-    stop = StoppingCriteria(max_new_tokens=setting.tokens)
+def _compare_calm(law: str, build: Build, model: Any, setting: ExitSetting) -> int:
+    """Compare a technique with CALM's rule. Returns the outcomes walked."""
+    find_row = exit_row_on_table if isinstance(model, TableModel) else exit_row_on_network
+    first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
+    return compare_exit_law(
+        law,
+        build,
+        model,
+        lambda text: find_row(model, text, first, setting),
+        setting.tokens,
+        setting.knobs,
+    )
+
+
+def compare_exit_law(
+    law: str,
+    build: Build,
+    model: Any,
+    find_row: Callable[[Sequence[int]], Any],
+    tokens: int,
+    knobs: dict[str, Any],
+) -> int:
+    """Compare a technique with a rule: exactly on tables. Returns the outcomes walked.
+
+    find_row  text -> the row after it, when tokens after EXIT_PROMPT may leave early
+    """
+    sampling, within = SamplingParams(), 0.0
+    if not isinstance(model, TableModel):
+        sampling, within = SamplingParams(top_k=2), NETWORK_TOLERANCE
+    stop = StoppingCriteria(max_new_tokens=tokens)
 
     def make() -> Decoder:
         log: list[Any] = []
         request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-        return build(request, **setting.knobs)
+        return build(request, **knobs)
 
-    first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
-    reference = Reference(lambda text: find_row(model, text, first, setting), sampling, stop)
-    expected = reference.law(setting.tokens, EXIT_PROMPT)
-    got = exact_law(make, setting.tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
-    case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **setting.knobs}
+    expected = Reference(find_row, sampling, stop).law(tokens, EXIT_PROMPT)
+    got = exact_law(make, tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
+    case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **knobs}
     compare_laws(expected, got, within, law, **case)
     return got.branches
+
+
+# ---------------------------------------------------------------------- cache-exact exits
+
+TWO_DEPTHS = "a token in doubt runs all layers, over true keys (FREE, arXiv 2310.05424)"
+
+
+def row_after_layers(model: Any, text: Sequence[int], layers: int) -> Any:
+    """Return the row [V] of the model cut off after so many layers, by a pass of its own."""
+    if isinstance(model, TableModel):
+        return model.row(text, Plan(last=layers))
+    return run_dense(model, text, Plan(last=layers)).logits[-1]
+
+
+def likely_tokens(model: Any, row: Any) -> list[Any]:
+    """Return the probabilities of a row, from the greatest down."""
+    if not isinstance(model, TableModel):
+        row = np.exp(row - row.max())
+        row = row / row.sum()
+    return sorted(row, reverse=True)
+
+
+def gap_after_layers(model: Any, text: Sequence[int], layers: int) -> Any:
+    """Return the two greatest probabilities' difference, read after so many layers."""
+    first, second, *_ = likely_tokens(model, row_after_layers(model, text, layers))
+    return first - second
+
+
+def row_of_two_depths(model: Any, text: Sequence[int], layers: int, threshold: float) -> Any:
+    """Return the row after a text: of the first layers if they are sure, else of all.
+
+    Keys are true, so it does not matter which tokens before have left.
+    """
+    is_sure = gap_after_layers(model, text, layers) > threshold
+    return row_after_layers(model, text, layers if is_sure else model.config.n_layers)
+
+
+@collect_evidence(TWO_DEPTHS)
+def follows_two_depths(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution at fixed thresholds, on tables and on transformers."""
+    on_tables = product(exit_tables(), (1, 2), (0.0, 0.25, 1.0), (3,))
+    on_networks = product([with_classifier(3)], (1, 2), (0.5, 0.75), (5,))
+    for model, layers, threshold, tokens in (*on_tables, *on_networks):
+        knobs = {"shallow": layers, "threshold": threshold, "adaptive": False}
+        find_row = partial(row_of_two_depths, model, layers=layers, threshold=threshold)
+        yield compare_exit_law(TWO_DEPTHS, build, model, find_row, tokens, knobs)
+
+
+@register_oracle("free")
+def free_oracle(card: Card) -> Evidence:
+    """Check FREE away from its neutral value, where its distribution can be written down too."""
+    return follows_two_depths(card.make)
 
 
 @register_oracle("calm")

@@ -512,6 +512,7 @@ class ConditionedDecoder(Model):
             raise TinyspecError("the source is empty: give at least one token")
         self.source = list(source)
         self.pad = host.config.pad  # the token at positions that are not known yet
+        self.state_owner = host.decoder  # all copies of a translator share it
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._torch_path = CrossAttentionBlocks(host, memory)
