@@ -287,6 +287,76 @@ def calm_oracle(card: Card) -> Evidence:
     return follows_exit_rule(card.make, networks=ON_NETWORKS)
 
 
+# ---------------------------------------------------------------------- layers by place
+
+BY_PLACE = "a token runs the first and the top layers of its place (SkipDecode, arXiv 2307.02628)"
+
+
+class PlaceSetting(NamedTuple):
+    """The knobs of a schedule on a model of so many layers, and its sets S(t), worked out by hand.
+
+    sets  S(0), S(1), ...; the last one goes on, and the prompt has the first
+    """
+
+    layers: int
+    speedup: float
+    warmup: int
+    horizon: int
+    sets: tuple[tuple[int, ...], ...]
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Return the settings as the technique takes them."""
+        return {"speedup": self.speedup, "warmup": self.warmup, "horizon": self.horizon}
+
+    def runs_of(self, n: int, first: int) -> list[tuple[int, ...]]:
+        """Return the layers of n tokens, the first of which that decides a new token is `first`."""
+        last = len(self.sets) - 1
+        return [self.sets[min(max(at - first, 0), last)] for at in range(n)]
+
+
+PLACE_SETTINGS = (
+    PlaceSetting(3, 1.2, 1, 1, ((0, 1, 2), (0, 2))),  # both = 5: 3 layers, then 2
+    PlaceSetting(3, 2.0, 0, 2, ((1, 2), (1, 2), (2,))),  # both = 3: 2, round(1.5), 1
+    PlaceSetting(4, 1.6, 1, 2, ((0, 2, 3), (0, 3))),  # both = 5: 3, round(2.5), 2
+    PlaceSetting(4, 4 / 3, 1, 2, ((0, 1, 2, 3), (0, 2, 3), (0, 3))),  # both = 6: 4, 3, 2
+    PlaceSetting(4, 8.0, 2, 1, ((0, 1, 3),)),  # the warm-up and one layer are the least
+)
+
+
+def row_by_place(model: Any, text: Sequence[int], setting: PlaceSetting) -> Any:
+    """Return the row after a text whose tokens run the layers of their places."""
+    n, depth = len(text), setting.layers
+    sets = setting.runs_of(n, len(EXIT_PROMPT) - 1)
+    if not isinstance(model, TableModel):
+        runs = np.array([[layer in chosen for chosen in sets] for layer in range(depth)])
+        return run_dense(model, text, runs=runs).logits[-1]
+    net = model.network
+    states = [net.embed(token) for token in text]
+    for layer in range(depth):
+        reach = sum(layer in chosen for chosen in sets)  # a prefix: the sets are nested
+        keys = [net.keys(layer, states[at], at) for at in range(reach)]
+        for at in range(reach):
+            states[at] = net.feed_forward(layer, net.attend(layer, states[at], keys[: at + 1]))
+    return model.head(states[-1])
+
+
+@collect_evidence(BY_PLACE)
+def follows_the_places(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of schedules, on tables and on transformers."""
+    for seed, setting in product((1, 4), PLACE_SETTINGS):
+        table = TableModel(seed, EXIT_VOCABULARY, setting.layers, zeros=bool(seed % 2))
+        for model, tokens in ((table, 4), (small_network(seed, layers=setting.layers), 4)):
+            find_row = partial(row_by_place, model, setting=setting)
+            yield compare_exit_law(BY_PLACE, build, model, find_row, tokens, setting.knobs)
+
+
+@register_oracle("skip_decode")
+def skip_oracle(card: Card) -> Evidence:
+    """Check SkipDecode away from its neutral value, where its distribution is written down too."""
+    return follows_the_places(card.make)
+
+
 def build_exits(parts: Parts) -> Build:
     """Return a builder of CALM on another exit target."""
 
