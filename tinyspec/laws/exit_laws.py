@@ -287,6 +287,61 @@ def calm_oracle(card: Card) -> Evidence:
     return follows_exit_rule(card.make, networks=ON_NETWORKS)
 
 
+SURE_EXITS = "a token leaves at the first exit that is sure, over true keys (arXiv 2312.04916)"
+
+
+def exit_of_token(
+    model: Any, text: Sequence[int], exits: Sequence[int], threshold: float, cap: int | None
+) -> int:
+    """Return after how many layers the newest token of a text is read.
+
+    cap  tokens in a row that may leave; None: all. The prompt's last token is the first that may
+    """
+    leaves = waiting = 0
+    for n in range(len(EXIT_PROMPT), len(text) + 1):
+        leaves = model.config.n_layers
+        for layers in exits if cap is None or waiting < cap else ():
+            row = row_after_layers(model, text[:n], layers)
+            if likely_tokens(model, row)[0] >= threshold:
+                leaves = layers
+                break
+        waiting = 0 if leaves == model.config.n_layers else waiting + 1
+    return leaves
+
+
+@collect_evidence(SURE_EXITS)
+def follows_sure_exits(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of both ways to finish, on tables and on transformers."""
+    cases = [
+        (model, exits, threshold, cap, 3 if isinstance(model, TableModel) else 4)
+        for models, thresholds in (
+            (list(exit_tables()), (0.0, 0.5, 0.75)),
+            ([with_classifier(3)], (0.6, 0.8)),
+        )
+        for model, exits, threshold, cap in product(
+            models, ((1,), (1, 2)), thresholds, (None, 1, 2, 9)
+        )
+    ]
+    for model, exits, threshold, cap, tokens in cases:
+
+        def find_row(
+            text: Sequence[int],
+            model: Any = model,
+            rule: tuple[Any, ...] = (exits, threshold, cap),
+        ) -> Any:
+            return row_after_layers(model, text, exit_of_token(model, text, *rule))
+
+        knobs = {"threshold": threshold, "exits": ",".join(map(str, exits))}
+        knobs |= {"inference": "pipeline"} if cap is None else {"cap": cap}
+        yield compare_exit_law(SURE_EXITS, build, model, find_row, tokens, knobs)
+
+
+@register_oracle("ee_llm")
+def ee_llm_oracle(card: Card) -> Evidence:
+    """Check EE-LLM away from its neutral value, where its distribution is written down too."""
+    return follows_sure_exits(card.make)
+
+
 # ---------------------------------------------------------------------- layers by place
 
 BY_PLACE = "a token runs the first and the top layers of its place (SkipDecode, arXiv 2307.02628)"

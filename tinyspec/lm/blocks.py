@@ -233,6 +233,20 @@ class Blocks:
                 x = torch.where(skipped[layer][..., None], entered, x)
             yield x
 
+    def embed_text(self, ids: Tensor) -> Tensor:
+        """Return the state [B, T, d] that enters the first layer of a dense pass over ids [B, T]."""
+        return self._embed(ids, 0.0)[0]
+
+    def stage_states(self, x: Tensor, layers: range) -> Iterator[Tensor]:
+        """Yield the state [B, T, d] after each of some layers, from the state x that enters them.
+
+        So the stages of a pipeline run, each with its own layers of a dense causal pass.
+        """
+        rotary = self.rotary_at(slice(x.shape[1]))
+        for layer in layers:
+            x = self._run_layer(self.layers[layer], x, rotary, 0.0)
+            yield x
+
     def hidden_states(self, ids: Tensor, layers: Sequence[int]) -> Tensor:
         """Return the outputs of these layers in a dense pass: [B, len(layers), T, d].
 
