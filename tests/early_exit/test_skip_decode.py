@@ -22,7 +22,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.skip_decode import (
     DepthSchedule,
-    SkipSettings,
+    SkipDecodeSettings,
     SkipTarget,
     decode_with_schedule,
     plan_depths,
@@ -279,7 +279,7 @@ def test_forced_text_after_new_tokens_stays_on_the_schedule() -> None:
 def test_the_loss_is_the_cross_entropy_of_what_the_decoder_would_compute() -> None:
     """Texts of different prompts, one of them without an answer."""
     model = small_network(3, vocabulary=6, layers=4)
-    settings = SkipSettings(speedup=1.6, warmup=1, horizon=3)
+    settings = SkipDecodeSettings(speedup=1.6, warmup=1, horizon=3)
     ids = torch.randint(6, (3, 9), generator=torch.Generator().manual_seed(0))
     is_answer = torch.zeros(3, 9, dtype=torch.bool)
     is_answer[0, 2:], is_answer[1, 5:] = True, True
@@ -320,4 +320,4 @@ def test_the_card_promises_and_rejects() -> None:
         make_decoder(network(LLAMA), warmup=3)
     for wrong in ({"speedup": 0.5}, {"warmup": -1}, {"horizon": 0}, {"speedup": math.inf}):
         with pytest.raises(TinyspecError, match=r"^\[head\] wants"):
-            SkipSettings(**wrong)  # type: ignore[arg-type]
+            SkipDecodeSettings(**wrong)  # type: ignore[arg-type]

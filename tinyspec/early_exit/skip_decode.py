@@ -228,7 +228,7 @@ class SkipTarget:
 
 
 @dataclass(frozen=True)
-class SkipSettings:
+class SkipDecodeSettings:
     """What a model is tuned for: section [head] of a recipe.
 
     horizon  N, the new tokens over which the depth falls
@@ -271,7 +271,7 @@ def skip_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     family="early exit",
     guarantee=Guarantee.LOSSY,
     lossy=("speedup", 1.0),
-    tuned=Tuned(SkipSettings, skip_loss, small=SkipSettings(horizon=4)),
+    tuned=Tuned(SkipDecodeSettings, skip_loss, small=SkipDecodeSettings(horizon=4)),
     knobs=(
         Knob(
             "speedup",
@@ -298,7 +298,7 @@ def skip_decode(request: Request, *, speedup: float, warmup: int, horizon: int) 
     """Return a decoder whose tokens run fewer layers the later they stand."""
     session: Any = request.target
     model = session.model
-    tuned_horizon = tuned_settings(model, "skip_decode", SkipSettings).horizon
+    tuned_horizon = tuned_settings(model, "skip_decode", SkipDecodeSettings).horizon
 
     def make_schedule(prompt: int) -> DepthSchedule:
         longest = find_longest_output(request, prompt)

@@ -234,7 +234,7 @@ class Blocks:
             yield x
 
     def embed_text(self, ids: Tensor) -> Tensor:
-        """Return the state [B, T, d] that enters the first layer of a dense pass over ids [B, T]."""
+        """Return the state [B, T, d] that enters the first layer of a dense pass."""
         return self._embed(ids, 0.0)[0]
 
     def stage_states(self, x: Tensor, layers: range) -> Iterator[Tensor]:

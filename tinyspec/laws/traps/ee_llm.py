@@ -39,7 +39,7 @@ def the_list_is_run_again(build: Build) -> Iterator[int]:
     models += [small_network(seed, layers=DEPTH) for seed in range(2)]
     for seed, model in enumerate(models):
         threshold = 0.4 if isinstance(model, TableModel) else 0.7
-        knobs = {"exits": "1,2", "threshold": threshold, "cap": CAP}
+        knobs: dict[str, Any] = {"exits": "1,2", "threshold": threshold, "cap": CAP}
         decoder = begin_decoder(build, [model], EXIT_PROMPT, SAMPLED, TOKENS, **knobs)
         waiting = 0
         while not decoder.finished:

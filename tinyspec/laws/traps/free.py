@@ -1,4 +1,4 @@
-"""FREE (Bae et al. 2023): two depths, one block for all that wait, and a threshold that is fitted."""
+"""FREE (Bae et al. 2023): two depths, one block for all that wait, a threshold that is fitted."""
 
 import math
 from collections.abc import Iterator
@@ -41,7 +41,11 @@ def waiting_tokens_share_a_pass(build: Build) -> Iterator[int]:
             (TableModel(seed, 4, 4, zeros=False), 1, 0.2),
             (small_network(seed, layers=4), 2, 0.2),
         ):
-            knobs = {"shallow": layers, "threshold": threshold, "adaptive": False}
+            knobs: dict[str, Any] = {
+                "shallow": layers,
+                "threshold": threshold,
+                "adaptive": False,
+            }
             decoder = begin_decoder(build, [model], PROMPT, SAMPLED, TOKENS, **knobs)
             waiting = 0
             while not decoder.finished:
@@ -90,7 +94,7 @@ def threshold_follows_the_pairs(build: Build) -> Iterator[int]:
         model, layers, zeta = TableModel(seed, 4, 3, zeros=False), 1, 0.4
         pairs, threshold = list[tuple[float, bool]](), 0.2
         for number in range(TEXTS):
-            knobs = {"shallow": layers, "threshold": 0.2, "zeta": zeta}
+            knobs: dict[str, Any] = {"shallow": layers, "threshold": 0.2, "zeta": zeta}
             decoder = begin_decoder(build, [model], PROMPT, SAMPLED, TOKENS, **knobs)
             threshold = fit_by_hand(pairs, zeta, threshold)
             rule: Any = decoder.target.rule  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""SkipDecode (Del Corro et al. 2023): the top layers are kept, and a token's cost is known before."""
+"""SkipDecode (Del Corro et al. 2023): the top layers are kept, and the cost is known before."""
 
 from collections.abc import Iterator
 from functools import partial
