@@ -1,6 +1,7 @@
 """FREE: two depths, one block for the tokens that wait, and a threshold that is fitted to them."""
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,21 +21,29 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.free import (
     MAX_FITS,
+    FreeSettings,
     ThresholdEstimator,
+    align_layers,
     beta_log_density,
     choose_threshold,
     decode_in_two_depths,
+    distill_layers,
     fit_beta,
+    free_loss,
     resolve_shallow_depth,
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.generators import EnumeratedGenerator
+from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.exact.tables import TableModel
+from tinyspec.laws.exit_laws import row_after_layers
 from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import free as traps
+from tinyspec.lm.config import TUNED
 from tinyspec.lm.forward import Plan
+from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
-from tinyspec.technique import Guarantee, Request, find_technique
+from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuning, find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("free")
@@ -253,6 +262,65 @@ def test_a_translators_texts_share_their_pairs() -> None:
         target: Any = decoder.target
         estimators.append(target.rule.find_estimator())
     assert estimators[0] is estimators[1]
+
+
+# ---------------------------------------------------------------------- training
+
+
+def training_batch(model: Any) -> TrainingBatch:
+    ids = torch.randint(6, (3, 9), generator=torch.Generator().manual_seed(0))
+    is_answer = torch.zeros(3, 9, dtype=torch.bool)
+    is_answer[0, 2:], is_answer[1, 5:] = True, True
+    return TrainingBatch(ids, is_answer, *[torch.empty(0)] * 3)
+
+
+def test_the_losses_of_both_exits_are_weighted_by_their_depth() -> None:
+    """Each text by itself, through the model and the model cut off."""
+    model = small_network(3, vocabulary=6, layers=4)
+    batch, total, count = training_batch(model), 0.0, 0
+    for row, first in ((0, 2), (1, 5)):
+        text = batch.ids[row].tolist()
+        for at in range(first, 8):
+            count += 1
+            for layers in (2, 4):
+                logits = row_after_layers(model, text[: at + 1], layers)
+                total -= layers * float(torch.from_numpy(logits).log_softmax(-1)[text[at + 1]])
+    tuning = Tuning(model.torch_blocks(), model, FreeSettings(2, 0.0), {}, 0.0)
+    got = float(free_loss(tuning, batch, torch.Generator()))
+    assert got == pytest.approx(total / count / 6, abs=1e-9)
+    nothing = TrainingBatch(batch.ids, torch.zeros_like(batch.is_answer), *[torch.empty(0)] * 3)
+    assert float(free_loss(tuning, nothing, torch.Generator())) == 0.0
+
+
+def test_layers_are_aligned_from_the_top_down_and_never_cross() -> None:
+    assert align_layers([[9, 9, 9], [9, 9, 9], [0, 1, 2]]) == [0, 0, 0]
+    assert align_layers([[0, 5, 5], [5, 0, 5], [5, 5, 0]]) == [0, 1, 2]
+    assert align_layers([[5, 5, 0], [5, 4, 0], [5, 5, 0]]) == [0, 1, 2]
+
+
+def test_the_distillation_moves_the_first_layers_alone() -> None:
+    """Six layers, two of them first: each is drawn to layer 3 or 6, which are constants."""
+    generator = torch.Generator().manual_seed(1)
+    states = [
+        torch.randn(5, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+        for _ in range(6)
+    ]
+    distill_layers(states, 2).backward()  # type: ignore[no-untyped-call]
+    assert [state.grad is not None for state in states] == [True, True, *[False] * 4]
+    with torch.no_grad():
+        states[0].copy_(states[2])
+        states[1].copy_(states[5])
+        assert float(distill_layers(states, 2)) == 0.0
+
+
+def test_a_tuned_model_knows_its_exit() -> None:
+    extra = {TUNED: {"method": "free", "settings": {"shallow": 2}}}
+    tuned = Model(replace(M.config, extra=extra), M.weights)
+    for model, shallow, expected in ((M, 0, 1), (tuned, 0, 2), (tuned, 1, 1)):
+        target: Any = make_decoder(model, shallow=shallow).target
+        assert target.rule.layers == (expected,)
+    with pytest.raises(TinyspecError, match=r"^\[head\] wants"):
+        FreeSettings(alpha=-1.0)
 
 
 # ---------------------------------------------------------------------- the card

@@ -20,6 +20,15 @@ greater values of the grid are more likely a match than zeta:
     a = m (m (1 - m) / s^2 - 1),    b = a (1 - m) / m
     Beta(c; a, b of the matches) / (Beta(c; matches) + Beta(c; others)) > zeta
 
+Training. The model is tuned by `tinyspec train head --method free`, on texts that it wrote. The
+losses of both exits are weighted by their depth, and each of the first layers is drawn to the layer
+of the whole model that it can stand for (*layerwise distillation*):
+
+    loss = (L_S CE_S + L CE_L) / (L_S + L) + alpha mean over i of MSE(t_i, s_a(i))
+
+t_i are the states of L_S layers at equal distances, as constants; s_j are those of the first L_S
+layers. From the top down, a(i) is the nearest of the s_j below a(i + 1); at the bottom it repeats.
+
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token that left keeps the
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
 Pitfall: copying states up and calling it FREE; a block without a causal mask inside, which the
@@ -28,21 +37,25 @@ fewer, but fewer passes run them: FREE saves the reading of weights, and the est
 product with the output matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. Fix `adaptive` to prevent that.
-Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against what runs; the cache; the fit)
-and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
-Left out: the training by the losses of both exits with a distillation of the layers; a model whose
-exits were trained takes its place (`tinyspec train lm`, section [exits]). The rollback of tokens,
-and the trained confidence head, are options of the authors' code. There the component with the
-greater mean is taken for the matches; here it is the one that was fitted to them. With fewer than
-two pairs of a kind, or equal ones, nothing can be fitted: the threshold stays as it was.
+Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against what runs; the cache; the fit;
+the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
+Left out: the rollback of tokens, the trained confidence head, and the fixed mappings of layers, all
+options of the authors' code. There the component with the greater mean is taken for the matches;
+here it is the one that was fitted to them. With fewer than two pairs of a kind, or equal ones,
+nothing can be fitted: the threshold stays as it was. Ours: L_S is a third of the layers unless the
+model was tuned for another; a model with trained exits (section [exits]) may stand in for a tuned
+one; states are compared before the final norm, at the tokens that the model wrote.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
@@ -50,7 +63,17 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.early_exit.calm import probability_gap, softmax_response
 from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
-from tinyspec.technique import Guarantee, Knob, Request, per_model_state, technique
+from tinyspec.technique import (
+    Guarantee,
+    Knob,
+    Request,
+    TrainingBatch,
+    Tuned,
+    Tuning,
+    per_model_state,
+    technique,
+    tuned_settings,
+)
 
 GRID_POINTS = 10  # thresholds that a fit chooses from, as in the authors' code
 HIGHEST_THRESHOLD = 0.9  # the greatest of them, and the threshold of the first text
@@ -124,8 +147,8 @@ def choose_threshold(
 
     None: one of the two kinds cannot be fitted.
 
-    >>> choose_threshold([0.8, 0.9], [0.1, 0.3], 0.4, [0.2, 0.4, 0.6, 0.8])
-    0.6
+    >>> choose_threshold([0.5, 0.9], [0.1, 0.3], 0.4, [0.2, 0.4, 0.6, 0.8])
+    0.4
     """
     fits = fit_beta(matches), fit_beta(others)
     if fits[0] is None or fits[1] is None:
@@ -147,7 +170,7 @@ class ThresholdEstimator:
 
     def __init__(self, threshold: float, zeta: float, lowest: float):
         self.threshold, self.zeta, self.fits = threshold, zeta, 0
-        step = (HIGHEST_THRESHOLD - lowest) / (GRID_POINTS - 1)
+        step = (max(HIGHEST_THRESHOLD, lowest) - lowest) / (GRID_POINTS - 1)
         self.grid = [lowest + step * i for i in range(GRID_POINTS)]
         self.confidences: tuple[list[float], list[float]] = ([], [])  # of others, of matches
 
@@ -210,6 +233,73 @@ def resolve_shallow_depth(shallow: int, depth: int, name: str = "the model") -> 
     return shallow or max(1, depth // 3)
 
 
+# ------------------------------ training (section 4.1)
+
+
+@dataclass(frozen=True)
+class FreeSettings:
+    """How a model is tuned: section [head] of a recipe.
+
+    shallow  L_S; 0: a third of the layers
+    alpha    weight of the distillation
+    """
+
+    shallow: int = 0
+    alpha: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.shallow < 0 or self.alpha < 0:
+            raise TinyspecError("[head] wants shallow >= 0 and alpha >= 0")
+
+
+def align_layers(distances: Sequence[Sequence[float]]) -> list[int]:
+    """Return the student layer that each teacher layer draws to itself.
+
+    distances  [teachers, students] between their states
+
+    From the last teacher down it is the nearest student below the one before; where none is left,
+    that one again.
+
+    >>> align_layers([[1, 3, 9], [5, 2, 1], [4, 1, 3]])
+    [0, 0, 1]
+    """
+    aligned, limit = list[int](), len(distances[0])
+    for row in reversed(distances):
+        below = range(limit)
+        limit = min(below, key=lambda student: row[student]) if below else limit
+        aligned.append(limit)
+    return aligned[::-1]
+
+
+def distill_layers(states: Sequence[Tensor], shallow: int) -> Tensor:
+    """Return the mean squared distance of the first layers to those of the whole model, a scalar.
+
+    states  [n, d] after each layer; no gradient flows through those that are aimed at
+    """
+    teachers = [states[(i + 1) * len(states) // shallow - 1].detach() for i in range(shallow)]
+    distances = torch.stack(
+        [torch.stack([F.mse_loss(s, t) for s in states[:shallow]]) for t in teachers]
+    )
+    chosen = align_layers(distances.tolist())
+    return distances[torch.arange(shallow), torch.tensor(chosen)].mean()
+
+
+def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
+    """Return the loss of both exits, with the distillation of the layers, a scalar."""
+    blocks, settings = tuning.blocks, tuning.settings
+    depth, is_answer = blocks.config.n_layers, batch.is_answer[:, :-1]
+    if not is_answer.any():
+        return blocks.embed.sum() * 0
+    shallow = resolve_shallow_depth(settings.shallow, depth)
+    states = [x[is_answer] for x in blocks.layer_states(batch.ids[:, :-1])]
+    targets = batch.ids[:, 1:][is_answer]
+    losses = [
+        layers * F.cross_entropy(blocks.compute_logits(states[layers - 1]), targets)
+        for layers in (shallow, depth)
+    ]
+    return sum(losses) / (shallow + depth) + settings.alpha * distill_layers(states, shallow)
+
+
 # ------------------------------ the card
 
 
@@ -221,6 +311,7 @@ def resolve_shallow_depth(shallow: int, depth: int, name: str = "the model") -> 
     guarantee=Guarantee.LOSSY,
     lossy=("threshold", math.inf),
     persistent=True,
+    tuned=Tuned(FreeSettings, free_loss, small=FreeSettings(shallow=1)),
     knobs=(
         Knob(
             "threshold",
@@ -233,7 +324,7 @@ def resolve_shallow_depth(shallow: int, depth: int, name: str = "the model") -> 
         Knob(
             "shallow",
             0,
-            "layers that every token runs (L_S); 0: a third",
+            "layers that every token runs (L_S); 0: what the model was tuned for, else a third",
             low=0,
             high=1024,
             small=(1, 2),
@@ -245,7 +336,7 @@ def resolve_shallow_depth(shallow: int, depth: int, name: str = "the model") -> 
             0.3,
             "the least threshold that a fit may choose",
             low=0.0,
-            high=HIGHEST_THRESHOLD,
+            high=1.0,
         ),
     ),
 )
@@ -261,7 +352,8 @@ def free(
     """Return a decoder whose tokens leave after L_S layers, or run all with those that wait."""
     session: Any = request.target
     model = session.model
-    layer = resolve_shallow_depth(shallow, model.config.n_layers, model.name)
+    wanted = shallow or tuned_settings(model, "free", FreeSettings).shallow
+    layer = resolve_shallow_depth(wanted, model.config.n_layers, model.name)
     rule = ExitRule()
     if threshold < math.inf:
 
