@@ -58,7 +58,9 @@ def make_decoder(
 ) -> Decoder:
     log: list[Any] = []
     stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
+    request = Request(
+        model.session(log), sampling=sampling, stop=stop, forward_log=log, clock=lambda: 0.0
+    )
     return CARD.make(request, **knobs)
 
 
@@ -245,6 +247,15 @@ def test_the_estimator_pays_for_the_rows_that_it_reads() -> None:
         while not decoder.finished:
             for call in decoder.step(Seeded(decoder.rounds)).calls[1:]:
                 assert call.head_rows == (call.rows if adaptive else 1)
+
+
+def test_in_a_batch_the_threshold_stays_as_it_is_given() -> None:
+    """There is no clock: a text must be the one that it gets alone."""
+    request = Request(M.session(), sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=5))
+    decoder = CARD.make(request, shallow=1, threshold=0.05)
+    finish(decoder, PROMPT)
+    target: Any = decoder.target
+    assert target.rule.find_estimator is None and target.rule.threshold == 0.05
 
 
 def test_a_translators_texts_share_their_pairs() -> None:

@@ -36,7 +36,8 @@ authors' code makes an option; a threshold that was chosen before. The layers th
 fewer, but fewer passes run them: FREE saves the reading of weights, and the estimator costs a
 product with the output matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
-model lives. Fix `adaptive` to prevent that.
+model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
+a batch, where a text must be the one that it gets alone, the threshold stays as it is given.
 Tests: tests/early_exit/test_free.py (`decode_in_two_depths` against what runs; the cache; the fit;
 the loss) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
 Left out: the rollback of tokens, the trained confidence head, and the fixed mappings of layers, all
@@ -293,11 +294,13 @@ def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     shallow = resolve_shallow_depth(settings.shallow, depth)
     states = [x[is_answer] for x in blocks.layer_states(batch.ids[:, :-1])]
     targets = batch.ids[:, 1:][is_answer]
-    losses = [
-        layers * F.cross_entropy(blocks.compute_logits(states[layers - 1]), targets)
+    early, full = (
+        F.cross_entropy(blocks.compute_logits(states[layers - 1]), targets)
         for layers in (shallow, depth)
-    ]
-    return sum(losses) / (shallow + depth) + settings.alpha * distill_layers(states, shallow)
+    )
+    of_exits = (shallow * early + depth * full) / (shallow + depth)
+    distance: Tensor = settings.alpha * distill_layers(states, shallow)
+    return of_exits + distance
 
 
 # ------------------------------ the card
@@ -363,6 +366,7 @@ def free(
                 session, key, lambda: ThresholdEstimator(threshold, zeta, lowest)
             )
 
-        rule = TwoDepthRule(layer, threshold, find_estimator if adaptive else None)
+        is_alone = request.clock is not None
+        rule = TwoDepthRule(layer, threshold, find_estimator if adaptive and is_alone else None)
     target = ExitTarget(session, rule, "postpone")
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

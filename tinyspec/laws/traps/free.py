@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit import free
 from tinyspec.early_exit.free import ThresholdEstimator, TwoDepthRule
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
@@ -22,6 +23,7 @@ from tinyspec.laws.exit_laws import (
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card
 from tinyspec.lm.session import Session
+from tinyspec.technique import Request
 
 ONE_BLOCK = "all that wait run the other layers in one pass, each layer of a token once"
 FITTED = "the threshold is fitted to the tokens that the whole model has judged"
@@ -95,7 +97,13 @@ def threshold_follows_the_pairs(build: Build) -> Iterator[int]:
         pairs, threshold = list[tuple[float, bool]](), 0.2
         for number in range(TEXTS):
             knobs: dict[str, Any] = {"shallow": layers, "threshold": 0.2, "zeta": zeta}
-            decoder = begin_decoder(build, [model], PROMPT, SAMPLED, TOKENS, **knobs)
+            log: list[Any] = []
+            stop = StoppingCriteria(max_new_tokens=TOKENS)
+            request = Request(
+                model.session(log), sampling=SAMPLED, stop=stop, forward_log=log, clock=lambda: 0.0
+            )  # with a clock: it runs alone
+            decoder = build(request, **knobs)
+            decoder.extend(PROMPT)
             threshold = fit_by_hand(pairs, zeta, threshold)
             rule: Any = decoder.target.rule  # type: ignore[attr-defined]
             case = {"model": repr(model), "text number": number, "pairs": len(pairs), **knobs}
