@@ -243,10 +243,15 @@ def test_a_rule_that_knows_its_layer_is_asked_once() -> None:
     assert [call.row_layers for call in forward_log] == [L, 2, head, 1, 1, head, 2, L]
 
 
-@pytest.mark.parametrize("m", [M, model(GPT2)], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "m",
+    [M, model(GPT2), model(LLAMA, dtype=torch.float32)],
+    ids=["llama", "gpt2", "compiled"],
+)
 def test_a_prompt_that_leaves_early_is_the_masked_stream(m: Any) -> None:
     """Three oracles agree: the session, the dense pass in numpy, and the stream that is trained."""
     text = [*PROMPT, 7, 8, 9, 2, 6]
+    within = 1e-10 if m.dtype == torch.float64 else 1e-4
     depths = np.array([1 + token % L for token in text])
     target = ExitTarget(m.session(), Known(), "copy")
     target.extend(text[:4])
@@ -260,16 +265,16 @@ def test_a_prompt_that_leaves_early_is_the_masked_stream(m: Any) -> None:
         return depths == layer
 
     expected = run_dense(m, text, leaves=leaves)
-    np.testing.assert_allclose(row, expected.logits[-1], atol=1e-10)
+    np.testing.assert_allclose(row, expected.logits[-1], atol=within)
     *_, stream = m.torch_blocks().layer_states(
         torch.tensor([text]), depths=torch.tensor([depths.tolist()])
     )
-    trained = m.torch_blocks().compute_logits(stream)[0].numpy()
-    np.testing.assert_allclose(trained, expected.logits, atol=1e-10)
+    trained = m.torch_blocks().compute_logits(stream)[0].detach().numpy()
+    np.testing.assert_allclose(trained, expected.logits, atol=within)
     for layer, keys in enumerate(expected.keys):
         assert keys is not None
         cached = target.session.cache.keys[layer][:, : len(text) - 1].transpose(0, 1)
-        np.testing.assert_allclose(cached.numpy(), keys[:-1], atol=1e-10)
+        np.testing.assert_allclose(cached.numpy(), keys[:-1], atol=within)
 
 
 class Comparing(At):
