@@ -764,9 +764,10 @@ _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
 def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
     """Return what a persistent technique keeps for this target's model, made on the first call.
 
-    It lives as long as the model.
+    It lives as long as the model. All decoders of a translator share it, whatever they translate.
     """
-    known = _kept.setdefault(target.model, {})
+    owner = getattr(target.model, "state_owner", target.model)
+    known = _kept.setdefault(owner, {})
     if key not in known:
         known[key] = make()
     found: T = known[key]

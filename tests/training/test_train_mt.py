@@ -487,3 +487,73 @@ def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
     assert about.get(name, "an autoregressive student") in card
     if name != "shallow":
         assert find_technique(plan.method).refiner(RefineRequest(model))
+
+
+EXITS = 'decoder_layers = 3\n[exits]\nweights = "uniform"\nreport = [1, 2]'
+
+
+def test_a_translators_exits_are_trained_and_reported(zoo: Path) -> None:
+    path = zoo / "teacher/recipe.toml"
+    path.write_text(
+        path.read_text()
+        .replace("decoder_layers = 1", EXITS)
+        .replace("max_positions = 64", "")
+        .replace("[exits]", "max_positions = 64\n[exits]")
+    )
+    assert run(zoo, "teacher")
+    assert Seq2Seq.load(zoo / "teacher").config.extra["exits"] == "uniform"
+    assert "losses weighted alike" in (zoo / "teacher/README.md").read_text()
+    log = [json.loads(line) for line in (zoo / "teacher/log.jsonl").read_text().splitlines()]
+    assert {"valid_loss", "valid_loss_1", "valid_loss_2"} <= log[-1].keys()
+
+
+def test_the_loss_of_a_translators_exits_is_the_mean_of_its_truncated_models(zoo: Path) -> None:
+    """Each exit is the decoder cut off there, with the norm and the head of the whole."""
+    path = zoo / "teacher/recipe.toml"
+    plan = read_translation_recipe(path, {"shape.decoder_layers": "3"})
+    exits = read_translation_recipe(
+        path, {"shape.decoder_layers": "3", "exits.weights": '"linear"', "dropout": "0.0"}
+    )
+    pairs = [SentencePair([5, 6, 7], [8, 9, 10, 11]), SentencePair([9, 8], [12])]
+    source, target = (
+        pad_sequences([p.source for p in pairs]),
+        pad_sequences([p.target for p in pairs]),
+    )
+    config = plan.config(300)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(3))
+    expected = 0.0
+    for layers in (1, 2, 3):
+        cut_config = read_translation_recipe(path, {"shape.decoder_layers": str(layers)}).config(
+            300
+        )
+        cut = Seq2Seq(cut_config, {name: model.weights[name] for name in cut_config.shapes()})
+        loss = translation_tasks.teacher_forcing_loss(cut, source, target, 0.0, exits.smoothing)
+        expected += layers / 6 * float(loss)
+    task = translation_tasks.make_task(exits, pairs, pairs, None)
+    assert task.before_step is not None
+    task.before_step(0, 0.0)
+    got = task.loss(model, (source, target), torch.Generator())
+    assert float(got) == pytest.approx(expected, abs=1e-6)
+
+
+def test_exits_are_for_the_teacher_and_without_layer_dropout(zoo: Path) -> None:
+    for name, overrides in (
+        ("nat", {"exits.weights": '"uniform"'}),
+        ("teacher", {"exits.p_max": "0.1"}),
+    ):
+        with pytest.raises(TinyspecError, match=r"\[exits\] is for method teacher"):
+            read_translation_recipe(zoo / name / "recipe.toml", overrides)
+    plan = read_translation_recipe(zoo / "teacher/recipe.toml", {"exits.report": "[2]"})
+    with pytest.raises(TinyspecError, match="exits are 1 to 1, not 2"):
+        plan.config(300)
+
+
+def test_the_shipped_recipe_of_the_exits_translator_is_what_its_issue_asks_for() -> None:
+    models = Path(__file__).parents[2] / "models"
+    plan = read_translation_recipe(models / "multi30k-exits/recipe.toml")
+    config = plan.config(plan.vocab_size)
+    assert (config.encoder_layers, config.decoder_layers, config.d_model, config.d_ff) == (
+        3, 6, 160, 640,
+    )  # fmt: skip
+    assert plan.exits is not None and plan.exits.weights == "uniform"
+    assert config.parameters() * 2 < 8.4e6, "bytes in bfloat16"

@@ -113,7 +113,8 @@ def test_a_model_that_was_not_tuned_is_told_so(method: str, zoo: Zoo) -> None:
     used = run("generate", "--model", zoo.big, "--method", method, "the cat", "-n", "4")
     assert used.exit_code == 0
     assert f"big was not tuned for {method}" in used.stderr
-    assert used.stdout == run("generate", "--model", zoo.big, "the cat", "-n", "4").stdout
+    if load_techniques()[method].lossy is None:
+        assert used.stdout == run("generate", "--model", zoo.big, "the cat", "-n", "4").stdout
 
 
 @pytest.mark.parametrize("method", METHODS)

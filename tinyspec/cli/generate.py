@@ -33,6 +33,12 @@ UNTUNED = (
 )
 """What is said of a method whose `tuned` the model's config.json does not name."""
 
+UNTUNED_LOSSY = (
+    "note: {0} was not tuned for {1}, so its text may be nonsense, unless --{2} is {3}. To tune "
+    "it: tinyspec train head --for {0} --method {1} --out FOLDER"
+)
+"""What is said of such a method if it changes the text."""
+
 
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
@@ -119,10 +125,12 @@ def generate(
 
         base.write_replay(record_rounds(target, method, result), replay)
     left_early = any(layers < target.config.n_layers for layers in result.trace.layers_run)
-    if left_early and "exits" not in target.config.extra:
+    card = find_technique(method)
+    if card.tuned is not None and not is_tuned_for(target, method):
+        note = UNTUNED if card.lossy is None else UNTUNED_LOSSY
+        click.echo(note.format(target.name, method, *(card.lossy or ())), err=True)
+    elif card.tuned is None and left_early and "exits" not in target.config.extra:
         click.echo(UNTRAINED_EXITS.format(target.name), err=True)
-    if find_technique(method).tuned is not None and not is_tuned_for(target, method):
-        click.echo(UNTUNED.format(target.name, method), err=True)
     for note in make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
     if interrupted:

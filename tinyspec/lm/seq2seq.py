@@ -12,7 +12,7 @@ session whose masks one pass fills in: it drafts for the teacher.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -252,6 +252,25 @@ class Seq2Seq:
     ) -> Tensor:
         """Run the decoder over inputs [B, T, d] of `embed`; return the normed states [B, T, d].
 
+        The parameters are those of `layer_states`.
+        """
+        x, blocks = inputs, self.stacks[stack]
+        for state in self.layer_states(inputs, memory, self_mask, dropout, slots, stack):
+            x = state
+        self._log_pass("", x, len(blocks.layers))
+        return blocks.apply_final_norm(x)
+
+    def layer_states(
+        self,
+        inputs: Tensor,
+        memory: EncoderOutput,
+        self_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        slots: Tensor | None = None,
+        stack: str = "decoder",
+    ) -> Iterator[Tensor]:
+        """Yield the state [B, T, d] after each decoder layer, before the final norm.
+
         memory     of B sources, or of one that all inputs share
         self_mask  [T, T] or [B, T, T], True where a position may attend; None: everywhere. A
                    position that may attend nowhere gets zeros.
@@ -272,8 +291,7 @@ class Seq2Seq:
                 x = x + drop_out(self._attend_by_position(i, x, visible, stack), dropout)
             read = self.attend_source(i, x, cross_kv[i], memory.mask[:, None], stack)
             x = blocks.add_mlp(block, x + drop_out(read, dropout), dropout)
-        self._log_pass("", x, len(blocks.layers))
-        return blocks.apply_final_norm(x)
+            yield x
 
     def _cross_kv_of(self, memory: EncoderOutput, stack: str) -> Sequence[tuple[Tensor, Tensor]]:
         """Return the keys and values that the layers of a stack read from the source."""
@@ -286,15 +304,21 @@ class Seq2Seq:
             first += layers[name]
         return cross_kv[first : first + layers[stack]]
 
-    def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
-        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets [B, T].
+    def causal_inputs(
+        self, source: Tensor, target: Tensor, dropout: float = 0.0
+    ) -> tuple[Tensor, EncoderOutput, Tensor]:
+        """Return what `decode` and `layer_states` need for a causal pass: inputs, memory, mask.
 
-        Padding stands at the end, so no other position sees it.
+        target  [B, T], read behind bos. Padding stands at the end, so no other position sees it
         """
         inputs = F.pad(target, (1, 0), value=self.config.bos)
         length = inputs.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
-        return self.decode(self.embed(inputs), self.encode(source, dropout), causal, dropout)
+        return self.embed(inputs), self.encode(source, dropout), causal
+
+    def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
+        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets [B, T]."""
+        return self.decode(*self.causal_inputs(source, target, dropout), dropout)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., d] that `decode` returned, or of some of them.
@@ -538,6 +562,7 @@ class ConditionedDecoder(Model):
             raise TinyspecError("the source is empty: give at least one token")
         self.source = list(source)
         self.pad = host.config.pad  # the token at positions that are not known yet
+        self.state_owner = host.decoder  # all copies of a translator share it
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._torch_path = CrossAttentionBlocks(host, memory)

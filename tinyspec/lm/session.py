@@ -373,6 +373,18 @@ class Session:
         self.scored = rows[1:]
         return Scores(logits, self._hidden_states(rows, ()), [stop // 2] * len(rows))
 
+    def score_with_late_rows(
+        self, tree: TokenTree, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Scores, dict[int, Tensor]]:
+        """Return what `score` returns, and the logits of the committed tokens that ran along.
+
+        Tokens that exited early are run further with the next one that goes deep. Their logits [V]
+        after the last layer stand under their positions; each costs a product with the head.
+        """
+        rows: dict[int, Tensor] = {}
+        scores, self.scored = self.score_tree(tree, hidden_layers, self.plan, late_rows=rows)
+        return scores, rows
+
     def draft_chain(self, most: int, choose: NextTokenFn) -> bool:
         """Run draft tokens one after another, as a draft model does.
 
@@ -443,6 +455,29 @@ class Session:
         )
         return scores
 
+    def run_committed(self, positions: Iterable[int], layer: int) -> None:
+        """Run committed tokens through their first `layer` layers, as far as they lack them.
+
+        So a prompt runs whose tokens leave early. All that a token attends to must have been run
+        as far, or filled.
+        """
+        stop, n_layers = min(2 * layer, self._end), self.model.config.n_layers
+        todo = [
+            node
+            for node in (self.committed[at] for at in sorted(positions))
+            if node.needs_compute(self.plan, stop, n_layers, (), head=False)
+        ]
+        for at in range(0, len(todo), PREFILL_CHUNK):
+            self.run_nodes(todo[at : at + PREFILL_CHUNK], stop, prefill=True)
+        self._advance_ready()
+
+    def restart(self, positions: Iterable[int]) -> None:
+        """Forget what was computed for committed tokens: the next pass runs them from layer 1."""
+        for position in positions:
+            self.committed[position].reset()
+            self.cache.mark_missing(self.committed[position].slot)
+            self._ready = min(self._ready, position)
+
     def fill_cache(
         self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
     ) -> None:
@@ -489,6 +524,7 @@ class Session:
 
     def set_plan(self, plan: Plan) -> None:
         """Use another plan from now on, as a sliding window does. What was run stays as it is."""
+        self._advance_ready()  # under the old plan: else its newest token would be run again
         self.plan = plan
 
     def view(self, plan: Plan) -> "View":
@@ -503,10 +539,12 @@ class Session:
         stop: int | None = None,
         head: bool = True,
         trunk: Sequence[Node] = (),
+        late_rows: dict[int, Tensor] | None = None,
     ) -> tuple[Scores, list[Node]]:
         """Attach a tree to the newest token (or to a view's trunk), and run what is missing of it.
 
         This is `score` for any tree, plan and exit. Returns the scores, and the nodes of the tree.
+        `late_rows` gets the logits of the committed tokens that are run along, by position.
         """
         n_layers = self.model.config.n_layers
         end = plan.stop_sublayer(n_layers)
@@ -521,26 +559,29 @@ class Session:
             if node.needs_compute(plan, stop, n_layers, hidden_layers, head)
         ]
         above = [n for n in above if n.needs_compute(plan, stop, n_layers, (), head=False)]
-        late = self._unfinished_tokens(min(stop, self._end))
+        waiting = late = self._unfinished_tokens(min(stop, self._end))
+        read = waiting if head and late_rows is not None else []
         while late and (plan != self.plan or len(late) > PREFILL_CHUNK):
-            self.run_nodes(late[:PREFILL_CHUNK], min(stop, self._end))
+            self.run_nodes(late[:PREFILL_CHUNK], min(stop, self._end), heads=read)
             late = late[PREFILL_CHUNK:]
         fresh = None
         if todo or above or late:
             fresh = self.run_nodes(
                 [*late, *above, *todo],
                 stop,
-                heads=todo if head else (),
+                heads=[*read, *todo] if head else (),
                 hidden_layers=hidden_layers,
                 plan=plan,
             )
         if not head:
             logits = self._no_logits()
         elif fresh is not None and todo == rows:
-            logits = fresh.logits
+            logits = fresh.logits[-len(rows) :]  # after those of the tokens that ran along
         else:
             logits = stack_rows([node.logits for node in rows if node.logits is not None])
         states = self._hidden_states(rows, hidden_layers)
+        if late_rows is not None:
+            late_rows.update((n.position, n.logits) for n in waiting if n.logits is not None)
         self._advance_ready()
         return Scores(logits, states, [stop // 2] * len(rows)), nodes
 
@@ -591,7 +632,8 @@ class Session:
             head_rows = [i for i, node in enumerate(nodes) if node in wanted]
             # Save the states where this plan stops, and where it differs from the session's own.
             differs_at = min(stop, plan.first_difference(self.plan, n_layers))
-            saved_sublayers = () if prefill else tuple({stop, differs_at})
+            # A prompt that stops below the top is continued, or filled, from the state there.
+            saved_sublayers = () if prefill and stop == self._end else tuple({stop, differs_at})
             if self.prefix is not None and any(node.probe for node in nodes):
                 probing = torch.tensor([node.probe for node in nodes], device=self.model.device)
         if not copying:

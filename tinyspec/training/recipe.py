@@ -95,12 +95,7 @@ class Recipe:
         config = build_config(
             self.name, lambda: Config(vocab_size=self.vocab_size, extra=extra, **shape)
         )
-        for layers in () if self.exits is None else self.exits.report:
-            if not 1 <= layers <= config.n_layers:
-                raise TinyspecError(
-                    f"recipe {self.name}: [exits] report: "
-                    f"exits are 1 to {config.n_layers}, not {layers}"
-                )
+        check_reported_exits(self.name, self.exits, config.n_layers)
         to_hf(config, "float32")  # what a checkpoint cannot hold is said before the training
         return config
 
@@ -111,7 +106,8 @@ class TranslationRecipe:
 
     Sections: [shape] (Seq2SeqConfig), [translator] (the method's settings), [train]
     (TrainSettings), [distill] (BeamSettings: how the teacher writes the targets; without it the
-    targets are people's). Folders are relative to the recipe's own.
+    targets are people's), [exits] (ExitLosses of the decoder's layers; of method teacher). Folders
+    are relative to the recipe's own.
 
     method      the technique whose loss is used; teacher: the autoregressive loss
     vocab_size  of the tokenizer that is trained, if there is no teacher
@@ -127,7 +123,11 @@ class TranslationRecipe:
     extra       goes into the checkpoint's config
     """
 
-    SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "distill": BeamSettings}
+    SECTIONS: ClassVar[Mapping[str, type]] = {
+        "train": TrainSettings,
+        "distill": BeamSettings,
+        "exits": ExitLosses,
+    }
     NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
 
     name: str
@@ -147,8 +147,13 @@ class TranslationRecipe:
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
+    exits: ExitLosses | None = None
 
     def __post_init__(self) -> None:
+        if self.exits is not None and (self.method != "teacher" or self.exits.p_max):
+            raise TinyspecError(
+                "[exits] is for method teacher, and without layer dropout: p_max must be 0"
+            )
         begins = self.inherit or self.finetune or self.start
         if not self.teacher and (self.distill is not None or begins):
             raise TinyspecError(
@@ -206,7 +211,8 @@ class TranslationRecipe:
             about = "the autoregressive teacher of the others, and what they are compared with"
             if self.teacher:
                 about = "an autoregressive student, which parallel models must beat"
-            return f"It writes from left to right: {about}. Its figure is greedy decoding's."
+            exits = "" if self.exits is None else f" {self.exits.describe()}"
+            return f"It writes from left to right: {about}. Its figure is greedy decoding's.{exits}"
         return self.trained.page.format(settings=self.settings_of_translator(), figures=figures)
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
@@ -224,10 +230,13 @@ class TranslationRecipe:
             extra["distilled"] = asdict(self.distill)
         if self.finetune:
             extra["finetuned"] = Path(self.finetune).name
+        if self.exits is not None and self.exits.changes_training:
+            extra["exits"] = self.exits.weights
         ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}
         config = build_config(
             self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **self.shape)
         )
+        check_reported_exits(self.name, self.exits, config.decoder_layers)
         if self.trained is None:
             return config
         return self.trained.equip(config, self.settings_of_translator())
@@ -310,6 +319,15 @@ class HeadRecipe:
         kind = (self.card.tuned or self.trained).settings
         reject_unknown_keys(self.head, {f.name for f in fields(kind)}, "[head] ")
         return kind(**self.head)
+
+
+def check_reported_exits(recipe_name: str, exits: ExitLosses | None, n_layers: int) -> None:
+    """Raise TinyspecError if a recipe asks for figures of an exit that the model lacks."""
+    for layers in () if exits is None else exits.report:
+        if not 1 <= layers <= n_layers:
+            raise TinyspecError(
+                f"recipe {recipe_name}: [exits] report: exits are 1 to {n_layers}, not {layers}"
+            )
 
 
 def build_config(recipe_name: str, build: Callable[[], C]) -> C:

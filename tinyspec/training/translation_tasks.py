@@ -20,6 +20,7 @@ from tinyspec.technique import TranslatorTraining
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
 
@@ -54,24 +55,44 @@ class TranslationTask(NamedTuple):
 def make_teacher_task(
     plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
-    """Return the task of the autoregressive teacher, with smoothed labels."""
+    """Return the task of the autoregressive teacher, with smoothed labels.
+
+    With [exits] the losses of its decoder's layers are added up by their weights. A validation then
+    logs the loss of each exit that the recipe reports.
+    """
+    exits = plan.exits or ExitLosses()
+    depth = int(plan.shape.get("decoder_layers", 1))
+    schedule = ExitLossSchedule(exits, depth, plan.settings.steps)
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         source, target = batch
-        return teacher_forcing_loss(model, source, target, plan.dropout, plan.smoothing)
+        losses = teacher_forcing_losses(
+            model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
+        )
+        total = sum(
+            weight * losses[at] for at, weight in enumerate(schedule.loss_weights) if weight
+        )
+        assert isinstance(total, Tensor)
+        return total
 
     def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
         return distilled.write_translations(model, sources, BeamSettings(beam=1))
 
     def figures(model: Seq2Seq) -> dict[str, float]:
-        total = tokens = 0.0
+        wanted = [*exits.report, depth]
+        totals, tokens = dict.fromkeys(wanted, 0.0), 0.0
+        chosen = [float(layer + 1 in wanted) for layer in range(depth)]
         for source, target in group_pairs(valid, plan.tokens, model.device):
             count = float((target != model.config.pad).sum()) + len(source)
-            total += float(teacher_forcing_loss(model, source, target)) * count
+            losses = teacher_forcing_losses(model, source, target, weights=chosen)
+            for layers in totals:
+                totals[layers] += float(losses[layers - 1]) * count
             tokens += count
-        return {"valid_loss": total / tokens}
+        of_exits = {f"valid_loss_{n}": totals[n] / tokens for n in exits.report if n != depth}
+        return {"valid_loss": totals[depth] / tokens, **of_exits}
 
-    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures)
+    before_step = schedule.begin_step if plan.exits is not None else None
+    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures, before_step)
 
 
 def make_student_task(
@@ -182,18 +203,39 @@ def make_task(
 def teacher_forcing_loss(
     model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross-entropy of the targets [B, T] and their ends, a scalar.
+    """Return the mean cross-entropy of the targets [B, T] and their ends, a scalar."""
+    return teacher_forcing_losses(model, source, target, dropout, smoothing)[
+        model.config.decoder_layers - 1
+    ]
+
+
+def teacher_forcing_losses(
+    model: Seq2Seq,
+    source: Tensor,
+    target: Tensor,
+    dropout: float = 0.0,
+    smoothing: float = 0.0,
+    weights: Sequence[float] = (),
+) -> dict[int, Tensor]:
+    """Return the mean cross-entropy of the targets [B, T] and their ends at exits of the decoder.
+
+    weights  one of each decoder layer: only those that are not 0 are read; empty: the last alone
 
     Each token is predicted from the target tokens before it. No logits are computed at padding.
+    The layers are counted from 0. All exits share the final norm and the head.
     """
     c = model.config
     lengths = (target != c.pad).sum(dim=1, keepdim=True)
     labels = F.pad(target, (0, 1), value=c.pad).scatter(1, lengths, c.eos)
-    states = model.causal_states(source, target, dropout)  # [B, T + 1, d]
+    states = model.layer_states(*model.causal_inputs(source, target, dropout), dropout)
     is_token = labels != c.pad
-    return F.cross_entropy(
-        model.logits(states[is_token]).float(), labels[is_token], label_smoothing=smoothing
-    )
+    weights = weights or [0.0] * (c.decoder_layers - 1) + [1.0]
+    losses = dict[int, Tensor]()
+    for layer, x in enumerate(states):
+        if weights[layer]:
+            rows = model.logits(model.decoder.apply_final_norm(x[is_token])).float()
+            losses[layer] = F.cross_entropy(rows, labels[is_token], label_smoothing=smoothing)
+    return losses
 
 
 def pad_pairs(pairs: Pairs, numbers: Ids) -> tuple[Tensor, Tensor]:
