@@ -245,7 +245,7 @@ def test_an_autoregressive_student_is_no_teacher(zoo: Path) -> None:
     assert [role for role in found if role.startswith("sat")] == ["sat, K 3"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "_zoos", lambda: [zoo])
-        assert models.name_for_method("plain", rewrites=False) == "teacher"
+        assert models.name_for_method("plain", needs_own=False) == "teacher"
 
 
 def test_wrong_input_is_one_line(zoo: Path) -> None:
