@@ -14,15 +14,16 @@ streams run together or one after another.
 that extend one text, and yields rounds in the order in which a reader reads them.
 """
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import count, takewhile
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any, Generic, TypeAlias, TypeVar
+
+from torch import Tensor
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource
@@ -31,9 +32,10 @@ from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.batching import BatchAborted, BatchBarrier, run_together
-from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.lm.model import Model
 from tinyspec.lm.tokenizer import Detokeniser
+from tinyspec.tree import TokenTree
 
 T = TypeVar("T")
 
@@ -153,6 +155,24 @@ class Stream:
     is_done: bool = False
 
 
+class EditedTarget:
+    """A session whose logits are changed before a token is chosen.
+
+    edit  (the text, logits [n + 1, V]) -> the logits that count. The text is that of the root
+    """
+
+    def __init__(self, session: Any, edit: Callable[[list[int], Tensor], Tensor]):
+        self.session, self.edit = session, edit
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
+        """Return the changed scores of the newest token and of every node."""
+        scores: Scores = self.session.score(tree, hidden_layers)
+        return scores._replace(logits=self.edit(self.session.text, scores.logits))
+
+
 AfterRound: TypeAlias = Callable[[Stream, Round, BatchBarrier], Iterable[Stream]]
 """Look at a round of a stream; return the streams that forked from it."""
 
@@ -258,7 +278,8 @@ class StreamDecoder:
 
         begun  the streams are added to it, in the order of the prompts
         """
-        length = len(os.path.commonprefix([list(prompt[:-1]) for prompt in prompts]))
+        columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
+        length = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
         trunk = self._make_decoder(self.model.session([]))
         trunk.extend(prompts[0][: length + 1])  # it runs all but the last
         self.forward_log += trunk.forward_log
