@@ -330,6 +330,16 @@ def add_nothing(target: FrozenTarget, settings: Any, seed: int) -> dict[str, Ten
     return {}
 
 
+class TrainingExample(NamedTuple):
+    """A text that was made to train on.
+
+    first  where the tokens begin that are trained
+    """
+
+    ids: list[int]
+    first: int
+
+
 class Tuned(NamedTuple):
     """What a technique trains in the model itself: it tells the trainer and the laws.
 
@@ -345,6 +355,8 @@ class Tuned(NamedTuple):
     rate      learning rate of these tensors, as a multiple of the model's
     predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
               its draft is not read off rows that were trained for it
+    tokens    special tokens that are added to the model's vocabulary, if it lacks them
+    examples  (model, settings) -> texts to train on; None: texts that the model wrote
     """
 
     settings: type[Any]
@@ -353,6 +365,14 @@ class Tuned(NamedTuple):
     begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
     rate: float = 1.0
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
+    tokens: tuple[str, ...] = ()
+    examples: Callable[[Model, Any], list[TrainingExample]] | None = None
+
+    def add_tokens(self, model: Model) -> Model:
+        """Return a model that has this technique's tokens."""
+        if all(model.tokenizer.find_id(token) is not None for token in self.tokens):
+            return model
+        return model.with_tokens(self.tokens)
 
 
 def is_tuned_for(model: Any, method: str) -> bool:

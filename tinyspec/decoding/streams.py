@@ -139,18 +139,18 @@ class GrowingText:
 # ------------------------------------------------------------------ several streams, one answer
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """One text of a request, and what stands in it so far.
 
-    decoder  the loop that extends it
     rng      noise of its own, so that no other stream draws with it
+    decoder  the loop that extends it, from when it begins
     parts    its rounds; between them, texts that were not generated, and streams that forked there
     is_done  whether it has ended
     """
 
-    decoder: Decoder
     rng: RandomSource
+    decoder: Decoder = field(init=False)
     parts: list["Round | str | Stream"] = field(default_factory=list)
     is_done: bool = False
 
@@ -247,29 +247,31 @@ class StreamDecoder:
 
     def open_stream(self, prompt: Sequence[int], rng: RandomSource) -> Stream:
         """Return a stream that has read a prompt. It computes alone."""
-        decoder = self._make_decoder(self.model.session([]))
-        decoder.extend(prompt)
-        return Stream(decoder, rng)
+        stream = Stream(rng)
+        stream.decoder = self.make_decoder(self.model.session([]))
+        stream.decoder.extend(prompt)
+        return stream
 
-    def fork_stream(
+    def fork_decoder(
         self,
         parent: Decoder,
         length: int,
         tokens: Sequence[int],
-        rng: RandomSource,
         barrier: BatchBarrier | None = None,
-    ) -> Stream:
-        """Return a stream that begins with the first `length` tokens of another text, then `tokens`.
+    ) -> Decoder:
+        """Return a decoder after the first `length` tokens of another one's text, then `tokens`.
 
-        What was computed for the common part is not computed again. The stream runs what is left
-        with its first token, in the same pass.
+        What was computed for the common part is not computed again. The rest runs with the first
+        new token, in the same pass.
+
+        barrier  what it computes through; None: what its parent computes through
         """
         session: Any = parent.target
         forward = None if barrier is None else barrier.forward_of(self.model)
-        decoder = self._make_decoder(session.fork(length, forward_log=[], forward=forward))
+        decoder = self.make_decoder(session.fork(length, forward_log=[], forward=forward))
         decoder.target.append(tokens)
         decoder.begin([*parent.context[:length], *tokens])
-        return Stream(decoder, rng)
+        return decoder
 
     def fork_prompts(
         self, prompts: Sequence[Sequence[int]], sources: Sequence[RandomSource], begun: list[Stream]
@@ -280,18 +282,20 @@ class StreamDecoder:
         """
         columns = zip(*(prompt[:-1] for prompt in prompts), strict=False)
         length = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
-        trunk = self._make_decoder(self.model.session([]))
+        trunk = self.make_decoder(self.model.session([]))
         trunk.extend(prompts[0][: length + 1])  # it runs all but the last
         self.forward_log += trunk.forward_log
 
         def begin(barrier: BatchBarrier) -> Sequence[Stream]:
             for prompt, source in zip(prompts, sources, strict=True):
-                begun.append(self.fork_stream(trunk, length, prompt[length:], source, barrier))
+                begun.append(Stream(source))
+                begun[-1].decoder = self.fork_decoder(trunk, length, prompt[length:], barrier)
             return begun
 
         return begin
 
-    def _make_decoder(self, session: Any) -> Decoder:
+    def make_decoder(self, session: Any) -> Decoder:
+        """Return plain decoding on a session, under the settings of the request."""
         return Decoder(
             self.wrap_target(session),
             BaseDrafter(),
@@ -372,7 +376,7 @@ class StreamDecoder:
         """
         has_text = self.model.has_tokenizer
         pieces = self.model.tokenizer.stream() if has_text else None
-        growing, at = GrowingText(stream.decoder.stop, pieces), 0
+        growing, at = GrowingText(self.stop, pieces), 0
         while True:
             while at < len(stream.parts):
                 part, at = stream.parts[at], at + 1

@@ -197,8 +197,8 @@ prompts = [[t for p in prompts[: at + 1] for t in p] for at in range(len(prompts
     ),
     _sot(
         "each point computes the prefix",
-        "self.fork_stream(trunk, length, prompt[length:], source, barrier)",
-        "self.fork_stream(trunk, 0, prompt, source, barrier)",
+        "self.fork_decoder(trunk, length, prompt[length:], barrier)",
+        "self.fork_decoder(trunk, 0, prompt, barrier)",
         SkeletonDecoder.fork_prompts,
         law=TOGETHER,
     ),
