@@ -1,12 +1,12 @@
-"""APAR: a model that was tuned to fork its own text writes the details of an answer in parallel.
+r"""APAR: a model that was tuned to fork its own text writes the details of an answer in parallel.
 
-Paper: Liu et al. 2024, arXiv 2401.06761 (auto-parallel auto-regressive decoding). The whole model is
-tuned.
+Paper: Liu et al. 2024, arXiv 2401.06761 (auto-parallel auto-regressive decoding). The whole model
+is tuned.
 
-Idea. An answer often is a tree: titles with details, paragraphs that begin with a main sentence. Two
-tokens make this tree visible. Where a detail would stand, the model writes [Fork] and goes on with
-the next title. At each [Fork] a second stream begins, which reads the text up to there and the token
-[Child], and writes the detail. It may fork again.
+Idea. An answer often is a tree: titles with details, paragraphs that begin with a main sentence.
+Two tokens make this tree visible. Where a detail would stand, the model writes [Fork] and goes on
+with the next title. At each [Fork] a second stream begins, which reads the text up to there and the
+token [Child], and writes the detail. It may fork again.
 
     one stream   1. Oak: a tall tree with ... \n 2. Fir: a tree that ... \n
     APAR         1. Oak:[Fork] \n 2. Fir:[Fork] \n
@@ -15,12 +15,12 @@ the next title. At each [Fork] a second stream begins, which reads the text up t
 
 Streams that are open at a time share forward passes, and a stream may join at any pass. A stream
 forks with the keys and values of the text before it, which are computed once. A detail attends
-neither to other details nor to later titles, and a title attends to no detail. The reader gets root,
-detail, next: each detail stands where its [Fork] was written.
+neither to other details nor to later titles, and a title attends to no detail. The reader gets
+root, detail, next: each detail stands where its [Fork] was written.
 
-Rules. [Child] is put, never sampled. No [Fork] follows [Fork] or [Child] at once. At most `streams`
-streams run at a time: others wait, which changes the passes and not the text. After `forks` forks no
-[Fork] is sampled any more.
+Rules. [Child] is put, never sampled. No [Fork] follows [Fork] or [Child] at once. After `forks`
+forks no [Fork] is sampled any more. At most `streams` streams run at a time: others wait. While an
+answer has fewer than `forks` forks, that changes the passes and not the text.
 
 Training. From an answer with at least three pairs (root, detail), cross-entropy on
 

@@ -12,8 +12,9 @@ pass, so a pass for ten points takes little longer than a pass for one while mem
     T(skeleton) = prefill + n_s t(1) + prefill' + max over i of n_i t(B)
 
 N: tokens of a plain answer; n_s, n_i: of the skeleton and of point i; t(B): a pass of B streams.
-Both prompts put the beginning of the answer into the model's mouth: "1." for the skeleton, "i. " and
-the point's words for point i. The answer is these beginnings with what follows them, line by line.
+Both prompts put the beginning of the answer into the model's mouth: "1." for the skeleton, "i. "
+and the point's words for point i. The answer is these beginnings with what follows them, line by
+line.
 
 The prompts of the points share all but their ends. Their common part is computed once, and each
 stream forks from it: the forward log counts what that spares.
@@ -22,8 +23,9 @@ Router. An answer whose steps need each other is written worse this way, so a ro
 "always", "never", or one of two: "prompt" asks the model itself whether the answer is a list of
 independent points (A), a list of points that depend on each other (B), or no list (C); the letter
 with the highest logit decides, and A takes the skeleton. "words" is a logistic regression on a bag
-of words, fitted on forty questions below that we labelled by hand. It stands for the paper's trained
-router, a RoBERTa classifier, and is not that. As there, a false "yes" costs more (0.7 to 0.3).
+of words, fitted on forty questions below that we labelled by hand. It stands for the paper's
+trained router, a RoBERTa classifier, and is not that. As in the loss of that one, a false "yes"
+weighs 0.7 and a false "no" 0.3.
 
 Guarantee: LOSSY: another answer than plain decoding's; at router "never" it is plain decoding's,
 token for token. Each point is plain decoding of its own prompt, and the points are independent
@@ -56,8 +58,8 @@ from tinyspec.technique import Guarantee, Knob, StreamRequest, technique
 from tinyspec.tree import TokenTree
 
 SKELETON = """\
-Plan an answer. Write its outline only, not the answer: a numbered list of 3 to 10 points, and each \
-point has 3 to 5 words.
+Plan an answer. Write its outline only, not the answer: a numbered list of 3 to 10 points, where \
+each point has 3 to 5 words.
 
 Question: How can I sleep better?
 Outline:
@@ -129,7 +131,7 @@ Write = Callable[[Sequence[tuple[str, str]]], Sequence[str]]
 
 
 def answer_by_skeleton(write: Write, question: str) -> str:
-    """Answer a question by its skeleton (Ning et al., section 2.2)."""
+    """Answer a question by its skeleton, as the paper does; plainly if the skeleton is empty."""
     [outline] = write([(SKELETON.format(question=question), "1.")])
     skeleton = "1." + outline
     points = parse_points(skeleton)

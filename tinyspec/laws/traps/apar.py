@@ -59,7 +59,7 @@ def forking_network(seed: int) -> Model:
     return small_network(seed, 5)
 
 
-def reference(model: Model, sampling: SamplingParams, may_fork: bool = True) -> Reference:
+def make_reference(model: Model, sampling: SamplingParams, may_fork: bool = True) -> Reference:
     """Return plain decoding by dense passes, without the tokens that may not come next."""
 
     def row(text: Tokens) -> Any:
@@ -106,7 +106,7 @@ def tokens_keep_apart(kind: Decoders) -> Iterator[int]:
         decoder = begin_answer(kind, forking_network(seed), SamplingParams(3.0), 6, forks=6)
         decoder.most = 1
         list(decoder.run(Seeded(seed)))
-        for text in linear_texts(decoder):
+        for text in list_texts(decoder):
             for before, token in pairwise(text):
                 wrong = token == FORK and before in (FORK, CHILD)
                 if wrong or (token == CHILD and before != FORK):
@@ -116,7 +116,7 @@ def tokens_keep_apart(kind: Decoders) -> Iterator[int]:
         yield 0
 
 
-def linear_texts(decoder: ForkingDecoder) -> list[list[int]]:
+def list_texts(decoder: ForkingDecoder) -> list[list[int]]:
     """Return the whole text of every stream that was begun, forks first."""
     return [list(stream.decoder.context) for stream in decoder.begun]
 
@@ -129,7 +129,7 @@ def streams_are_plain_texts(kind: Decoders) -> Iterator[int]:
         model = forking_network(seed)
         decoder = begin_answer(kind, model, sampling, 4, forks)
         got = [token for round in decoder.run(Seeded(seed)) for token in round.tokens]
-        plain = reference(model, sampling, may_fork=forks > 0)
+        plain = make_reference(model, sampling, may_fork=forks > 0)
         expected = write_serially(plain, PROMPT, 4, Seeded(seed))
         case = {"network": seed, "temperature": sampling.temperature, "forks": forks}
         expect_equal(LINEAR, expected.tokens, got, **case)
@@ -144,7 +144,7 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
     """Check the joint distribution of an answer: the product over its streams."""
     for seed, sampling in product(NETWORKS[:3], (SamplingParams(top_k=2), SamplingParams(3.0, 2))):
         model = forking_network(seed)
-        rows = [reference(model, sampling, may_fork=may) for may in (False, True)]
+        rows = [make_reference(model, sampling, may_fork=may) for may in (False, True)]
 
         def law(text: Tokens, left: int, forks: int, rows: Any = rows) -> dict[Tokens, float]:
             """Return the distribution of a stream of so many tokens, with those of its details."""
@@ -179,10 +179,10 @@ def tokens_are_computed_once(kind: Decoders) -> Iterator[int]:
     """Check the rows of all passes together, and that streams which are open share them."""
     for seed in NETWORKS:
         model, n = forking_network(seed), 4
-        model.forward, passes = counting(model.forward)  # type: ignore[method-assign]
+        model.forward, passes = count_rows_of(model.forward)  # type: ignore[method-assign]
         decoder = begin_answer(kind, model, SAMPLED, n)
         rounds = list(decoder.run(Seeded(seed)))
-        expected = write_serially(reference(model, SAMPLED), PROMPT, n, Seeded(seed))
+        expected = write_serially(make_reference(model, SAMPLED), PROMPT, n, Seeded(seed))
         # The last token of a stream is not run, and [Child] is. A [Fork] that ends a stream runs in
         # the detail's.
         last = sum(stream.decoder.context[-1] == FORK for stream in decoder.begun)
@@ -195,7 +195,7 @@ def tokens_are_computed_once(kind: Decoders) -> Iterator[int]:
         yield expected.streams
 
 
-def counting(forward: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
+def count_rows_of(forward: Callable[..., Any]) -> tuple[Callable[..., Any], list[int]]:
     """Return a forward function that notes the rows of every pass, and its notes."""
     rows = list[int]()
 
@@ -213,7 +213,7 @@ def bounds_hold(kind: Decoders) -> Iterator[int]:
         texts = list[list[int]]()
         for streams in (1, 2, 99):
             model = forking_network(seed)
-            model.forward, passes = counting(model.forward)  # type: ignore[method-assign]
+            model.forward, passes = count_rows_of(model.forward)  # type: ignore[method-assign]
             decoder = begin_answer(kind, model, SAMPLED, 4, streams=streams)
             list(decoder.run(Seeded(seed)))
             texts.append(decoder.new)
@@ -246,17 +246,12 @@ def examples_train_their_own_stream(make: Callable[..., Any]) -> Iterator[int]:
         yield 0
 
 
-def decoders() -> Decoders:
-    """Return the class that runs."""
-    return ForkingDecoder
-
-
 TRAPS = [
-    Trap(TOKENS_APART, tokens_keep_apart, decoders),
-    Trap(LINEAR, streams_are_plain_texts, decoders),
-    Trap(JOINT_TREE, streams_are_independent, decoders),
-    Trap(ONCE, tokens_are_computed_once, decoders),
-    Trap(CAPS, bounds_hold, decoders),
+    Trap(TOKENS_APART, tokens_keep_apart, lambda: ForkingDecoder),
+    Trap(LINEAR, streams_are_plain_texts, lambda: ForkingDecoder),
+    Trap(JOINT_TREE, streams_are_independent, lambda: ForkingDecoder),
+    Trap(ONCE, tokens_are_computed_once, lambda: ForkingDecoder),
+    Trap(CAPS, bounds_hold, lambda: ForkingDecoder),
     Trap(EXAMPLES, examples_train_their_own_stream, lambda: apar.make_examples),
 ]
 

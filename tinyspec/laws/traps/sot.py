@@ -114,7 +114,7 @@ def points_share_their_passes(kind: Decoders) -> Iterator[int]:
         yield 0
 
 
-def answer(kind: Decoders, router: str, script: dict[str, str]) -> SkeletonDecoder:
+def answer_question(kind: Decoders, router: str, script: dict[str, str]) -> SkeletonDecoder:
     """Return a decoder that has answered QUESTION by a script."""
     model = text_network()
 
@@ -135,11 +135,13 @@ def answer(kind: Decoders, router: str, script: dict[str, str]) -> SkeletonDecod
 def no_points_are_plain_decoding(kind: Decoders) -> Iterator[int]:
     """Check the answer after an outline without a point: it is plain decoding's, and not empty."""
     for outline in ("", "\n\n", " \nNothing to list"):
-        decoder = answer(kind, "always", {OUTLINE_CUE: outline, QUESTION: "Because."})
+        decoder = answer_question(kind, "always", {OUTLINE_CUE: outline, QUESTION: "Because."})
         expect_equal(NO_POINTS, "Because.", decoder.text, outline="1." + outline)
         yield 0
     script = {OUTLINE_CUE: " Red\n2. Blue", "point 1:\n1. Red": "!", "point 2:\n2. Blue": "?"}
-    expect_equal(NO_POINTS, "1. Red!\n2. Blue?", answer(kind, "always", script).text, points=2)
+    expect_equal(
+        NO_POINTS, "1. Red!\n2. Blue?", answer_question(kind, "always", script).text, points=2
+    )
     yield 0
 
 
@@ -151,23 +153,18 @@ def router_decides(kind: Decoders) -> Iterator[int]:
     rows += [("prompt", letter, letter == "A") for letter in "ABC"]
     for router, letter, with_skeleton in rows:
         expected = "1. Red is it." if with_skeleton else "Because."
-        got = answer(kind, router, {**script, LETTER_CUE: letter}).text
+        got = answer_question(kind, router, {**script, LETTER_CUE: letter}).text
         case = {"router": router, "letter": letter, "question": QUESTION}
         expect_equal(ROUTED, expected, got, **case)
         yield 0
 
 
-def decoders() -> Decoders:
-    """Return the class that runs."""
-    return SkeletonDecoder
-
-
 TRAPS = [
-    Trap(INDEPENDENT, points_are_independent, decoders),
-    Trap(LINEAR, points_are_plain_texts, decoders),
-    Trap(TOGETHER, points_share_their_passes, decoders),
-    Trap(NO_POINTS, no_points_are_plain_decoding, decoders),
-    Trap(ROUTED, router_decides, decoders),
+    Trap(INDEPENDENT, points_are_independent, lambda: SkeletonDecoder),
+    Trap(LINEAR, points_are_plain_texts, lambda: SkeletonDecoder),
+    Trap(TOGETHER, points_share_their_passes, lambda: SkeletonDecoder),
+    Trap(NO_POINTS, no_points_are_plain_decoding, lambda: SkeletonDecoder),
+    Trap(ROUTED, router_decides, lambda: SkeletonDecoder),
 ]
 
 _sot = partial(Toy, technique="sot")
