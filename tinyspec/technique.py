@@ -25,6 +25,7 @@ from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.streams import StreamDecoder
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
@@ -227,8 +228,26 @@ class RefineRequest:
             self.teacher = self.teacher.with_log(self.forward_log, self.teacher.name + suffix)
 
 
+@dataclass
+class StreamRequest:
+    """What a builder of kind "streams" makes a decoder from.
+
+    prompt  as the user gave it: a text, token ids or chat messages
+    chat    whether a text is a user's message in the model's chat template
+    """
+
+    model: Model
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]] = ()
+    chat: bool = False
+    sampling: SamplingParams = UNCHANGED
+    stop: StoppingCriteria = field(default_factory=StoppingCriteria)
+    forward_log: list[ForwardRecord] = field(default_factory=list)
+
+
 Builder = Callable[..., Any]
-"""(request, **knobs) -> a Decoder, or a Refiner where the card's kind is "refine"."""
+"""(request, **knobs) -> a Decoder; a Refiner or a StreamDecoder where the card's kind is "refine"
+or "streams".
+"""
 
 B = TypeVar("B", bound=Builder)
 T = TypeVar("T")
@@ -338,6 +357,16 @@ def add_nothing(target: FrozenTarget, settings: Any, seed: int) -> dict[str, Ten
     return {}
 
 
+class TrainingExample(NamedTuple):
+    """A text that was made to train on.
+
+    first  where the tokens begin that are trained
+    """
+
+    ids: list[int]
+    first: int
+
+
 class Tuned(NamedTuple):
     """What a technique trains in the model itself: it tells the trainer and the laws.
 
@@ -353,6 +382,8 @@ class Tuned(NamedTuple):
     rate      learning rate of these tensors, as a multiple of the model's
     predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
               its draft is not read off rows that were trained for it
+    tokens    special tokens that are added to the model's vocabulary, if it lacks them
+    examples  (model, settings) -> texts to train on; None: texts that the model wrote
     """
 
     settings: type[Any]
@@ -361,6 +392,14 @@ class Tuned(NamedTuple):
     begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
     rate: float = 1.0
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
+    tokens: tuple[str, ...] = ()
+    examples: Callable[[Model, Any], list[TrainingExample]] | None = None
+
+    def add_tokens(self, model: Model) -> Model:
+        """Return a model that has this technique's tokens."""
+        if all(model.tokenizer.find_id(token) is not None for token in self.tokens):
+            return model
+        return model.with_tokens(self.tokens)
 
 
 @dataclass(frozen=True)
@@ -466,7 +505,8 @@ class Card:
     drafts          draft models that it needs
     copies          whether it takes reference texts
     lossy           the knob that trades the guarantee for speed, and its neutral value
-    kind            decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing
+    kind            decoder: extends a text; refine: rewrites a canvas; streams: writes an answer by
+                    several streams; analysis: decodes nothing
     hidden          reads hidden states, so it is proved on small transformers, not on tables
     point_masses    no node of its own declares a distribution: a seed gives plain decoding's text,
                     at any temperature (unless a draft model takes part)
@@ -502,7 +542,7 @@ class Card:
     drafts: int = 0  # draft models it needs
     copies: bool = False  # takes reference texts
     lossy: tuple[str, Any] | None = None
-    kind: Literal["decoder", "refine", "analysis"] = "decoder"
+    kind: Literal["decoder", "refine", "streams", "analysis"] = "decoder"
     hidden: bool = False
     point_masses: bool = False
     coupled: bool = False
@@ -553,6 +593,8 @@ class Card:
         >>> find_technique("llma").seed_promise
         "a seed gives plain decoding's text, at any temperature"
         """
+        if self.kind == "streams":
+            return "a seed gives one answer"
         if self.kind != "decoder":
             return "a seed gives one translation" if self.kind == "refine" else ""
         sampled = "above temperature 0, a seed gives "
@@ -593,7 +635,18 @@ class Card:
                 f"--method {self.name}`, "
                 "or tinyspec.translate(model, source, method=...)"
             )
+        if self.kind == "streams":
+            raise TinyspecError(
+                f"{self.name} writes an answer by several streams and extends no single text: use "
+                f"`tinyspec generate --method {self.name}`, or tinyspec.generate(..., method=...)"
+            )
         return cast(Decoder, self.build(request, **self.settings(knobs)))
+
+    def stream_decoder(self, request: StreamRequest, **knobs: Any) -> StreamDecoder:
+        """Return a decoder of several streams for this request."""
+        if self.kind != "streams":
+            raise TinyspecError(f"{self.name} writes an answer by one stream")
+        return cast(StreamDecoder, self.build(request, **self.settings(knobs)))
 
     def refiner(self, request: RefineRequest, **knobs: Any) -> Refiner:
         """Return a refiner for this request."""

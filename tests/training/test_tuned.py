@@ -38,7 +38,11 @@ FILES = {
     "tokenizer_config.json", "chat_template.jinja", "README.md", "log.jsonl", "loss.svg",
     "recipe.toml",
 }  # fmt: skip
-METHODS = [name for name, card in load_techniques().items() if card.tuned is not None]
+METHODS = [
+    name
+    for name, card in load_techniques().items()
+    if card.tuned is not None and card.kind == "decoder"
+]
 
 
 @pytest.fixture

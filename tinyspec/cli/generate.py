@@ -145,15 +145,17 @@ def generate_lines(
     A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
     every prompt of the first batch is wrong with the settings, and raised once.
     """
-    from tinyspec.lm.batching import run_together
+    from tinyspec.lm.batching import BatchBarrier, run_together
+    from tinyspec.technique import find_technique
 
+    in_turns = find_technique(options["method"]).kind == "streams"  # it batches its own streams
     for first in range(0, len(lines), ROWS):
         part = lines[first : first + ROWS]
         jobs = [
             partial(_generate_line, target, line.prompt, {**options, "seed": seed + row})
             for row, line in enumerate(part, first)
         ]
-        results = run_together(jobs)
+        results = run_together(jobs, BatchBarrier(in_turns=in_turns))
         errors = [str(result) for result in results if isinstance(result, TinyspecError)]
         if first == 0 and len(errors) == len(results) > 1 and len(set(errors)) == 1:
             raise TinyspecError(errors[0])

@@ -233,6 +233,7 @@ class Session:
         # K and V [L, KV, P, hd] that only probes attend to.
         self.prefix: tuple[Tensor, Tensor] | None = None
         self._probe_nodes: list[Node] = []  # probes of the last tree
+        self._shared = 0  # positions that a fork took over, until its first pass records them
         # Committed tokens before this one are complete. The newest never is: views run it again.
         self._ready = 0
 
@@ -335,20 +336,37 @@ class Session:
         """Close the request: forget the text."""
         self.rewind(0)
 
-    def fork(self) -> "Session":
-        """Return a session with the same committed text; uncommitted nodes stay here."""
+    def fork(
+        self,
+        length: int | None = None,
+        *,
+        forward_log: list[ForwardRecord] | None = None,
+        forward: ForwardFn | None = None,
+    ) -> "Session":
+        """Return a session with the same committed text; uncommitted nodes stay here.
+
+        What was computed for this text is not computed again. The first pass of the new session
+        records how many positions that spares: `ForwardRecord.shared`.
+
+        length       how many tokens of the text it begins with; None: all
+        forward_log  where it records its passes, and what computes them; None: those of this one
+        """
+        if length is not None and not 0 <= length <= len(self):
+            raise ValueError(f"cannot fork at {length}: the text has {len(self)} tokens")
+        self._advance_ready()
         twin = Session(
             self.model,
             plan=self.plan,
-            forward_log=self.forward_log,
-            forward=None if self.is_alone else self.forward,
+            forward_log=self.forward_log if forward_log is None else forward_log,
+            forward=forward or (None if self.is_alone else self.forward),
         )
         twin.cache = self.cache.clone()
         last: Node | None = None
-        for node in self.committed:
+        for node in self.committed[:length]:
             last = node.copy(last)
             twin.committed.append(last)
-        twin._ready = self._ready
+        twin._ready = min(self._ready, max(len(twin) - 1, 0))
+        twin._shared = min(self._ready, len(twin))
         twin.set_probe_embeddings(self.probes, self.prefix)
         return twin
 
@@ -657,9 +675,11 @@ class Session:
             prefix=None if probing is None else self.prefix,
             copying=copying,
             prefill=prefill,
+            shared=self._shared,
             forward_log=self.forward_log,
         )
         scores = self.forward([feed])[0]
+        self._shared = 0
         rows: list[Tensor | None]
         if chain_heads is not None:
             self.cache.mark_present(slice(slots[0], n_slots))

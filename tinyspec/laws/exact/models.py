@@ -61,6 +61,8 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
     """
     if card.cyclic:
         return repeat_layers(model, model.config.n_layers)
+    if card.tuned is not None and card.tuned.tokens:
+        return card.tuned.add_tokens(model)
     if card.trained is None:
         return model
     settings = card.trained.small

@@ -303,11 +303,15 @@ class TableSession:
         """End the request: forget the text."""
         self.rewind(0)
 
-    def fork(self) -> "TableSession":
+    def fork(
+        self, length: int | None = None, *, forward_log: list[ForwardRecord] | None = None
+    ) -> "TableSession":
         """Return another text with the same prefix; what is uncommitted stays here."""
-        twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
+        if forward_log is None:
+            forward_log = self.forward_log
+        twin = TableSession(self.model, plan=self.plan, forward_log=forward_log)
         last: TableNode | None = None
-        for node in self.committed:
+        for node in self.committed[:length]:
             copy = TableNode(node.token, last)
             for name in ("plan", "row_at", "filled", "exact"):
                 setattr(copy, name, getattr(node, name))
