@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3246,
+    "root + show": 3360,
     "_core": 957,
-    "lm": 5228,
-    "decoding": 1446,
-    "chapters": 8438,
-    "laws": 12588,
-    "museum": 4185,
-    "training": 3272,
-    "bench": 6817,
+    "lm": 5440,
+    "decoding": 1713,
+    "chapters": 10845,
+    "laws": 15576,
+    "museum": 3554,
+    "training": 3382,
+    "bench": 7100,
     "grade": 4232,
-    "cli": 2634,
+    "cli": 2650,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

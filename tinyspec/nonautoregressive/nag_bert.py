@@ -311,7 +311,7 @@ class NagBertRefiner:
 @technique(
     title="NAG-BERT: a masked language model as generator",
     summary="labels the source's positions with words",
-    paper="Su et al., EACL 2021, arXiv 2102.08220",
+    paper="Su et al. 2021, arXiv 2102.08220",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

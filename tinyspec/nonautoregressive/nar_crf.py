@@ -284,7 +284,7 @@ class NarCrfRefiner:
 @technique(
     title="NAR-CRF: structured decoding with a linear-chain CRF",
     summary="finds the likeliest sentence by Viterbi",
-    paper="Sun et al., NeurIPS 2019, arXiv 1910.11555",
+    paper="Sun et al. 2019, arXiv 1910.11555",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

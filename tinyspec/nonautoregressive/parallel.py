@@ -185,8 +185,8 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
 
 @technique(
     title="Parallel: one pass over even copies",
-    summary="writes all words in one pass",
-    paper="Gu et al., ICLR 2018, arXiv 1711.02281",
+    summary="one pass over even copies of the source",
+    paper="Gu et al. 2018, arXiv 1711.02281",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",
