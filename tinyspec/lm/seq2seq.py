@@ -317,7 +317,7 @@ class Seq2Seq:
         return self.embed(inputs), self.encode(source, dropout), causal
 
     def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
-        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets [B, T]."""
+        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets."""
         return self.decode(*self.causal_inputs(source, target, dropout), dropout)
 
     def logits(self, states: Tensor) -> Tensor:
