@@ -322,8 +322,8 @@ TRANSLATOR = TrainedTranslator(
     None,
     "It writes from left to right, and a layer on its last state guesses the {settings.guesses} "
     "tokens after the next one (`blockwise`). {settings.about}. Its figure is greedy decoding's. "
-    "Of its own greedy text it accepts {figures[accepted]:.2f} tokens in a pass. `held_out`, the mean "
-    "loss of all predictors on its teacher's greedy translations, is {figures[held_out]:.3f}.",
+    "Of its own greedy text it accepts {figures[accepted]:.2f} tokens in a pass. `held_out`, the "
+    "mean loss of all predictors on its teacher's greedy translations, is {figures[held_out]:.3f}.",
     settings=BlockwiseTranslatorSettings,
     figures=measure_held_out_loss,
     own_text=count_accepted_tokens,
