@@ -123,7 +123,8 @@ for name in sys.argv[2:]:
     highest = {k.name: k.high for k in card.knobs if type(k.default) in (int, float)}
     if name == "rest":
         highest["datastore"] = str(folder / "store")
-    highest |= {k: big.config.n_layers for k in ("exit", "layer", "min_exit") if k in highest}
+    layers = {"exit": 0, "layer": 0, "min_exit": 0, "shallow": 0, "warmup": 1}  # that must follow
+    highest |= {k: big.config.n_layers - n for k, n in layers.items() if k in highest}
     highest |= {"sample": 8192} if "sample" in highest else {}  # more are read from a file
     highest |= {"k": 16} if name == "spectr" else {}  # 16 drafts of 64 tokens: 1024 nodes
     if card.kind == "refine":
