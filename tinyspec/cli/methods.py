@@ -19,6 +19,7 @@ HEADINGS = {
     "baseline": "baseline and planning",
     "parallel": "non-autoregressive",
     "nonautoregressive": "non-autoregressive",
+    "streams": "non-autoregressive",
 }
 """How the README's table names families that share a heading."""
 

@@ -239,7 +239,7 @@ def stage_gradients(
 
 @technique(
     title="EE-LLM: early exits with recomputed keys, or in a pipeline",
-    summary="leaves early, and finishes in a block or a pipeline",
+    summary="finishes early tokens together, or pipelined",
     paper="Chen et al. 2024, arXiv 2312.04916",
     family="early exit",
     guarantee=Guarantee.LOSSY,

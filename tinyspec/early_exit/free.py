@@ -308,7 +308,7 @@ def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
 
 @technique(
     title="FREE: fast and robust early exiting",
-    summary="finishes early tokens with the next deep one",
+    summary="finishes early tokens with a deep one",
     paper="Bae et al. 2023, arXiv 2310.05424",
     family="early exit",
     guarantee=Guarantee.LOSSY,

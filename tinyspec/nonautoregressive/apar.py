@@ -337,7 +337,7 @@ class ForkingDecoder(StreamDecoder):
 
 @technique(
     title="APAR: auto-parallel auto-regressive decoding",
-    summary="a tuned model forks the details of its answer",
+    summary="a tuned model forks its answer",
     paper="Liu et al. 2024, arXiv 2401.06761",
     family="parallel",
     guarantee=Guarantee.LOSSY,

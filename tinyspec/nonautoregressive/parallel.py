@@ -185,7 +185,7 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
 
 @technique(
     title="Parallel: one pass over even copies",
-    summary="one pass over even copies of the source",
+    summary="one pass over copies of the source",
     paper="Gu et al. 2018, arXiv 1711.02281",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,

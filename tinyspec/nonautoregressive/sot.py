@@ -350,7 +350,7 @@ class SkeletonDecoder(StreamDecoder):
 
 @technique(
     title="Skeleton-of-Thought",
-    summary="an outline, then all its points at once",
+    summary="an outline, then its points at once",
     paper="Ning et al. 2024, arXiv 2307.15337",
     family="streams",
     guarantee=Guarantee.LOSSY,
