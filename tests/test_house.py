@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3246,
+    "root + show": 3288,
     "_core": 957,
-    "lm": 5228,
-    "decoding": 1446,
-    "chapters": 8438,
-    "laws": 12588,
-    "museum": 4185,
-    "training": 3272,
-    "bench": 6817,
+    "lm": 5253,
+    "decoding": 1464,
+    "chapters": 8685,
+    "laws": 13521,
+    "museum": 3554,
+    "training": 3321,
+    "bench": 7007,
     "grade": 4232,
-    "cli": 2634,
+    "cli": 2642,
 }
 """The most code lines that each room may have, as `make size` counts them.
 
