@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3288,
+    "root + show": 3360,
     "_core": 957,
-    "lm": 5253,
-    "decoding": 1464,
-    "chapters": 8685,
-    "laws": 13521,
+    "lm": 5440,
+    "decoding": 1713,
+    "chapters": 10845,
+    "laws": 15576,
     "museum": 3554,
-    "training": 3321,
-    "bench": 7007,
+    "training": 3382,
+    "bench": 7111,
     "grade": 4232,
-    "cli": 2642,
+    "cli": 2650,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -91,6 +91,7 @@ def test_a_knob_of_a_plugin_may_have_no_bound() -> None:
 
 RUN_AT_THE_BOUNDS = """
 import resource, sys, warnings
+from dataclasses import asdict
 from pathlib import Path
 import torch
 import tinyspec
@@ -111,7 +112,6 @@ build_datastore(folder / "store", [folder / "text.txt"], big.tokenizer)
 sizes = dict(d_model=8, n_heads=2, d_ff=8, encoder_layers=1, decoder_layers=1, max_positions=24)
 config = Seq2SeqConfig(20, **sizes)
 teacher = Seq2Seq.create(config, torch.Generator().manual_seed(0))
-trained = {"mask_predict": dict(lengths=24), "nat": dict(fertilities=4, positional=True)}
 filler = Seq2Seq.create(
     Seq2SeqConfig(20, **sizes, extra={"trained_for": "specdec"}), torch.Generator().manual_seed(2)
 )
@@ -127,10 +127,10 @@ for name in sys.argv[2:]:
     highest |= {"sample": 8192} if "sample" in highest else {}  # more are read from a file
     highest |= {"k": 16} if name == "spectr" else {}  # 16 drafts of 64 tokens: 1024 nodes
     if card.kind == "refine":
-        own = {**sizes, **trained[name]}
-        model = Seq2Seq.create(
-            Seq2SeqConfig(20, **own, extra={"trained_for": name}), torch.Generator().manual_seed(1)
-        )
+        own, settings = {**sizes, **card.translator.shape}, card.translator.settings()
+        extra = {"trained_for": name, **asdict(settings)}
+        config = card.translator.equip(Seq2SeqConfig(20, **own, extra=extra), settings)
+        model = Seq2Seq.create(config, torch.Generator().manual_seed(1))
         judge = {"teacher": teacher} if card.teacher else {}
         done = tinyspec.translate(model, [5, 6, 7], **judge, **highest)
         print(name, "ran" if done.tokens is not None else "")

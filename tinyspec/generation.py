@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -26,16 +26,17 @@ from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.streams import DecodingBatch, GrowingText, StreamDecoder, decode_many
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchBarrier, run_together
+from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, Head, advised_knobs, attach_head, drafts_for, find_head_card
-from tinyspec.technique import Card, Request, find_technique
+from tinyspec.technique import Card, Request, StreamRequest, find_technique
 
 ModelName: TypeAlias = Model | str | Path
 """A loaded model, or the name or path of one; a name is loaded once and kept."""
@@ -149,6 +150,8 @@ class GenerationRun:
     @property
     def text(self) -> str:
         """Return the new text so far."""
+        if isinstance(self.decoder, StreamDecoder):
+            return self.decoder.text
         return self.decoder.stop.trim(_decode(self.model, self.decoder.new))
 
     def result(self) -> Generation:
@@ -211,6 +214,11 @@ def start_generation(
             f"{model.config.max_positions}: shorten it"
         )
     forward_log: list[ForwardRecord] = []
+    if card.kind == "streams":
+        stopping = stopping_criteria(model, stops, max_new_tokens)
+        asked = StreamRequest(model, prompt, chat, sampling, stopping, forward_log)
+        streams = cast(Decoder, card.stream_decoder(asked, **knobs))  # it has a decoder's face
+        return GenerationRun(streams, model, ids, seed, knobs)
     request = Request(
         target=model.session(forward_log, barrier),
         drafts=[d.session(forward_log, barrier) for d in drafts],
@@ -307,10 +315,12 @@ def generate(
     drafts = drafts_for(model, card, options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
-    def run_row(row: int, barrier: BatchBarrier) -> Generation:
+    def run_row(row: int, batch: DecodingBatch[Generation]) -> Iterator[Generation]:
         try:
-            return _finish(
-                start_generation(model, rows[row], seed=seed + row, barrier=barrier, **options)
+            yield _finish(
+                start_generation(
+                    model, rows[row], seed=seed + row, barrier=batch.barrier, **options
+                )
             )
         except TinyspecError as error:
             raise TinyspecError(f"prompt[{row}]: {error}") from error
@@ -318,36 +328,38 @@ def generate(
             error.add_note(f"in prompt[{row}] of the batch")
             raise
 
-    return run_together([partial(run_row, row) for row in range(len(rows))])
+    jobs = [partial(run_row, row) for row in range(len(rows))]
+    # The streams of a request share passes with each other: such requests take turns.
+    results = dict(decode_many(jobs, in_turns=card.kind == "streams"))
+    return [results[row] for row in range(len(rows))]
 
 
-@dataclass
 class TextStreamer:
     """The text of a request in pieces that may be shown.
 
     A piece never ends in half a character, or inside what may become a stop string.
     """
 
-    running: GenerationRun
-    text: str = ""
-    shown: int = 0
+    def __init__(self, running: GenerationRun):
+        self.running = running
+        decoder, tokenizer = running.decoder, running.model.tokenizer
+        self._growing = GrowingText(decoder.stop, tokenizer.stream())
 
     def __iter__(self) -> Iterator[str]:
-        stop, pieces = self.running.decoder.stop, self.running.model.tokenizer.stream()
+        decoder, growing = self.running.decoder, self._growing
         for round in self.running:
-            self.text = stop.trim(self.text + pieces.push(list(round.tokens)))
-            finished = self.running.decoder.finished
-            yield self._upto(len(self.text) - (0 if finished else stop.withheld(self.text)))
-        self.text = stop.trim(self.text + pieces.flush())
-        yield self.rest()
+            if isinstance(decoder, StreamDecoder):  # its streams hold back what may not be shown
+                growing.text = decoder.text
+                yield growing.rest()
+            else:
+                yield growing.push(round.tokens, bool(decoder.finished))
+        if isinstance(decoder, StreamDecoder):
+            growing.text = decoder.text
+        yield growing.flush()
 
     def rest(self) -> str:
         """Return the text that was held back."""
-        return self._upto(len(self.text))
-
-    def _upto(self, end: int) -> str:
-        piece, self.shown = self.text[self.shown : end], max(self.shown, end)
-        return piece
+        return self._growing.rest()
 
 
 def stream(model: ModelName, prompt: Prompt, **options: Any) -> Iterator[str]:

@@ -321,9 +321,9 @@ def name_for_method(method: str, needs_own: bool) -> str:
     needs_own  the method runs only on a model that was trained for it; another one takes a teacher
     """
     wanted = method if needs_own else TEACHER
-    for name, kind in list_translators().items():
-        if kind == wanted:
-            return name
+    found = [name for name, kind in list_translators().items() if kind == wanted]
+    if found:  # a teacher comes before the autoregressive students of another one
+        return min(found, key=lambda name: "teacher" in _extras(find_model(name)))
     raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
 
 

@@ -25,10 +25,11 @@ from tinyspec.decoding.decode import Decoder, Target
 from tinyspec.decoding.refine import Refiner
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.streams import StreamDecoder
 from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.familiar import ABSENT, METHODS, normalize_method
 from tinyspec.lm.blocks import Blocks
-from tinyspec.lm.config import TUNED, Config
+from tinyspec.lm.config import TUNED, Config, Seq2SeqConfig
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.heads import (
     RANKED,
@@ -227,8 +228,26 @@ class RefineRequest:
             self.teacher = self.teacher.with_log(self.forward_log, self.teacher.name + suffix)
 
 
+@dataclass
+class StreamRequest:
+    """What a builder of kind "streams" makes a decoder from.
+
+    prompt  as the user gave it: a text, token ids or chat messages
+    chat    whether a text is a user's message in the model's chat template
+    """
+
+    model: Model
+    prompt: str | Sequence[int] | Sequence[Mapping[str, str]] = ()
+    chat: bool = False
+    sampling: SamplingParams = UNCHANGED
+    stop: StoppingCriteria = field(default_factory=StoppingCriteria)
+    forward_log: list[ForwardRecord] = field(default_factory=list)
+
+
 Builder = Callable[..., Any]
-"""(request, **knobs) -> a Decoder, or a Refiner where the card's kind is "refine"."""
+"""(request, **knobs) -> a Decoder; a Refiner or a StreamDecoder where the card's kind is "refine"
+or "streams".
+"""
 
 B = TypeVar("B", bound=Builder)
 T = TypeVar("T")
@@ -338,6 +357,16 @@ def add_nothing(target: FrozenTarget, settings: Any, seed: int) -> dict[str, Ten
     return {}
 
 
+class TrainingExample(NamedTuple):
+    """A text that was made to train on.
+
+    first  where the tokens begin that are trained
+    """
+
+    ids: list[int]
+    first: int
+
+
 class Tuned(NamedTuple):
     """What a technique trains in the model itself: it tells the trainer and the laws.
 
@@ -353,6 +382,8 @@ class Tuned(NamedTuple):
     rate      learning rate of these tensors, as a multiple of the model's
     predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
               its draft is not read off rows that were trained for it
+    tokens    special tokens that are added to the model's vocabulary, if it lacks them
+    examples  (model, settings) -> texts to train on; None: texts that the model wrote
     """
 
     settings: type[Any]
@@ -361,6 +392,88 @@ class Tuned(NamedTuple):
     begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
     rate: float = 1.0
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
+    tokens: tuple[str, ...] = ()
+    examples: Callable[[Model, Any], list[TrainingExample]] | None = None
+
+    def add_tokens(self, model: Model) -> Model:
+        """Return a model that has this technique's tokens."""
+        if all(model.tokenizer.find_id(token) is not None for token in self.tokens):
+            return model
+        return model.with_tokens(self.tokens)
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """The settings of a method that has none."""
+
+
+class TranslatorTraining(NamedTuple):
+    """A translation model in training, as the loss of a technique sees it.
+
+    model      what is trained
+    teacher    the model that wrote its targets; None: people wrote them
+    settings   section [translator] of the recipe, with the technique's defaults
+    dropout    share of the activations that is dropped
+    smoothing  of the labels
+    progress   how much of the training is over, from 0 to 1
+    """
+
+    model: Seq2Seq
+    teacher: Seq2Seq | None
+    settings: Any
+    dropout: float
+    smoothing: float
+    progress: float
+
+
+TranslatorLoss = Callable[[TranslatorTraining, tuple[Tensor, ...], torch.Generator], Tensor]
+"""(training, batch, generator) -> scalar.
+
+A batch is sources [B, S] and targets [B, T], padded at the end. Random numbers come from the
+generator, which is on the model's device.
+"""
+
+
+class TrainedTranslator(NamedTuple):
+    """What a technique trains as a model that translates: it tells the trainer and the laws.
+
+    loss       of a batch
+    translate  (model, settings, sources [B, S]) -> translations: how a validation translates; None:
+               greedily, from left to right
+    page       sentences about the model on its page; {settings} and {figures} are filled in
+    shape      what section [shape] of a recipe must have, with the values that the laws take
+    settings   dataclass of the values that the model is trained for: section [translator] of a
+               recipe; config.json stores them. Its constructor raises TinyspecError for values
+               without a meaning
+    fits       (config, settings, source tokens, target tokens) -> whether it can learn such a pair
+    aligned    whether a batch has a third part: the fertilities [B, S] that an aligner counts
+    finetune   the loss of a second stage, in which the teacher takes part
+    figures    (model, settings, sources, targets, generator) -> further figures of a validation, by
+               name, each [B]. The targets are the teacher's greedy translations
+    own_text   as figures, but the targets are what the model itself writes, and each figure is
+               [2, B]: what is counted, and by what the sum is divided
+    best       the figure whose least value decides which weights are best; empty: BLEU decides
+    equip      (config, settings) -> config with the technique's own weights
+    extends    whether it begins as its teacher, whose shape it has, and adds weights to it
+    updates    settings -> prefix of the names of the weights that are trained; empty: all of them
+    """
+
+    loss: TranslatorLoss
+    translate: Callable[[Seq2Seq, Any, Tensor], list[list[int]]] | None
+    page: str
+    shape: Mapping[str, Any] = {}
+    settings: type[Any] = NoSettings
+    fits: Callable[[Seq2SeqConfig, Any, int, int], bool] = lambda *pair: True
+    aligned: bool = False
+    finetune: TranslatorLoss | None = None
+    figures: Callable[[Seq2Seq, Any, Tensor, Tensor, torch.Generator], dict[str, Tensor]] | None = (
+        None
+    )
+    own_text: Callable[[Seq2Seq, Any, Tensor, Tensor], dict[str, Tensor]] | None = None
+    best: str = ""
+    equip: Callable[[Seq2SeqConfig, Any], Seq2SeqConfig] = lambda config, settings: config
+    extends: bool = False
+    updates: Callable[[Any], str] = lambda settings: ""
 
 
 def is_tuned_for(model: Any, method: str) -> bool:
@@ -392,7 +505,8 @@ class Card:
     drafts          draft models that it needs
     copies          whether it takes reference texts
     lossy           the knob that trades the guarantee for speed, and its neutral value
-    kind            decoder: extends a text; refine: rewrites a canvas; analysis: decodes nothing
+    kind            decoder: extends a text; refine: rewrites a canvas; streams: writes an answer by
+                    several streams; analysis: decodes nothing
     hidden          reads hidden states, so it is proved on small transformers, not on tables
     point_masses    no node of its own declares a distribution: a seed gives plain decoding's text,
                     at any temperature (unless a draft model takes part)
@@ -411,6 +525,7 @@ class Card:
     head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
     cyclic          runs only on a model whose layers repeat (`Config.repeat`)
     tuned           what it trains in the model itself, if it needs a model that was tuned for it
+    translator      what it trains as a translation model, if it needs one of its own
     keeps           whose distribution is kept if it is not that of the user's model, in words; the
                     laws then ask the technique's own target. Of a method with `tuned`: that of
                     the tuned model, which is then the user's
@@ -427,13 +542,14 @@ class Card:
     drafts: int = 0  # draft models it needs
     copies: bool = False  # takes reference texts
     lossy: tuple[str, Any] | None = None
-    kind: Literal["decoder", "refine", "analysis"] = "decoder"
+    kind: Literal["decoder", "refine", "streams", "analysis"] = "decoder"
     hidden: bool = False
     point_masses: bool = False
     coupled: bool = False
     persistent: bool = False
     trained: Trained | None = None
     tuned: Tuned | None = None
+    translator: TrainedTranslator | None = field(default=None, hash=False)  # it has a mapping
     head_of: str = ""
     cyclic: bool = False
     keeps: str = ""
@@ -477,6 +593,8 @@ class Card:
         >>> find_technique("llma").seed_promise
         "a seed gives plain decoding's text, at any temperature"
         """
+        if self.kind == "streams":
+            return "a seed gives one answer"
         if self.kind != "decoder":
             return "a seed gives one translation" if self.kind == "refine" else ""
         sampled = "above temperature 0, a seed gives "
@@ -517,7 +635,18 @@ class Card:
                 f"--method {self.name}`, "
                 "or tinyspec.translate(model, source, method=...)"
             )
+        if self.kind == "streams":
+            raise TinyspecError(
+                f"{self.name} writes an answer by several streams and extends no single text: use "
+                f"`tinyspec generate --method {self.name}`, or tinyspec.generate(..., method=...)"
+            )
         return cast(Decoder, self.build(request, **self.settings(knobs)))
+
+    def stream_decoder(self, request: StreamRequest, **knobs: Any) -> StreamDecoder:
+        """Return a decoder of several streams for this request."""
+        if self.kind != "streams":
+            raise TinyspecError(f"{self.name} writes an answer by one stream")
+        return cast(StreamDecoder, self.build(request, **self.settings(knobs)))
 
     def refiner(self, request: RefineRequest, **knobs: Any) -> Refiner:
         """Return a refiner for this request."""
@@ -688,9 +817,10 @@ _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
 def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
     """Return what a persistent technique keeps for this target's model, made on the first call.
 
-    It lives as long as the model.
+    It lives as long as the model. All decoders of a translator share it, whatever they translate.
     """
-    known = _kept.setdefault(target.model, {})
+    owner = getattr(target.model, "state_owner", target.model)
+    known = _kept.setdefault(owner, {})
     if key not in known:
         known[key] = make()
     found: T = known[key]

@@ -75,7 +75,8 @@ class TranslationStatistics(Statistics):
 class Translation(Generation):
     """The result for a source: a Generation, and what every pass made of a canvas.
 
-    finish_reason  "length" where a canvas was rewritten: its length was decided before its tokens
+    finish_reason  "length" where a canvas was rewritten, because its length was decided before its
+                   tokens; a technique that writes ends tells "eos" for one (`finish_reason`)
     passes         of a technique that rewrites, one entry a decoder pass
     """
 
@@ -247,7 +248,9 @@ class RewritingRun:
         if not self.finished:
             self._close()
         tokens, scores = self.refinement.tokens, self.refinement.scores
-        reason, trace = "length" if self.finished else "interrupted", Trace(list(self.source))
+        tell_reason = getattr(self.refinement.refiner, "finish_reason", lambda canvas: "length")
+        reason = tell_reason(self.refinement.canvas) if self.finished else "interrupted"
+        trace = Trace(list(self.source))
         return Translation(
             self.text,
             tokens,
@@ -434,6 +437,8 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
     wanted = card.name if card.kind == "refine" else "teacher"
     if card.kind == "analysis":
         raise TinyspecError(f"{card.name} is an analysis: it translates nothing")
+    if card.kind == "streams":
+        raise TinyspecError(f"{card.name} writes answers of language models: it translates nothing")
     if card.drafts and not card.fills_masks:
         raise TinyspecError(
             f"{card.name} needs a draft model, and translation models have none: use another method"

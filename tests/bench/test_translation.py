@@ -10,6 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from tinyspec import models
 from tinyspec.bench.experiments import translation
 from tinyspec.bench.experiments.translation import (
     BlockSample,
@@ -29,6 +30,7 @@ from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import corpus_bleu
 
@@ -43,20 +45,28 @@ SHAPES: dict[str, dict[str, Any]] = {
     "teacher": {},
     "nat": {"positional": True, "fertilities": 4},
     "mask_predict": {"lengths": 30},
+    "shallow": {"extra": {"trained_for": "teacher", "teacher": "teacher"}},
+    "parallel": {"lengths": 30},
+    "sat": {"extra": {"trained_for": "sat", "k": 3}},
+    "iterative_refinement": {"lengths": 30, "stacks": {"refiner": 1}},
+    "nar_crf": {"lengths": 30},
+    "nag_bert": {"decoder_layers": 0},
 }
 
 
 @pytest.fixture(scope="module")
 def zoo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three untrained models and 8 test sentences."""
+    """Untrained models and 8 test sentences."""
     root = tmp_path_factory.mktemp("translators")
     tokenizer = train_joint_tokenizer(3 * (ENGLISH + GERMAN), 400, root / "tokenizer")
     for number, (role, shape) in enumerate(SHAPES.items()):
         config = Seq2SeqConfig(
             tokenizer.vocab_size, d_model=16, n_heads=2, d_ff=24, encoder_layers=1,
-            decoder_layers=1, max_positions=64,
-            extra={"trained_for": role}, **shape,
+            max_positions=64, **{"decoder_layers": 1, "extra": {"trained_for": role}, **shape},
         )  # fmt: skip
+        trained = load_techniques()[role].translator if role in load_techniques() else None
+        if trained is not None:
+            config = trained.equip(config, trained.settings())
         Seq2Seq.create(config, torch.Generator().manual_seed(number), tokenizer=tokenizer).save(
             root / role
         )
@@ -150,6 +160,12 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert passes["nat, argmax"] == passes["nat, average"] == (1, 1, 0)
     assert passes["nat, NPD 3"] == (1, 1, 2)
     assert passes["mask_predict, T 2, 2 lengths"] == (2, 1, 0)
+    assert (passes["parallel"], passes["parallel, 9 lengths"]) == ((1, 1, 0), (1, 1, 2))
+    assert passes["iterative_refinement, T 2"] == (2, 1, 0)
+    assert passes["nar_crf, dynamic"] == passes["nar_crf, static"] == (1, 1, 0)
+    assert passes["nar_crf, dynamic, 9 lengths"] == (1, 1, 2)
+    assert passes["nag_bert, ratio 1.0"] == passes["nag_bert, ratio 0.5"] == (1, 1, 0)
+    assert passes["sat, K 3"][0] < passes["shallow decoder, greedy"][0]
     assert all(encoder == 1 for _, encoder, _ in passes.values())
     assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]
     assert figures["teacher, jacobi"]["bleu"] == figures[PLAIN]["bleu"]
@@ -221,6 +237,15 @@ def test_the_tables_and_pictures_of_both_experiments(zoo: Path, result: dict[str
     assert [len(panel.bars) for panel in chart_translation(result).panels] == 2 * [
         len(result["figures"])
     ]  # type: ignore[union-attr]
+
+
+def test_an_autoregressive_student_is_no_teacher(zoo: Path) -> None:
+    found = load_translators_by_role(names(zoo))
+    assert (found["teacher"].name, found["shallow"].name) == ("teacher", "shallow")
+    assert [role for role in found if role.startswith("sat")] == ["sat, K 3"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_zoos", lambda: [zoo])
+        assert models.name_for_method("plain", needs_own=False) == "teacher"
 
 
 def test_wrong_input_is_one_line(zoo: Path) -> None:

@@ -10,6 +10,7 @@ from tests.lm.oracle import Oracle
 from tests.lm.small import GPT2, LLAMA, PROMPT, model, same_cache
 from tinyspec.early_exit.exits import FILLS, ExitPoint, ExitRule, ExitTarget
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.exact.models import run_dense
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.lm.forward import ForwardRecord, Plan
 from tinyspec.tree import TokenTree
@@ -85,8 +86,8 @@ def test_a_token_that_never_leaves_early_runs_the_full_model_bit_for_bit(
         whole.commit((), token)
 
 
-@pytest.mark.parametrize("fill", ["recompute", "postpone"])
-def test_the_other_two_fills_are_cache_exact_and_the_logits_stay_the_exits(fill: str) -> None:
+@pytest.mark.parametrize("fill", ["recompute", "postpone", "restart"])
+def test_the_other_fills_are_cache_exact_and_the_logits_stay_the_exits(fill: str) -> None:
     target, _ = begun(At(1, 2, 1), fill)
     scores = run(target, [7, 8, 9, 2])
     text = [*PROMPT, 7, 8, 9]
@@ -117,6 +118,8 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
     assert passes["copy"] == [one, head, (1, 0.0, 2), one, head, (1, 0.0, 2), *whole]
     assert passes["recompute"] == [one, head, (1, 2.0, 0), one, head, (1, 2.0, 0), *whole]
     assert passes["postpone"] == [one, head, one, head, one, (3, 3.0, 0), (3, 3.0, 0)]
+    two, three = (2, 2.0, 0), (3, 3.0, 0)  # again from layer 1
+    assert passes["restart"] == [one, head, two, head, three, three, three]
 
 
 def test_a_rule_that_reads_logits_pays_a_head_product_a_layer_and_any_other_pays_one() -> None:
@@ -210,3 +213,101 @@ def test_exit_that_is_no_layer_raises_an_error(layer: int) -> None:
         TinyspecError, match=rf"exit layer {layer} is out of range: .* layers 1 to {L}"
     ):
         ExitTarget(M.session(), rule)
+
+
+class Known(ExitRule):
+    """The layer of a token follows from its id, also in the prompt."""
+
+    prompt = True
+
+    def __init__(self, *, prompt: bool = True):
+        self.layers, self.prompt = range(1, L), prompt
+
+    def layers_of(self, token: int, position: int) -> tuple[int, ...]:
+        layer = 1 + token % L
+        return (layer,) if layer < L else ()
+
+    def should_exit(self, at: ExitPoint) -> bool:
+        return True
+
+
+def test_a_rule_that_knows_its_layer_is_asked_once() -> None:
+    """Token 1 leaves after two layers, token 3 after one, token 2 never."""
+    forward_log: list[ForwardRecord] = []
+    target = ExitTarget(M.session(forward_log), Known(prompt=False), "recompute")
+    target.extend([5, 1])
+    for token in (3, 2, 1):
+        target.score(EMPTY)
+        target.commit((), token)
+    head = 0.0  # the logits of the exit, which the rule does not read
+    assert [call.row_layers for call in forward_log] == [L, 2, head, 1, 1, head, 2, L]
+
+
+@pytest.mark.parametrize(
+    "m",
+    [M, model(GPT2), model(LLAMA, dtype=torch.float32)],
+    ids=["llama", "gpt2", "compiled"],
+)
+def test_a_prompt_that_leaves_early_is_the_masked_stream(m: Any) -> None:
+    """Three oracles agree: the session, the dense pass in numpy, and the stream that is trained."""
+    text = [*PROMPT, 7, 8, 9, 2, 6]
+    within = 1e-10 if m.dtype == torch.float64 else 1e-4
+    depths = np.array([1 + token % L for token in text])
+    target = ExitTarget(m.session(), Known(), "copy")
+    target.extend(text[:4])
+    target.score(EMPTY)
+    target.commit((), text[4])
+    target.append(text[5:7])
+    target.extend(text[7:])
+    row = target.score(EMPTY).logits[0].numpy()
+
+    def leaves(layer: int, states: Any, below: Any) -> Any:
+        return depths == layer
+
+    expected = run_dense(m, text, leaves=leaves)
+    np.testing.assert_allclose(row, expected.logits[-1], atol=within)
+    *_, stream = m.torch_blocks().layer_states(
+        torch.tensor([text]), depths=torch.tensor([depths.tolist()])
+    )
+    trained = m.torch_blocks().compute_logits(stream)[0].detach().numpy()
+    np.testing.assert_allclose(trained, expected.logits, atol=within)
+    for layer, keys in enumerate(expected.keys):
+        assert keys is not None
+        cached = target.session.cache.keys[layer][:, : len(text) - 1].transpose(0, 1)
+        np.testing.assert_allclose(cached.numpy(), keys[:-1], atol=within)
+
+
+class Comparing(At):
+    compares = True
+
+    def __init__(self, *layers: int):
+        super().__init__(*layers, row=True)
+        self.pairs, self.begun = list[list[tuple[ExitPoint, Any]]](), 0
+
+    def begin(self, session: Any) -> None:
+        self.begun += 1
+
+    def learn_from_pairs(self, pairs: Any) -> None:
+        self.pairs.append(list(pairs))
+
+
+@pytest.mark.parametrize("m", [M, TableModel(3, vocabulary=10)], ids=["transformer", "table"])
+@pytest.mark.parametrize("fill", ["postpone", "restart"])
+def test_a_rule_learns_from_the_rows_of_tokens_that_waited(m: Any, fill: str) -> None:
+    """Each token comes once: where it was asked last, and the row of the whole model."""
+    rule = Comparing(1, 2, L, 1)
+    target, forward_log = begun(rule, fill, m)
+    run(target, [7, 8, 9, 2])
+    assert rule.begun == 1 and len(rule.pairs) == 1
+    assert [point.layer for point, _ in rule.pairs[0]] == [1, 2, L - 1]
+    text = [*PROMPT, 7, 8]
+    for at, (point, deep) in enumerate(rule.pairs[0]):
+        fresh = m.session()
+        fresh.extend(text[: len(PROMPT) + at])
+        early = fresh.view(Plan(last=point.layer)).score(EMPTY).logits[0]
+        full = fresh.score(EMPTY).logits[0]
+        for got, row in ((point.logits, early), (deep, full)):
+            np.testing.assert_allclose(
+                np.array(got, dtype=float), np.array(row, dtype=float), atol=1e-10
+            )
+    assert max(call.head_rows for call in forward_log) == 3  # those of the two that waited count

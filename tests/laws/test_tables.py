@@ -193,12 +193,23 @@ class Pair:
             return
         self.table.fill_cache("copy")
 
+    def score_with_late_rows(self) -> None:
+        """Both read the rows of the same tokens; a row of the table stands for one of the other."""
+        found = self.both("score_with_late_rows", TokenTree(), (L,))
+        self.compare([scores for scores, _ in found], L)
+        real, table = [rows for _, rows in found]
+        assert sorted(real) == sorted(table)
+        for at, row in real.items():
+            known = self.rows.setdefault(("late", repr(table[at])), row)
+            assert torch.allclose(known, row, atol=1e-9, rtol=0)
+        self.tree = TokenTree()
+
     def step(self) -> None:
         rng, text = self.rng, [self.rng.randrange(V) for _ in range(self.rng.randint(1, 2))]
         act = rng.choice(["extend", "append", "score", "score", "commit", "advance", "rewind",
                           "fill", "fork", "watch",
                           "view", "view", "view commit", "view rewind", "view append", "follow",
-                          "copy"])  # fmt: skip
+                          "copy", "late", "restart", "run committed"])  # fmt: skip
         tap = rng.choice((L, L, 1))
         if act == "extend":
             self.compare(self.both("extend", text, (tap,)), tap)
@@ -250,6 +261,12 @@ class Pair:
             self.follow(rng.randrange(V))
         elif act == "copy" and len(self.real):
             self.copy_up()
+        elif act == "late" and len(self.real):
+            self.score_with_late_rows()
+        elif act == "restart" and len(self.real) > 1:
+            self.both("restart", rng.sample(range(len(self.real) - 1), 1))
+        elif act == "run committed" and len(self.real):
+            self.both("run_committed", range(len(self.real) - 1), rng.randint(1, L))
         assert self.real.text == self.table.text
         assert self.views[0].text == self.views[1].text
         assert len(self.views[0]) == len(self.views[1])
@@ -313,3 +330,22 @@ def test_scoring_is_fast_enough_to_enumerate() -> None:
     session.commit((0, 1, 2), 2)
     session.score(TokenTree())
     assert [call.row_layers for call in forward_log] == [6, 9, 3, 3]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_that_shrinks_is_the_same_on_both(seed: int) -> None:
+    """Each token runs under a plan of its own, and once; old tokens stay as they are."""
+    pair, rng = Pair(seed), random.Random(seed)
+    pair.both("extend", (0, 1, 2))
+    skips = sorted(rng.sample(range(2 * L - 1), 3))
+    for used in range(4):
+        pair.both("set_plan", Plan(skip=frozenset(skips[:used])))
+        pair.compare(pair.both("score", TokenTree(), (L,)), L)
+        pair.both("commit", (), rng.randrange(V))
+        assert pair.real.cache_exact == pair.table.cache_exact is True
+    logs = [
+        [(call.rows, call.row_layers, call.head_rows) for call in session.forward_log]
+        for session in (pair.real, pair.table)
+    ]
+    assert logs[0] == logs[1]
+    assert logs[0][1:] == [(1, L - used / 2, 1) for used in range(4)]

@@ -226,7 +226,7 @@ def test_copy_is_the_exit_state_through_the_matrices_above(m, leaves) -> None:
 
 
 @pytest.mark.parametrize("leaves", SCHEDULES, ids=str)
-@pytest.mark.parametrize("fill", ["recompute", "postpone"])
+@pytest.mark.parametrize("fill", ["recompute", "postpone", "restart"])
 @pytest.mark.parametrize("m", [M, G], ids=["llama", "gpt2"])
 def test_recompute_and_postpone_leave_what_a_plain_forward_leaves(m, fill, leaves) -> None:
     session = m.session()
@@ -272,6 +272,12 @@ def due(leaves: Sequence[int], fill: str, row: bool) -> tuple[float, int, int]:
         return sum(leaves), heads, sum(L - layers for layers in filled)
     if fill == "recompute":
         return L * len(filled) + leaves[-1], heads, 0
+    if fill == "restart":
+        work = waiting = 0
+        for layers in leaves:  # those that wait run again, as deep as this one
+            work += (waiting + 1) * layers
+            waiting = 0 if layers == L else waiting + 1
+        return work, heads, 0
     return (
         sum(max(leaves[at:]) for at in range(len(leaves))),
         heads,
@@ -300,6 +306,7 @@ def test_each_fill_is_a_forward_pass_of_its_own_kind(fill: str) -> None:
             ForwardRecord(M.name, 2, 2.0, 0),
             ForwardRecord(M.name, 3, 1.0 + 1 + 1, 1),
         ],  # along with the second, then the third
+        "restart": [ForwardRecord(M.name, 2, 2.0, 0), ForwardRecord(M.name, 3, 3.0, 1)],
     }
     for call in late[fill]:
         assert call in forward_log

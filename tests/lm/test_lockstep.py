@@ -54,3 +54,18 @@ def test_greedy_translations_together_are_those_one_by_one(model: Seq2Seq) -> No
         assert greedy_search(
             Lockstep(model, model.encode(pad_sequences([source])), 9), BOS, EOS, [limit]
         ) == [text]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 6])
+def test_tokens_appended_together_see_each_other(model: Seq2Seq, count: int) -> None:
+    """The dense pass has a mask of blocks: position t sees all before the end of its group."""
+    memory = model.encode(pad_sequences(SOURCES))
+    tokens = torch.randint(4, 11, (3, 12), generator=torch.Generator().manual_seed(0))
+    group = torch.arange(12) // count
+    dense = model.logits(model.decode(model.embed(tokens), memory, group[:, None] >= group))
+    rows = Lockstep(model, memory, 12)
+    for at in range(0, 12, count):
+        found = rows.append(tokens[:, at : at + count])
+        torch.testing.assert_close(found, dense[:, at : at + count], rtol=0, atol=1e-10)
+    with pytest.raises(TinyspecError, match="room for 12 tokens"):
+        rows.append(tokens[:, :count])

@@ -443,7 +443,13 @@ def test_bad_input_is_an_error_of_one_line() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [PLAIN, replace(FULL, extra={"trained_for": "nat"})], ids=["plain", "full"]
+    "config",
+    [
+        PLAIN,
+        replace(FULL, extra={"trained_for": "nat"}),
+        replace(PLAIN, decoder_layers=0, heads={"crf_from": (20, 3), "crf.up.bias": (5,)}),
+    ],
+    ids=["plain", "full", "heads"],
 )
 def test_a_folder_gives_back_what_was_saved(tmp_path: Path, config: Seq2SeqConfig) -> None:
     m = model(config, dtype=torch.bfloat16)
@@ -490,6 +496,13 @@ def damaged(folder: Path, **changes: object) -> Path:
         ({"mask": 20}, "mask is 20, expected a token id below vocab_size 20"),
         ({"tinyspec": 3}, "tinyspec is 3, expected a JSON object"),
         ({"model_type": "llama"}, "no encoder-decoder of tinyspec's"),
+        ({"heads": 3}, "heads is 3, expected an object of shapes, such as"),
+        ({"heads": {"a": 3}}, "heads is {'a': 3}, expected an object of shapes"),
+        ({"heads": {"a": [2, 3, 4]}}, "expected an object of shapes"),
+        ({"heads": {"a": [2, 0]}}, "sizes from 1 to 16777216"),
+        ({"heads": {"a": [True]}}, "sizes from 1 to 16777216"),
+        ({"heads": {"embed": [2, 3]}}, "heads: embed is a weight of the architecture: rename"),
+        ({"heads": {"a": [2, 3]}}, "missing a, which config.json asks for"),
     ],
 )
 def test_a_config_that_contradicts_is_an_error_that_names_the_field(
@@ -498,6 +511,27 @@ def test_a_config_that_contradicts_is_an_error_that_names_the_field(
     with pytest.raises(TinyspecError, match=says) as error:
         Seq2Seq.load(damaged(tmp_path / "m", **changes))
     assert "\n" not in str(error.value)
+
+
+def test_a_head_is_stored_beside_the_architecture_and_checked(tmp_path: Path) -> None:
+    with_head = replace(PLAIN, heads={"crf_from": (20, 3)})
+    made, plain = model(with_head), model(PLAIN)
+    assert with_head.parameters() == PLAIN.parameters() + 60
+    for name, w in plain.weights.items():  # a head changes no other weight of a fresh model
+        assert torch.equal(w, made.weights[name])
+    made.save(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    for heads, says in (
+        ({}, "crf_from not in the architecture that config.json describes"),
+        ({"crf_from": [20, 4]}, r"crf_from has shape \[20, 3\], config.json makes it \[20, 4\]"),
+        ({"crf_from": [20, 3], "crf_to": [20, 3]}, "missing crf_to, which config.json asks for"),
+    ):
+        file.write_text(json.dumps({**json.loads(file.read_text()), "heads": heads}))
+        with pytest.raises(TinyspecError, match=says) as error:
+            Seq2Seq.load(tmp_path / "m")
+        assert "\n" not in str(error.value)
+    with pytest.raises(TinyspecError, match="heads: embed is a weight of the architecture"):
+        replace(PLAIN, heads={"embed": (20, 3)}).shapes()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])

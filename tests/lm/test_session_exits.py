@@ -214,3 +214,53 @@ class TestProbes:
             session.set_probe_embeddings(
                 self.ROWS, (torch.zeros(L, 2, 3, 4), torch.zeros(L, 1, 3, 4))
             )
+
+
+class TestPlansAndPrompts:
+    def test_a_new_plan_does_not_run_the_newest_token_again(self) -> None:
+        """The log of a schedule of 3, 2, 2 and 2 layers, each token once."""
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
+        for layers in (3, 2, 2, 2):
+            session.set_plan(Plan(skip=frozenset(range(2, 2 + 2 * (L - layers)))))
+            session.score(EMPTY)
+            session.commit((), 7)
+        assert [(call.rows, call.row_layers) for call in forward_log[1:]] == [
+            (1, 3.0),
+            (1, 2.0),
+            (1, 2.0),
+            (1, 2.0),
+        ]
+
+    def test_a_plan_that_grows_again_is_an_error(self) -> None:
+        session = begun(M)
+        for skip in (frozenset({2, 3}), frozenset[int]()):
+            session.set_plan(Plan(skip=skip))
+            if not skip:
+                with pytest.raises(RuntimeError, match="has no keys in layer 1"):
+                    session.score(EMPTY)
+                return
+            session.score(EMPTY)
+            session.commit((), 7)
+
+    def test_a_prompt_run_in_steps_is_the_prompt(self) -> None:
+        forward_log: list[ForwardRecord] = []
+        session = M.session(forward_log)
+        session.append(PROMPT)
+        for layer in (1, 2, 2, L):
+            session.run_committed(range(len(PROMPT) - 1), layer)
+        session.score(EMPTY)
+        same_cache(session)
+        assert sum(call.row_layers for call in forward_log) == L * len(PROMPT)
+        assert [call.prefill for call in forward_log] == [True, True, True, False]
+
+    def test_a_token_that_starts_again_runs_from_the_first_layer(self) -> None:
+        forward_log: list[ForwardRecord] = []
+        session = begun(M, forward_log)
+        session.score(EMPTY)
+        session.commit((), 7)
+        session.restart([1, len(PROMPT) - 1])
+        session.score(EMPTY)
+        assert (forward_log[-1].rows, forward_log[-1].row_layers) == (3, 3.0 * L)
+        same_cache(session)
+        assert session.cache_exact

@@ -207,7 +207,28 @@ class Machine(RuleBasedStateMachine):
         other.extend([1, 2])
         other.score(TokenTree.chain([3]))
 
-    @precondition(lambda self: self.waiting)
+    @precondition(lambda self: len(self.text) > 1)
+    @rule(data=st.data())
+    def restart(self, data: st.DataObject) -> None:
+        """A token that starts again runs along with the next pass, and its keys are true."""
+        at = data.draw(st.integers(0, len(self.text) - 2))
+        self.session.restart([at])
+        self.copied.discard(at)
+        self.waiting[at] = 0
+        self.done[at] = self.oracle.run(self.text[at], self.done[:at])
+
+    @precondition(lambda self: self.text)
+    @rule(hidden_layers=taps_of)
+    def score_with_late_rows(self, hidden_layers) -> None:
+        scores, rows = self.session.score_with_late_rows(TokenTree(), hidden_layers)
+        for at, row in rows.items():
+            np.testing.assert_allclose(row.numpy(), self.done[at].logits, atol=1e-9)
+        assert rows.keys() >= self.waiting.keys()
+        self.deepen(L)
+        self.tree = TokenTree()
+        self.expect(scores, self.tree, self.done, self.text[-1], BASE, hidden_layers)
+
+    @precondition(lambda self: self.waiting and 0 not in self.waiting.values())
     @rule(how=st.sampled_from(["copy", "recompute"]))
     def fill(self, how) -> None:
         if how == "copy" and any(self.session.committed[at].plan != BASE for at in self.waiting):

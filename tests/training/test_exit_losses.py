@@ -233,3 +233,8 @@ def test_the_exits_checkpoints_share_shape_budget_and_tokenizer(name: str) -> No
         plain.batch,
     )
     assert 2 * recipe.config().parameters() < 5e6
+
+
+def test_uniform_weights_are_equal_at_every_exit() -> None:
+    assert ExitLosses("uniform").normalized_weights(4, 0, 0.0) == [0.25] * 4
+    assert ExitLosses("uniform", e_scale=0.5).normalized_weights(3, 0, 0.0) == [0.25, 0.25, 0.5]

@@ -18,11 +18,14 @@ from torch.nn import functional as F
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.speculative.drafting import specdec
+from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.train_mt import initial_model, train_mt
 
+MODELS = Path(__file__).parents[2] / "models"
 RECIPE = """
 name = "NAME"
 method = "METHOD"
@@ -52,14 +55,20 @@ RECIPES = {
     "teacher": ("teacher", "", ""),
     "nat": ("nat", STUDENT, "positional = true\nfertilities = 24"),
     "cmlm": ("mask_predict", STUDENT, "lengths = 41"),
-    "specdec": ("specdec", "block = 5\n" + STUDENT, ""),
-    "blockwise": ("blockwise", "block = 3\n" + STUDENT, ""),
+    "specdec": ("specdec", STUDENT + "[translator]\nk = 5\n", ""),
+    "blockwise": ("blockwise", STUDENT + "[translator]\nk = 3\n", ""),
+    "crf": (
+        "nar_crf",
+        'start = "../cmlm"\n' + STUDENT + "[translator]\nrank = 2\n",
+        "lengths = 41",
+    ),
+    "nagbert": ("nag_bert", STUDENT + "[translator]\nrank = 2\npretraining = 0.5\n", ""),
 }
 
 
 @pytest.fixture
 def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Five recipes, and captions in two languages: the second says every word backwards."""
+    """Recipes, and captions in two languages: the second says every word backwards."""
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
     words, chance = ["the", "dog", "boy", "runs", "sees", "red"], random.Random(0)
     (tmp_path / "data/multi30k").mkdir(parents=True)
@@ -74,6 +83,8 @@ def zoo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         text = RECIPE
         for key, value in (("NAME", name), ("METHOD", method), ("REST", rest), ("SHAPE", shape)):
             text = text.replace(key, value)
+        if method == "nag_bert":
+            text = text.replace("decoder_layers = 1", "decoder_layers = 0")
         (tmp_path / name).mkdir()
         (tmp_path / name / "recipe.toml").write_text(text)
     return tmp_path
@@ -178,11 +189,18 @@ def test_a_nat_is_not_taught_pairs_that_its_fertilities_cannot_say(zoo: Path) ->
     """And a batch holds the pairs whose numbers were drawn, although some were left out."""
     plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "3"})
     pairs = [SentencePair([5], [8, 8, 8]), SentencePair([6], [9]), SentencePair([7, 7], [10, 11])]
-    task = translation_tasks.TASKS["nat"](plan, pairs, pairs, None)
+    task = translation_tasks.make_task(plan, pairs, pairs, None)
     assert list(task.pairs) == pairs[1:]
     for number, pair in enumerate(task.pairs):
         source, target, _ = task.batch([number])
         assert (source.tolist(), target.tolist()) == ([pair.source], [pair.target])
+
+
+def test_a_model_that_can_learn_no_pair_is_an_error(zoo: Path) -> None:
+    plan = read_translation_recipe(zoo / "nat/recipe.toml", {"shape.fertilities": "1"})
+    pairs = [SentencePair([5], [8])]
+    with pytest.raises(TinyspecError, match="no pair fits the model"):
+        translation_tasks.make_task(plan, pairs, pairs, None)
 
 
 def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
@@ -194,6 +212,8 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
         ("beam = 1", "beam = 0", "beam is 0"),
         ("longest", "longst", "longst is not known"),
         ("d_model = 16", "d_modell = 16", r"section \[shape\]"),
+        ('inherit = ["embed", "encoder"]', 'inherit = "embed"', "inherit must be a list"),
+        ('inherit = ["embed", "encoder"]', "inherit = { embed = 3 }", "inherit must be a list"),
         ("fertilities = 24", "", r"\[shape\] fertilities is missing"),
     ):
         text = path.read_text()
@@ -227,7 +247,7 @@ def test_a_nat_is_fine_tuned_from_where_it_was(zoo: Path) -> None:
     (zoo / "fine/recipe.toml").write_text(
         text.replace('method = "nat"', 'method = "mask_predict"\nfinetune = "../nat"')
     )
-    with pytest.raises(TinyspecError, match="finetune is a stage of nat"):
+    with pytest.raises(TinyspecError, match="method mask_predict has no second stage"):
         run(zoo, "fine")
 
 
@@ -267,6 +287,44 @@ def test_from_the_command_line(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "no section [distill]" in done.stderr
 
 
+def test_a_stack_may_begin_with_the_weights_of_another(zoo: Path) -> None:
+    """As a table, `inherit` says which of the teacher's weights each prefix begins with."""
+    path = zoo / "cmlm/recipe.toml"
+    text = path.read_text().replace("lengths = 41", "lengths = 41\nstacks = { again = 1 }")
+    table = 'inherit = { embed = "embed", again = "decoder" }'
+    path.write_text(text.replace('inherit = ["embed", "encoder"]', table))
+    plan = read_translation_recipe(path)
+    other = read_translation_recipe(zoo / "teacher/recipe.toml", {"train.seed": "1"})
+    teacher = initial_model(other, _tokenizer(zoo), None, torch.device("cpu"))
+    student = initial_model(plan, teacher.tokenizer, teacher, torch.device("cpu"))
+    for name, weight in student.weights.items():
+        theirs = teacher.weights.get(name.replace("again", "decoder"), torch.zeros(0))
+        if weight.ndim > 1:
+            assert torch.equal(weight, theirs) == name.startswith(("embed", "again")), name
+
+
+def test_a_model_may_begin_as_another_and_has_weights_of_its_own(zoo: Path) -> None:
+    assert run(zoo, "teacher") and run(zoo, "cmlm")
+    plan = read_translation_recipe(zoo / "crf/recipe.toml")
+    first = Seq2Seq.load(zoo / "cmlm")
+    begun = initial_model(plan, first.tokenizer, first, torch.device("cpu"))
+    assert all(torch.equal(begun.weights[name], w) for name, w in first.weights.items())
+    own = begun.weights.keys() - first.weights.keys()
+    assert own == begun.config.heads.keys() and "crf_from" in own
+    assert run(zoo, "crf")
+    trained = Seq2Seq.load(zoo / "crf")
+    assert trained.config.heads == begun.config.heads
+    for name in own:
+        assert not torch.equal(trained.weights[name], begun.weights[name]), name
+    card = (zoo / "crf/README.md").read_text()
+    assert "dynamic transitions of rank 2" in card
+    assert "it began as `cmlm`" in card
+    with pytest.raises(TinyspecError, match="start need a teacher"):
+        read_translation_recipe(zoo / "teacher/recipe.toml", {"start": '"../cmlm"'})
+    with pytest.raises(TinyspecError, match=r"\[shape\] lengths is missing"):
+        read_translation_recipe(zoo / "crf/recipe.toml", {"shape.lengths": "0"})
+
+
 def test_the_drafter_of_specdec_is_trained_for_its_teacher(zoo: Path) -> None:
     assert run(zoo, "teacher") and run(zoo, "specdec")
     model = Seq2Seq.load(zoo / "specdec")
@@ -283,12 +341,12 @@ def test_glancing_follows_the_progress_of_the_training(zoo: Path) -> None:
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")
     pairs = [SentencePair([5, 6], [8, 9, 10])] * 3
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs, teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs, teacher)
     assert task.before_step is not None
     shares = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            translation_tasks.specdec,
+            specdec,
             "block_filling_loss",
             lambda model, batch, block, share, *rest: shares.append(share),
         )
@@ -303,7 +361,7 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
     plan = read_translation_recipe(zoo / "specdec/recipe.toml")  # 64 positions, 5 of them masks
     pairs = [SentencePair([5], [8] * n) for n in (57, 58, 59)]
     teacher = Seq2Seq.load(zoo / "teacher")
-    task = translation_tasks.TASKS["specdec"](plan, pairs, pairs[:1], teacher)
+    task = translation_tasks.make_task(plan, pairs, pairs[:1], teacher)
     assert task.pairs == pairs[:2]
     for seed in range(9):
         loss = task.loss(teacher, task.batch([1]), torch.Generator().manual_seed(seed))
@@ -313,11 +371,11 @@ def test_pairs_that_outgrow_the_drafters_positions_are_left_out(zoo: Path) -> No
 def test_a_drafter_without_a_teacher_or_with_a_wrong_block_is_an_error(zoo: Path) -> None:
     path = zoo / "specdec/recipe.toml"
     for value in ("0", "2.5", "true", "-1"):
-        with pytest.raises(TinyspecError, match=r"block is .*: it must be a whole number"):
-            read_translation_recipe(path, {"block": value})
+        with pytest.raises(TinyspecError, match=r"k is .*: it must be a whole number"):
+            read_translation_recipe(path, {"translator.k": value})
     text = path.read_text().replace(STUDENT, "")
     path.write_text(text)
-    with pytest.raises(TinyspecError, match=r"specdec drafts for a teacher: teacher = FOLDER"):
+    with pytest.raises(TinyspecError, match=r"is judged by its teacher.*: teacher = FOLDER"):
         run(zoo, "specdec")
 
 
@@ -337,7 +395,7 @@ def test_a_teacher_is_trained_on_with_a_block_layer(zoo: Path) -> None:
 
 
 def test_a_frozen_teacher_gets_a_layer_and_stays(zoo: Path) -> None:
-    assert run(zoo, "teacher") and run(zoo, "blockwise", overrides={"frozen": "true"})
+    assert run(zoo, "teacher") and run(zoo, "blockwise", overrides={"translator.frozen": "true"})
     teacher, model = Seq2Seq.load(zoo / "teacher"), Seq2Seq.load(zoo / "blockwise")
     assert all(torch.equal(w, model.weights[name]) for name, w in teacher.weights.items())
     assert float(model.weights["block.out.weight"].abs().max()) > 0
@@ -361,19 +419,21 @@ def test_the_best_weights_of_a_block_layer_have_the_least_loss(zoo: Path) -> Non
 def test_recipes_of_a_block_layer_that_cannot_be_followed_say_why(zoo: Path) -> None:
     assert run(zoo, "teacher")
     for overrides, message in (
-        ({"block": "1"}, "block is 1: it must be from 2 to 64"),
-        ({"block": "65"}, "block is 65: it must be from 2 to 64"),
+        ({"translator.k": "1"}, "k is 1: it must be a whole number from 2 to 64"),
+        ({"translator.k": "65"}, "k is 65: it must be a whole number from 2 to 64"),
+        ({"translator.k": "true"}, "k is True: it must be a whole number from 2 to 64"),
+        ({"translator.frozen": "1"}, "frozen is 1: it must be true or false"),
         ({"shape.d_ff": "32"}, r"\[shape\] is not that of teacher"),
         ({"teacher": '""', "inherit": "[]"}, "need a teacher"),
     ):
         with pytest.raises(TinyspecError, match=message):
             run(zoo, "blockwise", overrides=overrides)
-    with pytest.raises(TinyspecError, match="frozen is of blockwise: method specdec"):
-        run(zoo, "specdec", overrides={"frozen": "true"})
+    with pytest.raises(TinyspecError, match=r"\[translator\] frozen is not known"):
+        run(zoo, "specdec", overrides={"translator.frozen": "true"})
     path = zoo / "blockwise/recipe.toml"
     path.write_text(path.read_text().replace(STUDENT, ""))
     with pytest.raises(
-        TinyspecError, match="blockwise adds a layer to a teacher: teacher = FOLDER"
+        TinyspecError, match="blockwise adds weights to a teacher: teacher = FOLDER"
     ):
         run(zoo, "blockwise")
 
@@ -393,4 +453,107 @@ def test_the_committed_recipe_of_a_block_layer_is_followed(zoo: Path) -> None:
     out = zoo / "mine"
     options: dict[str, Any] = {"data_folder": zoo / "data", "device": "cpu"}
     assert train_mt(recipe, out, overrides=overrides, **options).finished
-    assert Seq2Seq.load(out).config.block == read_translation_recipe(recipe).block - 1
+    settings = read_translation_recipe(recipe).settings_of_translator()
+    assert Seq2Seq.load(out).config.block == settings.k - 1
+
+
+RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow"]
+TINY = {
+    "shape.d_model": "16",
+    "shape.n_heads": "2",
+    "shape.d_ff": "24",
+    "tokens": "120",
+    "judged": "4",
+    "distill.beam": "1",
+    "train.steps": "4",
+    "train.warmup": "1",
+    "train.valid_every": "4",
+}
+
+
+@pytest.mark.parametrize("name", RECIPES_OF_THE_ZOO)
+def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
+    """Its sections and its method, on tiny shapes for four steps."""
+    assert run(zoo, "teacher")
+    (zoo / "teacher").rename(zoo / "multi30k-teacher")
+    folder = zoo / f"multi30k-{name}"
+    shutil.copytree(MODELS / folder.name, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    assert run(zoo, folder.name, overrides=TINY)
+    model, plan = Seq2Seq.load(folder), read_translation_recipe(folder / "recipe.toml")
+    assert model.config.extra["trained_for"] == plan.method
+    assert model.config.extra["teacher"] == "multi30k-teacher"
+    card = (folder / "README.md").read_text()
+    about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
+    assert about.get(name, "an autoregressive student") in card
+    if name != "shallow":
+        assert find_technique(plan.method).refiner(RefineRequest(model))
+
+
+EXITS = 'decoder_layers = 3\n[exits]\nweights = "uniform"\nreport = [1, 2]'
+
+
+def test_a_translators_exits_are_trained_and_reported(zoo: Path) -> None:
+    path = zoo / "teacher/recipe.toml"
+    path.write_text(
+        path.read_text()
+        .replace("decoder_layers = 1", EXITS)
+        .replace("max_positions = 64", "")
+        .replace("[exits]", "max_positions = 64\n[exits]")
+    )
+    assert run(zoo, "teacher")
+    assert Seq2Seq.load(zoo / "teacher").config.extra["exits"] == "uniform"
+    assert "losses weighted alike" in (zoo / "teacher/README.md").read_text()
+    log = [json.loads(line) for line in (zoo / "teacher/log.jsonl").read_text().splitlines()]
+    assert {"valid_loss", "valid_loss_1", "valid_loss_2"} <= log[-1].keys()
+
+
+def test_the_loss_of_a_translators_exits_is_the_mean_of_its_truncated_models(zoo: Path) -> None:
+    """Each exit is the decoder cut off there, with the norm and the head of the whole."""
+    path = zoo / "teacher/recipe.toml"
+    plan = read_translation_recipe(path, {"shape.decoder_layers": "3"})
+    exits = read_translation_recipe(
+        path, {"shape.decoder_layers": "3", "exits.weights": '"linear"', "dropout": "0.0"}
+    )
+    pairs = [SentencePair([5, 6, 7], [8, 9, 10, 11]), SentencePair([9, 8], [12])]
+    source, target = (
+        pad_sequences([p.source for p in pairs]),
+        pad_sequences([p.target for p in pairs]),
+    )
+    config = plan.config(300)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(3))
+    expected = 0.0
+    for layers in (1, 2, 3):
+        cut_config = read_translation_recipe(path, {"shape.decoder_layers": str(layers)}).config(
+            300
+        )
+        cut = Seq2Seq(cut_config, {name: model.weights[name] for name in cut_config.shapes()})
+        loss = translation_tasks.teacher_forcing_loss(cut, source, target, 0.0, exits.smoothing)
+        expected += layers / 6 * float(loss)
+    task = translation_tasks.make_task(exits, pairs, pairs, None)
+    assert task.before_step is not None
+    task.before_step(0, 0.0)
+    got = task.loss(model, (source, target), torch.Generator())
+    assert float(got) == pytest.approx(expected, abs=1e-6)
+
+
+def test_exits_are_for_the_teacher_and_without_layer_dropout(zoo: Path) -> None:
+    for name, overrides in (
+        ("nat", {"exits.weights": '"uniform"'}),
+        ("teacher", {"exits.p_max": "0.1"}),
+    ):
+        with pytest.raises(TinyspecError, match=r"\[exits\] is for method teacher"):
+            read_translation_recipe(zoo / name / "recipe.toml", overrides)
+    plan = read_translation_recipe(zoo / "teacher/recipe.toml", {"exits.report": "[2]"})
+    with pytest.raises(TinyspecError, match="exits are 1 to 1, not 2"):
+        plan.config(300)
+
+
+def test_the_shipped_recipe_of_the_exits_translator_is_what_its_issue_asks_for() -> None:
+    models = Path(__file__).parents[2] / "models"
+    plan = read_translation_recipe(models / "multi30k-exits/recipe.toml")
+    config = plan.config(plan.vocab_size)
+    assert (config.encoder_layers, config.decoder_layers, config.d_model, config.d_ff) == (
+        3, 6, 160, 640,
+    )  # fmt: skip
+    assert plan.exits is not None and plan.exits.weights == "uniform"
+    assert config.parameters() * 2 < 8.4e6, "bytes in bfloat16"

@@ -38,7 +38,11 @@ FILES = {
     "tokenizer_config.json", "chat_template.jinja", "README.md", "log.jsonl", "loss.svg",
     "recipe.toml",
 }  # fmt: skip
-METHODS = [name for name, card in load_techniques().items() if card.tuned is not None]
+METHODS = [
+    name
+    for name, card in load_techniques().items()
+    if card.tuned is not None and card.kind == "decoder"
+]
 
 
 @pytest.fixture
@@ -113,7 +117,8 @@ def test_a_model_that_was_not_tuned_is_told_so(method: str, zoo: Zoo) -> None:
     used = run("generate", "--model", zoo.big, "--method", method, "the cat", "-n", "4")
     assert used.exit_code == 0
     assert f"big was not tuned for {method}" in used.stderr
-    assert used.stdout == run("generate", "--model", zoo.big, "the cat", "-n", "4").stdout
+    if load_techniques()[method].lossy is None:
+        assert used.stdout == run("generate", "--model", zoo.big, "the cat", "-n", "4").stdout
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -646,9 +646,10 @@ class DialectSettings:
     """The cost of writing all words at once where a source has several right translations, and what
     reduces it.
 
-    Trains four small models for each kind of dialects: one that reads what it wrote, one that
-    writes in a single pass, the same on the first one's translations, and Mask-Predict. Some ten
-    minutes of a core; Ctrl-C stops, and --resume goes on.
+    Trains eight small models for each kind of dialects: one that reads what it wrote, one that
+    writes in a single pass, one that writes two words in a pass (SAT), both again on the first
+    one's translations, iterative refinement with and without denoising, and Mask-Predict. Ctrl-C
+    stops, and --resume goes on.
 
     \b
     Examples:
@@ -670,7 +671,7 @@ class DialectSettings:
     batch: int = setting(64, "Pairs of a step.", least=1)
     seed: int = setting(0, "Seed of the pairs and the weights.")
     passes: tuple[int, ...] = setting(
-        (1, 2, 4, 10), "Passes of Mask-Predict.", of=int, what="passes"
+        (1, 2, 4, 10), "Passes of refinement and Mask-Predict.", of=int, what="passes"
     )
     lengths: tuple[int, ...] = setting(
         (1, 3), "Mask-Predict's length beams.", of=int, what="lengths"

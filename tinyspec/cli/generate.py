@@ -33,6 +33,12 @@ UNTUNED = (
 )
 """What is said of a method whose `tuned` the model's config.json does not name."""
 
+UNTUNED_LOSSY = (
+    "note: {0} was not tuned for {1}, so its text may be nonsense, unless --{2} is {3}. To tune "
+    "it: tinyspec train head --for {0} --method {1} --out FOLDER"
+)
+"""What is said of such a method if it changes the text."""
+
 
 @click.command("generate", cls=base.KnobCommand)
 @click.argument("prompt", required=False)
@@ -119,10 +125,12 @@ def generate(
 
         base.write_replay(record_rounds(target, method, result), replay)
     left_early = any(layers < target.config.n_layers for layers in result.trace.layers_run)
-    if left_early and "exits" not in target.config.extra:
+    card = find_technique(method)
+    if card.tuned is not None and not is_tuned_for(target, method):
+        note = UNTUNED if card.lossy is None else UNTUNED_LOSSY
+        click.echo(note.format(target.name, method, *(card.lossy or ())), err=True)
+    elif card.tuned is None and left_early and "exits" not in target.config.extra:
         click.echo(UNTRAINED_EXITS.format(target.name), err=True)
-    if find_technique(method).tuned is not None and not is_tuned_for(target, method):
-        click.echo(UNTUNED.format(target.name, method), err=True)
     for note in make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
     if interrupted:
@@ -137,15 +145,17 @@ def generate_lines(
     A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
     every prompt of the first batch is wrong with the settings, and raised once.
     """
-    from tinyspec.lm.batching import run_together
+    from tinyspec.lm.batching import BatchBarrier, run_together
+    from tinyspec.technique import find_technique
 
+    in_turns = find_technique(options["method"]).kind == "streams"  # it batches its own streams
     for first in range(0, len(lines), ROWS):
         part = lines[first : first + ROWS]
         jobs = [
             partial(_generate_line, target, line.prompt, {**options, "seed": seed + row})
             for row, line in enumerate(part, first)
         ]
-        results = run_together(jobs)
+        results = run_together(jobs, BatchBarrier(in_turns=in_turns))
         errors = [str(result) for result in results if isinstance(result, TinyspecError)]
         if first == 0 and len(errors) == len(results) > 1 and len(set(errors)) == 1:
             raise TinyspecError(errors[0])

@@ -77,7 +77,9 @@ def registry_table(cards: "Iterable[Card]") -> str:
         path = card.build.__module__.replace(".", "/")
         guarantee = "an analysis" if card.kind == "analysis" else card.guarantee.value
         if card.guarantee.value == "lossy" and card.lossy:
-            guarantee += f" (exact: {card.lossy[0]} {card.lossy[1]:g})"
+            name, neutral = card.lossy
+            shown = neutral if isinstance(neutral, str) else f"{neutral:g}"
+            guarantee += f" (exact: {name} {shown})"
         what = card.summary or card.title
         lines.append(f"|[`{card.name}`]({path}.py)|{what}|{link_papers(card.paper)}|{guarantee}|")
     return "\n".join(lines)

@@ -129,6 +129,7 @@ class Round(NamedTuple):
     output_probs  [k] the distribution each of them follows
     calls         forward passes of the target in this round; draft_calls: those of the drafter
     truncated     how many tokens the verdict allowed and a stop cut off
+    is_shared     its forward pass also served a round that was counted before: another stream's
     """
 
     tree: TokenTree
@@ -139,6 +140,7 @@ class Round(NamedTuple):
     calls: tuple[ForwardRecord, ...] = ()
     draft_calls: tuple[ForwardRecord, ...] = ()
     truncated: int = 0
+    is_shared: bool = False
 
 
 class Drafter(Protocol):
@@ -258,7 +260,11 @@ class Decoder:
         """Append forced text: the prompt, or a correction. Stops and limits count from here on."""
         scores = self.target.extend(tokens, self.drafter.hidden_layers)
         self.drafter.extend(tokens, scores)
-        self.context.extend(tokens)
+        self.begin([*self.context, *tokens])
+
+    def begin(self, text: Sequence[int]) -> None:
+        """Go on after a text that the target has. Stops and limits count from here on."""
+        self.context = list(text)
         self.start = len(self.context)
         if not self.context:
             raise TinyspecError("the prompt is empty: give at least one token")

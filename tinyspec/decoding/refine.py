@@ -8,7 +8,7 @@ fertilities, samples), which are one batch.
 The source is encoded once. Each pass is one `Pass` here, and one record in the forward log.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -56,7 +56,11 @@ def blank_canvas(lengths: Sequence[int], token: int, device: torch.device | None
 
 
 class Refiner(Protocol):
-    """A technique that rewrites a canvas."""
+    """A technique that rewrites a canvas.
+
+    One whose encoder reads more than the source also has `extend_sources`: sources [B, S], padded
+    at the end -> what the encoder reads of them.
+    """
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return the first canvas. No decoder pass is run."""
@@ -103,7 +107,9 @@ class Pass(NamedTuple):
 
     def written(self) -> PassRecord:
         """Return the pass as plain data, without tensors."""
-        moved = (self.before.tokens != self.after.tokens) & self.after.mask
+        width = self.before.tokens.shape[1]  # a canvas may have grown
+        moved = self.after.mask.clone()
+        moved[:, :width] &= self.before.tokens != self.after.tokens[:, :width]
         texts = [self.after.text(candidate) for candidate in range(len(moved))]
         scores = [
             row[slots].tolist()
@@ -140,7 +146,8 @@ class Refinement:
     def __iter__(self) -> Iterator[Pass]:
         refiner, rng = self.refiner, self.rng
         with torch.inference_mode():
-            memory = self.model.encode(torch.tensor([self.source], device=self.model.device))
+            sources = torch.tensor([self.source], device=self.model.device)
+            memory = encode_sources(self.model, refiner, sources)
             canvas = self.canvas = refiner.start(self.source, memory, rng.split("start", 0))
         iteration = 0
         while not refiner.finished(canvas, iteration):
@@ -170,6 +177,12 @@ class Refinement:
         if self.canvas is None:
             return []
         return [float(x) for x in self.canvas.scores[self.best][self.canvas.mask[self.best]]]
+
+
+def encode_sources(model: Seq2Seq, refiner: Refiner, sources: Tensor) -> EncoderOutput:
+    """Return what a refiner reads of sources [B, S], padded at the end: one encoder pass."""
+    extend: Callable[[Tensor], Tensor] | None = getattr(refiner, "extend_sources", None)
+    return model.encode(sources if extend is None else extend(sources))
 
 
 def refine(

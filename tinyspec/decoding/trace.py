@@ -20,6 +20,7 @@ class Statistics:
     """Figures of a request, counted after the cut at a stop.
 
     The prefill is no target call. Each round is exactly one; plain decoding makes one token a call.
+    Where streams of one answer share a pass, it is one call.
     """
 
     target_calls: int = 0
@@ -32,7 +33,7 @@ class Statistics:
 
     def count(self, round: Round) -> None:
         """Count a round."""
-        self.target_calls += 1
+        self.target_calls += not round.is_shared
         self.draft_calls += len(round.draft_calls)
         self.drafted += sum(not probe for probe in round.tree.probe)
         self.accepted += len(round.verdict.accepted)

@@ -1,17 +1,18 @@
 """Early exits: run a token's layers one by one until a rule stops, and fill what was skipped.
 
 A token that leaves after layer e has no keys and values above e, but later tokens attend to them.
-There are three remedies:
+There are four remedies:
 
     copy       each layer above makes its own keys and values from the state at the exit
     recompute  the layers above are run after all, before the next token; the token keeps the row of
                its exit
     postpone   nothing, until a token goes deeper: then all that wait are run along with it, as far
                as it goes
+    restart    as postpone, but they are run again from the first layer each time
 
-`copy` costs least and is not cache-exact; the other two are. The prompt runs through every layer,
-except its last token, from whose row the first new token is drawn. The last token of a text is
-never filled, because no token attends to it.
+`copy` costs least and is not cache-exact; the others are. The prompt runs through every layer,
+except its last token, from whose row the first new token is drawn; a rule may let the prompt's
+tokens leave too. The last token of a text is never filled, because no token attends to it.
 
 A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's.
 """
@@ -43,18 +44,36 @@ class ExitPoint(NamedTuple):
 class ExitRule:
     """The rule by which a token leaves. This one never lets it leave.
 
-    layers  where it is asked, from the lowest up; a token that stays everywhere runs all layers
-    row     whether it reads the row of an exit, which is a product with the output matrix
-    states  how many hidden states it reads
+    layers    where it may be asked, from the lowest up; a token that stays everywhere runs all
+    row       whether it reads the row of an exit, which is a product with the output matrix
+    states    how many hidden states it reads
+    prompt    whether the prompt's tokens leave too, each after the first layer of `layers_of`
+    compares  whether it learns from the rows of tokens that left early and are run further
     """
 
     layers: Sequence[int] = ()
     row = False
     states = 0
+    prompt = False
+    compares = False
+
+    def begin(self, session: Any) -> None:
+        """Prepare for new tokens. Forced text has just been run, but for its last token."""
+
+    def layers_of(self, token: int, position: int) -> Sequence[int]:
+        """Return the layers where this token is asked. A rule that knows its layer returns one."""
+        return self.layers
 
     def should_exit(self, at: ExitPoint) -> bool:
         """Return whether the token leaves here. Asked from the lowest layer up, until it does."""
         raise NotImplementedError
+
+    def learn_from_pairs(self, pairs: Sequence[tuple[ExitPoint, Any]]) -> None:
+        """Learn from tokens that have run all layers by now, if the rule `compares`.
+
+        pairs  where each was asked last, and its row [V] after the last layer. They are the tokens
+               that waited, in the order of the text, and the one that stayed.
+        """
 
 
 Fill = Callable[[Any, Sequence[int]], None]
@@ -75,10 +94,16 @@ def postpone_fill(session: Any, positions: Sequence[int]) -> None:
     """Do nothing: the session runs these positions along with the next token that goes deeper."""
 
 
+def restart_tokens(session: Any, positions: Sequence[int]) -> None:
+    """Forget them, so that they are run along with the next token, again from the first layer."""
+    session.restart(positions)
+
+
 FILLS: Mapping[str, Fill] = {
     "copy": fill_by_copy,
     "recompute": fill_by_recompute,
     "postpone": postpone_fill,
+    "restart": restart_tokens,
 }
 
 
@@ -94,6 +119,8 @@ class ExitTarget:
         self.session, self.rule, self.fill = session, rule, FILLS[fill]
         self.start = 0  # where the new tokens begin
         self.unfilled: list[int] = []  # positions that left early and lack keys and values
+        self.is_filled_at_once = fill in ("copy", "recompute")
+        self.points: dict[int, ExitPoint] = {}  # where each of them was asked last
         depth = session.model.config.n_layers
         for layer in rule.layers:
             if not 1 <= layer <= depth:
@@ -121,39 +148,57 @@ class ExitTarget:
         return bool(self.session.cache_exact)
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:
-        """Run forced text through every layer."""
+        """Run forced text through every layer, or as far as the rule lets it."""
         self._fill_pending()
+        if self.rule.prompt:
+            self._run_prompt(tokens)
+            tokens = ()
         scores: Scores = self.session.extend(tokens, hidden_layers)
         self.start = len(self.session)
+        self._forget_points(())
+        self.rule.begin(self.session)
         return scores
 
     def append(self, tokens: Sequence[int]) -> None:
-        """Commit forced tokens and run nothing yet."""
-        self.session.append(tokens)
+        """Commit forced tokens and run nothing yet; what may leave early is run at once."""
+        if not self.rule.prompt:
+            self.session.append(tokens)
+            return
+        self._fill_pending()
+        self._run_prompt(tokens)
 
     def score(self, tree: TokenTree, hidden_layers: Sequence[int] = ()) -> Scores:
         """Return the newest token's row, read from the first layer where the rule stops."""
         self._fill_pending()
         if tree.tokens and self.rule.layers:
             raise ValueError("an early exit decides token by token: it takes no drafts")
-        for layer in self.rule.layers:
+        newest, points = len(self) - 1, list[ExitPoint]()
+        for layer in self.rule.layers_of(self.session.committed[newest].token, newest):
             below = tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
             seen = self.session.run_to_layer(tree, layer, hidden_layers=below, head=self.rule.row)
             states = [rows[0] for rows in seen.hidden][::-1]
-            if self.rule.should_exit(
+            points.append(
                 ExitPoint(
                     layer, len(self) - self.start, seen.logits[0] if self.rule.row else None, states
                 )
-            ):
+            )
+            if self.rule.should_exit(points[-1]):
                 self.unfilled = [
-                    *(position for position in self.unfilled if position < len(self) - 1),
-                    len(self) - 1,
+                    *(position for position in self.unfilled if position < newest),
+                    newest,
                 ]
+                self.points[newest] = points[-1]
                 scores: Scores = self.session.run_to_layer(
                     tree, layer, hidden_layers=hidden_layers, head=True
                 )
                 return scores
-        scores = self.session.score(tree, hidden_layers)
+        if not (self.rule.compares and points):
+            scores = self.session.score(tree, hidden_layers)
+        else:
+            scores, rows = self.session.score_with_late_rows(tree, hidden_layers)
+            waited = [(self.points[at], rows[at]) for at in self.unfilled if at in rows]
+            self.rule.learn_from_pairs([*waited, (points[-1], scores.logits[0])])
+        self._forget_points(())
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
@@ -163,17 +208,40 @@ class ExitTarget:
     def rewind(self, length: int) -> None:
         """Forget the text after `length` tokens; its last token is run again."""
         self.session.rewind(length)
-        self.unfilled = [position for position in self.unfilled if position < length - 1]
+        self._forget_points([position for position in self.unfilled if position < length - 1])
         self.start = min(self.start, length)
 
     def end(self) -> None:
         """End the request."""
         self.session.end()
-        self.start, self.unfilled = 0, []
+        self.start, self.unfilled, self.points = 0, [], {}
 
     def _fill_pending(self) -> None:
         """Fill positions that left early, except the newest, which no token attends to yet."""
         due = [position for position in self.unfilled if position < len(self) - 1]
         if due:
-            self.unfilled = self.unfilled[len(due) :]
+            if self.is_filled_at_once:
+                self._forget_points(self.unfilled[len(due) :])
             self.fill(self.session, due)
+
+    def _forget_points(self, left: Sequence[int]) -> None:
+        """Go on with these positions alone: all others have their keys and values."""
+        self.unfilled = list(left)
+        self.points = {at: self.points[at] for at in self.unfilled}
+
+    def _run_prompt(self, tokens: Sequence[int]) -> None:
+        """Commit forced tokens, and run each but the last through as many layers as the rule says.
+
+        Those that leave first are run and filled first, because deeper tokens attend to them.
+        """
+        first, depth = max(len(self) - 1, 0), self.model.config.n_layers
+        self.session.append(tokens)
+        leaves = {
+            at: next(iter(self.rule.layers_of(self.session.committed[at].token, at)), depth)
+            for at in range(first, len(self) - 1)
+        }
+        for layer in sorted(set(leaves.values())):
+            self.session.run_committed([at for at in leaves if leaves[at] >= layer], layer)
+            leaving = [at for at in leaves if leaves[at] == layer < depth]
+            if leaving:
+                self.fill(self.session, leaving)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import product
 from math import comb
 from typing import Any, NamedTuple
@@ -174,45 +174,242 @@ def follows_exit_rule(
 ) -> Iterator[int]:
     """Check the exact joint distribution of whole texts at thresholds that have an effect."""
     for model, setting in product(exit_tables(), on_tables):
-        yield _compare_exit_law(EXIT_RULE, build, model, setting)
+        yield _compare_calm(EXIT_RULE, build, model, setting)
     for setting in networks:
-        yield _compare_exit_law(EXIT_RULE, build, with_classifier(3), setting)
+        yield _compare_calm(EXIT_RULE, build, with_classifier(3), setting)
 
 
 @collect_evidence(EXIT_MEASURES)
 def each_measure(build: Build) -> Iterator[int]:
     """Check the exit rule on transformers alone, for all three confidence measures."""
     for setting in ON_NETWORKS:
-        yield _compare_exit_law(EXIT_MEASURES, build, with_classifier(3), setting)
+        yield _compare_calm(EXIT_MEASURES, build, with_classifier(3), setting)
 
 
-def _compare_exit_law(law: str, build: Build, model: Any, setting: ExitSetting) -> int:
-    """Compare a technique with the rule: exactly on tables. Returns the outcomes walked."""
-    find_row: Callable[..., Any]
-    if isinstance(model, TableModel):
-        find_row, sampling, within = exit_row_on_table, SamplingParams(), 0.0
-    else:
-        find_row, sampling, within = exit_row_on_network, SamplingParams(top_k=2), NETWORK_TOLERANCE
-    stop = StoppingCriteria(max_new_tokens=setting.tokens)
+def _compare_calm(law: str, build: Build, model: Any, setting: ExitSetting) -> int:
+    """Compare a technique with CALM's rule. Returns the outcomes walked."""
+    find_row = exit_row_on_table if isinstance(model, TableModel) else exit_row_on_network
+    first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
+    return compare_exit_law(
+        law,
+        build,
+        model,
+        lambda text: find_row(model, text, first, setting),
+        setting.tokens,
+        setting.knobs,
+    )
+
+
+def compare_exit_law(
+    law: str,
+    build: Build,
+    model: Any,
+    find_row: Callable[[Sequence[int]], Any],
+    tokens: int,
+    knobs: dict[str, Any],
+) -> int:
+    """Compare a technique with a rule: exactly on tables. Returns the outcomes walked.
+
+    find_row  text -> the row after it, when tokens after EXIT_PROMPT may leave early
+    """
+    sampling, within = SamplingParams(), 0.0
+    if not isinstance(model, TableModel):
+        sampling, within = SamplingParams(top_k=2), NETWORK_TOLERANCE
+    stop = StoppingCriteria(max_new_tokens=tokens)
 
     def make() -> Decoder:
         log: list[Any] = []
         request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-        return build(request, **setting.knobs)
+        return build(request, **knobs)
 
-    first = len(EXIT_PROMPT) - 1  # the last of the prompt decides the first new token
-    reference = Reference(lambda text: find_row(model, text, first, setting), sampling, stop)
-    expected = reference.law(setting.tokens, EXIT_PROMPT)
-    got = exact_law(make, setting.tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
-    case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **setting.knobs}
+    expected = Reference(find_row, sampling, stop).law(tokens, EXIT_PROMPT)
+    got = exact_law(make, tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
+    case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **knobs}
     compare_laws(expected, got, within, law, **case)
     return got.branches
+
+
+# ---------------------------------------------------------------------- cache-exact exits
+
+TWO_DEPTHS = "a token in doubt runs all layers, over true keys (FREE, arXiv 2310.05424)"
+
+
+def row_after_layers(model: Any, text: Sequence[int], layers: int) -> Any:
+    """Return the row [V] of the model cut off after so many layers, by a pass of its own."""
+    if isinstance(model, TableModel):
+        return model.row(text, Plan(last=layers))
+    return run_dense(model, text, Plan(last=layers)).logits[-1]
+
+
+def likely_tokens(model: Any, row: Any) -> list[Any]:
+    """Return the probabilities of a row, from the greatest down."""
+    if not isinstance(model, TableModel):
+        row = np.exp(row - row.max())
+        row = row / row.sum()
+    return sorted(row, reverse=True)
+
+
+def gap_after_layers(model: Any, text: Sequence[int], layers: int) -> Any:
+    """Return the two greatest probabilities' difference, read after so many layers."""
+    first, second, *_ = likely_tokens(model, row_after_layers(model, text, layers))
+    return first - second
+
+
+def row_of_two_depths(model: Any, text: Sequence[int], layers: int, threshold: float) -> Any:
+    """Return the row after a text: of the first layers if they are sure, else of all.
+
+    Keys are true, so it does not matter which tokens before have left.
+    """
+    is_sure = gap_after_layers(model, text, layers) > threshold
+    return row_after_layers(model, text, layers if is_sure else model.config.n_layers)
+
+
+@collect_evidence(TWO_DEPTHS)
+def follows_two_depths(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution at fixed thresholds, on tables and on transformers."""
+    on_tables = product(exit_tables(), (1, 2), (0.0, 0.25, 1.0), (3,))
+    on_networks = product([with_classifier(3)], (1, 2), (0.5, 0.75), (5,))
+    for model, layers, threshold, tokens in (*on_tables, *on_networks):
+        knobs = {"shallow": layers, "threshold": threshold, "adaptive": False}
+        find_row = partial(row_of_two_depths, model, layers=layers, threshold=threshold)
+        yield compare_exit_law(TWO_DEPTHS, build, model, find_row, tokens, knobs)
+
+
+@register_oracle("free")
+def free_oracle(card: Card) -> Evidence:
+    """Check FREE away from its neutral value, where its distribution can be written down too."""
+    return follows_two_depths(card.make)
 
 
 @register_oracle("calm")
 def calm_oracle(card: Card) -> Evidence:
     """Check CALM away from its neutral value, where its distribution can be written down too."""
     return follows_exit_rule(card.make, networks=ON_NETWORKS)
+
+
+SURE_EXITS = "a token leaves at the first exit that is sure, over true keys (arXiv 2312.04916)"
+
+
+def exit_of_token(
+    model: Any, text: Sequence[int], exits: Sequence[int], threshold: float, cap: int | None
+) -> int:
+    """Return after how many layers the newest token of a text is read.
+
+    cap  tokens in a row that may leave; None: all. The prompt's last token is the first that may
+    """
+    leaves = waiting = 0
+    for n in range(len(EXIT_PROMPT), len(text) + 1):
+        leaves = model.config.n_layers
+        for layers in exits if cap is None or waiting < cap else ():
+            row = row_after_layers(model, text[:n], layers)
+            if likely_tokens(model, row)[0] >= threshold:
+                leaves = layers
+                break
+        waiting = 0 if leaves == model.config.n_layers else waiting + 1
+    return leaves
+
+
+@collect_evidence(SURE_EXITS)
+def follows_sure_exits(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of both ways to finish, on tables and on transformers."""
+    cases = [
+        (model, exits, threshold, cap, 3 if isinstance(model, TableModel) else 4)
+        for models, thresholds in (
+            (list(exit_tables()), (0.0, 0.5, 0.75)),
+            ([with_classifier(3)], (0.6, 0.8)),
+        )
+        for model, exits, threshold, cap in product(
+            models, ((1,), (1, 2)), thresholds, (None, 1, 2, 9)
+        )
+    ]
+    for model, exits, threshold, cap, tokens in cases:
+
+        def find_row(
+            text: Sequence[int],
+            model: Any = model,
+            rule: tuple[Any, ...] = (exits, threshold, cap),
+        ) -> Any:
+            return row_after_layers(model, text, exit_of_token(model, text, *rule))
+
+        knobs = {"threshold": threshold, "exits": ",".join(map(str, exits))}
+        knobs |= {"inference": "pipeline"} if cap is None else {"cap": cap}
+        yield compare_exit_law(SURE_EXITS, build, model, find_row, tokens, knobs)
+
+
+@register_oracle("ee_llm")
+def ee_llm_oracle(card: Card) -> Evidence:
+    """Check EE-LLM away from its neutral value, where its distribution is written down too."""
+    return follows_sure_exits(card.make)
+
+
+# ---------------------------------------------------------------------- layers by place
+
+BY_PLACE = "a token runs the first and the top layers of its place (SkipDecode, arXiv 2307.02628)"
+
+
+class PlaceSetting(NamedTuple):
+    """The knobs of a schedule on a model of so many layers, and its sets S(t), worked out by hand.
+
+    sets  S(0), S(1), ...; the last one goes on, and the prompt has the first
+    """
+
+    layers: int
+    speedup: float
+    warmup: int
+    horizon: int
+    sets: tuple[tuple[int, ...], ...]
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """Return the settings as the technique takes them."""
+        return {"speedup": self.speedup, "warmup": self.warmup, "horizon": self.horizon}
+
+    def runs_of(self, n: int, first: int) -> list[tuple[int, ...]]:
+        """Return the layers of n tokens, the first of which that decides a new token is `first`."""
+        last = len(self.sets) - 1
+        return [self.sets[min(max(at - first, 0), last)] for at in range(n)]
+
+
+PLACE_SETTINGS = (
+    PlaceSetting(3, 1.2, 1, 1, ((0, 1, 2), (0, 2))),  # both = 5: 3 layers, then 2
+    PlaceSetting(3, 2.0, 0, 2, ((1, 2), (1, 2), (2,))),  # both = 3: 2, round(1.5), 1
+    PlaceSetting(4, 1.6, 1, 2, ((0, 2, 3), (0, 3))),  # both = 5: 3, round(2.5), 2
+    PlaceSetting(4, 4 / 3, 1, 2, ((0, 1, 2, 3), (0, 2, 3), (0, 3))),  # both = 6: 4, 3, 2
+    PlaceSetting(4, 8.0, 2, 1, ((0, 1, 3),)),  # the warm-up and one layer are the least
+)
+
+
+def row_by_place(model: Any, text: Sequence[int], setting: PlaceSetting) -> Any:
+    """Return the row after a text whose tokens run the layers of their places."""
+    n, depth = len(text), setting.layers
+    sets = setting.runs_of(n, len(EXIT_PROMPT) - 1)
+    if not isinstance(model, TableModel):
+        runs = np.array([[layer in chosen for chosen in sets] for layer in range(depth)])
+        return run_dense(model, text, runs=runs).logits[-1]
+    net = model.network
+    states = [net.embed(token) for token in text]
+    for layer in range(depth):
+        reach = sum(layer in chosen for chosen in sets)  # a prefix: the sets are nested
+        keys = [net.keys(layer, states[at], at) for at in range(reach)]
+        for at in range(reach):
+            states[at] = net.feed_forward(layer, net.attend(layer, states[at], keys[: at + 1]))
+    return model.head(states[-1])
+
+
+@collect_evidence(BY_PLACE)
+def follows_the_places(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of schedules, on tables and on transformers."""
+    for seed, setting in product((1, 4), PLACE_SETTINGS):
+        table = TableModel(seed, EXIT_VOCABULARY, setting.layers, zeros=bool(seed % 2))
+        for model, tokens in ((table, 4), (small_network(seed, layers=setting.layers), 4)):
+            find_row = partial(row_by_place, model, setting=setting)
+            yield compare_exit_law(BY_PLACE, build, model, find_row, tokens, setting.knobs)
+
+
+@register_oracle("skip_decode")
+def skip_oracle(card: Card) -> Evidence:
+    """Check SkipDecode away from its neutral value, where its distribution is written down too."""
+    return follows_the_places(card.make)
 
 
 def build_exits(parts: Parts) -> Build:
@@ -256,6 +453,8 @@ SCHEDULE_SHAPES = [(3, 12), (4, 40), (10, 60)]
 """Layers, steps."""
 EXIT_SECTIONS = [
     ExitLosses("linear"),
+    ExitLosses("uniform"),
+    ExitLosses("uniform", e_scale=0.5, curriculum="gradual"),
     ExitLosses("sum", e_scale=0.25),
     ExitLosses("sum", curriculum="rotational", rotation=3),
     ExitLosses("linear", curriculum="gradual"),
@@ -290,6 +489,8 @@ def published_weights(exits: ExitLosses, layers: int, step: int, steps: int) -> 
     last = layers - 1
     if exits.weights == "linear":
         e = [exits.e_scale * (layer + 1) for layer in range(last)] + [float(layers)]
+    elif exits.weights == "uniform":
+        e = [1.0 if layer == last else exits.e_scale for layer in range(layers)]
     elif exits.weights == "sum":
         e = [exits.e_scale * sum(range(layer + 1)) for layer in range(last)]
         e.append(last + exits.e_scale * sum(range(last)))

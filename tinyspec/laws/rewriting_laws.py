@@ -9,7 +9,7 @@ dense decoder; it is itself compared with a version written token by token
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from typing import Any
@@ -17,13 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tinyspec.decoding.refine import Canvas, Pass, Refinement, Refiner, blank_canvas, refine
+from tinyspec.decoding.refine import (
+    Canvas,
+    Pass,
+    Refinement,
+    Refiner,
+    blank_canvas,
+    encode_sources,
+    refine,
+)
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.parts import Parts
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
-from tinyspec.technique import Card, RefineRequest
+from tinyspec.technique import Card, RefineRequest, TrainedTranslator
 from tinyspec.tree import ROOT, TokenTree
 
 REFINE_PASSES = "passes of a rewriting"
@@ -64,6 +72,22 @@ def random_reader(seed: int, positional: bool = True, positions: int = READER_PO
     return random_translator(config, seed, 2, "reader" if positional else "teacher")
 
 
+def reader_of(
+    trained: TrainedTranslator | None, seed: int, positions: int = READER_POSITIONS, **settings: Any
+) -> Seq2Seq:
+    """Return a random encoder-decoder of nine tokens, as a technique trains it.
+
+    trained   what the technique trains; None: any model with every head
+    settings  other values than the defaults
+    """
+    if trained is None:
+        return random_reader(seed, positions=positions)
+    given = trained.settings(**settings)
+    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, extra=asdict(given))
+    shape = replace(config, **trained.shape)
+    return random_translator(trained.equip(shape, given), seed, 2, "reader")
+
+
 def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
     """Return whether two lists of numbers differ by more than rounding."""
     return len(a) != len(b) or any(abs(x - y) > REFINE_TOLERANCE for x, y in zip(a, b, strict=True))
@@ -71,11 +95,15 @@ def numbers_differ(a: Sequence[float], b: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class RefineScene:
-    """One request: models, source, settings, seed."""
+    """One request: models, source, settings, seed.
+
+    trained  what the technique trains; None: any model with every head
+    """
 
     build: Build
     source: Sequence[int]
     teacher: bool = False
+    trained: TrainedTranslator | None = None
     model: int = 0
     seed: int = 0
     knobs: dict[str, Any] = field(
@@ -87,7 +115,7 @@ class RefineScene:
         judge = None
         if self.teacher:
             judge = random_reader(self.model + 1, False, 4 * READER_POSITIONS)
-        request = RefineRequest(random_reader(self.model), judge)
+        request = RefineRequest(reader_of(self.trained, self.model), judge)
         return request, self.build(request)
 
     def start(self) -> tuple[RefineRequest, Refinement, Iterator[Pass]]:
@@ -114,7 +142,7 @@ class RefineScene:
         """Return what a refiner that remembers nothing makes of another canvas in this pass."""
         request, refiner = self.begin()
         rng = Seeded(self.seed).split("rewrite", step.iteration)
-        memory = request.model.encode(torch.tensor([list(self.source)]))
+        memory = encode_sources(request.model, refiner, torch.tensor([list(self.source)]))
         with torch.inference_mode():
             return refiner.rewrite(canvas, memory, step.iteration, rng)
 
@@ -131,7 +159,7 @@ class RefineScene:
 def passes_of_a_rewriting(scene: RefineScene) -> None:
     """Check by the forward log: one encoder pass, and one decoder pass for each rewriting.
 
-    A decoder pass covers the whole canvas, and there are no others.
+    A decoder pass covers the whole canvas, or the slots that it adds, and there are no others.
     """
     request, _, passes = scene.run()
     named = [call.model for call in request.forward_log]
@@ -141,7 +169,8 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
     expect({"encoder": 1, "decoder": len(passes)}, counts)
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
-        expect([step.after.tokens.numel()], own, rows_of_pass=step.iteration)
+        added = step.after.tokens.numel() - step.before.tokens.numel()
+        expect([added or step.after.tokens.numel()], own, rows_of_pass=step.iteration)
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):
@@ -164,15 +193,18 @@ def canvas_alone(canvas: Canvas, row: int, source: int) -> Canvas | None:
     That happens where source and canvas are equally long.
     """
     length, room = int(canvas.mask[row].sum()), canvas.tokens.shape[1]
-    extra = canvas.extra
-    if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
-        if source == room and extra.ndim > 1:
-            return None
-        extra = extra[row : row + 1]
-        if extra.ndim > 1 and extra.shape[1] == room:
-            extra = extra[:, : max(length, 1)]
+    extras = canvas.extra if type(canvas.extra) is tuple else (canvas.extra,)
+    own = list[Any]()
+    for extra in extras:
+        if isinstance(extra, Tensor) and len(extra) == len(canvas.tokens):
+            if source == room and extra.ndim == 2:
+                return None
+            extra = extra[row : row + 1]
+            if extra.ndim > 1 and extra.shape[1] == room:
+                extra = extra[:, : max(length, 1)]
+        own.append(extra)
     tokens, mask, scores = (part[row : row + 1, : max(length, 1)] for part in canvas[:3])
-    return Canvas(tokens, mask, scores, extra)
+    return Canvas(tokens, mask, scores, tuple(own) if type(canvas.extra) is tuple else own[0])
 
 
 def padding_decides_nothing(scene: RefineScene) -> None:
@@ -183,9 +215,10 @@ def padding_decides_nothing(scene: RefineScene) -> None:
         for row in range(len(got.tokens)):
             _compare_candidate(PADDING_DECIDES, candidate_of(got, row), scene, step, row)
     assert running.canvas is not None
-    memory = request.model.encode(torch.tensor([list(scene.source)]))
+    refiner = scene.begin()[1]
+    memory = encode_sources(request.model, refiner, torch.tensor([list(scene.source)]))
     with torch.inference_mode():
-        chosen = scene.begin()[1].choose(scribble_padding(running.canvas), scene.source, memory)
+        chosen = refiner.choose(scribble_padding(running.canvas), scene.source, memory)
     asked = "which candidate is chosen"
     expect_equal(PADDING_DECIDES, running.chosen, chosen, **scene.words(), asked=asked)
 
@@ -281,7 +314,9 @@ def hold_on_sources(law: str, card: Card, knobs: dict[str, Any], seed: int = 0) 
         build = partial(card.refiner, **knobs)
         for number, source in enumerate(REFINE_SOURCES):
             model = 10 * seed + number
-            REFINE_LAWS[law](RefineScene(build, source, card.teacher, model, seed, knobs))
+            REFINE_LAWS[law](
+                RefineScene(build, source, card.teacher, card.translator, model, seed, knobs)
+            )
             yield 0
 
     return check()

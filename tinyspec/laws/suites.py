@@ -354,7 +354,7 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     own = []
     if card.name in ORACLES:
         own = [SuiteCase("its own oracle", card.name, lambda: ORACLES[card.name](card))]
-    if card.kind == "refine" or card.guarantee is Guarantee.APPROX:
+    if card.kind in ("refine", "streams") or card.guarantee is Guarantee.APPROX:
         own = own or _traps(card.name)
         if not own:
             raise TinyspecError(

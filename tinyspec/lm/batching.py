@@ -8,13 +8,18 @@ another verifies, their two models make one forward pass each.
 
 Only the thread that arrives last computes; the others sleep. The result does not depend on which
 thread is scheduled first: feeds run in the order of the jobs.
+
+A request may start others, which join the next shared pass. Streams of *one* request decide what
+the others do (how many more may start), so they take turns: between two passes one thread runs
+after the other, in the order of their numbers, and a run can be repeated decision by decision.
 """
 
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import count
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tinyspec.lm.forward import ForwardBatch, ForwardFn, Scores
 from tinyspec.lm.transformer import Transformer
@@ -27,10 +32,19 @@ class BatchAborted(Exception):
 
 
 class BatchBarrier:
-    """A barrier for `workers` requests. Each runs inside `with barrier.run_as_worker(i):`."""
+    """A barrier for `workers` requests. Each runs inside `with barrier.run_as_worker(i):`.
 
-    def __init__(self, workers: int):
+    in_turns  between two passes, workers run one after the other, in the order of their numbers
+    passes    shared passes so far
+    threads   those that `start` began;  results: what their jobs returned, by number
+    """
+
+    def __init__(self, workers: int = 0, in_turns: bool = False):
         self.alive = set(range(workers))
+        self.in_turns, self.passes = in_turns, 0
+        self.threads: list[threading.Thread] = []
+        self.results: dict[int, Any] = {}
+        self._numbers = count(workers)
         self.failure: BaseException | None = None
         self._changed = threading.Condition()
         self._waiting: dict[int, tuple[Transformer, Sequence[ForwardBatch]]] = {}
@@ -45,6 +59,29 @@ class BatchBarrier:
         """Return the forward function that a session of `model` uses instead of its own."""
         return lambda feeds: self._forward(model, feeds)
 
+    def start(self, jobs: Sequence[Callable[["BatchBarrier"], Any]]) -> None:
+        """Start each job in a thread of its own. The next pass waits for all of them.
+
+        A job that runs may start others.
+        """
+        with self._changed:
+            numbers = [next(self._numbers) for _ in jobs]
+            self.alive.update(numbers)
+        threads = [
+            threading.Thread(target=self._work, args=(number, job), daemon=True)
+            for number, job in zip(numbers, jobs, strict=True)
+        ]
+        self.threads += threads
+        for thread in threads:
+            thread.start()
+
+    def _work(self, number: int, job: Callable[["BatchBarrier"], Any]) -> None:
+        try:
+            with self.run_as_worker(number):
+                self.results[number] = job(self)
+        except BaseException:  # the barrier keeps the first; it is raised in the caller's thread
+            return
+
     def abort(self, failure: BaseException) -> None:
         """Abort the batch: every thread that waits, or comes later, gets `BatchAborted`."""
         with self._changed:
@@ -58,10 +95,26 @@ class BatchBarrier:
         with self._changed:
             self._waiting[number] = (model, feeds)
             self._run_if_complete()
-            self._changed.wait_for(lambda: number in self._done or self.failure is not None)
-            if self.failure is not None:
-                raise BatchAborted from self.failure
+            self._wait_for_turn(number, lambda: number in self._done)
             return self._done.pop(number)
+
+    def _wait_for_turn(self, number: int, is_ready: Callable[[], bool]) -> None:
+        """Wait until a worker may go on. Raise `BatchAborted` if the batch failed meanwhile.
+
+        In turns, the first of those that do not wait for a pass goes on. The caller holds the lock.
+        """
+
+        def may_go_on() -> bool:
+            if self.failure is not None:
+                return True
+            first = not self.in_turns or number == min(self.alive - self._waiting.keys())
+            return is_ready() and first
+
+        if self.in_turns:
+            self._changed.notify_all()  # it may be another's turn
+        self._changed.wait_for(may_go_on)
+        if self.failure is not None:
+            raise BatchAborted from self.failure
 
     def _run_if_complete(self) -> None:
         """Run what waits, one forward pass per model, if every live request waits.
@@ -83,12 +136,15 @@ class BatchBarrier:
         except BaseException as error:
             self.failure = error
         self._waiting = {}
+        self.passes += 1
         self._changed.notify_all()
 
     def _remove_worker(self, number: int) -> None:
         with self._changed:
             self.alive.discard(number)
             self._run_if_complete()
+            if self.in_turns:
+                self._changed.notify_all()
 
 
 class _Worker:
@@ -97,6 +153,9 @@ class _Worker:
 
     def __enter__(self) -> None:
         self.barrier._local.number = self.number
+        if self.barrier.in_turns:
+            with self.barrier._changed:
+                self.barrier._wait_for_turn(self.number, lambda: True)
 
     def __exit__(
         self,
@@ -110,28 +169,18 @@ class _Worker:
         self.barrier._remove_worker(self.number)
 
 
-def run_together(jobs: Sequence[Callable[[BatchBarrier], T]]) -> list[T]:
+def run_together(
+    jobs: Sequence[Callable[[BatchBarrier], T]], barrier: BatchBarrier | None = None
+) -> list[T]:
     """Run every job in a thread of its own, batch their forward passes, and return their results.
 
-    The results stand in the order of the jobs. The first failure, or Ctrl-C, ends all jobs and is
-    raised here.
+    The results stand in the order of the jobs, then those of the jobs that they started. The first
+    failure, or Ctrl-C, ends all jobs and is raised here.
     """
-    barrier = BatchBarrier(len(jobs))
-    results: dict[int, T] = {}
-
-    def work(number: int) -> None:
-        try:
-            with barrier.run_as_worker(number):
-                results[number] = jobs[number](barrier)
-        except BaseException:  # the barrier keeps the first; it is raised in the caller's thread
-            return
-
-    threads = [
-        threading.Thread(target=work, args=(number,), daemon=True) for number in range(len(jobs))
-    ]
+    barrier = BatchBarrier() if barrier is None else barrier
+    threads = barrier.threads  # grows where a job starts others
     try:
-        for thread in threads:
-            thread.start()
+        barrier.start(jobs)
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.1)  # a timeout lets Ctrl-C in
@@ -143,4 +192,4 @@ def run_together(jobs: Sequence[Callable[[BatchBarrier], T]]) -> list[T]:
         raise
     if barrier.failure is not None:
         raise barrier.failure
-    return [results[number] for number in range(len(jobs))]
+    return [barrier.results[number] for number in sorted(barrier.results)]

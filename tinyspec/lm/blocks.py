@@ -199,15 +199,27 @@ class Blocks:
         return self.apply_final_norm(x)
 
     def layer_states(
-        self, ids: Tensor, dropout: float = 0.0, dropped: Sequence[float] = ()
+        self,
+        ids: Tensor,
+        dropout: float = 0.0,
+        dropped: Sequence[float] = (),
+        depths: Tensor | None = None,
+        skipped: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the state [B, T, d] after each layer of a dense pass, which `compute_logits` takes.
 
+        With `depths` or `skipped` this is the *masked stream*: a token that a layer does not update
+        keeps its state, and the layer makes its keys and values from that state. So texts are
+        trained whose tokens leave early, or skip layers.
+
         dropped  for each layer, the chance that a sample skips it (layer dropout)
+        depths   [B, T] how many layers update each token; None: all
+        skipped  [L, B, T] which tokens each layer does not update; None: none
         """
         x, rotary = self._embed(ids, dropout)
-        for block, chance in zip(self.layers, dropped or [0.0] * len(self.layers), strict=True):
-            kept = None
+        chances = dropped or [0.0] * len(self.layers)
+        for layer, (block, chance) in enumerate(zip(self.layers, chances, strict=True)):
+            entered, kept = x, None
             if chance:
                 kept = (torch.rand(len(x), device=x.device) >= chance).nonzero().flatten()
             if kept is None or len(kept) == len(x):
@@ -215,6 +227,24 @@ class Blocks:
             elif len(kept):  # the others are not computed at all
                 ran = self._run_layer(block, x[kept], rotary, dropout)
                 x = x.index_copy(0, kept, ran.to(x.dtype))
+            if depths is not None:
+                x = torch.where((depths > layer)[..., None], x, entered)
+            if skipped is not None:
+                x = torch.where(skipped[layer][..., None], entered, x)
+            yield x
+
+    def embed_text(self, ids: Tensor) -> Tensor:
+        """Return the state [B, T, d] that enters the first layer of a dense pass."""
+        return self._embed(ids, 0.0)[0]
+
+    def stage_states(self, x: Tensor, layers: range) -> Iterator[Tensor]:
+        """Yield the state [B, T, d] after each of some layers, from the state x that enters them.
+
+        So the stages of a pipeline run, each with its own layers of a dense causal pass.
+        """
+        rotary = self.rotary_at(slice(x.shape[1]))
+        for layer in layers:
+            x = self._run_layer(self.layers[layer], x, rotary, 0.0)
             yield x
 
     def hidden_states(self, ids: Tensor, layers: Sequence[int]) -> Tensor:

@@ -1,8 +1,11 @@
 """The shape of a model, as config.json gives it: decoder-only, or encoder-decoder."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from tinyspec.errors import TinyspecError
 
 TUNED = "tuned"  # key of `Config.extra`: the method that a model was tuned for, and how
 
@@ -120,6 +123,11 @@ class Seq2SeqConfig:
                  0: there is no such head
     block        how many tokens after the next one a layer on the decoder's last state guesses
                  (blockwise decoding); 0: there is no such layer
+    heads        shapes of further weights, by name: those that a technique reads. Each has one or
+                 two dimensions. A name of a matrix with a dot is trained as a matrix inside the
+                 network, one without as an embedding
+    stacks       layers of further decoder stacks, by name; their weights are named as the
+                 decoder's are
     extra        config.json's "tinyspec" section: method, teacher, licence, recipe
     """
 
@@ -138,10 +146,17 @@ class Seq2SeqConfig:
     lengths: int = 0
     fertilities: int = 0
     block: int = 0
+    heads: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    stacks: Mapping[str, int] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def decoder_stacks(self) -> dict[str, int]:
+        """Return the layers of every stack that attends to the source, by its name."""
+        return {"decoder": self.decoder_layers, **self.stacks}
+
     def stack_config(self, layers: int) -> Config:
-        """Return the config of one of its two stacks, as a decoder-only transformer."""
+        """Return the config of one of its stacks, as a decoder-only transformer."""
         return Config(
             vocab_size=self.vocab_size,
             d_model=self.d_model,
@@ -167,14 +182,15 @@ class Seq2SeqConfig:
         """
         d = self.d_model
         shapes: dict[str, tuple[int, ...]] = {"embed": (self.vocab_size, d)}
-        for part, layers in (("encoder", self.encoder_layers), ("decoder", self.decoder_layers)):
+        for part, layers in {"encoder": self.encoder_layers, **self.decoder_stacks}.items():
             own = self.stack_config(layers).shapes()
             shapes |= {
                 f"{part}.{name}": own[name] for name in own if name not in ("embed", "positions")
             }
-        for i in range(self.decoder_layers):
+        blocks = [f"{stack}.{i}" for stack, n in self.decoder_stacks.items() for i in range(n)]
+        for block in blocks:
             for kind in ("cross", "positional") if self.positional else ("cross",):
-                name = f"decoder.{i}.{kind}"
+                name = f"{block}.{kind}"
                 shapes[f"{name}.norm.weight"] = shapes[f"{name}.norm.bias"] = (d,)
                 joint = {"cross": ("q", "kv"), "positional": ("v", "qk")}[kind]
                 shapes[f"{name}.{joint[0]}.weight"] = (d, d)
@@ -190,7 +206,12 @@ class Seq2SeqConfig:
             shapes["block.hidden.weight"], shapes["block.hidden.bias"] = (inner, d), (inner,)
             shapes["block.out.weight"] = (self.block * d, inner)
             shapes["block.out.bias"] = (self.block * d,)
-        return shapes
+        for name in self.heads:
+            if name in shapes:
+                raise TinyspecError(
+                    f"heads: {name} is a weight of the architecture: rename the head"
+                )
+        return {**shapes, **self.heads}
 
     def parameters(self) -> int:
         """Return the number of weights.

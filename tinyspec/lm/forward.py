@@ -259,6 +259,7 @@ class ForwardRecord(NamedTuple):
     row_layers  (row, layer) evaluations; a skipped sublayer is half a layer less
     head_rows   rows whose logits were computed
     fills       (row, layer) pairs whose keys and values were written without running the layer
+    shared      positions before these whose keys and values a fork took over from another text
     """
 
     model: str
@@ -267,6 +268,7 @@ class ForwardRecord(NamedTuple):
     head_rows: int
     fills: int = 0
     prefill: bool = False
+    shared: int = 0
 
 
 @dataclass
@@ -287,6 +289,7 @@ class ForwardBatch:
     probes           bool [n]: rows that also attend to `prefix`
     prefix           K and V [L, KV, P, hd] that only probes attend to
     copying          only write keys and values, made from `entry_states`; run no layer
+    shared           positions that this session took over from another one, for the forward log
     saved_states     written by the pass: sublayer -> its input [n, d]
     """
 
@@ -309,6 +312,7 @@ class ForwardBatch:
     prefix: tuple[Tensor, Tensor] | None = None
     copying: bool = False
     prefill: bool = False
+    shared: int = 0
     forward_log: list[ForwardRecord] | None = None
     saved_states: dict[int, Tensor] = field(default_factory=dict)
     _seen_by_heads: dict[Heads, list[list[SeenSlots]]] = field(default_factory=dict)

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -82,6 +83,22 @@ class Model(Transformer):
         twin.extras = dict(extras)
         vars(twin).pop("_prepared", None)  # see `prepare_head`
         return twin
+
+    def with_tokens(self, tokens: Sequence[str]) -> "Model":
+        """Return a model whose vocabulary also has these special tokens.
+
+        Their rows, in each matrix that has one for a token, begin as the mean of the others.
+        """
+        tokenizer = self.tokenizer.with_tokens(tokens)
+        size = max(tokenizer.vocab_size, self.config.vocab_size)
+        config = replace(self.config, vocab_size=size)
+        weights = dict(self.weights)
+        for name, shape in config.shapes().items():
+            old = weights[name]
+            if len(old) < shape[0]:
+                mean = old.double().mean(0, keepdim=True).to(old.dtype)
+                weights[name] = torch.cat([old, mean.expand(shape[0] - len(old), *old.shape[1:])])
+        return Model(config, weights, tokenizer, self.name, self.extras)
 
     def save(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that `load` and transformers read."""

@@ -12,7 +12,7 @@ session whose masks one pass fills in: it drafts for the teacher.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -46,8 +46,8 @@ class EncoderOutput(NamedTuple):
     states    [B, S, d]
     mask      [B, S], True at tokens, False at padding
     summary   [B, d], the state of the LENGTH token; None: the model has none
-    cross_kv  keys and values [B, S, H, hd] of each decoder layer's cross-attention; None: computed
-              when they are needed
+    cross_kv  keys and values [B, S, H, hd] of each decoder layer's cross-attention, then of the
+              layers of further stacks; None: computed when they are needed
     """
 
     states: Tensor
@@ -91,7 +91,10 @@ class Seq2Seq:
         )
         self.compiled: dict[str, Any] = {}  # the packed weights; shared with copies
         self.encoder = self._make_blocks("encoder", config.encoder_layers)
-        self.decoder = self._make_blocks("decoder", config.decoder_layers)
+        self.stacks = {
+            name: self._make_blocks(name, layers) for name, layers in config.decoder_stacks.items()
+        }
+        self.decoder = self.stacks["decoder"]
 
     def _make_blocks(self, part: str, layers: int) -> Blocks:
         own = {
@@ -130,11 +133,8 @@ class Seq2Seq:
             elif name == f"{BLOCK}out.weight":
                 std = 0.0
             elif name.endswith(("out.weight", "down.weight")):
-                std /= math.sqrt(
-                    3 * config.decoder_layers
-                    if name.startswith("decoder")
-                    else 2 * config.encoder_layers
-                )
+                layers = config.decoder_stacks.get(name.partition(".")[0])
+                std /= math.sqrt(2 * config.encoder_layers if layers is None else 3 * layers)
             weights[name] = (torch.randn(shape, generator=generator, dtype=torch.float64) * std).to(
                 dtype
             )
@@ -192,9 +192,16 @@ class Seq2Seq:
 
         It is the embedding times sqrt(d), plus the sinusoids of the positions.
         """
-        self.check_length(tokens.shape[-1])
-        x = F.embedding(tokens, self.embedding) * math.sqrt(self.config.d_model)
-        return x + self.positions[: tokens.shape[-1]]
+        return self.place(self.embed_words(tokens))
+
+    def embed_words(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings [..., d] of tokens, times sqrt(d), without positions."""
+        return F.embedding(tokens, self.embedding) * math.sqrt(self.config.d_model)
+
+    def place(self, vectors: Tensor) -> Tensor:
+        """Return the decoder input of vectors [B, T, d] in place of embeddings, at 0..T-1."""
+        self.check_length(vectors.shape[-2])
+        return vectors + self.positions[: vectors.shape[-2]]
 
     def check_length(self, length: int, what: str = "source") -> None:
         """Raise TinyspecError if there are more tokens than positions."""
@@ -227,10 +234,11 @@ class Seq2Seq:
     def add_cross_kv(self, memory: EncoderOutput) -> EncoderOutput:
         """Return the memory with the cross-attention keys and values of every decoder layer."""
         cross_kv = []
-        for i in range(self.config.decoder_layers):
-            both = linear(memory.states, self.weights[f"decoder.{i}.cross.kv.weight"])
-            k, v = both.chunk(2, dim=-1)
-            cross_kv.append((self._split_heads(k), self._split_heads(v)))
+        for stack, layers in self.config.decoder_stacks.items():
+            for i in range(layers):
+                both = linear(memory.states, self.weights[f"{stack}.{i}.cross.kv.weight"])
+                k, v = both.chunk(2, dim=-1)
+                cross_kv.append((self._split_heads(k), self._split_heads(v)))
         return memory._replace(cross_kv=tuple(cross_kv))
 
     def decode(
@@ -240,40 +248,77 @@ class Seq2Seq:
         self_mask: Tensor | None = None,
         dropout: float = 0.0,
         slots: Tensor | None = None,
+        stack: str = "decoder",
     ) -> Tensor:
         """Run the decoder over inputs [B, T, d] of `embed`; return the normed states [B, T, d].
+
+        The parameters are those of `layer_states`.
+        """
+        x, blocks = inputs, self.stacks[stack]
+        for state in self.layer_states(inputs, memory, self_mask, dropout, slots, stack):
+            x = state
+        self._log_pass("", x, len(blocks.layers))
+        return blocks.apply_final_norm(x)
+
+    def layer_states(
+        self,
+        inputs: Tensor,
+        memory: EncoderOutput,
+        self_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        slots: Tensor | None = None,
+        stack: str = "decoder",
+    ) -> Iterator[Tensor]:
+        """Yield the state [B, T, d] after each decoder layer, before the final norm.
 
         memory     of B sources, or of one that all inputs share
         self_mask  [T, T] or [B, T, T], True where a position may attend; None: everywhere. A
                    position that may attend nowhere gets zeros.
         slots      [B, T], False at padding, which nobody attends to; None: no padding
+        stack      the stack that is run, if it is a further one
         """
-        cross_kv = memory.cross_kv or self.add_cross_kv(memory).cross_kv
-        assert cross_kv is not None
+        blocks = self.stacks[stack]
+        cross_kv = self._cross_kv_of(memory, stack)
         mask = None if self_mask is None else self_mask if self_mask.ndim == 3 else self_mask[None]
         visible = None if slots is None else slots[:, None]
         if visible is not None:
             mask = visible if mask is None else mask & visible
         attend_fn = partial(attend_dense, mask=mask)
         x = drop_out(inputs, dropout)
-        for i, block in enumerate(self.decoder.layers):
-            x = self.decoder.add_attention(block, x, self.decoder.rotary, attend_fn, dropout)
+        for i, block in enumerate(blocks.layers):
+            x = blocks.add_attention(block, x, blocks.rotary, attend_fn, dropout)
             if self.config.positional:
-                x = x + drop_out(self._attend_by_position(i, x, visible), dropout)
-            x = x + drop_out(self.attend_source(i, x, cross_kv[i], memory.mask[:, None]), dropout)
-            x = self.decoder.add_mlp(block, x, dropout)
-        self._log_pass("", x, self.config.decoder_layers)
-        return self.decoder.apply_final_norm(x)
+                x = x + drop_out(self._attend_by_position(i, x, visible, stack), dropout)
+            read = self.attend_source(i, x, cross_kv[i], memory.mask[:, None], stack)
+            x = blocks.add_mlp(block, x + drop_out(read, dropout), dropout)
+            yield x
 
-    def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
-        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets [B, T].
+    def _cross_kv_of(self, memory: EncoderOutput, stack: str) -> Sequence[tuple[Tensor, Tensor]]:
+        """Return the keys and values that the layers of a stack read from the source."""
+        cross_kv = memory.cross_kv or self.add_cross_kv(memory).cross_kv
+        assert cross_kv is not None
+        layers, first = self.config.decoder_stacks, 0
+        for name in layers:
+            if name == stack:
+                break
+            first += layers[name]
+        return cross_kv[first : first + layers[stack]]
 
-        Padding stands at the end, so no other position sees it.
+    def causal_inputs(
+        self, source: Tensor, target: Tensor, dropout: float = 0.0
+    ) -> tuple[Tensor, EncoderOutput, Tensor]:
+        """Return what `decode` and `layer_states` need for a causal pass: inputs, memory, mask.
+
+        target  [B, T], read behind bos. Padding stands at the end, so no other position sees it
         """
         inputs = F.pad(target, (1, 0), value=self.config.bos)
         length = inputs.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=target.device).tril()
-        return self.decode(self.embed(inputs), self.encode(source, dropout), causal, dropout)
+        return self.embed(inputs), self.encode(source, dropout), causal
+
+    def causal_states(self, source: Tensor, target: Tensor, dropout: float = 0.0) -> Tensor:
+        """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets."""
+        return self.decode(*self.causal_inputs(source, target, dropout), dropout)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return the logits [..., V] of states [..., d] that `decode` returned, or of some of them.
@@ -328,19 +373,24 @@ class Seq2Seq:
         )
 
     def attend_source(
-        self, layer: int, x: Tensor, cross_kv: tuple[Tensor, Tensor], mask: Tensor | None
+        self,
+        layer: int,
+        x: Tensor,
+        cross_kv: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        stack: str = "decoder",
     ) -> Tensor:
         """Return the cross-attention of x [B, T, d] over keys and values [B or 1, S, H, hd]."""
-        name = f"decoder.{layer}.cross"
+        name = f"{stack}.{layer}.cross"
         q = self._split_heads(linear(self._normalize(name, x), self.weights[f"{name}.q.weight"]))
         return linear(attend_dense(q, *cross_kv, mask), self.weights[f"{name}.out.weight"])
 
-    def _attend_by_position(self, layer: int, x: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend_by_position(self, layer: int, x: Tensor, mask: Tensor | None, stack: str) -> Tensor:
         """Return NAT's positional attention of x [B, T, d].
 
         Queries and keys come from the positions alone, values from the states.
         """
-        name = f"decoder.{layer}.positional"
+        name = f"{stack}.{layer}.positional"
         q, k = linear(self.positions[: x.shape[1]], self.weights[f"{name}.qk.weight"]).chunk(
             2, dim=-1
         )
@@ -435,7 +485,7 @@ class CompiledCrossAttention(Engine):
         """Return the same weights with this source."""
         assert memory.cross_kv is not None
         pairs = [
-            torch.cat((k, v)).transpose(1, 2) for k, v in memory.cross_kv
+            torch.cat((k, v)).transpose(1, 2) for k, v in memory.cross_kv[: self.config.n_layers]
         ]  # each [2, H, S, hd]
         twin = copy(self)
         twin.source = F.pad(torch.stack(pairs), (0, 0, 0, 1)).contiguous()  # [L, 2, H, S + 1, hd]
@@ -512,6 +562,7 @@ class ConditionedDecoder(Model):
             raise TinyspecError("the source is empty: give at least one token")
         self.source = list(source)
         self.pad = host.config.pad  # the token at positions that are not known yet
+        self.state_owner = host.decoder  # all copies of a translator share it
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._torch_path = CrossAttentionBlocks(host, memory)
@@ -608,7 +659,7 @@ def _compiled_path(host: Seq2Seq) -> CompiledCrossAttention | None:
 
 
 class Lockstep:
-    """Decode several sources at once, one token of each per step; at most `room` tokens."""
+    """Decode several sources at once, with a cache; at most `room` tokens of each."""
 
     def __init__(self, model: Seq2Seq, memory: EncoderOutput, room: int):
         c = model.config
@@ -617,33 +668,38 @@ class Lockstep:
         shape = (2, c.decoder_layers, len(memory.mask), room, c.n_heads, c.d_model // c.n_heads)
         self.cache = torch.empty(shape, dtype=model.dtype, device=model.device)
 
-    @torch.inference_mode()
     def step(self, tokens: Tensor) -> Tensor:
         """Append tokens [N]; return the logits of the next ones [N, V]."""
-        model, at = self.model, self.length
-        if at == self.room:
+        return self.append(tokens[:, None])[:, 0]
+
+    @torch.inference_mode()
+    def append(self, tokens: Tensor) -> Tensor:
+        """Append tokens [N, K] in one pass; return the logits after each of them [N, K, V].
+
+        Each of the K tokens attends to all tokens before them and to all K.
+        """
+        model, at, count = self.model, self.length, tokens.shape[1]
+        if at + count > self.room:
             raise TinyspecError(
                 f"there was room for {self.room} tokens, and they have been written"
             )
         cross_kv = self.memory.cross_kv or model.add_cross_kv(self.memory).cross_kv
         assert cross_kv is not None
-        tokens = tokens.to(model.device)
-        x = F.embedding(tokens[:, None], model.embedding) * math.sqrt(model.config.d_model)
-        x = x + model.positions[at]
+        x = model.embed_words(tokens.to(model.device)) + model.positions[at : at + count]
         decoder = model.decoder
         for i, block in enumerate(decoder.layers):
             x = decoder.add_attention(block, x, decoder.rotary, partial(self._attend, i))
             x = x + model.attend_source(i, x, cross_kv[i], self.memory.mask[:, None])
             x = decoder.add_mlp(block, x)
-        self.length += 1
+        self.length += count
         model._log_pass("", x, model.config.decoder_layers)
-        return model.logits(decoder.apply_final_norm(x)[:, 0])
+        return model.logits(decoder.apply_final_norm(x))
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write keys and values of the newest position, then attend over all positions so far."""
-        end = self.length + 1
+        """Write keys and values of the newest positions, then attend over all positions so far."""
+        end = self.length + q.shape[1]
         keys, values = self.cache[:, layer, :, :end]
-        keys[:, -1:], values[:, -1:] = k, v
+        keys[:, self.length :], values[:, self.length :] = k, v
         return attend_dense(q, keys, values, None)
 
     @torch.inference_mode()

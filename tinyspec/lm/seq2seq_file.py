@@ -6,7 +6,7 @@ Errors are those of checkpoint.py.
 """
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from tinyspec.lm.tokenizer import Tokenizer
 _MOST = {"encoder_layers": 1000, "decoder_layers": 1000, "max_positions": 1 << 16, "block": 64}
 """Most of each: a number may be damaged, and the table of positions is made at once."""
 
-_MAY_BE_ZERO = ("pad", "bos", "eos", "mask", "lengths", "fertilities", "block")
+_MAY_BE_ZERO = (
+    *("decoder_layers", "pad", "bos", "eos", "mask", "lengths", "fertilities"),
+    "block",
+)
 
 
 def read_seq2seq(
@@ -62,22 +65,57 @@ def read_seq2seq_config(folder: Path) -> Seq2SeqConfig:
     f = ConfigReader(str(file), values)
     sizes: dict[str, Any] = {}
     for field in fields(Seq2SeqConfig):
-        if field.name in ("positional", "extra"):
+        if field.name in ("positional", "stacks", "heads", "extra"):
             continue
         if field.name in _MAY_BE_ZERO and values.get(field.name) == 0:
             sizes[field.name] = 0
-        elif field.name in values or field.name not in _MAY_BE_ZERO:
+        elif field.name in values or field.name not in _MAY_BE_ZERO or field.default is MISSING:
             sizes[field.name] = f.integer(field.name, most=_MOST.get(field.name, 2**24))
     extra = values.get("tinyspec", {})
     if not isinstance(extra, dict):
         raise f.error("tinyspec", "a JSON object")
-    config = Seq2SeqConfig(**sizes, positional=f.boolean("positional", False), extra=extra)
+    config = Seq2SeqConfig(
+        **sizes,
+        positional=f.boolean("positional", False),
+        stacks=_read_stacks(f, values.get("stacks", {})),
+        heads=_read_heads(f),
+        extra=extra,
+    )
     if config.d_model % 2 or config.d_model % config.n_heads:
         raise f.error("n_heads", f"a divisor of d_model {config.d_model}, which is even")
     for name in ("pad", "bos", "eos", "mask"):
         if getattr(config, name) >= config.vocab_size:
             raise f.error(name, f"a token id below vocab_size {config.vocab_size}")
+    try:
+        config.shapes()
+    except TinyspecError as error:
+        raise TinyspecError(f"{file}: {error}") from None
     return config
+
+
+def _read_heads(f: ConfigReader) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights that a technique added, by name."""
+    heads = f.values.get("heads", {})
+    wanted = 'an object of shapes, such as {"crf_from": [4800, 32]}'
+    if not isinstance(heads, dict):
+        raise f.error("heads", wanted)
+    for shape in heads.values():
+        if not (isinstance(shape, list) and 1 <= len(shape) <= 2):
+            raise f.error("heads", wanted)
+        if not all(type(size) is int and 1 <= size <= 2**24 for size in shape):
+            raise f.error("heads", f"{wanted}, sizes from 1 to {2**24}")
+    return {name: tuple(shape) for name, shape in heads.items()}
+
+
+def _read_stacks(f: ConfigReader, stacks: Any) -> dict[str, int]:
+    """Return the layers of the further decoder stacks, by name."""
+    names = stacks if isinstance(stacks, dict) else {"": 0}
+    for name, layers in names.items():
+        is_name = name.isidentifier() and name not in ("encoder", "decoder")
+        is_count = isinstance(layers, int) and not isinstance(layers, bool)
+        if not (is_name and is_count and 1 <= layers <= _MOST["decoder_layers"]):
+            raise f.error("stacks", 'names of decoder stacks with layers, as {"refiner": 2}')
+    return dict(names)
 
 
 def _read_weights(

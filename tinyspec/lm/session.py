@@ -233,6 +233,7 @@ class Session:
         # K and V [L, KV, P, hd] that only probes attend to.
         self.prefix: tuple[Tensor, Tensor] | None = None
         self._probe_nodes: list[Node] = []  # probes of the last tree
+        self._shared = 0  # positions that a fork took over, until its first pass records them
         # Committed tokens before this one are complete. The newest never is: views run it again.
         self._ready = 0
 
@@ -335,20 +336,37 @@ class Session:
         """Close the request: forget the text."""
         self.rewind(0)
 
-    def fork(self) -> "Session":
-        """Return a session with the same committed text; uncommitted nodes stay here."""
+    def fork(
+        self,
+        length: int | None = None,
+        *,
+        forward_log: list[ForwardRecord] | None = None,
+        forward: ForwardFn | None = None,
+    ) -> "Session":
+        """Return a session with the same committed text; uncommitted nodes stay here.
+
+        What was computed for this text is not computed again. The first pass of the new session
+        records how many positions that spares: `ForwardRecord.shared`.
+
+        length       how many tokens of the text it begins with; None: all
+        forward_log  where it records its passes, and what computes them; None: those of this one
+        """
+        if length is not None and not 0 <= length <= len(self):
+            raise ValueError(f"cannot fork at {length}: the text has {len(self)} tokens")
+        self._advance_ready()
         twin = Session(
             self.model,
             plan=self.plan,
-            forward_log=self.forward_log,
-            forward=None if self.is_alone else self.forward,
+            forward_log=self.forward_log if forward_log is None else forward_log,
+            forward=forward or (None if self.is_alone else self.forward),
         )
         twin.cache = self.cache.clone()
         last: Node | None = None
-        for node in self.committed:
+        for node in self.committed[:length]:
             last = node.copy(last)
             twin.committed.append(last)
-        twin._ready = self._ready
+        twin._ready = min(self._ready, max(len(twin) - 1, 0))
+        twin._shared = min(self._ready, len(twin))
         twin.set_probe_embeddings(self.probes, self.prefix)
         return twin
 
@@ -372,6 +390,18 @@ class Session:
         self._advance_ready()
         self.scored = rows[1:]
         return Scores(logits, self._hidden_states(rows, ()), [stop // 2] * len(rows))
+
+    def score_with_late_rows(
+        self, tree: TokenTree, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Scores, dict[int, Tensor]]:
+        """Return what `score` returns, and the logits of the committed tokens that ran along.
+
+        Tokens that exited early are run further with the next one that goes deep. Their logits [V]
+        after the last layer stand under their positions; each costs a product with the head.
+        """
+        rows: dict[int, Tensor] = {}
+        scores, self.scored = self.score_tree(tree, hidden_layers, self.plan, late_rows=rows)
+        return scores, rows
 
     def draft_chain(self, most: int, choose: NextTokenFn) -> bool:
         """Run draft tokens one after another, as a draft model does.
@@ -443,6 +473,29 @@ class Session:
         )
         return scores
 
+    def run_committed(self, positions: Iterable[int], layer: int) -> None:
+        """Run committed tokens through their first `layer` layers, as far as they lack them.
+
+        So a prompt runs whose tokens leave early. All that a token attends to must have been run
+        as far, or filled.
+        """
+        stop, n_layers = min(2 * layer, self._end), self.model.config.n_layers
+        todo = [
+            node
+            for node in (self.committed[at] for at in sorted(positions))
+            if node.needs_compute(self.plan, stop, n_layers, (), head=False)
+        ]
+        for at in range(0, len(todo), PREFILL_CHUNK):
+            self.run_nodes(todo[at : at + PREFILL_CHUNK], stop, prefill=True)
+        self._advance_ready()
+
+    def restart(self, positions: Iterable[int]) -> None:
+        """Forget what was computed for committed tokens: the next pass runs them from layer 1."""
+        for position in positions:
+            self.committed[position].reset()
+            self.cache.mark_missing(self.committed[position].slot)
+            self._ready = min(self._ready, position)
+
     def fill_cache(
         self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
     ) -> None:
@@ -489,6 +542,7 @@ class Session:
 
     def set_plan(self, plan: Plan) -> None:
         """Use another plan from now on, as a sliding window does. What was run stays as it is."""
+        self._advance_ready()  # under the old plan: else its newest token would be run again
         self.plan = plan
 
     def view(self, plan: Plan) -> "View":
@@ -503,10 +557,12 @@ class Session:
         stop: int | None = None,
         head: bool = True,
         trunk: Sequence[Node] = (),
+        late_rows: dict[int, Tensor] | None = None,
     ) -> tuple[Scores, list[Node]]:
         """Attach a tree to the newest token (or to a view's trunk), and run what is missing of it.
 
         This is `score` for any tree, plan and exit. Returns the scores, and the nodes of the tree.
+        `late_rows` gets the logits of the committed tokens that are run along, by position.
         """
         n_layers = self.model.config.n_layers
         end = plan.stop_sublayer(n_layers)
@@ -521,26 +577,29 @@ class Session:
             if node.needs_compute(plan, stop, n_layers, hidden_layers, head)
         ]
         above = [n for n in above if n.needs_compute(plan, stop, n_layers, (), head=False)]
-        late = self._unfinished_tokens(min(stop, self._end))
+        waiting = late = self._unfinished_tokens(min(stop, self._end))
+        read = waiting if head and late_rows is not None else []
         while late and (plan != self.plan or len(late) > PREFILL_CHUNK):
-            self.run_nodes(late[:PREFILL_CHUNK], min(stop, self._end))
+            self.run_nodes(late[:PREFILL_CHUNK], min(stop, self._end), heads=read)
             late = late[PREFILL_CHUNK:]
         fresh = None
         if todo or above or late:
             fresh = self.run_nodes(
                 [*late, *above, *todo],
                 stop,
-                heads=todo if head else (),
+                heads=[*read, *todo] if head else (),
                 hidden_layers=hidden_layers,
                 plan=plan,
             )
         if not head:
             logits = self._no_logits()
         elif fresh is not None and todo == rows:
-            logits = fresh.logits
+            logits = fresh.logits[-len(rows) :]  # after those of the tokens that ran along
         else:
             logits = stack_rows([node.logits for node in rows if node.logits is not None])
         states = self._hidden_states(rows, hidden_layers)
+        if late_rows is not None:
+            late_rows.update((n.position, n.logits) for n in waiting if n.logits is not None)
         self._advance_ready()
         return Scores(logits, states, [stop // 2] * len(rows)), nodes
 
@@ -591,7 +650,8 @@ class Session:
             head_rows = [i for i, node in enumerate(nodes) if node in wanted]
             # Save the states where this plan stops, and where it differs from the session's own.
             differs_at = min(stop, plan.first_difference(self.plan, n_layers))
-            saved_sublayers = () if prefill else tuple({stop, differs_at})
+            # A prompt that stops below the top is continued, or filled, from the state there.
+            saved_sublayers = () if prefill and stop == self._end else tuple({stop, differs_at})
             if self.prefix is not None and any(node.probe for node in nodes):
                 probing = torch.tensor([node.probe for node in nodes], device=self.model.device)
         if not copying:
@@ -615,9 +675,11 @@ class Session:
             prefix=None if probing is None else self.prefix,
             copying=copying,
             prefill=prefill,
+            shared=self._shared,
             forward_log=self.forward_log,
         )
         scores = self.forward([feed])[0]
+        self._shared = 0
         rows: list[Tensor | None]
         if chain_heads is not None:
             self.cache.mark_present(slice(slots[0], n_slots))

@@ -337,6 +337,17 @@ class Tokenizer:
         entries = sorted(vocabulary.items(), key=lambda entry: (entry[1], entry[0]))
         return blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
 
+    def find_id(self, token: str) -> int | None:
+        """Return the id of a token by its own text; None: there is none."""
+        found: int | None = self.backend.token_to_id(token)
+        return found
+
+    def with_tokens(self, tokens: Sequence[str]) -> "Tokenizer":
+        """Return a tokenizer with further special tokens, on the next free ids."""
+        backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        backend.add_special_tokens(list(tokens))
+        return Tokenizer(backend, self.config, self.chat_template)
+
     def same_vocabulary(self, other: "Tokenizer") -> bool:
         """Return whether every id is the same token in both, as a draft and its target need."""
         return self is other or self.fingerprint == other.fingerprint

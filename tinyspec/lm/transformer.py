@@ -182,7 +182,7 @@ class Transformer:
         if feed.forward_log is not None:
             ran = float(n * self.config.n_layers)
             feed.forward_log.append(
-                ForwardRecord(self.name, n, ran, len(feed.heads), 0, feed.prefill)
+                ForwardRecord(self.name, n, ran, len(feed.heads), 0, feed.prefill, feed.shared)
             )
         return Scores(logits, hidden, [feed.stop // 2] * n)
 
@@ -212,7 +212,7 @@ class Transformer:
             if feed.forward_log is not None:
                 fills, ran = (done, 0.0) if feed.copying else (0, done / 2)
                 feed.forward_log.append(
-                    ForwardRecord(self.name, n, ran, n_heads, fills, feed.prefill)
+                    ForwardRecord(self.name, n, ran, n_heads, fills, feed.prefill, feed.shared)
                 )
             own = logits if len(feeds) == 1 else logits[at : at + n_heads]
             scores.append(Scores(own, shown, [feed.stop // 2] * n))

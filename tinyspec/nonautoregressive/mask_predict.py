@@ -29,17 +29,28 @@ decoder's own keys and values cannot be kept, because every word may change.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, blank_canvas
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
+from tinyspec.nonautoregressive.refine_many import translate_sources
+from tinyspec.technique import (
+    Guarantee,
+    Knob,
+    RefineRequest,
+    TrainedTranslator,
+    TranslatorTraining,
+    technique,
+)
+
+VALIDATION_PASSES = 4  # few, to be quick
+VALIDATION_LENGTHS = 2
 
 
 def mask_and_predict(
@@ -241,12 +252,33 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
 # ------------------------------ the card
 
 
+def train_mask_predict(
+    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+) -> Tensor:
+    """Return `masked_lm_loss` of a batch of the trainer."""
+    pairs = TranslationPairs(*batch)
+    return masked_lm_loss(training.model, pairs, generator, training.dropout, training.smoothing)
+
+
+def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> list[list[int]]:
+    """Return translations of padded sources [B, S]."""
+    refiner = MaskPredictRefiner(model, VALIDATION_PASSES, VALIDATION_LENGTHS)
+    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+
+
 @technique(
     title="Mask-Predict: conditional masked language model",
     summary="rewrites the least certain words",
     paper="Ghazvininejad et al. 2019, arXiv 1904.09324",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
+    translator=TrainedTranslator(
+        train_mask_predict,
+        translate_to_validate,
+        "It fills in masked words, in several passes (`mask_predict`). Its figure is that of four "
+        "iterations over two lengths.",
+        shape={"lengths": 9},
+    ),
     knobs=(
         Knob("iterations", 10, "decoder passes T", low=1, high=1024, small=(2, 1, 4)),
         Knob("lengths", 5, "target lengths tried at once", low=1, high=1024, small=(2, 1)),

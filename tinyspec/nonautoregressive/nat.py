@@ -42,7 +42,14 @@ from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.technique import Guarantee, Knob, RefineRequest, technique
+from tinyspec.technique import (
+    Guarantee,
+    Knob,
+    RefineRequest,
+    TrainedTranslator,
+    TranslatorTraining,
+    technique,
+)
 
 
 def decode_noisy_parallel(
@@ -419,6 +426,22 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
 # ------------------------------ the card
 
 
+def train_nat(
+    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+) -> Tensor:
+    """Return `nat_loss` of a batch of the trainer."""
+    return nat_loss(training.model, batch, generator, training.dropout, training.smoothing)
+
+
+def train_finetuning(
+    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+) -> Tensor:
+    """Return `finetune_loss` of a batch of the trainer."""
+    model, teacher = training.model, training.teacher
+    assert teacher is not None
+    return finetune_loss(model, teacher, batch, generator, training.dropout, training.smoothing)
+
+
 @technique(
     title="NAT: non-autoregressive translation with fertilities",
     summary="writes all words in one pass",
@@ -427,6 +450,16 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
     guarantee=Guarantee.APPROX,
     kind="refine",
     teacher=True,
+    translator=TrainedTranslator(
+        train_nat,
+        lambda model, settings, sources: translate_batch(model, sources),
+        "It writes all words at once, after it has predicted how many each source word gives "
+        "(`nat`). Its figure is that of one pass with the most probable fertilities.",
+        shape={"positional": True, "fertilities": 4},
+        fits=lambda config, settings, source, target: target <= (config.fertilities - 1) * source,
+        aligned=True,
+        finetune=train_finetuning,
+    ),
     knobs=(
         Knob(
             "samples",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.decoding.refine import Canvas, Refiner, encode_sources
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -49,7 +49,7 @@ def refine_many(
     rngs    one for each source, as `refine` would get it
     memory  of these sources, if the caller has it
     """
-    memory = model.encode(sources) if memory is None else memory
+    memory = encode_sources(model, refiner, sources) if memory is None else memory
     mask = sources != model.config.pad
     firsts = [
         refiner.start(row[there].tolist(), select_source(memory, i), rng.split("start", 0))
@@ -68,7 +68,7 @@ def translate_sources(
 ) -> list[list[int]]:
     """Return the translations of the sources [B, S]: what `refine` chooses for each."""
     with torch.inference_mode():
-        memory = model.encode(sources)
+        memory = encode_sources(model, refiner, sources)
     many, found = refine_many(model, sources, refiner, rngs, memory), []
     for i, row in enumerate(sources):
         canvas, source = many.canvas_of(i), row[row != model.config.pad].tolist()

@@ -9,6 +9,7 @@ ACL 2024, arXiv 2404.16710, section 4.1).
     e(t, l) = C(t, l) e(l) / sum_k C(t, k) e(k)
 
     "linear"  e(l) = l + 1: CALM (Schuster et al., NeurIPS 2022, arXiv 2207.07061)
+    "uniform" e(l) = 1: one of the weightings of Elbayad et al., ICLR 2020, arXiv 1910.10073
     "sum"     e(l) = e_scale (0 + 1 + ... + l) below the last layer, (L-1) + e_scale (0 + ... + L-2)
               at it: LayerSkip. The exit after the first layer has weight 0, as published.
 
@@ -35,7 +36,7 @@ from torch.nn import functional as F
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.blocks import Blocks
 
-Weights = Literal["none", "linear", "sum"]
+Weights = Literal["none", "linear", "sum", "uniform"]
 Curriculum = Literal["none", "rotational", "gradual"]
 
 
@@ -94,6 +95,7 @@ class ExitLosses:
         kind = {
             "none": "",
             "linear": losses + "by depth",
+            "uniform": losses + "alike",
             "sum": losses + f"as LayerSkip does (e_scale {self.e_scale})",
         }
         parts = [kind[self.weights]]
@@ -117,6 +119,8 @@ class ExitLosses:
             return [0.0] * last + [1.0]
         if self.weights == "linear":
             return [self.e_scale * (layer + 1) for layer in range(last)] + [float(n_layers)]
+        if self.weights == "uniform":
+            return [self.e_scale] * last + [1.0]
         return [self.e_scale * layer * (layer + 1) / 2 for layer in range(last)] + [
             last + self.e_scale * (last - 1) * last / 2
         ]

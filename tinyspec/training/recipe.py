@@ -9,7 +9,15 @@ from typing import Any, ClassVar, TypeVar
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.families import to_hf
-from tinyspec.technique import Card, Trained, Tuned, find_technique, load_techniques
+from tinyspec.technique import (
+    Card,
+    NoSettings,
+    Trained,
+    TrainedTranslator,
+    Tuned,
+    find_technique,
+    load_techniques,
+)
 from tinyspec.training.bitext import BOS, EOS, MASK, PAD
 from tinyspec.training.corpus import END_ID
 from tinyspec.training.distilled import BeamSettings
@@ -18,7 +26,6 @@ from tinyspec.training.outputs import DistillSettings, OutputSettings
 from tinyspec.training.own_texts import OwnTextSettings
 from tinyspec.training.schedule import TrainSettings
 
-METHODS = ("teacher", "nat", "mask_predict", "specdec", "blockwise")  # of translation models
 C = TypeVar("C", Config, Seq2SeqConfig)
 
 
@@ -88,12 +95,7 @@ class Recipe:
         config = build_config(
             self.name, lambda: Config(vocab_size=self.vocab_size, extra=extra, **shape)
         )
-        for layers in () if self.exits is None else self.exits.report:
-            if not 1 <= layers <= config.n_layers:
-                raise TinyspecError(
-                    f"recipe {self.name}: [exits] report: "
-                    f"exits are 1 to {config.n_layers}, not {layers}"
-                )
+        check_reported_exits(self.name, self.exits, config.n_layers)
         to_hf(config, "float32")  # what a checkpoint cannot hold is said before the training
         return config
 
@@ -102,26 +104,30 @@ class Recipe:
 class TranslationRecipe:
     """A recipe of a translation model.
 
-    Sections: [shape] (Seq2SeqConfig), [train] (TrainSettings), [distill] (BeamSettings: how the
-    teacher writes the targets; without it the targets are people's). Folders are relative to the
-    recipe's own.
+    Sections: [shape] (Seq2SeqConfig), [translator] (the method's settings), [train]
+    (TrainSettings), [distill] (BeamSettings: how the teacher writes the targets; without it the
+    targets are people's), [exits] (ExitLosses of the decoder's layers; of method teacher). Folders
+    are relative to the recipe's own.
 
-    method      the method whose loss is used
+    method      the technique whose loss is used; teacher: the autoregressive loss
     vocab_size  of the tokenizer that is trained, if there is no teacher
     tokens      positions of a batch, on its longer side
     longest     tokens; longer pairs are left out
     smoothing   of the labels
     teacher     folder of the teacher: tokenizer, distilled targets, first weights
-    inherit     prefixes of the names of weights that begin as the teacher's
-    finetune    nat: folder of a NAT that the teacher fine-tunes word by word
-    block       specdec: masks behind a prefix; blockwise: tokens of a block, the next one among
-                them (k)
-    frozen      blockwise: only the layer is trained, and the other weights stay the teacher's
+    inherit     prefixes of the names of weights that begin as the teacher's; as a table: each with
+                the prefix of the teacher's weights
+    finetune    folder of a model of this method that is trained further, in its second stage
+    start       folder of a model, with the teacher's tokens, as which the training begins
     judged      valid sentences that are translated at each validation
     extra       goes into the checkpoint's config
     """
 
-    SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "distill": BeamSettings}
+    SECTIONS: ClassVar[Mapping[str, type]] = {
+        "train": TrainSettings,
+        "distill": BeamSettings,
+        "exits": ExitLosses,
+    }
     NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
 
     name: str
@@ -134,33 +140,80 @@ class TranslationRecipe:
     dropout: float = 0.3
     smoothing: float = 0.1
     teacher: str = ""
-    inherit: tuple[str, ...] = ()
+    inherit: tuple[str, ...] | Mapping[str, str] = ()
     finetune: str = ""
-    block: int = 25
-    frozen: bool = False
+    start: str = ""
+    translator: Mapping[str, Any] = field(default_factory=dict)
     judged: int = 1014
     extra: Mapping[str, Any] = field(default_factory=dict)
     distill: BeamSettings | None = None
+    exits: ExitLosses | None = None
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
+        if self.exits is not None and (self.method != "teacher" or self.exits.p_max):
             raise TinyspecError(
-                f"method {self.method} cannot be trained; {suggest_nearest(self.method, METHODS)}"
+                "[exits] is for method teacher, and without layer dropout: p_max must be 0"
             )
-        if not self.teacher and (self.distill is not None or self.inherit or self.finetune):
+        begins = self.inherit or self.finetune or self.start
+        if not self.teacher and (self.distill is not None or begins):
             raise TinyspecError(
-                "[distill], inherit and finetune need a teacher: teacher = FOLDER is missing"
+                "[distill], inherit, finetune and start need a teacher: teacher = FOLDER is missing"
             )
-        if self.finetune and self.method != "nat":
-            raise TinyspecError(f"finetune is a stage of nat: method {self.method} has none")
-        if isinstance(self.block, bool) or not isinstance(self.block, int) or self.block < 1:
-            raise TinyspecError(f"block is {self.block}: it must be a whole number of at least 1")
-        if self.method == "blockwise" and not 2 <= self.block <= 64:
+        lent = [
+            *self.inherit,
+            *(self.inherit.values() if isinstance(self.inherit, Mapping) else ()),
+        ]
+        if isinstance(self.inherit, str) or not all(isinstance(prefix, str) for prefix in lent):
             raise TinyspecError(
-                f"block is {self.block}: it must be from 2 to 64, the next token and its guesses"
+                "inherit must be a list of prefixes of weights' names, or a table of such prefixes"
             )
-        if self.frozen and self.method != "blockwise":
-            raise TinyspecError(f"frozen is of blockwise: method {self.method} trains all weights")
+        trained = self.trained
+        if self.finetune and (trained is None or trained.finetune is None):
+            raise TinyspecError(f"method {self.method} has no second stage: leave finetune out")
+        if trained is not None and trained.extends and not self.teacher:
+            raise TinyspecError(
+                f"{self.method} adds weights to a teacher: teacher = FOLDER is missing"
+            )
+        if trained is not None and trained.figures is not None and not self.teacher:
+            raise TinyspecError(
+                f"{self.method} is judged by its teacher: teacher = FOLDER is missing"
+            )
+        for name, value in {} if trained is None else trained.shape.items():
+            if bool(self.shape.get(name)) != bool(value):
+                wrong = "is missing" if value else f"must be {value}"
+                raise TinyspecError(f"method {self.method}: [shape] {name} {wrong}")
+        self.settings_of_translator()
+
+    @property
+    def trained(self) -> TrainedTranslator | None:
+        """Return what the method trains; None: the autoregressive teacher."""
+        if self.method == "teacher":
+            return None
+        cards = load_techniques()
+        trained = cards[self.method].translator if self.method in cards else None
+        if trained is None:
+            known = [name for name, card in cards.items() if card.translator is not None]
+            raise TinyspecError(
+                f"method {self.method} cannot be trained; "
+                f"{suggest_nearest(self.method, ['teacher', *known])}"
+            )
+        return trained
+
+    def settings_of_translator(self) -> Any:
+        """Return the section [translator] with the method's defaults."""
+        kind: Any = NoSettings if self.trained is None else self.trained.settings
+        reject_unknown_keys(self.translator, {f.name for f in fields(kind)}, "[translator] ")
+        return kind(**self.translator)
+
+    def describe(self, figures: Mapping[str, float]) -> str:
+        """Return what the page of the model says about its method."""
+        if self.trained is None:
+            about = "the autoregressive teacher of the others, and what they are compared with"
+            if self.teacher:
+                about = "an autoregressive student, which parallel models must beat"
+            exits = "" if self.exits is None else f" {self.exits.describe()}"
+            return f"It writes from left to right: {about}. Its figure is greedy decoding's.{exits}"
+        return self.trained.page.format(settings=self.settings_of_translator(), figures=figures)
 
     def config(self, vocab_size: int) -> Seq2SeqConfig:
         """Return the config of the model that the recipe trains."""
@@ -172,21 +225,21 @@ class TranslationRecipe:
         }
         if self.teacher:
             extra["teacher"] = Path(self.teacher).name
-        shape = dict(self.shape)
-        if self.method == "specdec":
-            extra["k"] = self.block  # the card advises what the model was trained for
-        if self.method == "blockwise":
-            shape["block"] = self.block - 1
-        if self.frozen:
-            extra["frozen"] = True
+        extra |= asdict(self.settings_of_translator())
         if self.distill is not None:
             extra["distilled"] = asdict(self.distill)
         if self.finetune:
             extra["finetuned"] = Path(self.finetune).name
+        if self.exits is not None and self.exits.changes_training:
+            extra["exits"] = self.exits.weights
         ids: dict[str, Any] = {"pad": PAD, "bos": BOS, "eos": EOS, "mask": MASK}
-        return build_config(
-            self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **shape)
+        config = build_config(
+            self.name, lambda: Seq2SeqConfig(vocab_size, extra=extra, **ids, **self.shape)
         )
+        check_reported_exits(self.name, self.exits, config.decoder_layers)
+        if self.trained is None:
+            return config
+        return self.trained.equip(config, self.settings_of_translator())
 
 
 @dataclass(frozen=True)
@@ -266,6 +319,15 @@ class HeadRecipe:
         kind = (self.card.tuned or self.trained).settings
         reject_unknown_keys(self.head, {f.name for f in fields(kind)}, "[head] ")
         return kind(**self.head)
+
+
+def check_reported_exits(recipe_name: str, exits: ExitLosses | None, n_layers: int) -> None:
+    """Raise TinyspecError if a recipe asks for figures of an exit that the model lacks."""
+    for layers in () if exits is None else exits.report:
+        if not 1 <= layers <= n_layers:
+            raise TinyspecError(
+                f"recipe {recipe_name}: [exits] report: exits are 1 to {n_layers}, not {layers}"
+            )
 
 
 def build_config(recipe_name: str, build: Callable[[], C]) -> C:

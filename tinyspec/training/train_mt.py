@@ -26,7 +26,7 @@ from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.recipe import TranslationRecipe, read_translation_recipe
 from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.translation_tasks import TASKS, translate_in_batches
+from tinyspec.training.translation_tasks import make_task, translate_in_batches
 
 SHOWN = 5  # examples on a card: the first valid sentences
 
@@ -65,9 +65,9 @@ def train_mt(
         )
         pairs = [SentencePair(*sides) for sides in zip(sources, targets, strict=True)]
     usable = bitext.filter_pairs(pairs, plan.longest)
-    parent = load_named_model(plan, plan.finetune, *folders)
+    parent = load_named_model(plan, plan.finetune or plan.start, *folders)
     model = initial_model(plan, tokenizer, parent or teacher, run.device)
-    task = TASKS[plan.method](plan, usable, valid, teacher)
+    task = make_task(plan, usable, valid, teacher)
     run.print(
         f"{len(task.pairs):,} pairs; "
         f"{plan.name}: {model.config.parameters():,} weights on {run.device}"
@@ -154,16 +154,26 @@ def initial_model(
 ) -> Seq2Seq:
     """Return a model with random weights, or the parent's where name and shape are equal.
 
-    `plan.inherit` has the prefixes of these names. Fine-tuning begins with all of them, and so does
-    a model whose teacher gets a block layer.
+    `plan.inherit` has the prefixes of these names, and those of the parent's if they are others.
+    Fine-tuning begins with all of them, and so does a recipe that names a start, or a method that
+    adds weights to its teacher.
     """
     config = plan.config(tokenizer.vocab_size)
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
     if parent is not None:
-        prefixes = "" if plan.finetune or plan.method == "blockwise" else plan.inherit
-        names = [name for name in parent.weights if name.startswith(prefixes)]
-        inherit_weights(weights, parent.weights, names)
+        named = plan.inherit
+        prefixes = named if isinstance(named, Mapping) else {name: name for name in named}
+        extends = plan.trained is not None and plan.trained.extends
+        if plan.finetune or plan.start or extends:
+            prefixes = {"": ""}
+        lent = {
+            own + name.removeprefix(theirs): weight
+            for own, theirs in prefixes.items()
+            for name, weight in parent.weights.items()
+            if name.startswith(theirs)
+        }
+        inherit_weights(weights, lent, lent)
     return Seq2Seq(
         config, {name: w.to(device) for name, w in weights.items()}, tokenizer, plan.name
     )

@@ -1,9 +1,11 @@
 """Define how each translation model is trained: its batches, its loss, its validation.
 
-The loss of a technique stands in the technique's own file. Here is what `train mt` needs around it.
+What a technique trains stands in its own file, and its card says it (`TrainedTranslator`). Here is
+what `train mt` needs around it, and the autoregressive teacher.
 """
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,21 +14,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive import mask_predict, nat
-from tinyspec.nonautoregressive.refine_many import translate_sources
-from tinyspec.speculative.drafting import blockwise, specdec
+from tinyspec.technique import TranslatorTraining
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
 from tinyspec.training.distilled import BeamSettings
+from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
 
 Pairs = Sequence[SentencePair]
 Ids = Sequence[int]
-VALIDATION_KNOBS = {"iterations": 4, "lengths": 2}  # of Mask-Predict: few, to be quick
 
 
 class TranslationTask(NamedTuple):
@@ -56,205 +55,187 @@ class TranslationTask(NamedTuple):
 def make_teacher_task(
     plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
-    """Return the task of the autoregressive teacher, with smoothed labels."""
+    """Return the task of the autoregressive teacher, with smoothed labels.
+
+    With [exits] the losses of its decoder's layers are added up by their weights. A validation then
+    logs the loss of each exit that the recipe reports.
+    """
+    exits = plan.exits or ExitLosses()
+    depth = int(plan.shape.get("decoder_layers", 1))
+    schedule = ExitLossSchedule(exits, depth, plan.settings.steps)
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         source, target = batch
-        return teacher_forcing_loss(model, source, target, plan.dropout, plan.smoothing)
+        losses = teacher_forcing_losses(
+            model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
+        )
+        total = sum(
+            weight * losses[at] for at, weight in enumerate(schedule.loss_weights) if weight
+        )
+        assert isinstance(total, Tensor)
+        return total
 
     def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
         return distilled.write_translations(model, sources, BeamSettings(beam=1))
 
     def figures(model: Seq2Seq) -> dict[str, float]:
-        total = tokens = 0.0
-        for group in group_by_length(valid, plan.tokens):
-            source, target = (side.to(model.device) for side in pad_pairs(valid, group))
-            count = float((target != model.config.pad).sum()) + len(group)
-            total += float(teacher_forcing_loss(model, source, target)) * count
+        wanted = [*exits.report, depth]
+        totals, tokens = dict.fromkeys(wanted, 0.0), 0.0
+        chosen = [float(layer + 1 in wanted) for layer in range(depth)]
+        for source, target in group_pairs(valid, plan.tokens, model.device):
+            count = float((target != model.config.pad).sum()) + len(source)
+            losses = teacher_forcing_losses(model, source, target, weights=chosen)
+            for layers in totals:
+                totals[layers] += float(losses[layers - 1]) * count
             tokens += count
-        return {"valid_loss": total / tokens}
+        of_exits = {f"valid_loss_{n}": totals[n] / tokens for n in exits.report if n != depth}
+        return {"valid_loss": totals[depth] / tokens, **of_exits}
 
-    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures)
+    before_step = schedule.begin_step if plan.exits is not None else None
+    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate, figures, before_step)
 
 
-def make_nat_task(
+def make_student_task(
     plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
-    """Return the task of NAT, whose fertilities come from the aligner.
+    """Return the task of a technique's translation model, as its card says (`TrainedTranslator`).
 
-    It is validated with one pass, from each word's most probable fertility.
+    Further figures are means over the valid sentences that fit.
     """
-    most = int(plan.shape.get("fertilities", 0)) - 1
-    if most < 1:
-        raise TinyspecError(
-            f"recipe {plan.name}: a NAT tells fertilities: [shape] fertilities is missing"
-        )
-    pairs = [pair for pair in pairs if len(pair.target) <= most * len(pair.source)]
-    alignment = aligner.align_words(
-        [pair.source for pair in pairs], [pair.target for pair in pairs]
-    )
-    fertilities = [
-        aligner.count_fertilities(links, len(pair.source), most).tolist()
-        for links, pair in zip(alignment.links, pairs, strict=True)
-    ]
+    trained, settings, progress = plan.trained, plan.settings_of_translator(), 0.0
+    assert trained is not None
+    config = plan.config(plan.vocab_size if teacher is None else teacher.config.vocab_size)
+    if trained.extends:
+        assert teacher is not None  # the recipe has asked for it
+        if replace(trained.equip(teacher.config, settings), extra={}) != replace(config, extra={}):
+            raise TinyspecError(
+                f"recipe {plan.name}: [shape] is not that of {teacher.name}, whose weights it "
+                "begins with"
+            )
+
+    def fit(pair: SentencePair) -> bool:
+        return trained.fits(config, settings, len(pair.source), len(pair.target))
+
+    kept = [pair for pair in pairs if fit(pair)]
+    if not kept:
+        raise TinyspecError(f"recipe {plan.name}: no pair fits the model: enlarge its [shape]")
+    fertilities = count_all_fertilities(kept, config.fertilities - 1) if trained.aligned else []
+    written = list[SentencePair]()
+    if trained.figures is not None:
+        assert teacher is not None  # the recipe has asked for it
+        written = [pair for pair in write_greedily(teacher, valid) if fit(pair)]
 
     def batch(numbers: Ids) -> Batch:
-        return *pad_pairs(pairs, numbers), pad_sequences([fertilities[i] for i in numbers], 0)
+        parts = pad_pairs(kept, numbers)
+        if trained.aligned:
+            return *parts, pad_sequences([fertilities[i] for i in numbers], 0)
+        return parts
+
+    def before_step(step: int, done: float) -> None:
+        nonlocal progress
+        progress = done
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        aligned, options = nat.AlignedPairs(*batch), (generator, plan.dropout, plan.smoothing)
-        if not plan.finetune:
-            return nat.nat_loss(model, aligned, *options)
-        assert teacher is not None
-        return nat.finetune_loss(model, teacher, aligned, *options)
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        return nat.translate_batch(model, pad_sequences(sources).to(model.device))
-
-    return TranslationTask(pairs, batch, loss, translate)
-
-
-def make_mask_predict_task(
-    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
-) -> TranslationTask:
-    """Return the task of Mask-Predict. It is validated with VALIDATION_KNOBS."""
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        masked = mask_predict.TranslationPairs(*batch)
-        return mask_predict.masked_lm_loss(model, masked, generator, plan.dropout, plan.smoothing)
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        refiner = mask_predict.MaskPredictRefiner(model, **VALIDATION_KNOBS)
-        padded = pad_sequences(sources).to(model.device)
-        return translate_sources(model, padded, refiner, [Seeded(0) for _ in sources])
-
-    return TranslationTask(pairs, partial(pad_pairs, pairs), loss, translate)
-
-
-def make_specdec_task(
-    plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
-) -> TranslationTask:
-    """Return the task of SpecDec's drafter: a block of masks behind a prefix, with glancing.
-
-    It is validated alone, block after block. A further figure is how many tokens at the head of a
-    block are those of the teacher's greedy translation.
-    """
-    if teacher is None:
-        raise TinyspecError(
-            f"recipe {plan.name}: specdec drafts for a teacher: teacher = FOLDER is missing"
+        training = TranslatorTraining(
+            model, teacher, settings, plan.dropout, plan.smoothing, progress
         )
-    room = plan.config(teacher.config.vocab_size).max_positions - plan.block - 1
-    sources = [pair.source for pair in valid]
-    greedy = partial(distilled.write_translations, teacher, settings=BeamSettings(beam=1))
-    written = [
-        SentencePair(source, target)
-        for source, target in zip(sources, translate_in_batches(sources, greedy), strict=True)
-        if len(target) <= room
+        stage = trained.finetune if plan.finetune else trained.loss
+        assert stage is not None
+        return stage(training, batch, generator)
+
+    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
+        if trained.translate is None:
+            return distilled.write_translations(model, sources, BeamSettings(beam=1))
+        return trained.translate(model, settings, pad_sequences(sources).to(model.device))
+
+    def figures(model: Seq2Seq) -> dict[str, float]:
+        generator = torch.Generator(model.device).manual_seed(0)  # the same draws each time
+        totals, divisors = Counter[str](), Counter[str]()
+        if trained.figures is not None:
+            for source, target in group_pairs(written, plan.tokens, model.device):
+                found = trained.figures(model, settings, source, target, generator)
+                totals.update({name: float(values.sum()) for name, values in found.items()})
+                divisors.update(dict.fromkeys(found, len(source)))
+        if trained.own_text is not None:
+            own = write_greedily(model, valid)
+            for source, target in group_pairs(own, plan.tokens, model.device):
+                found = trained.own_text(model, settings, source, target)
+                totals.update({name: float(counts.sum()) for name, (counts, _) in found.items()})
+                divisors.update({name: int(by.sum()) for name, (_, by) in found.items()})
+        return {name: total / divisors[name] for name, total in totals.items()}
+
+    best, names = trained.best or "missed", trained.updates(settings)
+    return TranslationTask(kept, batch, loss, translate, figures, before_step, best, names)
+
+
+def group_pairs(pairs: Pairs, tokens: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield all pairs in batches of similar lengths, as `pad_pairs` does."""
+    for group in group_by_length(pairs, tokens):
+        source, target = pad_pairs(pairs, group)
+        yield source.to(device), target.to(device)
+
+
+def write_greedily(model: Seq2Seq, pairs: Pairs) -> list[SentencePair]:
+    """Return the sources of the pairs with the model's own translations, from left to right."""
+    sources = [pair.source for pair in pairs]
+    greedy = partial(distilled.write_translations, model, settings=BeamSettings(beam=1))
+    texts = translate_in_batches(sources, greedy)
+    return [SentencePair(*sides) for sides in zip(sources, texts, strict=True)]
+
+
+def count_all_fertilities(pairs: Pairs, most: int) -> list[list[int]]:
+    """Return the fertilities of every pair's source, by the aligner, each at most `most`."""
+    links = aligner.align_words([pair.source for pair in pairs], [pair.target for pair in pairs])
+    return [
+        aligner.count_fertilities(link, len(pair.source), most).tolist()
+        for link, pair in zip(links.links, pairs, strict=True)
     ]
-    share = specdec.FIRST_GLANCE
-
-    def before_step(step: int, progress: float) -> None:
-        nonlocal share
-        share = specdec.glancing_share(progress)
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        source, target = batch
-        return specdec.block_filling_loss(
-            model, (source, target), plan.block, share, generator, plan.dropout, plan.smoothing
-        )
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        padded = pad_sequences(sources).to(model.device)
-        return specdec.translate_by_blocks(model, padded, plan.block)
-
-    def figures(model: Seq2Seq) -> dict[str, float]:
-        generator = torch.Generator(model.device).manual_seed(0)  # the same places each time
-        total = 0
-        for group in group_by_length(written, plan.tokens):
-            source, target = (side.to(model.device) for side in pad_pairs(written, group))
-            right = specdec.count_right_tokens(model, (source, target), plan.block, generator)
-            total += int(right.sum())
-        return {"right_tokens": total / max(len(written), 1)}
-
-    kept = [pair for pair in pairs if len(pair.target) <= room]
-    batch = partial(pad_pairs, kept)
-    return TranslationTask(kept, batch, loss, translate, figures, before_step)
 
 
-def make_blockwise_task(
+def make_task(
     plan: TranslationRecipe, pairs: Pairs, valid: Pairs, teacher: Seq2Seq | None
 ) -> TranslationTask:
-    """Return the task of a teacher that gets a block layer, and is trained on with it or stays.
-
-    Its translations are greedy. Further figures are the mean loss of all predictors on the valid
-    pairs, and how many tokens of its own greedy text it accepts in a pass.
-    """
-    if teacher is None:
-        raise TinyspecError(
-            f"recipe {plan.name}: blockwise adds a layer to a teacher: teacher = FOLDER is missing"
-        )
-    config = plan.config(teacher.config.vocab_size)
-    if replace(config, block=0, extra={}) != replace(teacher.config, block=0, extra={}):
-        raise TinyspecError(
-            f"recipe {plan.name}: [shape] is not that of {teacher.name}, whose weights it begins "
-            "with"
-        )
-    dropout = 0.0 if plan.frozen else plan.dropout
-
-    def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
-        source, target = batch
-        return blockwise.translation_loss(
-            model, (source, target), generator, plan.frozen, dropout, plan.smoothing
-        )
-
-    def translate(model: Seq2Seq, sources: Sequence[Ids]) -> list[list[int]]:
-        return distilled.write_translations(model, sources, BeamSettings(beam=1))
-
-    def figures(model: Seq2Seq) -> dict[str, float]:
-        groups, total = group_by_length(valid, plan.tokens), 0.0
-        for group in groups:
-            source, target = (side.to(model.device) for side in pad_pairs(valid, group))
-            every = blockwise.translation_loss(model, (source, target), torch.Generator())
-            total += float(every) * len(group)
-        sources = [pair.source for pair in valid]
-        written = translate_in_batches(sources, partial(translate, model))
-        tokens = passes = 0
-        own = [SentencePair(*sides) for sides in zip(sources, written, strict=True)]
-        for group in group_by_length(own, plan.tokens):
-            source, target = (side.to(model.device) for side in pad_pairs(own, group))
-            for blocks in blockwise.split_into_blocks(model, source, target):
-                tokens, passes = tokens + sum(blocks), passes + len(blocks)
-        return {"held_out": total / len(valid), "accepted": tokens / passes}
-
-    trained = "block." if plan.frozen else ""
-    batch = partial(pad_pairs, pairs)
-    return TranslationTask(pairs, batch, loss, translate, figures, best="held_out", trained=trained)
-
-
-TASKS = {
-    "teacher": make_teacher_task,
-    "nat": make_nat_task,
-    "mask_predict": make_mask_predict_task,
-    "specdec": make_specdec_task,
-    "blockwise": make_blockwise_task,
-}
+    """Return the task of a recipe."""
+    make = make_teacher_task if plan.trained is None else make_student_task
+    return make(plan, pairs, valid, teacher)
 
 
 def teacher_forcing_loss(
     model: Seq2Seq, source: Tensor, target: Tensor, dropout: float = 0.0, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the mean cross-entropy of the targets [B, T] and their ends, a scalar.
+    """Return the mean cross-entropy of the targets [B, T] and their ends, a scalar."""
+    return teacher_forcing_losses(model, source, target, dropout, smoothing)[
+        model.config.decoder_layers - 1
+    ]
+
+
+def teacher_forcing_losses(
+    model: Seq2Seq,
+    source: Tensor,
+    target: Tensor,
+    dropout: float = 0.0,
+    smoothing: float = 0.0,
+    weights: Sequence[float] = (),
+) -> dict[int, Tensor]:
+    """Return the mean cross-entropy of the targets [B, T] and their ends at exits of the decoder.
+
+    weights  one of each decoder layer: only those that are not 0 are read; empty: the last alone
 
     Each token is predicted from the target tokens before it. No logits are computed at padding.
+    The layers are counted from 0. All exits share the final norm and the head.
     """
     c = model.config
     lengths = (target != c.pad).sum(dim=1, keepdim=True)
     labels = F.pad(target, (0, 1), value=c.pad).scatter(1, lengths, c.eos)
-    states = model.causal_states(source, target, dropout)  # [B, T + 1, d]
+    states = model.layer_states(*model.causal_inputs(source, target, dropout), dropout)
     is_token = labels != c.pad
-    return F.cross_entropy(
-        model.logits(states[is_token]).float(), labels[is_token], label_smoothing=smoothing
-    )
+    weights = weights or [0.0] * (c.decoder_layers - 1) + [1.0]
+    losses = dict[int, Tensor]()
+    for layer, x in enumerate(states):
+        if weights[layer]:
+            rows = model.logits(model.decoder.apply_final_norm(x[is_token])).float()
+            losses[layer] = F.cross_entropy(rows, labels[is_token], label_smoothing=smoothing)
+    return losses
 
 
 def pad_pairs(pairs: Pairs, numbers: Ids) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import TUNED
 from tinyspec.lm.heads import RANKS, FrozenTarget, add_head, freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.technique import Trained, TrainingBatch, Tuning
+from tinyspec.technique import Trained, TrainingBatch, TrainingExample, Tuning
 from tinyspec.training.corpus import Document, bits_per_byte, clean_book, encode_document
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
 from tinyspec.training.heads import TextBatches, measure_ranks, prepare_texts
@@ -67,9 +67,15 @@ def train_tuned(
     source = find_beside(plan.target, run.path.parent, run.out) or plan.target
     target = models.load(source, device=where)
     settings = plan.settings_of_head()
+    if tuned.tokens:
+        target = tuned.add_tokens(target)
     frozen = freeze_target(target, None, torch.float32, layers=False)
     begun = tuned.begin(frozen, settings, plan.settings.seed)
-    texts, _ = prepare_texts(run, target, prompts, data_folder)
+    if tuned.examples is None:
+        texts, _ = prepare_texts(run, target, prompts, data_folder)
+    else:
+        texts = [as_output(example) for example in tuned.examples(target, settings)]
+        run.print(f"texts that were made for {plan.method}: {len(texts)}")
 
     def copy_to_float32(weight: Tensor) -> Tensor:
         return weight.detach().to(where, torch.float32, copy=True)
@@ -149,10 +155,18 @@ def train_tuned(
         timed=min(len(held), TIMED_TEXTS),
         timed_tokens=TIMED_TOKENS,
         texts=len(texts),
+        made_texts=tuned.examples is not None,
         licence=extra.get("licence"),
         folder=run.out.name,
     )
     return result, figures
+
+
+def as_output(example: TrainingExample) -> TargetOutput:
+    """Return a text that was made as if a target had written it, without its distributions."""
+    positions = torch.arange(example.first - 1, len(example.ids) - 1)
+    nothing = torch.empty(len(positions), 0)
+    return TargetOutput(torch.tensor(example.ids), positions, nothing.int(), nothing.half())
 
 
 @torch.no_grad()

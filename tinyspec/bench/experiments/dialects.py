@@ -6,6 +6,8 @@ exactly. The models are:
     autoregressive   reads what it wrote
     one pass         writes all words in parallel, trained on the same pairs, and on the first
                      model's translations of their sources (distillation)
+    SAT              writes two words in a pass, trained on both
+    refinement       by its passes, trained on the pairs as they are; also without denoising
     Mask-Predict     by its passes, trained on the pairs as they are
 
 Every model predicts the length itself. All are Seq2Seq models of one shape, trained alike for the
@@ -21,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import read_unfinished, save_result, show_progress_bar, stamp_result
@@ -33,9 +34,16 @@ from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
-from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.iterative_refinement import (
+    DENOISING,
+    REFINER,
+    IterativeRefiner,
+    refinement_loss,
+)
+from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.parallel import ParallelRefiner, parallel_loss, parallel_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
+from tinyspec.nonautoregressive.sat import SatRefiner, sat_loss
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.dialects import Dialects
 from tinyspec.training.distilled import BeamSettings, write_translations
@@ -44,6 +52,10 @@ from tinyspec.training.train import train
 from tinyspec.training.translation_tasks import teacher_forcing_loss
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
+GROUP = 2  # words of a group of SAT
+SAT, SAT_KD = f"sat, K {GROUP}", f"sat, K {GROUP}, distilled"
+REFINED = "iterative refinement"
+TRAININGS = 7  # of a kind, as the progress bar counts them
 KINDS = {
     "lex": "words of their own",
     "ord": "orders of their own",
@@ -73,9 +85,17 @@ class DialectTrial:
         self.targets: list[Sequence[int]] = [pair.target for pair in pairs]
 
     def fit(
-        self, name: str, loss: Loss, targets: Sequence[Sequence[int]], steps: int = 0
+        self,
+        name: str,
+        loss: Loss,
+        targets: Sequence[Sequence[int]],
+        steps: int = 0,
+        stacks: Mapping[str, int] | None = None,
     ) -> Seq2Seq:
-        """Return a model trained on the sources and these targets; at once if the folder has it."""
+        """Return a model trained on the sources and these targets; at once if the folder has it.
+
+        stacks  its further decoder stacks
+        """
         s = self.setup
         longest = self.task.max_target_length
         config = Seq2SeqConfig(
@@ -87,6 +107,7 @@ class DialectTrial:
             decoder_layers=s.layers,
             max_positions=2 * longest + 12,
             lengths=longest + 1,
+            stacks=stacks or {},
         )
         model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
         # A poor teacher may write nothing, or too much.
@@ -178,16 +199,16 @@ class DialectTrial:
         model = self.fit(
             name, one_pass_loss, targets, self.setup.student_steps if name == KD else 0
         )
-        found = {name: self.judge_outputs(self.translate_tests(model, CopyRefiner(model)), 1)}
+        found = {name: self.judge_outputs(self.translate_tests(model, ParallelRefiner(model)), 1)}
         if name == RAW:
             source, target = self.held
             with torch.no_grad():
                 found[name]["nats"] = float(
-                    one_pass_nll(model, source, target, model.encode(source))
+                    parallel_nll(model, source, target, model.encode(source))
                 ) / len(target)
             generator = torch.Generator().manual_seed(self.setup.seed)
             found[SAMPLED] = self.judge_outputs(
-                self.translate_tests(model, CopyRefiner(model, generator)), 1
+                self.translate_tests(model, SamplingRefiner(model, generator)), 1
             )
         return found
 
@@ -215,62 +236,67 @@ class DialectTrial:
             )
         return found
 
+    def run_groups(self, name: str, targets: Sequence[Sequence[int]]) -> dict[str, dict[str, Any]]:
+        """Train SAT with groups of GROUP words on these targets, and judge it."""
+
+        def loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+            return sat_loss(model, (source, target), GROUP)
+
+        model = self.fit(name, loss, targets)
+        made = self.translate_tests(model, SatRefiner(model, GROUP))
+        passes = sum(-(-(len(text) + 1) // GROUP) for text in made) / len(made)
+        return {name: self.judge_outputs(made, passes)}
+
+    def run_refinement(self, passes: Sequence[int]) -> dict[str, dict[str, Any]]:
+        """Train iterative refinement on the pairs, with denoising and without, and judge both.
+
+        Without denoising, the most passes are run alone.
+        """
+        found = {}
+        for name, denoising, counts in (
+            (REFINED, DENOISING, passes),
+            (f"{REFINED} without denoising", 0.0, [max(passes)]),
+        ):
+
+            def loss(
+                model: Seq2Seq, source: Tensor, target: Tensor, denoising: float = denoising
+            ) -> Tensor:
+                seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
+                generator = torch.Generator().manual_seed(seed)
+                return refinement_loss(model, (source, target), generator, denoising=denoising)
+
+            model = self.fit(name, loss, self.targets, stacks={REFINER: self.setup.layers})
+            for count in counts:
+                made = self.translate_tests(model, IterativeRefiner(model, count))
+                found[f"{name}, T {count}"] = self.judge_outputs(made, count)
+        return found
+
 
 def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return greedy translations of a batch."""
     return write_translations(model, sources, BeamSettings(beam=1, factor=2.0))
 
 
-def one_pass_nll(model: Seq2Seq, source: Tensor, target: Tensor, memory: EncoderOutput) -> Tensor:
-    """Return -sum of log p(y_t | x, T) over a batch, with all words predicted in one pass.
-
-    The decoder reads copies of the source, evenly spread over T places.
-    """
-    places, slots = copy_uniformly((source != 0).sum(dim=1), (target != 0).sum(dim=1))
-    logits = model.logits(decode_parallel(model, source.gather(1, places), slots, memory)[slots])
-    return F.cross_entropy(logits, target[:, : slots.shape[1]][slots], reduction="sum")
-
-
 def one_pass_loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
-    """Return the one-pass model's loss: of its words and its length, per word."""
-    memory, lengths = model.encode(source), (target != 0).sum(dim=1)
-    length_nll = F.cross_entropy(model.length_logits(memory), lengths, reduction="sum")
-    return (one_pass_nll(model, source, target, memory) + length_nll) / lengths.sum()
+    """Return the loss of the model that writes in one pass."""
+    return parallel_loss(model, (source, target))
 
 
-class CopyRefiner:
-    """Write all words in one pass from copies of the source, with the most likely length.
+class SamplingRefiner(ParallelRefiner):
+    """Write all words of the likeliest length in one pass, each sampled by `generator`."""
 
-    Each word is the most likely one, or is sampled by `generator`.
-    """
-
-    def __init__(self, model: Seq2Seq, generator: torch.Generator | None = None):
-        self.model, self.generator = model, generator
-
-    def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        length = select_lengths(length_logprobs(self.model, memory), 1)[0]
-        places, slots = copy_uniformly(torch.tensor([len(source)]), torch.tensor(length))
-        return Canvas(
-            torch.tensor([list(source)]).gather(1, places), slots, torch.zeros(slots.shape)
-        )
+    def __init__(self, model: Seq2Seq, generator: torch.Generator):
+        super().__init__(model)
+        self.generator = generator
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         states = decode_parallel(self.model, canvas.tokens, canvas.mask, memory)
-        logits = forbid_special_tokens(self.model, self.model.logits(states))
-        logprobs = logits.log_softmax(dim=-1)
-        tokens = logprobs.argmax(dim=-1)
-        if self.generator is not None:
-            probs = logprobs.exp().flatten(0, 1)
-            tokens = torch.multinomial(probs, 1, generator=self.generator).view_as(tokens)
+        logprobs = forbid_special_tokens(self.model, self.model.logits(states)).log_softmax(dim=-1)
+        probs = logprobs.exp().flatten(0, 1)
+        tokens = torch.multinomial(probs, 1, generator=self.generator).view_as(canvas.tokens)
         return Canvas(tokens, canvas.mask, logprobs.gather(-1, tokens[..., None])[..., 0])
-
-    def finished(self, canvas: Canvas, iteration: int) -> bool:
-        return iteration == 1
-
-    def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
-        return 0
 
 
 # ---------------------------------------------------------------------- the whole table
@@ -297,7 +323,7 @@ def measure_dialects(
         shutil.rmtree(parts, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        show_progress_bar("dialects", 4 * len(kinds), quiet) as tick,
+        show_progress_bar("dialects", TRAININGS * len(kinds), quiet) as tick,
     ):
         for kind in kinds:
             if kind not in done:
@@ -305,7 +331,7 @@ def measure_dialects(
                 done[kind] = _measure_kind(trial, tick)
                 save_result(out, stamp_result({"settings": settings, "kinds": done}))
             else:
-                for _ in range(4):
+                for _ in range(TRAININGS):
                     tick()
     result = stamp_result({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
     result["figures"] = summarize_dialects(result)
@@ -333,6 +359,12 @@ def _measure_kind(trial: DialectTrial, tick: Callable[[], None]) -> dict[str, An
         for text in translate_greedily(teacher, trial.sources[at : at + BATCH])
     ]
     arms |= trial.run_one_pass(KD, taught)
+    tick()
+    arms |= trial.run_groups(SAT, trial.targets)
+    tick()
+    arms |= trial.run_groups(SAT_KD, taught)
+    tick()
+    arms |= trial.run_refinement(trial.setup.passes)
     tick()
     arms |= trial.run_mask_predict(trial.setup.passes, trial.setup.lengths)
     tick()

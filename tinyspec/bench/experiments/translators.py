@@ -12,20 +12,24 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner
+from tinyspec.nonautoregressive.nar_crf import trained_transitions
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.pairing import advised_knobs
-from tinyspec.technique import find_technique
+from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training import distilled
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
+SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than the teacher's
 ROLES = (
-    *("teacher", "nat", "nat, fine-tuned", "mask_predict", "specdec"),
+    *("teacher", SHALLOW, "nat", "nat, fine-tuned", "parallel", "sat"),
+    *("iterative_refinement", "nar_crf", "nag_bert", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
+LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
+LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
@@ -71,6 +75,9 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
         role = str(model.config.extra.get("trained_for", models.TEACHER))
         role += ", fine-tuned" if "finetuned" in model.config.extra else ""
         role += ", frozen" if model.config.extra.get("frozen") else ""
+        role += f", K {model.config.extra['k']}" if role == "sat" else ""
+        if role == models.TEACHER and "teacher" in model.config.extra:
+            role = SHALLOW
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
@@ -81,7 +88,12 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
             "there is no autoregressive teacher to compare with: name it in --models, or train it "
             "(train mt)"
         )
-    return {role: found[role] for role in ROLES if role in found}
+    return {
+        role: model
+        for known in ROLES
+        for role, model in found.items()
+        if role == known or role.startswith(f"{known}, K ")
+    }
 
 
 def make_translator_arms(
@@ -93,13 +105,7 @@ def make_translator_arms(
 ) -> list[TranslatorArm]:
     """Return the arms of an experiment, plain decoding by the teacher first."""
     teacher = found["teacher"]
-    made = [
-        TranslatorArm(
-            PLAIN,
-            _make_one(teacher, "plain", None),
-            lambda part: distilled.write_translations(teacher, part, BeamSettings(beam=1)),
-        )
-    ]
+    made = [_make_greedy_arm(PLAIN, teacher)]
     if experiment == "iterations":
         if "mask_predict" not in found:
             raise TinyspecError(
@@ -128,11 +134,68 @@ def make_translator_arms(
                 _make_nat_arm(f"{role}, NPD {count}", nat, teacher, "argmax", count)
                 for count in samples
             ]
+        made += _make_further_arms(found, iterations)
     if "mask_predict" in found:
         made += [
-            _make_mask_predict_arm(found["mask_predict"], count, wide)
+            _make_refine_arm(
+                label_mask_predict(count, wide),
+                "mask_predict",
+                found["mask_predict"],
+                wide,
+                iterations=count,
+                lengths=wide,
+            )
             for wide in lengths
             for count in iterations
+        ]
+    return made
+
+
+def _make_further_arms(
+    found: Mapping[str, Seq2Seq], iterations: Sequence[int]
+) -> list[TranslatorArm]:
+    """Return the arms of the autoregressive student and of the models that write in few passes."""
+    made = list[TranslatorArm]()
+    if SHALLOW in found:
+        made.append(_make_greedy_arm("shallow decoder, greedy", found[SHALLOW]))
+    if "parallel" in found:
+        model, beam = found["parallel"], {"lengths": LENGTH_BEAM}
+        label = f"parallel, {count_things(LENGTH_BEAM, 'length')}"
+        made.append(_make_refine_arm("parallel", "parallel", model))
+        made.append(
+            _make_refine_arm(label, "parallel", model, LENGTH_BEAM, found["teacher"], **beam)
+        )
+    for role, model in found.items():
+        if role.startswith("sat, "):
+            made.append(_make_refine_arm(role, "sat", model))
+    if "iterative_refinement" in found:
+        method, model = "iterative_refinement", found["iterative_refinement"]
+        made += [
+            _make_refine_arm(f"{method}, T {count}", method, model, iterations=count)
+            for count in iterations
+        ]
+        made.append(_make_refine_arm(f"{method}, adaptive", method, model, adaptive=True))
+    return made + _make_structured_arms(found)
+
+
+def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
+    """Return the arms of models whose words a CRF joins, and of the words without it."""
+    made = list[TranslatorArm]()
+    if "nar_crf" in found:
+        model, method = found["nar_crf"], "nar_crf"
+        trained = trained_transitions(model)
+        made += [
+            _make_refine_arm(f"{method}, {kind}", method, model, transitions=kind)
+            for kind in dict.fromkeys((trained, "static", "none"))
+        ]
+        knobs = {"transitions": trained, "lengths": LENGTH_BEAM}
+        label = f"{method}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
+        made.append(_make_refine_arm(label, method, model, LENGTH_BEAM, found["teacher"], **knobs))
+    if "nag_bert" in found:
+        method, model = "nag_bert", found["nag_bert"]
+        made += [
+            _make_refine_arm(f"{method}, ratio {ratio}", method, model, ratio=ratio)
+            for ratio in LABELLED_RATIOS
         ]
     return made
 
@@ -164,6 +227,15 @@ def _make_one(
         )
 
     return one
+
+
+def _make_greedy_arm(label: str, model: Seq2Seq) -> TranslatorArm:
+    """Return plain decoding by an autoregressive model."""
+    return TranslatorArm(
+        label,
+        _make_one(model, "plain", None),
+        lambda part: distilled.write_translations(model, part, BeamSettings(beam=1)),
+    )
 
 
 def _make_beam_arm(model: Seq2Seq, beam: int) -> TranslatorArm:
@@ -249,16 +321,20 @@ def _make_nat_arm(
     return TranslatorArm(label, _make_one(model, "nat", teacher, **knobs), many, samples, knobs)
 
 
-def _make_mask_predict_arm(model: Seq2Seq, iterations: int, lengths: int) -> TranslatorArm:
+def _make_refine_arm(
+    label: str,
+    method: str,
+    model: Seq2Seq,
+    width: int = 1,
+    teacher: Seq2Seq | None = None,
+    **knobs: Any,
+) -> TranslatorArm:
+    """Return an arm of a technique that rewrites a canvas and draws nothing meanwhile."""
+    card = find_technique(method)
+
     def many(part: Sequence[Ids]) -> list[Ids]:
-        refiner = MaskPredictRefiner(model, iterations, lengths)
+        refiner = card.refiner(RefineRequest(model, teacher), **knobs)
         return translate_sources(model, pad_sequences(part), refiner, [Seeded(0) for _ in part])
 
-    knobs = find_technique("mask_predict").settings({"iterations": iterations, "lengths": lengths})
-    return TranslatorArm(
-        label_mask_predict(iterations, lengths),
-        _make_one(model, "mask_predict", None, **knobs),
-        many,
-        lengths,
-        knobs,
-    )
+    one = _make_one(model, method, teacher, **knobs)
+    return TranslatorArm(label, one, many, width, card.settings(knobs))

@@ -61,6 +61,8 @@ def add_random_head(model: Model, card: Card, seed: int) -> Model:
     """
     if card.cyclic:
         return repeat_layers(model, model.config.n_layers)
+    if card.tuned is not None and card.tuned.tokens:
+        return card.tuned.add_tokens(model)
     if card.trained is None:
         return model
     settings = card.trained.small
@@ -111,14 +113,18 @@ tokens leave here.
 
 
 def run_dense(
-    model: Transformer, text: Sequence[int], plan: Plan | None = None, leaves: Leaves | None = None
+    model: Transformer,
+    text: Sequence[int],
+    plan: Plan | None = None,
+    leaves: Leaves | None = None,
+    runs: NDArray[np.bool_] | None = None,
 ) -> DensePass:
     """Run one causal pass of the model over a text.
 
     `plan` may stop early or skip sublayers; every earlier position is visible.
 
     A token that leaves keeps its state from there on: keys and values of the layers above are made
-    from it.
+    from it. With `runs` [L, n] a token keeps its state in each layer that it does not run.
     """
     c, w, plan = model.config, _dense_weights(model), plan or Plan()
     if plan.visible is not None:
@@ -152,6 +158,7 @@ def run_dense(
             h = act(h[:, : c.d_ff]) * h[:, c.d_ff :] if c.gated else act(h)
             x = x + _dense_linear(w, f"{own}.down", h)
         x = np.where(left[:, None], entered, x)
+        x = x if runs is None else np.where(runs[layer][:, None], x, entered)
         if leaves is not None:
             left = left | leaves(layer + 1, x, entered)
     return DensePass(logits_of_states(model, x), keys, values)

@@ -178,6 +178,7 @@ class TableSession:
         self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
         self.committed: list[TableNode] = []
         self.scored: list[TableNode] = []  # nodes of the last tree, by its indices
+        self.n_settled = 0  # tokens that another plan does not change any more
         self.n_probe_ids = 0  # how many ids beyond the vocabulary name a probe
         self.prefix: Any = None  # what probes alone see
 
@@ -222,7 +223,7 @@ class TableSession:
         if length == len(self):
             return
         del self.committed[length:]
-        self.scored = []
+        self.scored, self.n_settled = [], min(self.n_settled, max(length - 1, 0))
         if self.committed:
             self.committed[-1].forget()
             self.committed[-1].children = {}
@@ -278,10 +279,10 @@ class TableSession:
     @property
     def cache_exact(self) -> bool:
         """Return whether the keys equal those of a fresh pass, as far as the text has been run."""
-        for node in self.committed[:-1]:
+        for at, node in enumerate(self.committed[:-1]):
             if node.filled or not node.exact:
                 return False
-            if self._needs_compute(node, self.plan, self._end):
+            if at >= self.n_settled and self._needs_compute(node, self.plan, self._end):
                 break
         return True
 
@@ -302,11 +303,15 @@ class TableSession:
         """End the request: forget the text."""
         self.rewind(0)
 
-    def fork(self) -> "TableSession":
+    def fork(
+        self, length: int | None = None, *, forward_log: list[ForwardRecord] | None = None
+    ) -> "TableSession":
         """Return another text with the same prefix; what is uncommitted stays here."""
-        twin = TableSession(self.model, plan=self.plan, forward_log=self.forward_log)
+        if forward_log is None:
+            forward_log = self.forward_log
+        twin = TableSession(self.model, plan=self.plan, forward_log=forward_log)
         last: TableNode | None = None
-        for node in self.committed:
+        for node in self.committed[:length]:
             copy = TableNode(node.token, last)
             for name in ("plan", "row_at", "filled", "exact"):
                 setattr(copy, name, getattr(node, name))
@@ -316,6 +321,7 @@ class TableSession:
             twin.committed.append(copy)
             last = copy
         twin.n_probe_ids, twin.prefix = self.n_probe_ids, self.prefix
+        twin.n_settled = self.n_settled
         return twin
 
     # ------------------------------------------------------------------ computing
@@ -337,6 +343,25 @@ class TableSession:
             tree, hidden_layers, self.plan, stop=2 * layer, head=head
         )
         return scores
+
+    def score_with_late_rows(
+        self, tree: TokenTree, hidden_layers: Sequence[int] = ()
+    ) -> tuple[Scores, dict[int, Any]]:
+        """Return what `score` returns, and the rows of the committed tokens that ran along."""
+        waiting = self._unfinished_tokens(self._end)
+        scores, self.scored = self.score_tree(tree, hidden_layers, self.plan, late=waiting)
+        return scores, {node.position: self.model.head(node.states[self._end]) for node in waiting}
+
+    def run_committed(self, positions: Iterable[int], layer: int) -> None:
+        """Run committed tokens up to the end of `layer` layers."""
+        nodes = [self.committed[at] for at in sorted(positions)]
+        self._pass([(nodes, min(2 * layer, self._end), self.plan)], prefill=True)
+
+    def restart(self, positions: Iterable[int]) -> None:
+        """Forget what was run of committed tokens."""
+        for position in positions:
+            self.committed[position].forget()
+            self.n_settled = min(self.n_settled, position)
 
     def fill_cache(
         self, how: Literal["copy", "recompute"], slots: Sequence[int] | None = None
@@ -373,7 +398,11 @@ class TableSession:
         self.prefix = None if prefix is None else 17
 
     def set_plan(self, plan: Plan) -> None:
-        """Run what comes from now on under another plan."""
+        """Run what comes from now on under another plan; what was run stays as it is."""
+        for node in self.committed[self.n_settled : -1]:
+            if not node.filled and self._needs_compute(node, self.plan, self._end):
+                break
+            self.n_settled += 1
         self.plan = plan
 
     def view(self, plan: Plan) -> "View":
@@ -391,21 +420,25 @@ class TableSession:
         stop: int | None = None,
         head: bool = True,
         trunk: Sequence[TableNode] = (),
+        late: Sequence[TableNode] = (),
     ) -> tuple[Scores, list[TableNode]]:
-        """Attach the tree below the newest token (or a view's trunk) and return its scores."""
+        """Attach the tree below the newest token (or a view's trunk) and return its scores.
+
+        late  tokens that run along and whose rows are read too
+        """
         end = plan.stop_sublayer(self._layers)
         stop = end if stop is None else min(stop, end)
         self._check_hidden_layers(hidden_layers, stop)
         above = [self._newest(), *trunk]
         nodes = self._attach(above[-1], tree)
         rows = [above[-1], *nodes]
-        late = min(stop, self._end)
-        unfinished: list[PassWork] = [(self._unfinished_tokens(late), late, self.plan)]
+        least = min(stop, self._end)
+        unfinished: list[PassWork] = [(self._unfinished_tokens(least), least, self.plan)]
         if plan != self.plan:  # another plan is another pass
             self._pass(unfinished)
             unfinished = []
         work = [*unfinished, (above[:-1], stop, plan), (list(dict.fromkeys(rows)), stop, plan)]
-        self._pass(work, rows if head else ())
+        self._pass(work, [*late, *rows] if head else ())
         logits: Any = [self.model.head(node.states[stop]) for node in rows] if head else []
         hidden: Any = self._hidden(rows, hidden_layers, stop)
         return Scores(logits, hidden, [stop // 2] * len(rows)), nodes
@@ -441,7 +474,7 @@ class TableSession:
         """
         return [
             node
-            for node in self.committed[:-1]
+            for node in self.committed[self.n_settled : -1]
             if not node.filled and self._needs_compute(node, self.plan, stop)
         ]
 

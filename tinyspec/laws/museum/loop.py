@@ -316,8 +316,8 @@ REPORTS = [
         also=(
             Patch(
                 Statistics.count,
-                "self.target_calls += 1",
-                """self.target_calls += 1
+                "self.target_calls += not round.is_shared",
+                """self.target_calls += not round.is_shared
 self.kept = getattr(self, "kept", 0) + (len(round.verdict.accepted) > 0)""",
             ),
         ),

@@ -304,8 +304,8 @@ at = at._replace(logits=SamplingParams(0.5).probs(at.logits))
     ),
     _exit(
         "asked from the top down",
-        "for layer in self.rule.layers:",
-        "for layer in reversed(self.rule.layers):",
+        "self.rule.layers_of(self.session.committed[newest].token, newest):",
+        "self.rule.layers[::-1]:",
     ),
 ]
 

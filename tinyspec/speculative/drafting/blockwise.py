@@ -39,7 +39,7 @@ Left out: pictures, for which the rule by distance was made.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from tinyspec.decoding.features import FeatureDrafter, rank_tokens
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of, top_k_tokens
 from tinyspec.decoding.verify import Verdict, exclude_token, verify_tree
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.heads import (
     TOKEN_MAP,
@@ -69,7 +70,9 @@ from tinyspec.technique import (
     Knob,
     Request,
     Trained,
+    TrainedTranslator,
     TrainingBatch,
+    TranslatorTraining,
     technique,
 )
 from tinyspec.tree import ROOT, TokenTree
@@ -248,6 +251,89 @@ def split_into_blocks(model: Seq2Seq, source: Tensor, target: Tensor) -> list[li
     return found
 
 
+@dataclass(frozen=True)
+class BlockwiseTranslatorSettings:
+    """The section [translator] of a recipe.
+
+    k       tokens of a block, the next one among them
+    frozen  only the layer is trained, and the other weights stay the teacher's
+    """
+
+    k: int = 4
+    frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if type(self.k) is not int or not 2 <= self.k <= 64:
+            raise TinyspecError(
+                f"k is {self.k}: it must be a whole number from 2 to 64, the next token and its "
+                "guesses"
+            )
+        if not isinstance(self.frozen, bool):
+            raise TinyspecError(f"frozen is {self.frozen}: it must be true or false")
+
+    @property
+    def guesses(self) -> int:
+        """Return how many tokens the layer guesses."""
+        return self.k - 1
+
+    @property
+    def about(self) -> str:
+        """Return what was trained, in words."""
+        if self.frozen:
+            return "The layer alone was trained: all else is its teacher's"
+        return "Both were trained together, from its teacher's weights"
+
+
+def train_blockwise(
+    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+) -> Tensor:
+    """Return `translation_loss` of a batch of the trainer; a frozen model drops nothing out."""
+    source, target = batch
+    frozen = training.settings.frozen
+    dropout = 0.0 if frozen else training.dropout
+    options = generator, frozen, dropout, training.smoothing
+    return translation_loss(training.model, (source, target), *options)
+
+
+def measure_held_out_loss(
+    model: Seq2Seq,
+    settings: BlockwiseTranslatorSettings,
+    source: Tensor,
+    target: Tensor,
+    generator: torch.Generator,
+) -> dict[str, Tensor]:
+    """Return the mean loss of all predictors, the same for every row of the batch."""
+    with torch.no_grad():
+        return {
+            "held_out": translation_loss(model, (source, target), generator).expand(len(source))
+        }
+
+
+def count_accepted_tokens(
+    model: Seq2Seq, settings: BlockwiseTranslatorSettings, source: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    """Return the tokens of the model's own translations, and the passes that they take: [2, B]."""
+    blocks = split_into_blocks(model, source, target)
+    return {"accepted": torch.tensor([[sum(row) for row in blocks], [len(row) for row in blocks]])}
+
+
+TRANSLATOR = TrainedTranslator(
+    train_blockwise,
+    None,
+    "It writes from left to right, and a layer on its last state guesses the {settings.guesses} "
+    "tokens after the next one (`blockwise`). {settings.about}. Its figure is greedy decoding's. "
+    "Of its own greedy text it accepts {figures[accepted]:.2f} tokens in a pass. `held_out`, the "
+    "mean loss of all predictors on its teacher's greedy translations, is {figures[held_out]:.3f}.",
+    settings=BlockwiseTranslatorSettings,
+    figures=measure_held_out_loss,
+    own_text=count_accepted_tokens,
+    best="held_out",
+    equip=lambda config, settings: replace(config, block=settings.guesses),
+    extends=True,
+    updates=lambda settings: BLOCK if settings.frozen else "",
+)
+
+
 # ------------------------------------------------------------------ the draft
 
 
@@ -364,6 +450,7 @@ KNOBS = (
     hidden=True,
     lossy=("slack", 0),
     trained=TRAINED,
+    translator=TRANSLATOR,
     knobs=KNOBS,
 )
 def blockwise(request: Request, *, k: int, slack: int, rule: str) -> Decoder:

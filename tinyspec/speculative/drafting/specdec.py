@@ -40,6 +40,7 @@ translator's does. Batches of translations.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +53,17 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.sampling import SamplingParams, kernels_of, top_k_tokens
 from tinyspec.decoding.verify import Verdict, exclude_token, verify_tree
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.technique import Guarantee, Knob, Request, technique
+from tinyspec.technique import (
+    Guarantee,
+    Knob,
+    Request,
+    TrainedTranslator,
+    TranslatorTraining,
+    technique,
+)
 from tinyspec.tree import ROOT, TokenTree
 
 FIRST_GLANCE = 0.5  # share of the wrong masks that are replaced by their tokens, in the beginning
@@ -272,6 +281,37 @@ def top_beta_verifier(beta: int, tau: float) -> Verifier:
     return judge
 
 
+@dataclass(frozen=True)
+class SpecDecSettings:
+    """What a drafter is trained for.
+
+    k  masks of a block, which the card of the drafter advises
+    """
+
+    k: int = 25
+
+    def __post_init__(self) -> None:
+        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
+            raise TinyspecError(f"k is {self.k}: it must be a whole number of at least 1")
+
+
+def train_specdec(
+    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+) -> Tensor:
+    """Return `block_filling_loss` of a batch of the trainer."""
+    source, target = batch
+    share = glancing_share(training.progress)
+    options = share, generator, training.dropout, training.smoothing
+    return block_filling_loss(training.model, (source, target), training.settings.k, *options)
+
+
+def fits_positions(
+    config: Seq2SeqConfig, settings: SpecDecSettings, source: int, target: int
+) -> bool:
+    """Return whether a block of masks fits behind a whole target."""
+    return target <= config.max_positions - settings.k - 1
+
+
 @technique(
     title="SpecDec",
     summary="fills a block of masks at once",
@@ -281,6 +321,19 @@ def top_beta_verifier(beta: int, tau: float) -> Verifier:
     guarantee=Guarantee.LOSSY,
     drafts=1,
     fills_masks=True,
+    translator=TrainedTranslator(
+        train_specdec,
+        lambda model, settings, sources: translate_by_blocks(model, sources, settings.k),
+        "It fills a block of {settings.k} masks behind a translation, and so drafts for its "
+        "teacher (`specdec`). Its figure is that of the translations that it writes alone, block "
+        "after block; what counts for its teacher is how many tokens at the head of a block are "
+        "right: {figures[right_tokens]:.2f}.",
+        settings=SpecDecSettings,
+        fits=fits_positions,
+        figures=lambda model, settings, source, target, generator: {
+            "right_tokens": count_right_tokens(model, (source, target), settings.k, generator)
+        },
+    ),
     lossy=("beta", 1),
     knobs=(
         Knob("k", 25, "masks of a block", low=1, high=256, small=(3, 1), advised=True),
