@@ -161,9 +161,9 @@ CODE_LINES = {
     "laws": 15576,
     "museum": 3554,
     "training": 3382,
-    "bench": 7100,
+    "bench": 7111,
     "grade": 4232,
-    "cli": 2650,
+    "cli": 2651,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

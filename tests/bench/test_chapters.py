@@ -122,6 +122,17 @@ def test_sequoia_measures_its_acceptance_vector_before_it_is_timed(
     assert paper.run(job(), 0, time.perf_counter).ids == ours.run(job(), 0, time.perf_counter).ids
 
 
+def test_a_method_that_tunes_the_model_has_a_row_only_on_a_model_tuned_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chapters, "list_decoders", lambda name: ["llma", "medusa2"])
+    found, cannot, _ = chapters.select_techniques(
+        "speculative", BenchSettings(model="alone"), model(ENDING), None, job()
+    )
+    assert "medusa2" not in found.methods and "llma" in found.methods
+    assert any(reason.startswith("medusa2: ") and "was not tuned" in reason for reason in cannot)
+
+
 def test_every_decoder_of_the_chapter_is_asked() -> None:
     asked = set(chapters.list_decoders("speculative"))
     here = {

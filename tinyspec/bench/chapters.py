@@ -16,7 +16,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.model import Model
 from tinyspec.pairing import Draft
-from tinyspec.technique import CHAPTERS, find_technique, load_techniques
+from tinyspec.technique import CHAPTERS, find_technique, is_tuned_for, load_techniques
 
 TRIED = 16  # tokens that each technique writes before the table is begun
 BOOKS = ("books:60",)  # tasks of a model without a chat template
@@ -78,6 +78,9 @@ def select_techniques(
     short = job._replace(tokens=min(job.tokens, TRIED))
     for spec in [row for method in list_decoders(name) for row in list_rows(method)]:
         try:
+            card = find_technique(spec.name)
+            if card.tuned is not None and not is_tuned_for(model, spec.name):
+                raise TinyspecError(f"{model.name} was not tuned for it")
             need = prepare_arm(spec, model, draft, settings)
             arm = TechniqueArm(spec, model, settings, draft)
             check_token_balance(arm.run(short, 0, time.perf_counter), short, spec.label)

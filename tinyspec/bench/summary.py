@@ -27,12 +27,20 @@ QUOTED = (
     "race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval",
     "sizes", "exits", "translation", "translation-iterations", "dialects", "equality", "peer",
     "bench", "bench-float32", "parts", "parts-storyteller", "parts-apprentice", "peer-torch",
-    "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
+    "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds", "laws_seeds_trees",
 )  # fmt: skip
 """The results that the page quotes."""
 OPTIONAL = ("long_context", "heads", "heads-sizes", "osd")
 """The results that the page quotes as soon as the folder has them."""
-UNTIMED = ("peer-torch", "layerskip", "laws_thorough", "laws_seeds", "heads", "heads-sizes")
+UNTIMED = (
+    "peer-torch",
+    "layerskip",
+    "laws_thorough",
+    "laws_seeds",
+    "laws_seeds_trees",
+    "heads",
+    "heads-sizes",
+)
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
 TABLED = (
