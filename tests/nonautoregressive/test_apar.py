@@ -1,6 +1,7 @@
 """APAR: examples by hand, the algorithm against what runs, training, and a tuned model's streams."""
 
 import json
+from copy import copy
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -264,7 +265,7 @@ def test_without_forks_it_is_plain_decoding_without_the_two_tokens() -> None:
 
 
 def test_a_full_context_forks_no_more() -> None:
-    model = small_network(13, 5)
+    model = copy(small_network(13, 5))  # all who ask share the network
     model.config = model.config.__class__(**{**vars(model.config), "max_positions": 12})
     request = StreamRequest(model, stop=StoppingCriteria())
     decoder = ForkingDecoder(request, traps.FORK, traps.CHILD, 99, 99)
