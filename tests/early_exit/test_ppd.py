@@ -16,8 +16,9 @@ import tinyspec
 from tests.lm.small import GPT2, LLAMA, same_cache
 from tests.lm.small import model as network
 from tests.table import Table, exact_law
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Upcoming
+from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
+from tinyspec.decoding.pipeline import Upcoming
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria

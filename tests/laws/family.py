@@ -25,7 +25,8 @@ from hypothesis.stateful import (
 from tests.lm.oracle import Oracle, Token
 from tests.lm.small import LLAMA, model
 from tinyspec.lm.forward import Plan, VisibleSet
-from tinyspec.lm.session import Session, View
+from tinyspec.lm.session import Session
+from tinyspec.lm.view import View
 from tinyspec.tree import ROOT, TokenTree
 
 L = LLAMA.n_layers

@@ -17,7 +17,8 @@ from tests.laws.indices import Indices
 from tinyspec._core import NgramIndex, fallback
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Cache, Plan
-from tinyspec.lm.session import Session, View
+from tinyspec.lm.session import Session
+from tinyspec.lm.view import View
 from tinyspec.tree import TokenTree
 
 

@@ -31,7 +31,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tinyspec.decoding.decode import NO_DRAFT, Decoder, PipelineDrafter, Upcoming
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.pipeline import NO_DRAFT, PipelineDrafter, Upcoming
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter, PipelineDrafter
+from tinyspec.decoding.decode import BaseDrafter, Decoder, Drafter
+from tinyspec.decoding.pipeline import PipelineDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria

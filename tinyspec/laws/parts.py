@@ -27,7 +27,8 @@ from tinyspec.early_exit.ppd import PipelinedTarget
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import ConditionedDecoder
-from tinyspec.lm.session import Session, View
+from tinyspec.lm.session import Session
+from tinyspec.lm.view import View
 from tinyspec.nonautoregressive.jacobi import JacobiDrafter, solve_blocks
 from tinyspec.nonautoregressive.mask_predict import MaskPredictRefiner, hide_tokens
 from tinyspec.nonautoregressive.nat import NatRefiner, nat_loss, reinforce_surrogate

@@ -38,7 +38,7 @@ from tinyspec.bench.report import (
 from tinyspec.bench.settings import PpdSettings
 from tinyspec.bench.tally import five_number_summary
 from tinyspec.bench.tasks import tokenize_openings
-from tinyspec.decoding.decode import NO_DRAFT
+from tinyspec.decoding.pipeline import NO_DRAFT
 from tinyspec.early_exit.ppd import count_layer_steps, expected_cost, resolve_guess_layer
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation

@@ -24,7 +24,7 @@ from tinyspec.lm.forward import ForwardRecord, Plan, Scores
 from tinyspec.tree import ROOT, TokenTree
 
 if TYPE_CHECKING:
-    from tinyspec.lm.session import View
+    from tinyspec.lm.view import View
 
 HEAVIEST = 4  # weights are 0..4: small enough that a counterexample can be read
 
@@ -408,7 +408,7 @@ class TableSession:
     def view(self, plan: Plan) -> "View":
         """Return the same text and nodes under another plan."""
         # Imported here: through a global name the digest of a session would reach `lm.session`.
-        from tinyspec.lm.session import View
+        from tinyspec.lm.view import View
 
         return View(self, plan)  # type: ignore[arg-type]  # it needs the text and the nodes alone
 

@@ -32,8 +32,9 @@ from tinyspec.laws.session_laws import (
 )
 from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import Cache
-from tinyspec.lm.session import Session, View, find_seen_slots
+from tinyspec.lm.session import Session, find_seen_slots
 from tinyspec.lm.transformer import Transformer
+from tinyspec.lm.view import View
 
 _commit = partial(Mutant, law=CACHE_FRESH, function=Session.commit)
 _rewind = partial(Mutant, law=REWIND_TRACELESS, function=Session.rewind)

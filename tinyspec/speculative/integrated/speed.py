@@ -39,8 +39,9 @@ after later repetitions; encoder-decoders.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tinyspec.decoding.decode import Decoder, PipelineDrafter, Upcoming
+from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.features import rank_tokens
+from tinyspec.decoding.pipeline import PipelineDrafter, Upcoming
 from tinyspec.decoding.sampling import kernels_of
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
