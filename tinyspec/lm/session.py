@@ -595,7 +595,7 @@ class Session:
         if not head:
             logits = self._no_logits()
         elif fresh is not None and todo == rows:
-            logits = fresh.logits[-len(rows) :]  # after those of the tokens that ran along
+            logits = fresh.logits[-len(rows) :] if read else fresh.logits  # theirs stand first
         else:
             logits = stack_rows([node.logits for node in rows if node.logits is not None])
         states = self._hidden_states(rows, hidden_layers)
