@@ -161,7 +161,7 @@ CODE_LINES = {
     "laws": 15578,
     "museum": 3555,
     "training": 3382,
-    "bench": 7111,
+    "bench": 7118,
     "grade": 4232,
     "cli": 2651,
 }

@@ -194,6 +194,20 @@ def tabulate_reported(chat: Result, tales: Result) -> str:
     return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
 
 
+def list_unmeasured(*results: Result) -> list[str]:
+    """Return the methods that have no row in these results of a chapter, nor on another page."""
+    rows = {ArmSpec.parse(label).name for of in results for label in list_speedups(of)}
+    return [
+        f"`{name}`"
+        for name, card in load_techniques().items()
+        if card.kind != "analysis" and name not in {PLAIN, *rows, *MEASURED_ELSEWHERE}
+    ]
+
+
+MEASURED_ELSEWHERE = ("calm", "layerskip", "kangaroo", "ppd", "jacobi", "nat", "mask_predict")
+"""Methods of chapters 2 and 3 that another page measures (kangaroo: heads.md)."""
+
+
 def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:
     first, second = list_speedups(chat), list_speedups(tales)
     return {name: (first.get(name), second.get(name)) for name in [*first, *second]}
