@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import tinyspec
+from tests.training.interrupting import check_it_goes_on_to_the_same_weights
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import technique
 from tinyspec.errors import TinyspecError
@@ -125,28 +124,12 @@ def test_a_model_that_was_not_tuned_is_told_so(method: str, zoo: Zoo) -> None:
 def test_an_interrupted_tuning_ends_with_the_same_weights(
     method: str, zoo: Zoo, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    assert tune(zoo, tmp_path / "whole", method=method).exit_code == 0
-    real, calls = heads.make_feature_collate, [0]
-
-    def interrupting(*args: Any) -> Any:
-        collate = real(*args)
-
-        def count(*more: Any) -> TrainingBatch:
-            calls[0] += 1
-            if calls[0] == 8:
-                os.kill(os.getpid(), signal.SIGINT)
-            return collate(*more)
-
-        return count
-
-    monkeypatch.setattr(heads, "make_feature_collate", interrupting)
-    assert tune(zoo, tmp_path / "parts", method=method).exit_code == 130
-    assert not (tmp_path / "parts/model.safetensors").exists()
-    monkeypatch.setattr(heads, "make_feature_collate", real)
-    assert tune(zoo, tmp_path / "parts", method=method).exit_code == 0
-    whole, parts = (read_checkpoint(tmp_path / name).weights for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    check_it_goes_on_to_the_same_weights(
+        lambda out: tune(zoo, out, method=method),
+        lambda out: read_checkpoint(out).weights,
+        tmp_path,
+        monkeypatch,
+    )
 
 
 def test_a_recipe_is_followed_without_for(zoo: Zoo, tmp_path: Path) -> None:
