@@ -13,7 +13,7 @@ from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import bita as traps
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita
+from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita, bita_loss
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -31,6 +31,10 @@ def test_trap_every_round_but_the_first_drafts() -> None:
 
 def test_trap_the_targets_rows_stay_as_they_are() -> None:
     assert traps.rows_stay_as_they_are(CARD.make).cases > 20
+
+
+def test_trap_a_mask_with_its_prefix_is_trained_on_its_own_token() -> None:
+    assert traps.loss_is_of_the_right_tokens(bita_loss).cases == 3
 
 
 def begin(model: Model, text: Any, ends: frozenset[int] = frozenset(), **knobs: Any) -> Any:
