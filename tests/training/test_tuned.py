@@ -218,6 +218,22 @@ def test_tensors_beside_the_model_become_its_extras(
     assert int(extras["medusa/settings/masks"]) == 2
 
 
+def test_tensors_beside_the_model_have_the_methods_learning_rate(
+    with_a_row: None, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the rate that the fixture has moves the row about half as far from its 1."""
+    moved = list[float]()
+    card = load_techniques()["space"]
+    assert card.tuned is not None
+    for rate in (4.0, 2.0):
+        changed = replace(card, tuned=card.tuned._replace(rate=rate))
+        monkeypatch.setitem(technique._cards, "space", changed)
+        assert tune(zoo, tmp_path / str(rate)).exit_code == 0
+        row = tinyspec.load(tmp_path / str(rate)).extras["medusa/row"]
+        moved.append(1 - float(row.float().mean()))
+    assert moved[0] > 1.5 * moved[1] > 0
+
+
 def test_a_loss_is_measured_as_at_the_end_of_the_training(
     with_a_row: None, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
