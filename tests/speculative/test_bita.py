@@ -34,7 +34,7 @@ def test_trap_the_targets_rows_stay_as_they_are() -> None:
 
 
 def test_trap_a_mask_with_its_prefix_is_trained_on_its_own_token() -> None:
-    assert traps.loss_is_of_the_right_tokens(bita_loss).cases == 3
+    assert traps.masks_are_trained_with_the_prefix(bita_loss).cases == 3
 
 
 def begin(model: Model, text: Any, ends: frozenset[int] = frozenset(), **knobs: Any) -> Any:

@@ -62,7 +62,7 @@ def rows_stay_as_they_are(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(AIMED)
-def loss_is_of_the_right_tokens(loss: Loss) -> Iterator[int]:
+def masks_are_trained_with_the_prefix(loss: Loss) -> Iterator[int]:
     """Check the loss of masks and prefix against the rows of one mask at a time."""
     yield from check_probe_loss("bita", AIMED, loss)
 
@@ -75,7 +75,7 @@ def check_bita_drafts(build: Build) -> Evidence:
 TRAPS = [
     Trap(PLACED, check_bita_drafts, card("bita")),
     Trap(ONE_PASS, every_round_drafts, card("bita")),
-    Trap(AIMED, loss_is_of_the_right_tokens, lambda: bita_loss),
+    Trap(AIMED, masks_are_trained_with_the_prefix, lambda: bita_loss),
     Trap(ALONE, rows_stay_as_they_are, card("bita")),
 ]
 
