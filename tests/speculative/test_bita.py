@@ -4,19 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
-from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import bita as traps
-from tinyspec.lm.config import Config
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita
+from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita, bita_loss
 from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
@@ -34,6 +31,10 @@ def test_trap_every_round_but_the_first_drafts() -> None:
 
 def test_trap_the_targets_rows_stay_as_they_are() -> None:
     assert traps.rows_stay_as_they_are(CARD.make).cases > 20
+
+
+def test_trap_a_mask_with_its_prefix_is_trained_on_its_own_token() -> None:
+    assert traps.masks_are_trained_with_the_prefix(bita_loss).cases == 3
 
 
 def begin(model: Model, text: Any, ends: frozenset[int] = frozenset(), **knobs: Any) -> Any:
@@ -78,6 +79,19 @@ def test_nothing_follows_the_end_of_a_text() -> None:
     assert {up for up, probe in zip(tree.parents, tree.probe, strict=True) if not probe} == {ROOT}
 
 
+def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
+    """Each slot ranks its tokens after the text and the likeliest candidates before it."""
+    sampling = SamplingParams(0.0, repetition_penalty=1.5)
+    for seed in range(5):
+        decoder = begin(masked_network(3, seed), (0, 1))
+        decoder.step(Seeded(0))
+        tree = decoder.drafter.propose(decoder.context, 9, sampling, Seeded(0))
+        history = list(decoder.context)
+        for row, first in zip(decoder.drafter.logits, (0, 5, 9), strict=True):
+            assert tree.tokens[first] == sampling.greedy_token(row, history)
+            history.append(tree.tokens[first])
+
+
 def test_masks_end_with_the_context() -> None:
     model = masked_network(3)
     decoder = begin(model, [0, 1] * 29 + [2])  # 59 of 64 positions
@@ -85,20 +99,6 @@ def test_masks_end_with_the_context() -> None:
         tree = decoder.step(Seeded(decoder.rounds)).tree
         assert isinstance(tree, TokenTree)
     assert len(decoder.context) == 64
-
-
-@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_rows_do_not_change_to_the_bit(dtype: torch.dtype) -> None:
-    config = Config(40, 16, 2, 2, 1, 8, 24, 64)
-    model = add_random_head(Model.random(config, dtype=dtype, scale=0.3), CARD, 0)
-    decoder, plain = begin(model, (1, 2, 3), candidates=2), model.session()
-    plain.extend((1, 2, 3))
-    for number in range(6):
-        round = decoder.step(Seeded(number))
-        assert torch.equal(round.scores.logits[0], plain.score(TokenTree()).logits[0])
-        for token in round.tokens:
-            plain.commit((), token)
 
 
 def test_masks_and_prefix_are_all_that_is_trained() -> None:

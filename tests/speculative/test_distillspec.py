@@ -60,6 +60,10 @@ def test_jensen_shannon_weighs_its_two_sides() -> None:
     p, q = torch.tensor([0.9, 0.1]), torch.tensor([0.2, 0.8])
     assert float(js_divergence(p, q, 0.9)) != pytest.approx(float(js_divergence(p, q, 0.1)))
     assert float(js_divergence(p, q, 0.9)) == pytest.approx(float(js_divergence(q, p, 0.1)))
+    m = (0.9 * 0.9 + 0.1 * 0.2, 0.9 * 0.1 + 0.1 * 0.8)
+    of_p = 0.9 * math.log(0.9 / m[0]) + 0.1 * math.log(0.1 / m[1])
+    of_q = 0.2 * math.log(0.2 / m[0]) + 0.8 * math.log(0.8 / m[1])
+    assert float(js_divergence(p, q, 0.9)) == pytest.approx(0.9 * of_p + 0.1 * of_q, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
@@ -99,6 +103,17 @@ def test_a_text_of_the_draft_has_the_targets_probabilities() -> None:
     assert torch.equal(given.ids, text.ids)
     assert torch.equal(given.top_ids.long(), rows.topk(5).indices)
     assert torch.allclose(given.top_probs.float(), rows.topk(5).values, atol=1e-3)
+
+
+def test_each_refresh_chooses_its_own_prompts(tmp_path: Path) -> None:
+    prompts = [TargetPrompt([number, 1, 2]) for number in range(40)]
+    asking = OutputSettings(texts=4, tokens=4, top=5, batch=4)
+    own = DraftTexts(small_model(0), lambda: small_model(1), prompts, asking, 10, 4, tmp_path)
+    chosen = []
+    for step in (0, 10, 20):
+        own.refresh(step)
+        chosen.append([int(text.ids[0]) for text in own.texts])
+    assert chosen[0] != chosen[1] != chosen[2] != chosen[0]
 
 
 # ---------------------------------------------------------------------- which draft

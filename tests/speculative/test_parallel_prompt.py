@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -16,7 +15,6 @@ from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small
 from tinyspec.laws.stage import Stage
 from tinyspec.laws.traps import begin_decoder, run_all_rounds
 from tinyspec.laws.traps import parallel_prompt as traps
-from tinyspec.lm.config import Config
 from tinyspec.lm.heads import RANKED, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated import parallel_prompt as ppd
@@ -265,20 +263,6 @@ def test_fewer_prompts_may_be_used_than_were_trained() -> None:
         decoder = begin(model, (0, 1), prompts=n)
         tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
         assert tree.tokens == [10, 11, 12][:n]
-
-
-@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_rows_do_not_change_to_the_bit(dtype: torch.dtype) -> None:
-    config = Config(40, 16, 2, 2, 1, 8, 24, 64)
-    model = add_random_head(Model.random(config, dtype=dtype, scale=0.3), CARD, 0)
-    decoder, plain = begin(model, (1, 2, 3), nodes=9), model.session()
-    plain.extend((1, 2, 3))
-    for number in range(6):
-        round = decoder.step(Seeded(number))
-        assert torch.equal(round.scores.logits[0], plain.score(TokenTree()).logits[0])
-        for token in round.tokens:
-            plain.commit((), token)
 
 
 def test_the_rows_of_candidates_are_the_targets() -> None:

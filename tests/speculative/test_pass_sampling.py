@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import pass_sampling as traps
-from tinyspec.lm.config import Config
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
 from tinyspec.lm.probes import run_probe_groups
@@ -40,24 +38,6 @@ def decoder_on(model: Model, sampling: SamplingParams, **knobs: Any) -> Any:
     request = Request(model.session(), sampling=sampling, stop=StoppingCriteria(max_new_tokens=20))
     request.positions = model.config.max_positions
     return CARD.make(request, **knobs)
-
-
-@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_targets_row_does_not_change_to_the_bit(dtype: torch.dtype) -> None:
-    """With look-aheads behind it, the newest token's row is the one of a pass without them."""
-    config = Config(40, 16, 2, 2, 1, 8, 24, 64)
-    model = add_random_head(Model.random(config, dtype=dtype, scale=0.3), CARD, 0)
-    decoder, plain = decoder_on(model, SamplingParams(0.0)), model.session()
-    decoder.extend((1, 2, 3))
-    plain.extend((1, 2, 3))
-    for number in range(6):
-        round = decoder.step(Seeded(number))
-        row = plain.score(TokenTree()).logits[0]
-        if all(round.tree.probe):
-            assert torch.equal(round.scores.logits[0], row)
-        for token in round.tokens:
-            plain.commit((), token)
 
 
 def test_look_aheads_end_with_the_context() -> None:

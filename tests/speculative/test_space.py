@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from tinyspec import _core
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -15,7 +14,6 @@ from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import joint_law_of_self_drafting
 from tinyspec.laws.traps import space as traps
-from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated.space import (
     SpaceSettings,
@@ -25,7 +23,7 @@ from tinyspec.speculative.integrated.space import (
     sar_loss,
 )
 from tinyspec.technique import TUNED, Request, TrainingBatch, Tuning, find_technique
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.tree import ROOT
 
 CARD = find_technique("space")
 GREEDY = SamplingParams(0.0)
@@ -108,20 +106,6 @@ def test_a_text_of_one_new_token_has_no_masks() -> None:
     decoder = begin(small_network(1), (0, 1), n=1)
     assert decoder.step(Seeded(0)).tree.tokens == []
     assert decoder.finished == "length"
-
-
-@pytest.mark.skipif(_core.compute is None, reason="torch's rows depend on how many there are")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_rows_do_not_change_to_the_bit(dtype: torch.dtype) -> None:
-    """With masks beside it, the newest token's row is the one of a pass without them."""
-    model = Model.random(Config(40, 16, 2, 2, 1, 8, 24, 64), dtype=dtype, scale=0.3)
-    decoder, plain = begin(model, (1, 2, 3)), model.session()
-    plain.extend((1, 2, 3))
-    for number in range(6):
-        round = decoder.step(Seeded(number))
-        assert torch.equal(round.scores.logits[0], plain.score(TokenTree()).logits[0])
-        for token in round.tokens:
-            plain.commit((), token)
 
 
 # ---------------------------------------------------------------------- settings

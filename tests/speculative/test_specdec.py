@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import models
-from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
@@ -78,6 +78,21 @@ def test_the_conditions_do_not_look_at_the_temperature() -> None:
         for seed in range(5):
             decoder = traps.forced_draft(CARD.make, second, sampling, beta=2, tau=1.0)
             assert decoder.step(Seeded(seed)).verdict.accepted == (0,)
+
+
+def test_a_token_that_is_not_allowed_leaves_the_distribution_as_it_is() -> None:
+    """Above temperature 0: accepted with probability p(x), else another token by p without x."""
+    p = [weight / sum(traps.WEIGHTS) for weight in traps.WEIGHTS]
+    for token in range(5):
+        if traps.is_allowed(traps.WEIGHTS, token, 2, 0.0):
+            continue
+
+        def first_token(rng: Any, token: int = token) -> int:
+            decoder = traps.forced_draft(CARD.make, token, SamplingParams(), beta=2, tau=0.0)
+            return decoder.step(rng).tokens[0]
+
+        got = Exhaustive.law(first_token)
+        assert [float(got.get(x, 0)) for x in range(5)] == pytest.approx(p, abs=1e-12)
 
 
 # ---------------------------------------------------------------------- on translators

@@ -1,8 +1,6 @@
 """A head is trained on its target's own texts and states: caches, batches, figures, command."""
 
 import json
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +8,7 @@ import pytest
 import torch
 
 import tinyspec
+from tests.training.interrupting import check_it_goes_on_to_the_same_weights
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.lm.heads import RANKS, TOKEN_MAP, FrozenTarget, freeze_target, head_weights, read_head
@@ -249,28 +248,9 @@ def test_a_vocabulary_of_the_heads_own_is_kept_in_its_file(zoo: Zoo, tmp_path: P
 def test_an_interrupted_training_ends_with_the_same_weights(
     zoo: Zoo, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    assert train(zoo, tmp_path / "whole").exit_code == 0
-    real, calls = features.make_feature_collate, [0]
-
-    def interrupting(*args: Any) -> Any:
-        collate = real(*args)
-
-        def count(*more: Any) -> TrainingBatch:
-            calls[0] += 1
-            if calls[0] == 8:
-                os.kill(os.getpid(), signal.SIGINT)
-            return collate(*more)
-
-        return count
-
-    monkeypatch.setattr(heads, "make_feature_collate", interrupting)
-    assert train(zoo, tmp_path / "parts").exit_code == 130
-    assert not (tmp_path / "parts/model.safetensors").exists()
-    monkeypatch.setattr(heads, "make_feature_collate", real)
-    assert train(zoo, tmp_path / "parts").exit_code == 0
-    whole, parts = (read_head(tmp_path / name).weights for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    check_it_goes_on_to_the_same_weights(
+        lambda out: train(zoo, out), lambda out: read_head(out).weights, tmp_path, monkeypatch
+    )
 
 
 # ---------------------------------------------------------------------- what is wrong is one line

@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 
 import tinyspec
+from tests.training.interrupting import check_it_goes_on_to_the_same_weights
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec import technique
 from tinyspec.errors import TinyspecError
@@ -125,28 +124,12 @@ def test_a_model_that_was_not_tuned_is_told_so(method: str, zoo: Zoo) -> None:
 def test_an_interrupted_tuning_ends_with_the_same_weights(
     method: str, zoo: Zoo, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    assert tune(zoo, tmp_path / "whole", method=method).exit_code == 0
-    real, calls = heads.make_feature_collate, [0]
-
-    def interrupting(*args: Any) -> Any:
-        collate = real(*args)
-
-        def count(*more: Any) -> TrainingBatch:
-            calls[0] += 1
-            if calls[0] == 8:
-                os.kill(os.getpid(), signal.SIGINT)
-            return collate(*more)
-
-        return count
-
-    monkeypatch.setattr(heads, "make_feature_collate", interrupting)
-    assert tune(zoo, tmp_path / "parts", method=method).exit_code == 130
-    assert not (tmp_path / "parts/model.safetensors").exists()
-    monkeypatch.setattr(heads, "make_feature_collate", real)
-    assert tune(zoo, tmp_path / "parts", method=method).exit_code == 0
-    whole, parts = (read_checkpoint(tmp_path / name).weights for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+    check_it_goes_on_to_the_same_weights(
+        lambda out: tune(zoo, out, method=method),
+        lambda out: read_checkpoint(out).weights,
+        tmp_path,
+        monkeypatch,
+    )
 
 
 def test_a_recipe_is_followed_without_for(zoo: Zoo, tmp_path: Path) -> None:
@@ -233,6 +216,22 @@ def test_tensors_beside_the_model_become_its_extras(
     extras = tinyspec.load(tmp_path / "mine").extras
     assert float(extras["medusa/row"].float().mean()) < 1
     assert int(extras["medusa/settings/masks"]) == 2
+
+
+def test_tensors_beside_the_model_have_the_methods_learning_rate(
+    with_a_row: None, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of the rate that the fixture has moves the row about half as far from its 1."""
+    moved = list[float]()
+    card = load_techniques()["space"]
+    assert card.tuned is not None
+    for rate in (4.0, 2.0):
+        changed = replace(card, tuned=card.tuned._replace(rate=rate))
+        monkeypatch.setitem(technique._cards, "space", changed)
+        assert tune(zoo, tmp_path / str(rate)).exit_code == 0
+        row = tinyspec.load(tmp_path / str(rate)).extras["medusa/row"]
+        moved.append(1 - float(row.float().mean()))
+    assert moved[0] > 1.5 * moved[1] > 0
 
 
 def test_a_loss_is_measured_as_at_the_end_of_the_training(

@@ -1,7 +1,7 @@
 """Guess by probes: what PaSS, BiTA, SPACE and their like share in training and in drafting.
 
-Probe j behind the token at position t stands at position t + 1 + j. It is trained to predict the
-token t + 2 + j, which is j + 1 places behind the token that the target itself predicts from t.
+Probe j after the token at position t stands at position t + 1 + j. It is trained to predict the
+token t + 2 + j, which is j + 1 places after the token that the target itself predicts from t.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ def begin_probes(target: FrozenTarget, n: int, seed: int) -> Tensor:
 def predict_by_probes(
     target: FrozenTarget, ids: Tensor, embeddings: Tensor, depth: int, prefix: Tensor | None = None
 ) -> Tensor:
-    """Return the logits [B, T, V] of probe `depth` behind every position of a text.
+    """Return the logits [B, T, V] of probe `depth` after every position of a text.
 
     embeddings  [n, d] of the probes;  prefix  [2, L, KV, P, hd], which only probes attend to
     """
@@ -70,7 +70,7 @@ def draw_anchors(batch: TrainingBatch, n: int) -> Tensor:
 def probe_loss(
     target: FrozenTarget, batch: TrainingBatch, embeddings: Tensor, prefix: Tensor | None = None
 ) -> Tensor:
-    """Return the mean cross-entropy of all probes behind random positions."""
+    """Return the mean cross-entropy of all probes after random positions."""
     assert target.blocks is not None
     n, anchors = len(embeddings), draw_anchors(batch, len(embeddings))
     states = run_probe_groups(target.blocks, batch.ids, anchors, embeddings, prefix)
@@ -102,14 +102,14 @@ def sample_chain(
 
 
 class ProbeGroupDrafter(BaseDrafter):
-    """Draft from the group of probes behind the last accepted token.
+    """Draft from the group of probes after the last accepted token.
 
-    A group stands behind the newest token and behind every draft token. So whatever is accepted,
+    A group stands after the newest token and after every draft token. So whatever is accepted,
     the pass that verifies has run the group that the next draft is read from.
 
     ids        of a group's probes
     positions  tokens that the target's context holds
-    logits     rows of the group behind the last accepted token; none after forced text
+    logits     rows of the group after the last accepted token; none after forced text
     group_of   draft token or ROOT -> its probes in the last tree
     """
 
@@ -124,7 +124,7 @@ class ProbeGroupDrafter(BaseDrafter):
     def add_groups(
         self, tokens: list[int], parents: list[int], depths: Mapping[int, int], length: int
     ) -> None:
-        """Append a group of probes behind every node of a draft, as far as the context holds them.
+        """Append a group of probes after every node of a draft, as far as the context holds them.
 
         depths  of every draft token and of ROOT
         length  of the text

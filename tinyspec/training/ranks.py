@@ -57,12 +57,12 @@ def main_rank_first() -> Iterator[None]:
 
 
 def share_decision(goes_on: bool, seconds: float) -> tuple[bool, float]:
-    """Return what rank 0 says: whether the training goes on, and its clock."""
+    """Return what rank 0 decides: whether the training goes on, and its clock."""
     if count_processes() == 1:
         return goes_on, seconds
-    said = torch.tensor([float(goes_on), seconds], dtype=torch.float64)
-    dist.broadcast(said, src=0)
-    return bool(said[0]), float(said[1])
+    decision = torch.tensor([float(goes_on), seconds], dtype=torch.float64)
+    dist.broadcast(decision, src=0)
+    return bool(decision[0]), float(decision[1])
 
 
 def add_gradients(tensors: Sequence[Tensor], loss: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ def train_tuned(
     )
     if not result.finished:
         return result, {}
-    made = {"method": plan.method, "from": target.name, "settings": dict(vars(settings))}
-    extra: dict[str, Any] = {"recipe": "recipe.toml", **plan.extra, TUNED: made}
+    origin = {"method": plan.method, "from": target.name, "settings": dict(vars(settings))}
+    extra: dict[str, Any] = {"recipe": "recipe.toml", **plan.extra, TUNED: origin}
     if licence := target.config.extra.get("licence"):
         extra.setdefault("licence", licence)
     stored = {name: w.detach().to("cpu", torch.bfloat16) for name, w in weights.items()}
@@ -147,7 +147,7 @@ def train_tuned(
         result,
         {"training loss": result.curve("loss"), "held-out loss": result.curve("held_out")},
         target=target.name,
-        settings=made["settings"],
+        settings=origin["settings"],
         trained_weights=n_trained,
         figures={"held_out": result.best, **figures},
         text_name=text_name,
@@ -214,7 +214,7 @@ def measure_pace(model: Model, method: str, texts: Sequence[TargetOutput]) -> fl
     tokens = passes = 0
     for text in texts[:TIMED_TEXTS]:
         prompt = text.ids[: int(text.positions[0]) + 1].tolist()
-        made = generate(model, prompt, method=method, max_new_tokens=TIMED_TOKENS)
-        assert not isinstance(made, list)
-        tokens, passes = tokens + made.stats.emitted, passes + made.stats.target_calls
+        output = generate(model, prompt, method=method, max_new_tokens=TIMED_TOKENS)
+        assert not isinstance(output, list)
+        tokens, passes = tokens + output.stats.emitted, passes + output.stats.target_calls
     return tokens / max(passes, 1)

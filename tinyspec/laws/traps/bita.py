@@ -10,14 +10,16 @@ from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_eq
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
+from tinyspec.laws.traps.pass_sampling import Loss, check_probe_loss
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.model import Model
-from tinyspec.speculative.integrated.bita import BitaDrafter
+from tinyspec.speculative.integrated.bita import BitaDrafter, bita_loss
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
 ONE_PASS = "every round but the first has a draft, from masks of the round before"
+AIMED = "mask j, which sees the prefix, is trained on the token j + 2 places on"
 ALONE = "masks and their prefix change no row of the target"
 
 
@@ -59,6 +61,12 @@ def rows_stay_as_they_are(build: Build) -> Iterator[int]:
             text += round.tokens
 
 
+@collect_evidence(AIMED)
+def masks_are_trained_with_the_prefix(loss: Loss) -> Iterator[int]:
+    """Check the loss of masks and prefix against the rows of one mask at a time."""
+    yield from check_probe_loss("bita", AIMED, loss)
+
+
 def check_bita_drafts(build: Build) -> Evidence:
     """Check law F2 on random heads."""
     return feature_laws.check_random_heads(find_technique("bita"), partial(build, candidates=2))
@@ -67,6 +75,7 @@ def check_bita_drafts(build: Build) -> Evidence:
 TRAPS = [
     Trap(PLACED, check_bita_drafts, card("bita")),
     Trap(ONE_PASS, every_round_drafts, card("bita")),
+    Trap(AIMED, masks_are_trained_with_the_prefix, lambda: bita_loss),
     Trap(ALONE, rows_stay_as_they_are, card("bita")),
 ]
 
@@ -86,6 +95,13 @@ TOYS = [
         "for node, depth in [(ROOT, 0)]:",
         BitaDrafter.add_groups,
         law=ONE_PASS,
+    ),
+    _bita(
+        "masks that are trained without the prefix",
+        "weights[MASKS], weights[PREFIX]",
+        "weights[MASKS]",
+        bita_loss,
+        law=AIMED,
     ),
     _bita(
         "a prefix that all rows see",

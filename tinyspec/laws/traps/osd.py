@@ -56,8 +56,8 @@ def find_rejected_places(rounds: Sequence[tuple[list[int], Round]]) -> dict[int,
     found = dict[int, list[int]]()
     for text, round in rounds:
         tested = len(round.verdict.accepted)
-        kept = tested + 1 == len(round.tokens)  # no stop has cut the round
-        if kept and tested < len(round.tree.tokens):
+        is_whole = tested + 1 == len(round.tokens)  # no stop has cut the round
+        if is_whole and tested < len(round.tree.tokens):
             before = [*text, *round.tokens[:tested]]
             found[len(before) - 1] = before
     return found

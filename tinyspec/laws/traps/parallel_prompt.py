@@ -18,7 +18,7 @@ from tinyspec.laws.traps import Build, Trap, begin_decoder, card
 from tinyspec.lm.heads import RANKED, RANKS, add_head, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated import parallel_prompt
-from tinyspec.speculative.integrated.parallel_prompt import DECAY, PromptDrafter, PromptTree
+from tinyspec.speculative.integrated.parallel_prompt import PromptDrafter, PromptTree
 from tinyspec.speculative.probing import ProbeGroupDrafter
 from tinyspec.technique import TrainingBatch, find_technique
 from tinyspec.tree import ROOT, TokenTree
@@ -72,7 +72,7 @@ def loss_is_the_weighted_divergence(loss: Any) -> Iterator[int]:
                 known_part = top_probs[0, at], row.softmax(-1)[top_ids[0, at]]
                 p, q = (torch.cat((x, 1 - x.sum(-1, keepdim=True))) for x in known_part)
                 of_depth.append(float((p * (p / q).log()).sum()))
-            expected += DECAY**depth * sum(of_depth) / len(of_depth) / 2
+            expected += 0.8**depth * sum(of_depth) / len(of_depth) / 2
         if not math.isclose(got, expected, rel_tol=1e-3):  # the loss is float32
             accuse(AIMED, expected, got, network=seed, text=ids[0].tolist())
         yield 1

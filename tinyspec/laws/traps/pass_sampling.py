@@ -24,33 +24,38 @@ Loss = Any
 """(weights, target, batch) -> scalar: what a technique minimises."""
 
 
-@collect_evidence(AIMED)
-def loss_is_of_the_right_tokens(loss: Loss) -> Iterator[int]:
+def check_probe_loss(name: str, law: str, loss: Loss) -> Iterator[int]:
     """Check the loss of short texts, of which every position is trained.
 
-    The judge runs the text up to each position with the look-aheads behind it, one at a time.
+    The judge runs the text up to each position with the probes behind it, one at a time.
     """
-    technique = find_technique("pass_sampling")
+    technique = find_technique(name)
+    assert technique.trained is not None
     for seed in range(3):
         model = add_random_head(small_network(seed), technique, seed)
-        weights, target = head_weights(model, "pass_sampling"), freeze_target(model)
+        weights, target = head_weights(model, name), freeze_target(model)
         ids = torch.tensor([[0, 3, 1, 2, 2, 0, 1, 3]])
         known, empty = torch.ones_like(ids, dtype=torch.bool), torch.empty(1, 8, 0)
         got = float(loss(weights, target, TrainingBatch(ids, known, empty, empty.long(), empty)))
-        ahead = list(weights["ahead.weight"])
-        expected = 0.0
-        for depth in range(len(ahead)):
+        depths, expected = technique.trained.depths(weights), 0.0
+        for depth in range(depths):
             of_depth = []
-            for t in range(8 - 1 - len(ahead)):
+            for t in range(8 - 1 - depths):
                 row = feature_laws.trained_forward(
                     technique, model, ids[0, : t + 2].tolist(), [0] * depth
                 )
                 assert row is not None
                 of_depth.append(-float(row.log_softmax(-1)[ids[0, t + 2 + depth]]))
-            expected += sum(of_depth) / len(of_depth) / len(ahead)
+            expected += sum(of_depth) / len(of_depth) / depths
         if not math.isclose(got, expected, rel_tol=1e-6):  # the loss is float32
-            accuse(AIMED, expected, got, network=seed, text=ids[0].tolist())
+            accuse(law, expected, got, network=seed, text=ids[0].tolist())
         yield 1
+
+
+@collect_evidence(AIMED)
+def loss_is_of_the_right_tokens(loss: Loss) -> Iterator[int]:
+    """Check the loss of look-aheads against the rows of one at a time."""
+    yield from check_probe_loss("pass_sampling", AIMED, loss)
 
 
 @collect_evidence(CYCLE)

@@ -14,7 +14,7 @@ chosen: who writes the texts, and how the distance of p and q is measured.
 
 No pair is the best one for every task and temperature: the paper compares a grid of them, and so
 does `tinyspec bench distillspec`. In a recipe, `[distill] source` and `[distill] loss` choose a
-pair. Of each p the target's most probable tokens are kept. All others count as one further token,
+pair. Of each p the most probable tokens are known. All others count as one further token,
 with the rest of the probability.
 
 Decoding is speculative decoding's, with a draft that was trained so.

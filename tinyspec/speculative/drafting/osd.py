@@ -1,8 +1,7 @@
 """Online speculative decoding: train the draft between requests, on the tokens that were rejected.
 
-Paper: Liu et al., ICML 2024, arXiv 2310.07177. The draft model is trained; the target is not. What
-is said of the constants was read in the authors' code (github.com/LiuXiaoxuanPKU/OSD, commit
-788a403).
+Paper: Liu et al., ICML 2024, arXiv 2310.07177. The draft model is trained; the target is not. The
+constants were read in the authors' code (github.com/LiuXiaoxuanPKU/OSD, commit 788a403).
 
 Idea. Verification shows where the draft is wrong, and has computed what is right there. So the
 draft is trained on just these places, while the requests are served. After a request, the buffer

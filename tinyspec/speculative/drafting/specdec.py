@@ -1,11 +1,11 @@
 """SpecDec: a translation model that fills in masks drafts a block, and the translator verifies it.
 
 Paper: Xia et al., Findings of EMNLP 2023, arXiv 2203.16487. The drafter is trained; the translator
-is not. What is said of their training and their constants was read in the authors' code
+is not. The training and the constants were read in the authors' code
 (github.com/hemingkx/SpecDec, commit 1ae8018).
 
 Idea. The drafter is a translation model of its own, not a head and not a smaller copy. It reads the
-source once. Behind the translation so far it gets a block of k masks, and one pass fills all of
+source once. After the translation so far it gets a block of k masks, and one pass fills all of
 them: every position attends to every other. The translator, which writes from left to right, reads
 the block in one pass. Its own likeliest token need not be the drafted one:
 
@@ -97,7 +97,7 @@ def verify_top_beta(p: Any, draft: Sequence[int], beta: int, tau: float) -> list
 class MaskedBlocks(NamedTuple):
     """Targets of which a block is masked.
 
-    inputs  [B, W] bos, the prefix, then the masks; padding behind them
+    inputs  [B, W] bos, the prefix, then the masks; padding after them
     labels  [B, W] the token of each mask; padding where there is none
     """
 
@@ -108,7 +108,7 @@ class MaskedBlocks(NamedTuple):
 def mask_blocks(
     config: Seq2SeqConfig, target: Tensor, block: int, generator: torch.Generator
 ) -> MaskedBlocks:
-    """Return targets [B, T] with a prefix of random length, and `block` masks behind it."""
+    """Return targets [B, T] with a prefix of random length, and `block` masks after it."""
     lengths = (target != config.pad).sum(dim=1, keepdim=True) + 1  # [B, 1] with the end
     share = torch.rand(lengths.shape, generator=generator, device=target.device)
     prefix = (share * lengths).long()  # [B, 1] 0 to L - 1, for share < 1
@@ -223,7 +223,7 @@ def translate_by_blocks(model: Seq2Seq, source: Tensor, block: int) -> list[list
 
 
 class SpecDecDrafter(ModelDrafter):
-    """Fill a block of masks behind the text in one pass, and draft its likeliest tokens.
+    """Fill a block of masks after the text in one pass, and draft its likeliest tokens.
 
     The draft model is a `MaskFiller`, or whatever scores probes: the logits at the i-th mask are
     those of the i-th draft token.
@@ -308,7 +308,7 @@ def train_specdec(
 def fits_positions(
     config: Seq2SeqConfig, settings: SpecDecSettings, source: int, target: int
 ) -> bool:
-    """Return whether a block of masks fits behind a whole target."""
+    """Return whether a block of masks fits after a whole target."""
     return target <= config.max_positions - settings.k - 1
 
 

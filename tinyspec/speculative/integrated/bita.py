@@ -1,14 +1,14 @@
-"""BiTA: one pass verifies the draft and guesses the next one, by masks behind every draft token.
+"""BiTA: one pass verifies the draft and guesses the next one, by masks after every draft token.
 
 Paper: Lin et al. 2024, arXiv 2401.12522. Trained are the mask embeddings and a prefix of keys and
 values that only masks attend to. The target is not trained.
 
-Idea. M masks stand behind the newest token, and M more behind *every* draft token:
+Idea. M masks stand after the newest token, and M more after *every* draft token:
 
     newest m m m   x_1 m m m   x_2 m m m   ...        each group sees its own path only
 
-Whatever the target accepts, the masks behind the last accepted token have already been run: their
-rows are the next draft. So a round is one pass. Mask j behind the token at position t is trained to
+Whatever the target accepts, the masks after the last accepted token have already been run: their
+rows are the next draft. So a round is one pass. Mask j after the token at position t is trained to
 predict the token t + 2 + j. A trained prefix of P keys and values a layer tells the layers that a
 row is a mask: ordinary rows do not see it, so the target's own rows stay as they are.
 
@@ -19,11 +19,11 @@ Training minimises the mean cross-entropy of all masks on texts that the target 
 positions; the groups of a text share one pass over it.
 
 Guarantee: EXACT, at any temperature: candidates are point masses. The authors' decoder is greedy.
-Pitfall: the group behind the wrong token; a prefix that ordinary rows see. The output stays right
+Pitfall: the group after the wrong token; a prefix that ordinary rows see. The output stays right
 with the first. Law F2 sees it.
 Tests: tests/speculative/test_bita.py (the target's rows stay as they are with a prefix; one pass a
-round; the group behind the last accepted token is read; the tree of 12).
-Left out: masks behind a token that ends the text; a vocabulary of its own. The authors train on the
+round; the group after the last accepted token is read; the tree of 12).
+Left out: masks after a token that ends the text; a vocabulary of its own. The authors train on the
 target's greedy answers, each of them sampled four times in an epoch with up to 64 positions in a
 row. Our texts are sampled, and the positions are drawn at random.
 """
@@ -100,12 +100,12 @@ def count_masks(weights: HeadWeights) -> int:
 def predict_by_mask(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, V] of a mask behind every position of a text."""
+    """Return the logits [B, T, V] of a mask after every position of a text."""
     return predict_by_probes(target, ids, weights[MASKS], depth, weights[PREFIX])
 
 
 def bita_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
-    """Return the mean cross-entropy of all masks behind random positions."""
+    """Return the mean cross-entropy of all masks after random positions."""
     return probe_loss(target, batch, weights[MASKS], weights[PREFIX])
 
 
@@ -113,7 +113,7 @@ def bita_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) 
 
 
 class BitaDrafter(ProbeGroupDrafter):
-    """Draft a tree from the group of masks behind the last accepted token.
+    """Draft a tree from the group of masks after the last accepted token.
 
     masks       ids of the masks of a group
     candidates  of the first slot; each further slot has one less

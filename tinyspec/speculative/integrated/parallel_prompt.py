@@ -3,16 +3,16 @@
 Paper: Chen et al., Findings of EMNLP 2025, arXiv 2405.18628. Trained are the embeddings of K prompt
 tokens. The target is not trained. (`ppd` is another method, predictive pipelined decoding.)
 
-Idea. As in BiTA, prompt tokens stand behind the newest token and behind *every* draft token:
+Idea. As in BiTA, prompt tokens stand after the newest token and after *every* draft token:
 
     newest m m m   x_1 m m   x_2 m   ...          each chain sees its own path only
 
-Prompt j behind the token at position t guesses the token t + 2 + j. Whatever is accepted, the
-prompts behind the last accepted token are the next draft: verify and draft in one pass. A prompt
+Prompt j after the token at position t guesses the token t + 2 + j. Whatever is accepted, the
+prompts after the last accepted token are the next draft: verify and draft in one pass. A prompt
 may be an ensemble of several virtual tokens: virtual token i sees virtual token i of the earlier
 prompts and no other, and the logits of a prompt are the mean of theirs.
 
-Where a token is unlikely to be the last accepted one, fewer prompts stand behind it. The *state* is
+Where a token is unlikely to be the last accepted one, fewer prompts stand after it. The *state* is
 how many prompts the last accepted token had. In state k the draft has k levels. Its tree, the
 *dynamic sparse tree*, is built from how often candidate r of prompt j was right, a[j][r]:
 
@@ -20,10 +20,10 @@ how many prompts the last accepted token had. In state k the draft has k levels.
     end(v)   = f(v) - sum of f over the children of v      chance that v is accepted last
     value(k) = sum of f over the tree of state k           accepted tokens of a round
 
-1. Candidates: the paths of greatest f. 2. K prompts behind each. While there are too many, remove
-the one that loses least; the last one behind v stays:
+1. Candidates: the paths of greatest f. 2. K prompts after each. While there are too many, remove
+the one that loses least; the last one after v stays:
 
-    loss of the k-th prompt behind v = end(v) (value(k) - value(k - 1))
+    loss of the k-th prompt after v = end(v) (value(k) - value(k - 1))
 
 3. The sizes of the trees are those that give the most tokens a round in the long run. end says how
 often a round in state k leads to state k'. With all drafts rejected the newest token has all K
@@ -35,7 +35,7 @@ authors' code:
     (1 / K) sum over j of 0.8^j KL(p(. | tokens to t + 1 + j) || q_j)
 
 Guarantee: EXACT, at any temperature: candidates are point masses.
-Pitfall: the chain behind the wrong token, or virtual tokens that see each other. The output stays
+Pitfall: the chain after the wrong token, or virtual tokens that see each other. The output stays
 right. Law F2 sees both.
 Tests: tests/speculative/test_parallel_prompt.py (one pass a round; the state machine by hand; the
 removal against all ways to remove; the steady state by hand; the loss against its formula).
@@ -106,7 +106,7 @@ Chances = tuple[tuple[float, ...], ...]
 class PromptSettings(ProbeSettings):
     """The section [head] of a recipe.
 
-    prompts  prompt tokens behind the newest token, and depth of a draft
+    prompts  prompt tokens after the newest token, and depth of a draft
     virtual  virtual tokens of each prompt
     """
 
@@ -134,7 +134,7 @@ def count_prompts(weights: HeadWeights) -> int:
 def run_prompts(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, anchors: Tensor, n: int
 ) -> Tensor:
-    """Return the states [B, G, n, d] of n prompts behind each anchor: means over virtual tokens.
+    """Return the states [B, G, n, d] of n prompts after each anchor: means over virtual tokens.
 
     The head is linear, so it turns the mean of states into the mean of logits.
     """
@@ -147,13 +147,13 @@ def run_prompts(
 def predict_by_prompt(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, V] of a prompt behind every position of a text."""
+    """Return the logits [B, T, V] of a prompt after every position of a text."""
     anchors = torch.arange(ids.shape[1], device=ids.device)
     return F.linear(run_prompts(weights, target, ids, anchors, depth + 1)[:, :, -1], target.head)
 
 
 def prompt_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
-    """Return the weighted divergence of all prompts from the target, behind random positions."""
+    """Return the weighted divergence of all prompts from the target, after random positions."""
     n, total = count_prompts(weights), torch.zeros((), device=batch.ids.device)
     anchors = draw_anchors(batch, n)
     states = run_prompts(weights, target, batch.ids, anchors, n)
@@ -173,11 +173,11 @@ def prompt_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch
 
 
 class PromptTree(NamedTuple):
-    """The draft of a state: its candidates, and the prompts behind each of them.
+    """The draft of a state: its candidates, and the prompts after each of them.
 
     places   (parent, rank) of each candidate
     ends     chance of each candidate that it is accepted last
-    prompts  how many prompts stand behind each candidate
+    prompts  how many prompts stand after each candidate
     """
 
     places: StaticTree
@@ -212,7 +212,7 @@ def end_chances(places: StaticTree, accepted: Sequence[float]) -> list[float]:
 
 
 def hang_prompts(ends: Sequence[float], values: Sequence[float], most: int) -> list[int]:
-    """Return how many prompts stand behind each candidate: at least 1, together at most `most`.
+    """Return how many prompts stand after each candidate: at least 1, together at most `most`.
 
     ends    chance of each candidate that it is accepted last
     values  accepted tokens of a round in state 1, 2, ...; there are as many prompts as states
@@ -232,7 +232,7 @@ def hang_prompts(ends: Sequence[float], values: Sequence[float], most: int) -> l
     waiting = [(loss(place), place) for place in range(len(ends)) if len(values) > 1]
     heapify(waiting)
     for _ in range(sum(prompts) - most):
-        if not waiting:  # one prompt is left behind each
+        if not waiting:  # one prompt is left after each
             break
         _, place = heappop(waiting)
         prompts[place] -= 1
@@ -271,12 +271,12 @@ def tokens_per_round(trees: Sequence[PromptTree], values: Sequence[float]) -> fl
 def build_prompt_trees(nodes: int, chances: Chances) -> tuple[PromptTree, ...]:
     """Return the draft of state 1, 2, ..., K, for the most tokens per round.
 
-    nodes    candidates and prompts of a tree, without the prompts behind the newest token; a prompt
+    nodes    candidates and prompts of a tree, without the prompts after the newest token; a prompt
              counts once, whatever the number of its virtual tokens
     chances  for each of the K prompts
 
     As in the authors' code, a tree of two or more levels has from nodes / (K + 1) candidates, with
-    room for all prompts, to nodes / 2, with room for one prompt behind each.
+    room for all prompts, to nodes / 2, with room for one prompt after each.
     """
     states, largest = len(chances), nodes // 2
     smallest = min(max(nodes // (states + 1), 1), largest)
@@ -301,7 +301,7 @@ def build_prompt_trees(nodes: int, chances: Chances) -> tuple[PromptTree, ...]:
 
 
 class PromptDrafter(ProbeGroupDrafter):
-    """Draft from the prompts behind the last accepted token, along the tree of their number.
+    """Draft from the prompts after the last accepted token, along the tree of their number.
 
     trees         of state 1, 2, ...: there are as many prompts
     virtual       virtual tokens of each prompt
@@ -383,7 +383,7 @@ class PromptDrafter(ProbeGroupDrafter):
         Knob(
             "nodes",
             60,  # the authors' trees have 60, 105 and 285, by the model
-            "candidates and prompts of a tree, without the prompts behind the newest token",
+            "candidates and prompts of a tree, without the prompts after the newest token",
             low=2,
             high=512,
             small=(6, 3),

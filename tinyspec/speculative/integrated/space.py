@@ -3,15 +3,15 @@
 Paper: Yi et al., Findings of ACL 2024, arXiv 2402.11809 (smart parallel auto-correct decoding). The
 whole model is tuned.
 
-Idea. k masks stand behind the newest token, and k more behind *every* candidate. All masks are one
+Idea. k masks stand after the newest token, and k more after *every* candidate. All masks are one
 token of the vocabulary:
 
     newest M M M   c_1 M M M   c_2 M M M   ...        each group sees its own path only
 
 The rows of newest, c_1, c_2, ... verify the candidates, and the first row that rejects one gives
-the right token in its place (auto-correct). The masks behind the last accepted candidate have been
+the right token in its place (auto-correct). The masks after the last accepted candidate have been
 run in the same pass: their rows are the next candidates. So a step is one pass and gives 1 to k + 1
-tokens. The mask at place j behind the token at position t predicts the token t + 2 + j.
+tokens. The mask at place j after the token at position t predicts the token t + 2 + j.
 
 Training (SAR-SFT). Some of the texts are cut at a random place of the answer, and masks follow:
 
@@ -25,7 +25,7 @@ Guarantee: EXACT, at any temperature, for the tuned model: its output is not tha
 was tuned. Above temperature 0 candidates are sampled from the rows of the masks, declare their
 distributions, and a rejected one is replaced by a sample of what the target has beyond them.
 Pitfall: the released code accepts with probability p(c) / q(c), but after a rejection it samples
-from p, which changes the distribution (laws/museum). The group behind the wrong token: the output
+from p, which changes the distribution (laws/museum). The group after the wrong token: the output
 stays right, and law F2 sees it. Masks that later rows can see.
 Tests: tests/speculative/test_space.py (`decode_by_groups` against what runs, step by step; the loss
 against the rows of single masks; one pass a step; the rows of the text stay as they are).
@@ -81,7 +81,7 @@ def decode_by_groups(
             if predict([*text, *new]) != candidate:
                 break
             new.append(candidate)
-        # Both are read behind the last accepted candidate: the masks, and the right token itself.
+        # Both are read after the last accepted candidate: the masks, and the right token itself.
         candidates = [predict([*text, *new, *[mask] * (j + 1)]) for j in range(k)]
         new.append(predict([*text, *new]))
         text, n = [*text, *new], n - len(new)
@@ -135,14 +135,14 @@ def check_mask_token(target: FrozenTarget, settings: SpaceSettings, seed: int) -
 
 
 def predict_by_masks(blocks: Blocks, settings: SpaceSettings, ids: Tensor, depth: int) -> Tensor:
-    """Return the logits [B, T, V] of mask `depth` behind every position of a text."""
+    """Return the logits [B, T, V] of mask `depth` after every position of a text."""
     mask = blocks.embed[find_mask_token(settings, blocks.config)].expand(depth + 1, -1)
     anchors = torch.arange(ids.shape[1], device=ids.device)
     return blocks.apply_head(run_probe_groups(blocks, ids, anchors, mask)[:, :, -1])
 
 
 def find_cuts(is_answer: Tensor, masks: int) -> Tensor:
-    """Return the positions [n] of a text behind which masks can stand: each of them has a label.
+    """Return the positions [n] of a text after which masks can stand: each of them has a label.
 
     is_answer  [T] whether the target wrote the token after each position
 
@@ -180,7 +180,7 @@ def sar_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) -
 
 
 class SpaceDrafter(ProbeGroupDrafter):
-    """Draft a chain from the group of masks behind the last accepted token."""
+    """Draft a chain from the group of masks after the last accepted token."""
 
     def propose(
         self,
