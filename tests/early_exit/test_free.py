@@ -117,11 +117,11 @@ def test_printed_algorithm_is_what_runs(shallow: int, threshold: float) -> None:
         blocks = [call.rows for call in calls if call.row_layers == call.rows * deep]
         return tuple(decoder.new), tuple(blocks)
 
-    found: list[dict[Any, Any]] = [{}, {}]
-    for law, way in zip(found, (by_the_paper, by_the_decoder), strict=True):
+    paper, decoder = dict[Any, Any](), dict[Any, Any]()
+    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
         for outcome, mass in Exhaustive.walk(way):
-            law[outcome] = law.get(outcome, 0) + mass
-    assert found[0] == found[1] and len(found[0]) > 3
+            probs[outcome] = probs.get(outcome, 0) + mass
+    assert paper == decoder and len(paper) > 3
 
 
 # ---------------------------------------------------------------------- the cache
