@@ -34,6 +34,7 @@ from tinyspec.laws.exit_laws import exit_of_token, row_after_layers
 from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import ee_llm as traps
 from tinyspec.technique import Guarantee, Request, find_technique
+from tinyspec.tree import TokenTree
 
 CARD = find_technique("ee_llm")
 GREEDY = SamplingParams(temperature=0.0)
@@ -98,11 +99,11 @@ def test_printed_algorithm_is_what_runs(exits: Any, threshold: float, cap: int) 
         layers = [decoder.step(rng).scores.layers[0] for _ in range(3)]
         return tuple(decoder.new), tuple(layers)
 
-    found: list[dict[Any, Any]] = [{}, {}]
-    for law, way in zip(found, (by_the_paper, by_the_decoder), strict=True):
+    paper, decoder = dict[Any, Any](), dict[Any, Any]()
+    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
         for outcome, mass in Exhaustive.walk(way):
-            law[outcome] = law.get(outcome, 0) + mass
-    assert found[0] == found[1] and len(found[0]) > 3
+            probs[outcome] = probs.get(outcome, 0) + mass
+    assert paper == decoder and len(paper) > 3
 
 
 # ---------------------------------------------------------------------- two ways, one text
@@ -158,6 +159,15 @@ def test_the_cache_is_that_of_the_whole_model(way: str) -> None:
             same_cache(target.session)
     assert target.cache_exact
     assert way == "pipeline" or max(lists) == 3, "the cap is reached, and never exceeded"
+
+
+def test_a_token_that_is_scored_again_leaves_where_it_left() -> None:
+    """It does not wait for itself: a cap of one token is not reached yet."""
+    target: Any = make_decoder(exits="1", threshold=0.0, cap=1).target
+    target.extend(PROMPT)
+    assert [list(target.score(TokenTree()).layers) for _ in range(2)] == [[1], [1]]
+    target.commit((), 7)
+    assert list(target.score(TokenTree()).layers) == [L]
 
 
 def test_a_list_that_is_run_again_costs_more_than_states_that_wait() -> None:

@@ -117,11 +117,11 @@ def test_printed_algorithm_is_what_runs(shallow: int, threshold: float) -> None:
         blocks = [call.rows for call in calls if call.row_layers == call.rows * deep]
         return tuple(decoder.new), tuple(blocks)
 
-    found: list[dict[Any, Any]] = [{}, {}]
-    for law, way in zip(found, (by_the_paper, by_the_decoder), strict=True):
+    paper, decoder = dict[Any, Any](), dict[Any, Any]()
+    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
         for outcome, mass in Exhaustive.walk(way):
-            law[outcome] = law.get(outcome, 0) + mass
-    assert found[0] == found[1] and len(found[0]) > 3
+            probs[outcome] = probs.get(outcome, 0) + mass
+    assert paper == decoder and len(paper) > 3
 
 
 # ---------------------------------------------------------------------- the cache
@@ -249,6 +249,18 @@ def test_the_estimator_pays_for_the_rows_that_it_reads() -> None:
                 assert call.head_rows == (call.rows if adaptive else 1)
 
 
+def test_each_set_of_knobs_has_its_own_pairs() -> None:
+    def find_estimator(**knobs: Any) -> ThresholdEstimator:
+        target: Any = make_decoder(**{"shallow": 1, **knobs}).target
+        estimator: ThresholdEstimator = target.rule.find_estimator()
+        return estimator
+
+    first = find_estimator()
+    assert find_estimator() is first
+    for knobs in ({"shallow": 2}, {"threshold": 0.5}, {"zeta": 0.5}, {"lowest": 0.1}):
+        assert find_estimator(**knobs) is not first
+
+
 def test_in_a_batch_the_threshold_stays_as_it_is_given() -> None:
     """There is no clock: a text must be the one that it gets alone."""
     request = Request(M.session(), sampling=GREEDY, stop=StoppingCriteria(max_new_tokens=5))
@@ -303,6 +315,24 @@ def test_the_losses_of_both_exits_are_weighted_by_their_depth() -> None:
     assert float(free_loss(tuning, nothing, torch.Generator())) == 0.0
 
 
+def test_the_distance_of_the_states_is_part_of_the_loss() -> None:
+    """One layer first, which is drawn to the last one: at the tokens that the model wrote alone."""
+    model = small_network(3, vocabulary=6, layers=4)
+    batch, squares = training_batch(model), list[torch.Tensor]()
+    for row, first in ((0, 2), (1, 5)):
+        states = list(model.torch_blocks().layer_states(batch.ids[row : row + 1, :8]))
+        squares.append((states[0] - states[3])[0, first:].detach().square())
+    distance = float(torch.cat(squares).mean())
+    losses = [
+        float(free_loss(tuning, batch, torch.Generator()))
+        for tuning in (
+            Tuning(model.torch_blocks(), model, FreeSettings(1, alpha), {}, 0.0)
+            for alpha in (0.0, 0.5)
+        )
+    ]
+    assert losses[1] - losses[0] == pytest.approx(0.5 * distance, abs=1e-9) and distance > 0.01
+
+
 def test_layers_are_aligned_from_the_top_down_and_never_cross() -> None:
     assert align_layers([[9, 9, 9], [9, 9, 9], [0, 1, 2]]) == [0, 0, 0]
     assert align_layers([[0, 5, 5], [5, 0, 5], [5, 5, 0]]) == [0, 1, 2]
@@ -340,6 +370,10 @@ def test_a_tuned_model_knows_its_exit() -> None:
 def test_the_card_promises_and_rejects() -> None:
     assert CARD.promise(threshold=math.inf) is Guarantee.EXACT
     assert CARD.promise() is Guarantee.LOSSY
+    defaults = {knob.name: knob.default for knob in CARD.knobs}
+    assert defaults == {
+        "threshold": 0.9, "shallow": 0, "adaptive": True, "zeta": 0.4, "lowest": 0.3
+    }  # fmt: skip
     assert resolve_shallow_depth(0, 1) == 1
     with pytest.raises(TinyspecError, match=r"^shallow is 9: .* has 3 layers$"):
         make_decoder(shallow=9)

@@ -96,13 +96,14 @@ def test_tokens_run_the_share_of_the_layers_that_was_asked_for(speedup: float) -
     assert schedule.least >= 2 and schedule.most <= 24
 
 
-def test_without_a_limit_the_depth_does_not_fall() -> None:
+def test_the_depth_falls_over_the_longest_text_and_without_a_limit_not_at_all() -> None:
+    """From 2 layers to 1: of four tokens, 2, 1.75, 1.5 and 1.25 are rounded."""
     model = network(LLAMA)
-    for tokens, expected in ((None, [2, 2, 2]), (2, [2, 2])):
+    for tokens, expected in ((None, [2] * 4), (2, [2, 2]), (4, [2, 2, 2, 1])):
         decoder = make_decoder(model, tokens=tokens, speedup=2.0, warmup=0)
         decoder.extend(PROMPT)
         got = []
-        while len(got) < 3 and not decoder.finished:
+        while len(got) < 4 and not decoder.finished:
             got += decoder.step(Seeded(0)).scores.layers
         assert got == expected
 
@@ -136,11 +137,11 @@ def test_printed_algorithm_is_what_runs(setting: Any) -> None:
             decoder.step(rng)
         return tuple(decoder.new)
 
-    found: list[dict[Any, Any]] = [{}, {}]
-    for law, way in zip(found, (by_the_paper, by_the_decoder), strict=True):
+    paper, decoder = dict[Any, Any](), dict[Any, Any]()
+    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
         for outcome, mass in Exhaustive.walk(way):
-            law[outcome] = law.get(outcome, 0) + mass
-    assert found[0] == found[1] and len(found[0]) > 3
+            probs[outcome] = probs.get(outcome, 0) + mass
+    assert paper == decoder and len(paper) > 3
 
 
 # ---------------------------------------------------------------------- the session
@@ -253,6 +254,19 @@ def test_rewound_text_leaves_no_trace() -> None:
                 decoder.extend([0, 1, 2][length:])
             left = max(length - 3, 0)
             assert [decoder.step(Seeded(0)).tokens[0] for _ in expected[left:]] == expected[left:]
+
+
+def test_text_that_follows_a_rewound_prompt_belongs_to_the_prompt() -> None:
+    knobs = {"speedup": 1.2, "warmup": 1, "horizon": 3}
+    rewound, fresh = (make_decoder(network(LLAMA), tokens=None, **knobs) for _ in range(2))
+    rewound.extend([0, 1, 2])
+    for _ in range(4):
+        rewound.step(Seeded(0))
+    rewound.rewind(3)
+    rewound.extend([1])
+    fresh.extend([0, 1, 2, 1])
+    layers = [[one.step(Seeded(0)).scores.layers[0] for _ in range(4)] for one in (rewound, fresh)]
+    assert layers == [[3, 3, 2, 2]] * 2
 
 
 def test_forced_text_after_new_tokens_stays_on_the_schedule() -> None:

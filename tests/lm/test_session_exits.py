@@ -260,6 +260,7 @@ class TestPlansAndPrompts:
         session.score(EMPTY)
         session.commit((), 7)
         session.restart([1, len(PROMPT) - 1])
+        assert not session.cache.present[1].any()  # a pass that left it out would be an error
         session.score(EMPTY)
         assert (forward_log[-1].rows, forward_log[-1].row_layers) == (3, 3.0 * L)
         same_cache(session)

@@ -1,4 +1,4 @@
-"""FREE: leave after a few layers, and finish the tokens that left together with the next deep one.
+"""FREE: exit after a few layers if sure; else run all layers, also of the tokens that exited.
 
 Paper: Bae, Ko, Song, Yun, EMNLP 2023, arXiv 2310.05424. Constants and the comparison with the
 threshold were read in the authors' code (github.com/raymin0223/fast_robust_early_exit).
@@ -7,8 +7,8 @@ Idea. There are two depths. Every token runs the first L_S layers. If its confid
 threshold, the token is drawn there, and its state waits. If not, it runs the other layers, and all
 tokens that wait run them along with it, in one causal block (*synchronised parallel decoding*). So
 later tokens attend to true keys and values: no state is copied. The block also shows what the whole
-model would have said in place of the tokens that left. From these pairs an estimator learns,
-without labels, which confidence can be trusted (*adaptive threshold*).
+model predicts at the tokens that left. From these pairs an estimator learns, without labels, which
+confidence can be trusted (*adaptive threshold*).
 
     c        = p(1) - p(2)                           the two greatest probabilities after L_S layers
     match    = [argmax after L_S layers = argmax after all layers]
@@ -32,9 +32,9 @@ layers. From the top down, a(i) is the nearest of the s_j below a(i + 1); at the
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token that left keeps the
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
 Pitfall: copying states up and calling it FREE; a block without a causal mask inside, which the
-authors' code makes an option; a threshold that was chosen before. The layers that are run are not
-fewer, but fewer passes run them: FREE saves the reading of weights, and the estimator costs a
-product with the output matrix for each waiting token.
+authors' code makes an option; a threshold that is never fitted. Not fewer layers are run, but fewer
+passes run them: FREE saves the reading of weights. The estimator costs a product with the output
+matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
 model lives. So the text of a seed depends on earlier requests; with `adaptive` off it does not. In
 a batch, where a text must be the one that it gets alone, the threshold stays as it is given.
@@ -78,7 +78,7 @@ from tinyspec.technique import (
 
 GRID_POINTS = 10  # thresholds that a fit chooses from, as in the authors' code
 HIGHEST_THRESHOLD = 0.9  # the greatest of them, and the threshold of the first text
-MARGIN = 1e-4  # confidences are kept so far from 0 and 1, where a beta density may be infinite
+MARGIN = 1e-4  # confidences are clipped so far from 0 and 1, where a beta density may be infinite
 MAX_FITS = 300  # texts before which the threshold is fitted again; later it stands
 
 
@@ -182,16 +182,16 @@ class ThresholdEstimator:
 
     def add_pair(self, confidence: float, is_match: bool) -> None:
         """Add a token that the whole model has judged."""
-        kept = min(max(confidence, MARGIN), 1 - MARGIN)
-        self.confidences[is_match].append(kept)
+        clipped = min(max(confidence, MARGIN), 1 - MARGIN)
+        self.confidences[is_match].append(clipped)
 
     def refit(self) -> float:
         """Return the threshold of a text that begins."""
         others, matches = self.confidences
         if self.is_learning and (others or matches):
             self.fits += 1
-            found = choose_threshold(matches, others, self.zeta, self.grid)
-            self.threshold = self.threshold if found is None else found
+            fitted = choose_threshold(matches, others, self.zeta, self.grid)
+            self.threshold = self.threshold if fitted is None else fitted
         return self.threshold
 
 
@@ -298,9 +298,9 @@ def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
         F.cross_entropy(blocks.compute_logits(states[layers - 1]), targets)
         for layers in (shallow, depth)
     )
-    of_exits = (shallow * early + depth * full) / (shallow + depth)
-    distance: Tensor = settings.alpha * distill_layers(states, shallow)
-    return of_exits + distance
+    exit_loss = (shallow * early + depth * full) / (shallow + depth)
+    distillation: Tensor = settings.alpha * distill_layers(states, shallow)
+    return exit_loss + distillation
 
 
 # ------------------------------ the card
@@ -366,7 +366,7 @@ def free(
                 session, key, lambda: ThresholdEstimator(threshold, zeta, lowest)
             )
 
-        is_alone = request.clock is not None
+        is_alone = request.clock is not None  # a batch gives its requests no clock
         rule = TwoDepthRule(layer, threshold, find_estimator if adaptive and is_alone else None)
     target = ExitTarget(session, rule, "postpone")
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

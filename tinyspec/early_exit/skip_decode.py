@@ -30,6 +30,7 @@ no padding on the left, because a place is counted from a text's own first new t
 after new tokens runs on the schedule: the depth cannot rise again.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -302,12 +303,12 @@ def skip_decode(request: Request, *, speedup: float, warmup: int, horizon: int) 
 
     def make_schedule(prompt: int) -> DepthSchedule:
         longest = find_longest_output(request, prompt)
-        falls = horizon or (tuned_horizon if is_tuned_for(model, "skip_decode") else longest)
-        n = 0 if falls == float("inf") else int(falls)
-        return plan_depths(speedup, model.config.n_layers, warmup, n)
+        chosen = horizon or (tuned_horizon if is_tuned_for(model, "skip_decode") else longest)
+        n_falling = 0 if chosen == math.inf else int(chosen)
+        return plan_depths(speedup, model.config.n_layers, warmup, n_falling)
 
     if speedup == 1:
         return request.decoder(BaseDrafter(), verify_tree)
-    make_schedule(0)  # what does not fit the model is said before anything runs
+    make_schedule(0)  # raises an error before anything runs, if the knobs do not fit the model
     target: Any = SkipTarget(session, make_schedule)
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

@@ -150,7 +150,7 @@ TOYS = [
     ),
     _free(
         "a threshold chosen before",
-        "self.threshold if found is None else found",
+        "self.threshold if fitted is None else fitted",
         "self.threshold",
         ThresholdEstimator.refit,
         law=FITTED,
