@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
@@ -230,8 +230,7 @@ def train_iterative_refinement(
 
 def translate_in_iterations(model: Seq2Seq, settings: object, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, IterativeRefiner(model, VALIDATION_PASSES), rngs)
+    return translate_sources(model, sources, IterativeRefiner(model, VALIDATION_PASSES))
 
 
 @technique(

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, blank_canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.refine_many import translate_sources
@@ -263,7 +263,7 @@ def train_mask_predict(
 def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S]."""
     refiner = MaskPredictRefiner(model, VALIDATION_PASSES, VALIDATION_LENGTHS)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 @technique(

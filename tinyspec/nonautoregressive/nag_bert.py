@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, blank_canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.crf import (
@@ -250,7 +250,7 @@ def train_nag_bert(
 def write_all_labels(model: Seq2Seq, settings: NagBertSettings, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S], from all positions."""
     refiner = NagBertRefiner(model, 1.0, BEAM)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 def can_label(config: Seq2SeqConfig, settings: NagBertSettings, source: int, target: int) -> bool:

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas, check_teacher
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.crf import (
@@ -222,7 +222,7 @@ def write_likeliest_length(
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
     refiner = NarCrfRefiner(model, None, settings.transitions, BEAM, 1)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 # ------------------------------ decoding

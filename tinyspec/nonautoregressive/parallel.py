@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -174,8 +174,7 @@ def translate_likeliest_length(
     model: Seq2Seq, settings: object, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, ParallelRefiner(model), rngs)
+    return translate_sources(model, sources, ParallelRefiner(model))
 
 
 def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, target: int) -> bool:

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Lockstep, Seq2Seq
@@ -225,8 +225,7 @@ def translate_batch_in_groups(
     model: Seq2Seq, settings: SatSettings, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S]."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, SatRefiner(model, settings.k), rngs)
+    return translate_sources(model, sources, SatRefiner(model, settings.k))
 
 
 def fits_groups(config: Seq2SeqConfig, settings: SatSettings, source: int, target: int) -> bool:
