@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas, check_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas, require_teacher
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
@@ -56,16 +56,15 @@ from tinyspec.nonautoregressive.crf import (
     static_heads,
     word_logprobs,
 )
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
+from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
 from tinyspec.nonautoregressive.nat import forbid_special_tokens
-from tinyspec.nonautoregressive.parallel import fits_length_token, length_nll
+from tinyspec.nonautoregressive.parallel import fits_length_token, ignore_generator, length_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
     Knob,
     RefineRequest,
     TrainedTranslator,
-    TranslatorTraining,
     technique,
 )
 
@@ -210,13 +209,6 @@ def nar_crf_loss(
     return structure + WORD_WEIGHT * words + length
 
 
-def train_nar_crf(
-    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
-) -> Tensor:
-    """Return `nar_crf_loss` of a batch of the trainer; nothing is drawn."""
-    return nar_crf_loss(training.model, batch, training.dropout, training.smoothing)
-
-
 def write_likeliest_length(
     model: Seq2Seq, settings: NarCrfSettings, sources: Tensor
 ) -> list[list[int]]:
@@ -249,9 +241,7 @@ class NarCrfRefiner:
         """Return a canvas of masks, one candidate for each of the likeliest lengths."""
         config = self.model.config
         longest = config.max_positions - 1  # a teacher also reads the beginning
-        lengths = select_lengths(length_logprobs(self.model, memory)[:, : longest + 1], self.width)[
-            0
-        ]
+        lengths = find_likeliest_lengths(self.model, memory, self.width, longest)
         return blank_canvas(lengths, config.mask, self.model.device)
 
     def rewrite(
@@ -290,7 +280,7 @@ class NarCrfRefiner:
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_nar_crf,
+        ignore_generator(nar_crf_loss),
         write_likeliest_length,
         "It writes all words at once, with {settings.transitions} transitions of rank "
         "{settings.rank} between neighbours (`nar_crf`). Its figure is that of one pass over the "
@@ -322,11 +312,9 @@ def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int
     """Return a refiner that finds the likeliest sentence; a teacher chooses among lengths."""
     model, teacher = request.model, request.teacher
     trained = trained_transitions(model)
-    if not model.config.lengths:
-        raise TinyspecError(
-            f"{model.name} has no LENGTH token, so nobody says how long its translations are: "
-            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
-        )
+    check_length_token(
+        model, "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
+    )
     if transitions == "dynamic" and trained == "static":
         raise TinyspecError(
             f"{model.name} was trained with static transitions: set transitions to static, or "
@@ -334,14 +322,5 @@ def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int
         )
     if lengths == 1:
         return NarCrfRefiner(model, None, transitions, beam, 1)
-    if teacher is None:
-        raise TinyspecError(
-            f"{lengths} lengths need a teacher to choose among them: give one, or set lengths to 1"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
+    teacher = require_teacher(model, teacher, f"{lengths} lengths", "set lengths to 1")
     return NarCrfRefiner(model, teacher, transitions, beam, lengths)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate, require_teacher
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -495,14 +495,5 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
         )
     if samples == 1:
         return NatRefiner(model, None, fertility, 1, temperature)
-    if teacher is None:
-        raise TinyspecError(
-            f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
+    teacher = require_teacher(model, teacher, f"{samples} samples", "set samples to 1")
     return NatRefiner(model, teacher, fertility, samples, temperature)
