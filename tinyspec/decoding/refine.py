@@ -256,26 +256,3 @@ def check_teacher(model: Seq2Seq, teacher: Seq2Seq) -> None:
             f"{teacher.name} does not write from left to right, so it judges nothing: "
             "use its teacher"
         )
-
-
-def require_teacher(
-    model: Seq2Seq, teacher: Seq2Seq | None, candidates: str, otherwise: str
-) -> Seq2Seq:
-    """Return the teacher that chooses among candidates.
-
-    candidates  how many there are, and of what
-    otherwise   what to do without a teacher
-
-    Raises TinyspecError if there is none, or if it cannot read all that the model may write.
-    """
-    if teacher is None:
-        raise TinyspecError(
-            f"{candidates} need a teacher to choose among them: give one, or {otherwise}"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
-    return teacher

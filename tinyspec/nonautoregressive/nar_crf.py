@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas, require_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
@@ -57,7 +57,7 @@ from tinyspec.nonautoregressive.crf import (
     word_logprobs,
 )
 from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
-from tinyspec.nonautoregressive.nat import forbid_special_tokens
+from tinyspec.nonautoregressive.nat import forbid_special_tokens, require_teacher
 from tinyspec.nonautoregressive.parallel import fits_length_token, ignore_generator, length_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
@@ -71,6 +71,7 @@ from tinyspec.technique import (
 BEAM = 64  # candidates of a position, in training and decoding
 WORD_WEIGHT = 0.5  # of the words' own cross-entropy, beside the CRF's
 TRANSITIONS = ("dynamic", "static", "none")
+REMEDY = "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
 
 
 def decode_structured(
@@ -141,10 +142,7 @@ def score_words(model: Seq2Seq, states: Tensor) -> Tensor:
 def trained_transitions(model: Seq2Seq) -> str:
     """Return the transitions that a model was made for. Raises TinyspecError if it has none."""
     if E1 not in model.weights:
-        raise TinyspecError(
-            f"{model.name} has no transitions between words: train a model from "
-            "models/multi30k-crf/recipe.toml (tinyspec train mt)"
-        )
+        raise TinyspecError(f"{model.name} has no transitions between words: {REMEDY}")
     return "dynamic" if f"{UP}.weight" in model.weights else "static"
 
 
@@ -312,13 +310,11 @@ def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int
     """Return a refiner that finds the likeliest sentence; a teacher chooses among lengths."""
     model, teacher = request.model, request.teacher
     trained = trained_transitions(model)
-    check_length_token(
-        model, "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
-    )
+    check_length_token(model, REMEDY)
     if transitions == "dynamic" and trained == "static":
         raise TinyspecError(
             f"{model.name} was trained with static transitions: set transitions to static, or "
-            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
+            f"{REMEDY}"
         )
     if lengths == 1:
         return NarCrfRefiner(model, None, transitions, beam, 1)

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, require_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
@@ -440,6 +440,29 @@ def train_finetuning(
     model, teacher = training.model, training.teacher
     assert teacher is not None
     return finetune_loss(model, teacher, batch, generator, training.dropout, training.smoothing)
+
+
+def require_teacher(
+    model: Seq2Seq, teacher: Seq2Seq | None, candidates: str, otherwise: str
+) -> Seq2Seq:
+    """Return the teacher that chooses among candidates.
+
+    candidates  how many there are, and of what
+    otherwise   what to do without a teacher
+
+    Raises TinyspecError if there is none, or if it cannot read all that the model may write.
+    """
+    if teacher is None:
+        raise TinyspecError(
+            f"{candidates} need a teacher to choose among them: give one, or {otherwise}"
+        )
+    check_teacher(model, teacher)
+    if teacher.config.max_positions < model.config.max_positions:
+        raise TinyspecError(
+            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
+            f"{model.name}: use the teacher it was trained with"
+        )
+    return teacher
 
 
 @technique(

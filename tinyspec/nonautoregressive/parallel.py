@@ -35,12 +35,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, require_teacher
+from tinyspec.decoding.refine import Canvas, best_candidate
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
-from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.nat import (
+    copy_uniformly,
+    decode_parallel,
+    forbid_special_tokens,
+    require_teacher,
+)
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
