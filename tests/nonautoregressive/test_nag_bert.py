@@ -41,10 +41,11 @@ from tinyspec.nonautoregressive.nag_bert import (
     decode_ratio_first,
     masked_word_loss,
     nag_bert_loss,
+    train_nag_bert,
     write_all_labels,
 )
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
-from tinyspec.technique import Guarantee, RefineRequest, find_technique
+from tinyspec.technique import Guarantee, RefineRequest, TranslatorTraining, find_technique
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 
@@ -205,6 +206,16 @@ def test_hidden_words_are_masked_replaced_or_shown_as_in_bert(
     share = (read[0][long] == MASK).sum() / lengths[long].sum() / 0.8
     assert float(share) == pytest.approx(HIDDEN_SHARE, abs=0.01)
     assert count >= max(4000, 0.14 * words)
+
+
+def test_pre_training_fills_in_words_of_both_languages() -> None:
+    model = random_labeller(0)
+    batch = torch.tensor([[4, 6], [6, 0]]), torch.tensor([[5, 5, 6], [4, 0, 0]])
+    training = TranslatorTraining(model, None, NagBertSettings(rank=2), 0.0, 0.0, 0.0)
+    got = train_nag_bert(training, batch, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    source, target = (float(masked_word_loss(model, texts, generator)) for texts in batch)
+    assert float(got) == pytest.approx((source + target) / 2) and source != target
 
 
 def compress(random: Random) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -100,8 +100,15 @@ def test_passes_are_counted() -> None:
     assert len(run(reader(), None, SOURCES[2]).forward_log) == 2
 
 
-def test_the_targets_length_is_never_read_in_decoding() -> None:
-    """What a pair's target is changes the loss alone."""
+def test_lengths_leave_a_place_for_the_teachers_beginning() -> None:
+    model = reader_of(find_technique("parallel").translator, 0, 4)
+    for teacher, longest in ((judge(), 3), (None, 4)):
+        refiner = ParallelRefiner(model, teacher, 99)
+        canvas = list(refine(model, (4, 5), refiner, Seeded(0), []))[-1].after
+        assert sorted(canvas.mask.sum(dim=1).tolist()) == list(range(1, longest + 1))
+
+
+def test_the_loss_depends_on_the_target_and_not_on_its_padding() -> None:
     model, source = reader(), torch.tensor([[4, 7, 5]])
     losses = {
         float(parallel_loss(model, (source, torch.tensor([target]))))

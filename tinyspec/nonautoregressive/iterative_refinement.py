@@ -45,12 +45,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
 from tinyspec.nonautoregressive.nat import copy_uniformly, forbid_special_tokens
-from tinyspec.nonautoregressive.parallel import fits_length_token, length_nll
+from tinyspec.nonautoregressive.parallel import (
+    copy_to_likeliest_lengths,
+    fits_length_token,
+    length_nll,
+)
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
@@ -179,12 +182,8 @@ class IterativeRefiner:
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return copies of the source, one candidate for each length."""
-        model = self.model
-        logprobs = length_logprobs(model, memory)[:, : model.config.max_positions + 1]
-        lengths = torch.tensor(select_lengths(logprobs, self.width)[0], device=model.device)
-        row = torch.tensor(list(source), device=model.device)
-        places, slots = copy_uniformly(torch.full_like(lengths, len(row)), lengths)
-        return Canvas(row[places], slots, logprobs.new_zeros(slots.shape))
+        longest = self.model.config.max_positions
+        return copy_to_likeliest_lengths(self.model, source, memory, self.width, longest)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
@@ -230,8 +229,7 @@ def train_iterative_refinement(
 
 def translate_in_iterations(model: Seq2Seq, settings: object, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, IterativeRefiner(model, VALIDATION_PASSES), rngs)
+    return translate_sources(model, sources, IterativeRefiner(model, VALIDATION_PASSES))
 
 
 @technique(

@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, blank_canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.nonautoregressive.refine_many import translate_sources
@@ -221,6 +221,22 @@ def length_logprobs(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
     return model.length_logits(memory).log_softmax(dim=-1)
 
 
+def find_likeliest_lengths(
+    model: Seq2Seq, memory: EncoderOutput, count: int, longest: int
+) -> list[int]:
+    """Return the `count` likeliest lengths of one source, none above `longest`."""
+    return select_lengths(length_logprobs(model, memory)[:, : longest + 1], count)[0]
+
+
+def check_length_token(model: Seq2Seq, remedy: str) -> None:
+    """Raise TinyspecError, which ends with a remedy, if a model has no LENGTH token."""
+    if not model.config.lengths:
+        raise TinyspecError(
+            f"{model.name} has no LENGTH token, so nobody says how long its translations are: "
+            f"{remedy}"
+        )
+
+
 def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
     """Return the `width` likeliest lengths of each row, the likeliest first.
 
@@ -263,7 +279,7 @@ def train_mask_predict(
 def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S]."""
     refiner = MaskPredictRefiner(model, VALIDATION_PASSES, VALIDATION_LENGTHS)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 @technique(
@@ -287,9 +303,5 @@ def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> lis
 )
 def mask_predict(request: RefineRequest, *, iterations: int, lengths: int) -> MaskPredictRefiner:
     """Return a refiner that predicts all words at once, then the least certain ones again."""
-    if not request.model.config.lengths:
-        raise TinyspecError(
-            f"{request.model.name} has no LENGTH token, so nobody says how long its translations "
-            "are: use a model that was trained for mask_predict"
-        )
+    check_length_token(request.model, "use a model that was trained for mask_predict")
     return MaskPredictRefiner(request.model, iterations, lengths)

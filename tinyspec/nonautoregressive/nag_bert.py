@@ -29,7 +29,7 @@ Tests: tests/nonautoregressive/test_nag_bert.py (`decode_ratio_first` against wh
 number by number; the signs of its gradient; pre-training, and the context-aware term, against
 training without them).
 Left out: BERT, whose tokens and weights are others; two optimizers with warm-ups of their own.
-Masks behind the source make room for longer translations, up to 1.5 |x| + 13 positions: that is
+Masks after the source make room for longer translations, up to 1.5 |x| + 13 positions: that is
 ours. The window c = 3 is from memory of the paper, and so is the weight of L_CA; the released code
 gives 0.5 to its cross-entropy. A translation has at least one word.
 """
@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, blank_canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.crf import (
@@ -109,7 +109,7 @@ def count_inputs(sources: Tensor, positions: int) -> Tensor:
 
 
 def add_masks(model: Seq2Seq, sources: Tensor) -> Tensor:
-    """Return sources [B, S] with masks behind them, padded at the end."""
+    """Return sources [B, S] with masks after them, padded at the end."""
     config = model.config
     lengths = (sources != config.pad).sum(dim=1, keepdim=True)
     ends = count_inputs(lengths, config.max_positions)
@@ -184,7 +184,7 @@ def masked_word_loss(
 
 
 def append_ends(target: Tensor, pad: int, eos: int) -> Tensor:
-    """Return the labels [B, T + 2] of targets [B, T]: each with eos and eos behind it."""
+    """Return the labels [B, T + 2] of targets [B, T]: each with eos and eos after it."""
     lengths = (target != pad).sum(dim=1, keepdim=True)
     longer = F.pad(target, (0, 2), value=pad)
     return longer.scatter(1, torch.cat((lengths, lengths + 1), dim=1), eos)
@@ -239,7 +239,10 @@ def nag_bert_loss(
 def train_nag_bert(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
-    """Return the loss of a batch of the trainer: first hidden words, then translations."""
+    """Return the loss of a batch of the trainer: first hidden words, then translations.
+
+    Labels are not smoothed.
+    """
     model, settings, dropout = training.model, training.settings, training.dropout
     if training.progress < settings.pretraining:
         both = [masked_word_loss(model, texts, generator, dropout) for texts in batch[:2]]
@@ -250,7 +253,7 @@ def train_nag_bert(
 def write_all_labels(model: Seq2Seq, settings: NagBertSettings, sources: Tensor) -> list[list[int]]:
     """Return translations of padded sources [B, S], from all positions."""
     refiner = NagBertRefiner(model, 1.0, BEAM)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 def can_label(config: Seq2SeqConfig, settings: NagBertSettings, source: int, target: int) -> bool:

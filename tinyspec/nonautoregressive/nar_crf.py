@@ -41,8 +41,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas, check_teacher
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.refine import Canvas, best_candidate, blank_canvas
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.crf import (
@@ -56,22 +56,22 @@ from tinyspec.nonautoregressive.crf import (
     static_heads,
     word_logprobs,
 )
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
-from tinyspec.nonautoregressive.nat import forbid_special_tokens
-from tinyspec.nonautoregressive.parallel import fits_length_token, length_nll
+from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
+from tinyspec.nonautoregressive.nat import forbid_special_tokens, require_teacher
+from tinyspec.nonautoregressive.parallel import fits_length_token, ignore_generator, length_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
     Knob,
     RefineRequest,
     TrainedTranslator,
-    TranslatorTraining,
     technique,
 )
 
 BEAM = 64  # candidates of a position, in training and decoding
 WORD_WEIGHT = 0.5  # of the words' own cross-entropy, beside the CRF's
 TRANSITIONS = ("dynamic", "static", "none")
+REMEDY = "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
 
 
 def decode_structured(
@@ -142,10 +142,7 @@ def score_words(model: Seq2Seq, states: Tensor) -> Tensor:
 def trained_transitions(model: Seq2Seq) -> str:
     """Return the transitions that a model was made for. Raises TinyspecError if it has none."""
     if E1 not in model.weights:
-        raise TinyspecError(
-            f"{model.name} has no transitions between words: train a model from "
-            "models/multi30k-crf/recipe.toml (tinyspec train mt)"
-        )
+        raise TinyspecError(f"{model.name} has no transitions between words: {REMEDY}")
     return "dynamic" if f"{UP}.weight" in model.weights else "static"
 
 
@@ -210,19 +207,12 @@ def nar_crf_loss(
     return structure + WORD_WEIGHT * words + length
 
 
-def train_nar_crf(
-    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
-) -> Tensor:
-    """Return `nar_crf_loss` of a batch of the trainer; nothing is drawn."""
-    return nar_crf_loss(training.model, batch, training.dropout, training.smoothing)
-
-
 def write_likeliest_length(
     model: Seq2Seq, settings: NarCrfSettings, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
     refiner = NarCrfRefiner(model, None, settings.transitions, BEAM, 1)
-    return translate_sources(model, sources, refiner, [Seeded(0) for _ in sources])
+    return translate_sources(model, sources, refiner)
 
 
 # ------------------------------ decoding
@@ -249,9 +239,7 @@ class NarCrfRefiner:
         """Return a canvas of masks, one candidate for each of the likeliest lengths."""
         config = self.model.config
         longest = config.max_positions - 1  # a teacher also reads the beginning
-        lengths = select_lengths(length_logprobs(self.model, memory)[:, : longest + 1], self.width)[
-            0
-        ]
+        lengths = find_likeliest_lengths(self.model, memory, self.width, longest)
         return blank_canvas(lengths, config.mask, self.model.device)
 
     def rewrite(
@@ -290,7 +278,7 @@ class NarCrfRefiner:
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_nar_crf,
+        ignore_generator(nar_crf_loss),
         write_likeliest_length,
         "It writes all words at once, with {settings.transitions} transitions of rank "
         "{settings.rank} between neighbours (`nar_crf`). Its figure is that of one pass over the "
@@ -322,26 +310,13 @@ def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int
     """Return a refiner that finds the likeliest sentence; a teacher chooses among lengths."""
     model, teacher = request.model, request.teacher
     trained = trained_transitions(model)
-    if not model.config.lengths:
-        raise TinyspecError(
-            f"{model.name} has no LENGTH token, so nobody says how long its translations are: "
-            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
-        )
+    check_length_token(model, REMEDY)
     if transitions == "dynamic" and trained == "static":
         raise TinyspecError(
             f"{model.name} was trained with static transitions: set transitions to static, or "
-            "train a model from models/multi30k-crf/recipe.toml (tinyspec train mt)"
+            f"{REMEDY}"
         )
     if lengths == 1:
         return NarCrfRefiner(model, None, transitions, beam, 1)
-    if teacher is None:
-        raise TinyspecError(
-            f"{lengths} lengths need a teacher to choose among them: give one, or set lengths to 1"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
+    teacher = require_teacher(model, teacher, f"{lengths} lengths", "set lengths to 1")
     return NarCrfRefiner(model, teacher, transitions, beam, lengths)

@@ -442,6 +442,29 @@ def train_finetuning(
     return finetune_loss(model, teacher, batch, generator, training.dropout, training.smoothing)
 
 
+def require_teacher(
+    model: Seq2Seq, teacher: Seq2Seq | None, candidates: str, otherwise: str
+) -> Seq2Seq:
+    """Return the teacher that chooses among candidates.
+
+    candidates  how many there are, and of what
+    otherwise   what to do without a teacher
+
+    Raises TinyspecError if there is none, or if it cannot read all that the model may write.
+    """
+    if teacher is None:
+        raise TinyspecError(
+            f"{candidates} need a teacher to choose among them: give one, or {otherwise}"
+        )
+    check_teacher(model, teacher)
+    if teacher.config.max_positions < model.config.max_positions:
+        raise TinyspecError(
+            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
+            f"{model.name}: use the teacher it was trained with"
+        )
+    return teacher
+
+
 @technique(
     title="NAT: non-autoregressive translation with fertilities",
     summary="writes all words in one pass",
@@ -495,14 +518,5 @@ def nat(request: RefineRequest, *, samples: int, fertility: str, temperature: fl
         )
     if samples == 1:
         return NatRefiner(model, None, fertility, 1, temperature)
-    if teacher is None:
-        raise TinyspecError(
-            f"{samples} samples need a teacher to choose among them: give one, or set samples to 1"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
+    teacher = require_teacher(model, teacher, f"{samples} samples", "set samples to 1")
     return NatRefiner(model, teacher, fertility, samples, temperature)

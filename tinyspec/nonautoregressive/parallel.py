@@ -35,19 +35,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas, best_candidate, check_teacher
-from tinyspec.decoding.rng import RandomSource, Seeded
-from tinyspec.errors import TinyspecError
+from tinyspec.decoding.refine import Canvas, best_candidate
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.nonautoregressive.mask_predict import length_logprobs, select_lengths
-from tinyspec.nonautoregressive.nat import copy_uniformly, decode_parallel, forbid_special_tokens
+from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
+from tinyspec.nonautoregressive.nat import (
+    copy_uniformly,
+    decode_parallel,
+    forbid_special_tokens,
+    require_teacher,
+)
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
     Knob,
     RefineRequest,
     TrainedTranslator,
+    TranslatorLoss,
     TranslatorTraining,
     technique,
 )
@@ -124,6 +129,16 @@ def parallel_loss(
 # ------------------------------ decoding
 
 
+def copy_to_likeliest_lengths(
+    model: Seq2Seq, source: Sequence[int], memory: EncoderOutput, count: int, longest: int
+) -> Canvas:
+    """Return even copies of a source, one candidate for each of its `count` likeliest lengths."""
+    found = find_likeliest_lengths(model, memory, count, longest)
+    lengths, row = (torch.tensor(ids, device=model.device) for ids in (found, list(source)))
+    places, slots = copy_uniformly(torch.full_like(lengths, len(row)), lengths)
+    return Canvas(row[places], slots, memory.states.new_zeros(slots.shape))
+
+
 class ParallelRefiner:
     """Write all words of the l likeliest lengths in one pass; the best translation is chosen.
 
@@ -135,13 +150,8 @@ class ParallelRefiner:
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return copies of the source, one candidate for each length."""
-        model = self.model
-        longest = model.config.max_positions - (self.teacher is not None)  # it reads bos too
-        logprobs = length_logprobs(model, memory)[:, : longest + 1]
-        lengths = torch.tensor(select_lengths(logprobs, self.width)[0], device=model.device)
-        row = torch.tensor(list(source), device=model.device)
-        places, slots = copy_uniformly(torch.full_like(lengths, len(row)), lengths)
-        return Canvas(row[places], slots, logprobs.new_zeros(slots.shape))
+        longest = self.model.config.max_positions - (self.teacher is not None)  # it reads bos too
+        return copy_to_likeliest_lengths(self.model, source, memory, self.width, longest)
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
@@ -163,19 +173,22 @@ class ParallelRefiner:
 # ------------------------------ the card
 
 
-def train_parallel(
-    training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
-) -> Tensor:
-    """Return `parallel_loss` of a batch of the trainer; nothing is drawn from the generator."""
-    return parallel_loss(training.model, batch, training.dropout, training.smoothing)
+def ignore_generator(loss: Callable[..., Tensor]) -> TranslatorLoss:
+    """Return a loss (model, batch, dropout, smoothing), which draws nothing, for the trainer."""
+
+    def train(
+        training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
+    ) -> Tensor:
+        return loss(training.model, batch, training.dropout, training.smoothing)
+
+    return train
 
 
 def translate_likeliest_length(
     model: Seq2Seq, settings: object, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S], each of its likeliest length."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, ParallelRefiner(model), rngs)
+    return translate_sources(model, sources, ParallelRefiner(model))
 
 
 def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, target: int) -> bool:
@@ -192,7 +205,7 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_parallel,
+        ignore_generator(parallel_loss),
         translate_likeliest_length,
         "It writes all words at once, from copies of the source that are spread evenly over a "
         "predicted length (`parallel`). Its figure is that of the likeliest length.",
@@ -212,21 +225,10 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
 def parallel(request: RefineRequest, *, lengths: int, judge: str) -> ParallelRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
     model, teacher = request.model, request.teacher
-    if not model.config.lengths:
-        raise TinyspecError(
-            f"{model.name} has no LENGTH token, so nobody says how long its translations are: "
-            "train a model from models/multi30k-parallel/recipe.toml (tinyspec train mt)"
-        )
+    check_length_token(
+        model, "train a model from models/multi30k-parallel/recipe.toml (tinyspec train mt)"
+    )
     if lengths == 1 or judge == "self":
         return ParallelRefiner(model, None, lengths)
-    if teacher is None:
-        raise TinyspecError(
-            f"{lengths} lengths need a teacher to choose among them: give one, or set judge to self"
-        )
-    check_teacher(model, teacher)
-    if teacher.config.max_positions < model.config.max_positions:
-        raise TinyspecError(
-            f"the teacher {teacher.name} has {teacher.config.max_positions} positions, fewer than "
-            f"{model.name}: use the teacher it was trained with"
-        )
+    teacher = require_teacher(model, teacher, f"{lengths} lengths", "set judge to self")
     return ParallelRefiner(model, teacher, lengths)

@@ -1,9 +1,9 @@
 """Rewrite the canvases of a batch of sources together.
 
 There is one encoder pass and, in each iteration, one decoder pass for all candidates of all
-sources. It serves techniques that draw nothing while they rewrite and that stop after a fixed
-number of iterations; a test shows that the result is that of `refine`, source by source. Parallel
-decoding gains least on a large batch, and the benchmarks measure it with this.
+sources. It serves techniques that draw nothing while they rewrite, and that leave alone a candidate
+which is done. Tests show that the result is that of `refine`, source by source. Parallel decoding
+gains least on a large batch, and the benchmarks measure it with this.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas, Refiner, encode_sources
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 
@@ -64,9 +64,16 @@ def refine_many(
 
 
 def translate_sources(
-    model: Seq2Seq, sources: Tensor, refiner: Refiner, rngs: Sequence[RandomSource]
+    model: Seq2Seq,
+    sources: Tensor,
+    refiner: Refiner,
+    rngs: Sequence[RandomSource] | None = None,
 ) -> list[list[int]]:
-    """Return the translations of the sources [B, S]: what `refine` chooses for each."""
+    """Return the translations of the sources [B, S]: what `refine` chooses for each.
+
+    rngs  one for each source; None: each has seed 0
+    """
+    rngs = [Seeded(0) for _ in sources] if rngs is None else rngs
     with torch.inference_mode():
         memory = encode_sources(model, refiner, sources)
     many, found = refine_many(model, sources, refiner, rngs, memory), []

@@ -5,7 +5,7 @@ Paper: Wang, Zhang, Chen, EMNLP 2018, arXiv 1808.08583 (semi-autoregressive tran
 Idea. A translation is cut into groups of K words. The groups are written from left to right, as an
 autoregressive model writes words; the K words of a group are written in one pass and do not know of
 each other. Two changes of the transformer make this possible. Its input is shifted by K positions
-instead of one: position t reads the word y_(t-K), behind K start symbols. And its mask is relaxed:
+instead of one: position t reads the word y_(t-K), after K start symbols. And its mask is relaxed:
 a position sees all words of earlier groups, as before, and all inputs of its own group. With K = 1
 it is the autoregressive transformer; with K beyond the target's length it writes all words at once.
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.decoding.refine import Canvas
-from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Lockstep, Seq2Seq
@@ -167,7 +167,7 @@ class SatRefiner:
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
-        """Write the next group. A word behind an end, or beyond the limit, gets no slot."""
+        """Write the next group. A word after an end, or beyond the limit, gets no slot."""
         state: GroupState = self.begin(memory) if iteration == 0 else canvas.extra
         rows = copy(state.rows)  # its length is its own: a canvas can be rewritten again
         scores, words = rows.append(state.newest).log_softmax(dim=-1).max(dim=-1)  # [C, K]
@@ -225,8 +225,7 @@ def translate_batch_in_groups(
     model: Seq2Seq, settings: SatSettings, sources: Tensor
 ) -> list[list[int]]:
     """Return translations of padded sources [B, S]."""
-    rngs = [Seeded(0) for _ in sources]
-    return translate_sources(model, sources, SatRefiner(model, settings.k), rngs)
+    return translate_sources(model, sources, SatRefiner(model, settings.k))
 
 
 def fits_groups(config: Seq2SeqConfig, settings: SatSettings, source: int, target: int) -> bool:

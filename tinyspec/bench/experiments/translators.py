@@ -334,7 +334,7 @@ def _make_refine_arm(
 
     def many(part: Sequence[Ids]) -> list[Ids]:
         refiner = card.refiner(RefineRequest(model, teacher), **knobs)
-        return translate_sources(model, pad_sequences(part), refiner, [Seeded(0) for _ in part])
+        return translate_sources(model, pad_sequences(part), refiner)
 
     one = _make_one(model, method, teacher, **knobs)
     return TranslatorArm(label, one, many, width, card.settings(knobs))

@@ -132,7 +132,7 @@ TOYS = [
         "masks in place of copies",
         "return Canvas(row[places], slots",
         "return Canvas(torch.full_like(row[places], model.config.mask), slots",
-        ParallelRefiner.start,
+        parallel.copy_to_likeliest_lengths,
         law=ONE_PASS,
     ),
     _parallel(

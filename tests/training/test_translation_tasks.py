@@ -1,0 +1,54 @@
+"""What a recipe says reaches the loss of a translator: dropout, smoothing and its settings."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tinyspec.laws.rewriting_laws import reader_of
+from tinyspec.nonautoregressive.nag_bert import nag_bert_loss
+from tinyspec.nonautoregressive.sat import sat_loss
+from tinyspec.technique import TranslatorTraining, find_technique
+
+BATCH = torch.tensor([[4, 6, 5, 7], [7, 5, 0, 0]]), torch.tensor([[5, 8, 6, 0], [4, 4, 7, 5]])
+FERTILITIES = torch.tensor([[1, 1, 1, 0], [2, 2, 0, 0]])
+
+
+def train_once(
+    method: str, dropout: float = 0.0, smoothing: float = 0.0, **given: Any
+) -> tuple[Any, float]:
+    """Return a random model of a method, and the loss of a batch at the end of its training."""
+    trained = find_technique(method).translator
+    assert trained is not None
+    settings = trained.settings(**given)
+    model = reader_of(trained, 0, **given)
+    batch = (*BATCH, FERTILITIES) if trained.aligned else BATCH
+    training = TranslatorTraining(model, None, settings, dropout, smoothing, 1.0)
+    torch.manual_seed(0)
+    return model, float(trained.loss(training, batch, torch.Generator().manual_seed(0)))
+
+
+METHODS = ("iterative_refinement", "mask_predict", "nag_bert", "nar_crf", "nat", "parallel", "sat")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_dropout_reaches_the_loss(method: str) -> None:
+    assert train_once(method)[1] != train_once(method, dropout=0.5)[1]
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "nag_bert"])
+def test_smoothing_reaches_the_loss(method: str) -> None:
+    """The loss of NAG-BERT does not smooth its labels."""
+    assert train_once(method)[1] != train_once(method, smoothing=0.1)[1]
+
+
+def test_the_words_of_a_group_reach_the_loss() -> None:
+    for k in (1, 2, 3):
+        model, got = train_once("sat", k=k)
+        assert got == float(sat_loss(model, BATCH, k))
+
+
+def test_the_window_of_neighbours_reaches_the_loss() -> None:
+    for window in (0, 1, 3):
+        model, got = train_once("nag_bert", window=window)
+        assert got == float(nag_bert_loss(model, BATCH, window=window))
