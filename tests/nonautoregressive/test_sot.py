@@ -58,6 +58,10 @@ def test_trap_no_points_are_plain_decoding() -> None:
     assert traps.no_points_are_plain_decoding(SkeletonDecoder).cases == 4
 
 
+def test_trap_a_point_reads_the_question_and_the_whole_skeleton() -> None:
+    assert traps.points_read_the_skeleton(SkeletonDecoder).cases == 3
+
+
 def test_trap_the_router_decides() -> None:
     assert traps.router_decides(SkeletonDecoder).cases == 6
 
