@@ -177,6 +177,11 @@ def test_streams_end_at_a_stop_each(scripted: Callable[..., Model]) -> None:
     assert got.finish_reason == "stop"
 
 
+def test_an_outline_ends_before_its_stop(scripted: Callable[..., Model]) -> None:
+    got: Any = generate(scripted(), ASKED, method="sot", max_new_tokens=99, stop="Paint")
+    assert got.text == "\n".join(ANSWER.splitlines()[:2])
+
+
 def test_max_new_tokens_bounds_each_stream(scripted: Callable[..., Model]) -> None:
     got: Any = generate(scripted(), ASKED, method="sot", max_new_tokens=33)
     lines = got.text.splitlines()

@@ -241,6 +241,25 @@ def test_a_trial_of_a_head_pays_at_once_for_what_was_missed() -> None:
         assert Goodput(curve, Watch()).choose([Candidate(HEAD, [0.0], missed)]) == best
 
 
+def test_the_time_of_a_draft_is_without_that_of_what_was_missed() -> None:
+    class SlowExtend(TimedSession):
+        def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Any:
+            self.watch.now += 5.0
+            return super().extend(tokens, hidden_layers)
+
+    watch, turn = Watch(), iter([0] * 15 + [1])
+    target: Any = SlowExtend(headed_network().session(), watch)
+    at_end = lambda ways, rng: ways - 1 if next(turn) else 0  # noqa: E731
+    stop = StoppingCriteria(max_new_tokens=40)
+    request = Request(target, (), GREEDY, stop, clock=watch, choose=at_end, head="medusa")
+    decoder: Any = CARD.make(request, remember=False)
+    decoder.extend((0, 1, 2))
+    for number in range(16):
+        decoder.step(Seeded(number))
+    assert decoder.drafter.option.source == HEAD and watch.now > 20  # two calls of extend
+    assert decoder.drafter.policy.curve.head.seconds == 0
+
+
 def test_the_chance_of_a_node_follows_what_was_accepted() -> None:
     """An average by hand; the tree has two nodes and never a third."""
     figures, by_hand = HeadFigures(3), [0.5, 0.375, 0.28125]
