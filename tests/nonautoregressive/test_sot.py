@@ -196,10 +196,6 @@ def test_more_points_than_allowed_are_left_out(scripted: Callable[..., Model]) -
 
 
 def test_chat_messages_keep_the_earlier_turns(scripted: Callable[..., Model]) -> None:
-    script = {
-        cue.replace(".", ".") if cue == OUTLINE else cue: text for cue, text in SCRIPT.items()
-    }
-    script[f"Question: {ASKED}\nOutline:\n[assistant] 1."] = script.pop(OUTLINE)
     begins = re.compile(r":\n(?=\d\.)")  # the answer begins after the template's last words
     script = {begins.sub(":\n[assistant] ", cue): text for cue, text in SCRIPT.items()}
     model, seen = scripted(script), list[str]()
