@@ -100,14 +100,9 @@ def prepare_acceptance(model: Model, draft: Draft, settings: BenchSettings) -> P
     if key not in _MEASURED:
         texts, what = read_datastore_texts(model)
         chosen = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)][:CALIBRATION_TEXTS]
+        encode, most = model.tokenizer.encode, CALIBRATION_TOKENS
         written = [
-            continue_text(
-                model,
-                model.tokenizer.encode(text[:CALIBRATION_LETTERS])[:CALIBRATION_TOKENS],
-                CALIBRATION_TOKENS,
-                sampling,
-                n,
-            )
+            continue_text(model, encode(text[:CALIBRATION_LETTERS])[:most], most, sampling, n)
             for n, text in enumerate(chosen)
         ]
         ranks = next(knob.default for knob in card.knobs if knob.name == "ranks")
