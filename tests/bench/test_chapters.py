@@ -113,6 +113,11 @@ def test_sequoia_measures_its_acceptance_vector_before_it_is_timed(
     first, *others = map(float, need.knobs["accepts"].split(","))
     assert 0 < first <= 1 and sum(others) <= 1 - first
     assert "measured on 3 texts out of 3 texts" in need.built
+    again, sampled = (
+        stores.prepare_arm(ArmSpec("sequoia"), target, draft, BenchSettings(temperature=heat))
+        for heat in (0, 1)
+    )
+    assert again is need and sampled is not need  # each sampling has a vector of its own
     paper, ours = (
         TechniqueArm(spec, target, BenchSettings(temperature=0), draft)
         for spec in chapters.list_rows("sequoia")

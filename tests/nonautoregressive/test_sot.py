@@ -58,6 +58,10 @@ def test_trap_no_points_are_plain_decoding() -> None:
     assert traps.no_points_are_plain_decoding(SkeletonDecoder).cases == 4
 
 
+def test_trap_a_point_reads_the_question_and_the_whole_skeleton() -> None:
+    assert traps.points_read_the_skeleton(SkeletonDecoder).cases == 3
+
+
 def test_trap_the_router_decides() -> None:
     assert traps.router_decides(SkeletonDecoder).cases == 6
 
@@ -173,6 +177,11 @@ def test_streams_end_at_a_stop_each(scripted: Callable[..., Model]) -> None:
     assert got.finish_reason == "stop"
 
 
+def test_an_outline_ends_before_its_stop(scripted: Callable[..., Model]) -> None:
+    got: Any = generate(scripted(), ASKED, method="sot", max_new_tokens=99, stop="Paint")
+    assert got.text == "\n".join(ANSWER.splitlines()[:2])
+
+
 def test_max_new_tokens_bounds_each_stream(scripted: Callable[..., Model]) -> None:
     got: Any = generate(scripted(), ASKED, method="sot", max_new_tokens=33)
     lines = got.text.splitlines()
@@ -187,10 +196,6 @@ def test_more_points_than_allowed_are_left_out(scripted: Callable[..., Model]) -
 
 
 def test_chat_messages_keep_the_earlier_turns(scripted: Callable[..., Model]) -> None:
-    script = {
-        cue.replace(".", ".") if cue == OUTLINE else cue: text for cue, text in SCRIPT.items()
-    }
-    script[f"Question: {ASKED}\nOutline:\n[assistant] 1."] = script.pop(OUTLINE)
     begins = re.compile(r":\n(?=\d\.)")  # the answer begins after the template's last words
     script = {begins.sub(":\n[assistant] ", cue): text for cue, text in SCRIPT.items()}
     model, seen = scripted(script), list[str]()

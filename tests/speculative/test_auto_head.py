@@ -26,7 +26,15 @@ from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.heads import HeadFile, head_settings, head_weights, write_head
 from tinyspec.lm.model import Model
 from tinyspec.speculative import auto
-from tinyspec.speculative.goodput import HEAD, PLAIN, CostModel, HeadFigures
+from tinyspec.speculative.goodput import (
+    HEAD,
+    PLAIN,
+    Candidate,
+    Choice,
+    CostModel,
+    Goodput,
+    HeadFigures,
+)
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("auto")
@@ -219,6 +227,37 @@ def test_what_was_missed_is_in_the_price_of_a_head() -> None:
     assert curve.pass_seconds(0) == 0
     assert curve.pass_seconds(3) == pytest.approx(1.2)
     assert curve.pass_seconds(18) == pytest.approx(2 * 1.8)  # twice the widest that was measured
+    policy = Goodput(curve, Watch())
+    for missed, best in ((0, Choice(HEAD, 1)), (18, PLAIN)):  # 1.3 tokens in 1.2, then 1.2 + 3.6/16
+        assert policy.choose([Candidate(HEAD, [0.3], missed)]) == best
+
+
+def test_a_trial_of_a_head_pays_at_once_for_what_was_missed() -> None:
+    curve = CostModel(8)
+    for size in (*[0] * 4, 1, 2, 4, 8):
+        curve.record_round(size, 1.0 + 0.1 * size)
+    for missed, best in ((0, Choice(HEAD, 1)), (18, PLAIN)):  # a loss of 0.23, and of 3.83
+        curve.rounds, curve.credit = 64, 1.0
+        assert Goodput(curve, Watch()).choose([Candidate(HEAD, [0.0], missed)]) == best
+
+
+def test_the_time_of_a_draft_is_without_that_of_what_was_missed() -> None:
+    class SlowExtend(TimedSession):
+        def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Any:
+            self.watch.now += 5.0
+            return super().extend(tokens, hidden_layers)
+
+    watch, turn = Watch(), iter([0] * 15 + [1])
+    target: Any = SlowExtend(headed_network().session(), watch)
+    at_end = lambda ways, rng: ways - 1 if next(turn) else 0  # noqa: E731
+    stop = StoppingCriteria(max_new_tokens=40)
+    request = Request(target, (), GREEDY, stop, clock=watch, choose=at_end, head="medusa")
+    decoder: Any = CARD.make(request, remember=False)
+    decoder.extend((0, 1, 2))
+    for number in range(16):
+        decoder.step(Seeded(number))
+    assert decoder.drafter.option.source == HEAD and watch.now > 20  # two calls of extend
+    assert decoder.drafter.policy.curve.head.seconds == 0
 
 
 def test_the_chance_of_a_node_follows_what_was_accepted() -> None:

@@ -22,7 +22,7 @@ from tinyspec.lm.heads import freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.speculative.drafting import blockwise
-from tinyspec.technique import Request, TrainingBatch, find_technique
+from tinyspec.technique import Request, TrainingBatch, TranslatorTraining, find_technique
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.tree import TokenTree
 
@@ -339,3 +339,23 @@ def test_a_damaged_layer_is_named_in_one_line(at_home: Path, tmp_path: Path) -> 
         with pytest.raises(TinyspecError) as error:
             tinyspec.load_translator(folder)
         assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_recipe_smooths_labels_and_drops_out_only_what_it_trains(frozen: bool) -> None:
+    model, settings = (
+        traps.random_block_translator(0),
+        blockwise.BlockwiseTranslatorSettings(3, frozen),
+    )
+    batch = tuple(torch.tensor([list(ids)]) for ids in traps.PAIR)
+
+    def loss(dropout: float, smoothing: float) -> float:
+        training = TranslatorTraining(model, None, settings, dropout, smoothing, 0.0)
+        torch.manual_seed(0)
+        return float(
+            blockwise.train_blockwise(training, batch, torch.Generator().manual_seed(1)).detach()
+        )
+
+    half, none, full = loss(0, 0.5), loss(0, 0), loss(0, 1)
+    assert half == pytest.approx((none + full) / 2) and abs(none - full) > 1e-3
+    assert (loss(0.5, 0) == none) == frozen

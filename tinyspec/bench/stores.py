@@ -99,11 +99,10 @@ def prepare_acceptance(model: Model, draft: Draft, settings: BenchSettings) -> P
     key = (id(model), id(small), sampling.temperature, sampling.top_p)
     if key not in _MEASURED:
         texts, what = read_datastore_texts(model)
-        chosen = texts[:: max(1, len(texts) // CALIBRATION)][:CALIBRATION]
+        chosen = texts[:: max(1, len(texts) // CALIBRATION_TEXTS)][:CALIBRATION_TEXTS]
+        encode, most = model.tokenizer.encode, CALIBRATION_TOKENS
         written = [
-            continue_text(
-                model, model.tokenizer.encode(text[:LETTERS])[:OPENING], OPENING, sampling, n
-            )
+            continue_text(model, encode(text[:CALIBRATION_LETTERS])[:most], most, sampling, n)
             for n, text in enumerate(chosen)
         ]
         ranks = next(knob.default for knob in card.knobs if knob.name == "ranks")
@@ -130,9 +129,9 @@ def continue_text(
     return list(running.decoder.context)
 
 
-CALIBRATION = 20  # texts on which an acceptance vector is measured
-OPENING = 64  # tokens of each that are given, and as many that the target adds
-LETTERS = 2000  # of each text are read, far more than these tokens have
+CALIBRATION_TEXTS = 20  # texts on which an acceptance vector is measured
+CALIBRATION_TOKENS = 64  # tokens of each that are given, and as many that the target adds
+CALIBRATION_LETTERS = 2000  # characters of each text that are read, far more than these tokens have
 _MEASURED: dict[tuple[Any, ...], tuple[Model, Model, PreparedArm]] = {}
 """The vectors of this process; the models are kept, so no other one gets their id."""
 SHARE = 16  # the budget is a sixteenth of the context

@@ -20,12 +20,12 @@ The prompts of the points share all but their ends. Their common part is compute
 stream forks from it: the forward log counts what that spares.
 
 Router. An answer whose steps need each other is written worse this way, so a router decides. It is
-"always", "never", or one of two: "prompt" asks the model itself whether the answer is a list of
-independent points (A), a list of points that depend on each other (B), or no list (C); the letter
-with the highest logit decides, and A takes the skeleton. "words" is a logistic regression on a bag
-of words, fitted on forty questions below that we labelled by hand. It stands for the paper's
-trained router, a RoBERTa classifier, and is not that. As in the loss of that one, a false "yes"
-weighs 0.7 and a false "no" 0.3.
+"always", "never", "prompt" or "words". "prompt" asks the model itself whether the answer is a list
+of independent points (A), a list of points that depend on each other (B), or no list (C); the
+letter with the highest logit decides, and A takes the skeleton. "words" is a logistic regression on
+a bag of words, fitted on forty questions below that we labelled by hand. It stands in place of the
+paper's trained router, a RoBERTa classifier. The paper's loss weighs a false "yes" by 0.7 and a
+false "no" by 0.3, and so does ours.
 
 Guarantee: LOSSY: another answer than plain decoding's; at router "never" it is plain decoding's,
 token for token. Each point is plain decoding of its own prompt, and the points are independent
@@ -96,7 +96,7 @@ Question: {question}
 
 Answer with A, B or C."""
 
-LETTERS = ("A", "B", "C")
+ROUTER_LETTERS = ("A", "B", "C")
 
 
 # ------------------------------------------------------------------ the algorithm
@@ -287,7 +287,7 @@ class SkeletonDecoder(StreamDecoder):
             session = self.wrap_target(self.model.session(self.forward_log))
             session.extend(ids)
             row = session.score(TokenTree()).logits[0]
-            letters = [self.model.tokenizer.encode(letter)[0] for letter in LETTERS]
+            letters = [self.model.tokenizer.encode(letter)[0] for letter in ROUTER_LETTERS]
             return int(row[letters].argmax()) == 0
         return self.router == "always"
 

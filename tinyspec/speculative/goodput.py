@@ -49,7 +49,8 @@ class Choice(NamedTuple):
 class Candidate(NamedTuple):
     """What a source can draft: the probability of each draft token to be accepted.
 
-    No probability is greater than the one before it, but for a head, whose tree has an order.
+    No probability is greater than the one before it. A head is the exception: its tokens stand in
+    the order of its tree.
 
     missed  tokens whose states a head lacks; a pass over them comes before its draft
     """

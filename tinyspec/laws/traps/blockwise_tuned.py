@@ -40,18 +40,17 @@ def make_block_tuning(seed: int) -> tuple[Tuning, TrainingBatch]:
     return tuning, TrainingBatch(ids, is_answer, nothing, nothing, nothing)
 
 
-def losses_by_hand(tuning: Tuning) -> list[float]:
+def losses_by_hand(tuning: Tuning) -> list[torch.Tensor]:
     """Return the loss of each predictor on the text, token by token: p_1 first."""
-    h = tuning.blocks.final_states(torch.tensor([TEXT]))[0].detach()
-    w = {name: weight.detach() for name, weight in tuning.beside.items()}
+    h, w = tuning.blocks.final_states(torch.tensor([TEXT]))[0], tuning.beside
     hidden = (h @ w["hidden.weight"].T + w["hidden.bias"]).clamp(min=0)
     parts = (hidden @ w["out.weight"].T + w["out.bias"]).view(len(h), 2, -1)
     states = [h, h + parts[:, 0], h + parts[:, 1]]
     found = []
     for i, z in enumerate(states, start=1):
-        rows = (z @ tuning.blocks.vocabulary.detach().T).log_softmax(-1)
-        losses = [-float(rows[t, TEXT[t + i]]) for t in range(len(TEXT) - i)]
-        found.append(sum(losses) / len(losses))
+        rows = (z @ tuning.blocks.vocabulary.T).log_softmax(-1)
+        losses = [-rows[t, TEXT[t + i]] for t in range(len(TEXT) - i)]
+        found.append(torch.stack(losses).mean())
     return found
 
 
@@ -60,7 +59,7 @@ def every_predictor_is_drawn(loss: Loss) -> Iterator[int]:
     """Check the loss of a text against the k formulas, and how often each of them is drawn."""
     for seed in range(3):
         tuning, batch = make_block_tuning(seed)
-        expected, drawn = losses_by_hand(tuning), Counter[int]()
+        expected, drawn = [float(x.detach()) for x in losses_by_hand(tuning)], Counter[int]()
         for number in range(DRAWS):
             got = float(loss(tuning, batch, torch.Generator().manual_seed(number)).detach())
             near = [i for i, x in enumerate(expected) if math.isclose(got, x, rel_tol=1e-5)]
@@ -78,13 +77,26 @@ def every_predictor_is_drawn(loss: Loss) -> Iterator[int]:
 
 @collect_evidence(WHOLE)
 def the_whole_model_is_trained(loss: Loss) -> Iterator[int]:
-    """Check that whatever is drawn, every weight of the model has a gradient."""
+    """Check that whatever is drawn, every weight of the model has the gradient of its formula.
+
+    The output matrix has one too, by the guesses as by the next token.
+    """
     for seed in range(3):
         for number in range(8):
             tuning, batch = make_block_tuning(seed)
-            loss(tuning, batch, torch.Generator().manual_seed(number)).backward()
-            still = [name for name, w in tuning.blocks.weights.items() if w.grad is None]
-            expect_equal(WHOLE, [], still, network=seed, draw=number)
+            got = loss(tuning, batch, torch.Generator().manual_seed(number))
+            drawn = min(losses_by_hand(tuning), key=lambda x: abs(float((x - got).detach())))
+            weights = tuning.blocks.weights
+            slopes, expected = (
+                torch.autograd.grad(x, list(weights.values()), allow_unused=True)
+                for x in (got, drawn)
+            )
+            wrong = [
+                name
+                for name, a, b in zip(weights, slopes, expected, strict=True)
+                if a is None or b is None or not torch.allclose(a, b, rtol=1e-3, atol=1e-5)
+            ]  # the loss is float32
+            expect_equal(WHOLE, [], wrong, network=seed, draw=number)
             yield 1
 
 
@@ -106,6 +118,12 @@ TOYS = [
         "a layer that is trained on a frozen model",
         "states[:, None])",
         "states[:, None].detach())",
+        law=WHOLE,
+    ),
+    _tuned(
+        "guesses that do not train the output matrix",
+        "blocks.embed, blocks.vocabulary)",
+        "blocks.embed, blocks.vocabulary.detach())",
         law=WHOLE,
     ),
 ]

@@ -24,6 +24,7 @@ INDEPENDENT = "points are independent given the skeleton"
 LINEAR = "a point is plain decoding of its own prompt"
 TOGETHER = "points share passes, and their common prefix is computed once"
 NO_POINTS = "no points: plain decoding"
+INFORMED = "a point reads the question and the whole skeleton"
 ROUTED = "the router decides whether there is a skeleton"
 
 Decoders = type[SkeletonDecoder]
@@ -145,6 +146,27 @@ def no_points_are_plain_decoding(kind: Decoders) -> Iterator[int]:
     yield 0
 
 
+@collect_evidence(INFORMED)
+def points_read_the_skeleton(kind: Decoders) -> Iterator[int]:
+    """Check what each point's prompt says, beside its own number and the words it begins with."""
+    prompts = list[tuple[str, str]]()
+
+    class Noting(kind):  # type: ignore[misc,valid-type]
+        def encode_prompt(self, message: str, beginning: str) -> list[int]:
+            prompts.append((message, beginning))
+            ids: list[int] = super().encode_prompt(message, beginning)
+            return ids
+
+    answer_question(Noting, "always", {OUTLINE_CUE: " Red\n2. Blue\n3. Green"})
+    heads = ["1. Red", "2. Blue", "3. Green"]
+    expect_equal(INFORMED, heads, [beginning for _, beginning in prompts[1:]], compared="begins")
+    for number, (message, _) in enumerate(prompts[1:], 1):
+        missing = [text for text in (QUESTION, *heads) if text not in message]
+        expect_equal(INFORMED, [], missing, point=number, prompt=message)
+        expect_equal(INFORMED, True, message.endswith(f" point {number}:"), prompt=message)
+        yield 0
+
+
 @collect_evidence(ROUTED)
 def router_decides(kind: Decoders) -> Iterator[int]:
     """Check each router on a question whose outline has a point."""
@@ -164,6 +186,7 @@ TRAPS = [
     Trap(LINEAR, points_are_plain_texts, lambda: SkeletonDecoder),
     Trap(TOGETHER, points_share_their_passes, lambda: SkeletonDecoder),
     Trap(NO_POINTS, no_points_are_plain_decoding, lambda: SkeletonDecoder),
+    Trap(INFORMED, points_read_the_skeleton, lambda: SkeletonDecoder),
     Trap(ROUTED, router_decides, lambda: SkeletonDecoder),
 ]
 
@@ -207,6 +230,13 @@ prompts = [[t for p in prompts[: at + 1] for t in p] for at in range(len(prompts
 if not all(map(self.has_room, prompts)):""",
         SkeletonDecoder.write_answer,
         law=NO_POINTS,
+    ),
+    _sot(
+        "a point that reads its own line alone",
+        "skeleton=skeleton.strip()",
+        "skeleton=point.head",
+        SkeletonDecoder.write_answer,
+        law=INFORMED,
     ),
     _sot(
         "a router that always says yes",
