@@ -25,8 +25,16 @@ from tinyspec.laws.exact.models import add_random_head
 from tinyspec.technique import find_technique, load_techniques
 
 ENDING = replace(LLAMA, eos=tuple(range(0, 13, 2)))  # every other token ends a text
+NEEDS_MORE = {
+    "rest": "a datastore of texts, as tests/bench/test_chapters.py has",
+    "specdec": "a translator",
+    "distillspec": "a draft that was trained for it",
+}
+"""What a small random model cannot give."""
 METHODS = [
-    name for name, card in load_techniques().items() if card.kind == "decoder" and card.drafts <= 1
+    name
+    for name, card in load_techniques().items()
+    if card.kind == "decoder" and card.drafts <= 1 and name not in NEEDS_MORE
 ]
 NESTED = ("cascade", "staged")  # decoders in decoders take longest
 EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in NESTED else name for name in METHODS]
@@ -37,7 +45,8 @@ def job(*ids: int, tokens: int = 9) -> Job:
 
 
 def own(method: str, temperature: float = 0.0) -> TechniqueArm:
-    spec = ArmSpec.parse(method)
+    # A vector is measured on texts, which this model cannot read: sequoia learns it.
+    spec = ArmSpec.parse("sequoia:accepts=learnt" if method == "sequoia" else method)
     return TechniqueArm(
         spec,
         add_random_head(model(ENDING), find_technique(spec.name), 0),
@@ -46,17 +55,8 @@ def own(method: str, temperature: float = 0.0) -> TechniqueArm:
     )
 
 
-def may_run(method: str) -> None:
-    try:
-        own(method).run(job(tokens=1), 0, time.perf_counter)
-    except TinyspecError as error:
-        pytest.skip(f"{method} needs more than a small random model: {error}")
-
-
 @pytest.mark.parametrize("method", EVERY)
 def test_reported_counts_add_up_at_every_length_and_temperature(method: str) -> None:
-    may_run(method)
-
     @settings(max_examples=20)
     @given(
         st.lists(st.integers(0, 12), min_size=1, max_size=12),
@@ -80,7 +80,6 @@ def test_reported_counts_add_up_at_every_length_and_temperature(method: str) -> 
 @pytest.mark.parametrize("method", EVERY)
 def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Count from the rounds: tokens, accepted, recovered or bonus, and what the stop cut off."""
-    may_run(method)
     rounds: list[Round] = []
 
     def noting(*args: Any, **options: Any) -> GenerationRun:
@@ -136,7 +135,6 @@ def test_an_end_of_text_ends_nothing_and_the_model_is_left_as_it_was() -> None:
     [m for m in METHODS if not load_techniques()[m].timed and not load_techniques()[m].persistent],
 )
 def test_a_run_owes_nothing_to_the_runs_before_it(method: str) -> None:
-    may_run(method)
     arm = own(method, 0.7)
     fresh = [own(method, 0.7).run(job(i, 2, 3), 5, time.perf_counter).ids for i in range(3)]
     again = [arm.run(job(i, 2, 3), 5, time.perf_counter).ids for i in (0, 1, 2, 0, 1, 2)]
@@ -178,7 +176,6 @@ def test_a_persistent_technique_remembers_within_a_round_and_begins_the_next_wit
     for method in METHODS:
         if not load_techniques()[method].persistent:
             continue
-        may_run(method)
         arm = own(method)
         first = arm.run(job(tokens=24), 0, time.perf_counter)
         again = arm.run(job(tokens=24), 0, time.perf_counter)
