@@ -33,7 +33,7 @@ if workers := int(
 
 
 def included(source: Path) -> list[Path]:
-    """The .pxd files beside a .pyx that it names, and its own; and the C behind it."""
+    """The .pxd files beside a .pyx that it names, and its own; and the C that it calls."""
     text = source.read_text()
     own = source.with_suffix(".pxd")
     named = [

@@ -60,7 +60,7 @@ TARGETS = {
     "qwen2": replace(TIED, qkv_bias=True, family="qwen2"),
     "gpt2": replace(small.GPT2, n_layers=LAYERS),
 }
-IDS = [1, 3, 4, 9, 12]  # of a draft vocabulary: gaps before, between and none behind
+IDS = [1, 3, 4, 9, 12]  # of a draft vocabulary: gaps before, between and none after
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "vllm-medusa": [
         {"heads": 2, "layers": 1, "shared_rows": False, "draft_vocab": 0},

@@ -1,4 +1,4 @@
-"""A race: clocks count decoding steps and nothing else, and the lane behind in time moves next.
+"""A race: clocks count decoding steps and nothing else, and the lane that is late moves next.
 
 Its picture is tested too.
 """

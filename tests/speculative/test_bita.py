@@ -1,4 +1,4 @@
-"""BiTA: the group behind the last accepted token, one pass a round, and the tree of candidates."""
+"""BiTA: the group after the last accepted token, one pass a round, and the tree of candidates."""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +53,7 @@ def masked_network(masks: int, seed: int = 0) -> Model:
 
 
 def test_the_tree_is_the_authors() -> None:
-    """5 + 4 + 3 candidates; only the first of a slot has children; masks behind each of them."""
+    """5 + 4 + 3 candidates; only the first of a slot has children; masks after each of them."""
     decoder = begin(masked_network(3), (0, 1))
     decoder.step(Seeded(0))
     tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))

@@ -80,7 +80,7 @@ def test_a_vocabulary_of_its_own_is_refused() -> None:
 @pytest.mark.parametrize("positions", ["rope", "learned"])
 @pytest.mark.parametrize("kv", [1, 2])
 def test_a_group_of_probes_sees_its_text_alone(positions: Any, kv: int) -> None:
-    """Each group gives what a dense pass gives with the probes as tokens behind the text."""
+    """Each group gives what a dense pass gives with the probes as tokens after the text."""
     small = small_network(0).config
     config = replace(small, n_kv_heads=kv, positions=positions, vocab_size=6)
     model = Model.random(config, 1, torch.float64, scale=0.5)

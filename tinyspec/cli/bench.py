@@ -1,4 +1,4 @@
-"""tinyspec bench: the measurements behind every number in `tutorials/results`. `tinyspec/bench/`
+"""tinyspec bench: run the measurements that give the numbers in `tutorials/results`. `tinyspec/bench/`
 says what they measure.
 """
 
@@ -90,7 +90,7 @@ def bench(ctx: click.Context, /, **options: Any) -> None:
         stray = min(given, key=list(options).index)
         command = f"`bench {ctx.invoked_subcommand}`"
         raise click.UsageError(
-            f"options of {command} stand behind its name ({stray} before it)", ctx
+            f"options of {command} stand after its name ({stray} before it)", ctx
         )
 
 

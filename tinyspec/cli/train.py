@@ -37,7 +37,7 @@ data_option = option(
 )
 training_options = base.options(
     data_option,
-    option("--minutes", type=float, help="Clock budget of the training, instead of the recipe's."),
+    option("--minutes", type=float, help="Minutes of the training, instead of the recipe's."),
     option("--seed", type=int, help="Instead of the recipe's."),
     option("--device", help="cpu, cuda. [default: cuda where there is one]"),
 )

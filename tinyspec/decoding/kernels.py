@@ -1,4 +1,4 @@
-"""The numbers behind sampling and verification, for the exact laws and for the CPU.
+"""Compute the numbers of sampling and verification, for the exact laws and for the CPU.
 
 A distribution is a list of Fractions in the exact laws, a float64 ndarray on the CPU, or a tensor
 on a device. `Kernels` is the definition, in plain Python over any number type. `HostKernels` runs

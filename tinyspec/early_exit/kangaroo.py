@@ -205,7 +205,7 @@ class KangarooDrafter(FeatureDrafter):
         return TokenTree.chain(tokens, draft_probs)
 
     def _adapt(self, states: Tensor, head_rows: int = 0) -> Tensor:
-        """Run states [n, d] behind the last row of the adapter, and return its outputs [n, d]."""
+        """Run states [n, d] after the last row of the adapter, and return its outputs [n, d]."""
         first = len(self.adapter) - 1
         return self.adapter.run(states, range(first, first + len(states)), head_rows=head_rows)
 

@@ -14,7 +14,7 @@ a `TrainingForward`; it is never the code that drafts. The pasts come from `walk
 tokens are accepted and rejected at random, and texts are cut, rewound and corrected.
 
 Both laws take any drafter that reads hidden states or probes. The number of probes may depend on
-the node that they stand behind: F1 compares where a decoder without a past has as many. Left out:
+the node that they stand after: F1 compares where a decoder without a past has as many. Left out:
 drafters that learn between requests (their draft is no function of the text), and point masses
 other than the likeliest tokens of a node.
 """
@@ -86,7 +86,7 @@ class Proposal(NamedTuple):
     text          the committed tokens
     past          what the decoder has been through, in words
     tree          the draft
-    after_probes  how many probes the last round scored behind the token before the newest one; 0
+    after_probes  how many probes the last round scored after the token before the newest one; 0
                   after any other event
     """
 
@@ -203,14 +203,14 @@ def new_decoder(make: MakeDecoder, model: Model, sampling: SamplingParams) -> De
 
 
 def count_probes(round: Round) -> int:
-    """Return how many probes of a round stand behind the token that the newest one follows."""
-    behind = {(ROOT, *round.verdict.accepted)[len(round.tokens) - 1]}
+    """Return how many probes of a round stand after the token that the newest one follows."""
+    after = {(ROOT, *round.verdict.accepted)[len(round.tokens) - 1]}
     probes = 0
     for node, (parent, is_probe) in enumerate(
         zip(round.tree.parents, round.tree.probe, strict=True)
     ):
-        if is_probe and parent in behind:
-            behind.add(node)
+        if is_probe and parent in after:
+            after.add(node)
             probes += 1
     return probes
 
@@ -220,7 +220,7 @@ def draft_without_past(make: MakeDecoder, proposal: Proposal) -> TokenTree | Non
 
     A drafter of probes knows their rows only after a round that scored them. Where the decoder with
     a past has just had such a round, the new one gets its newest token by a round too. None: this
-    round has another number of probes behind the token before.
+    round has another number of probes after the token before.
     """
     text, number = list(proposal.text), proposal.number
     decoder = new_decoder(make, proposal.model, proposal.sampling)

@@ -1,4 +1,4 @@
-"""Run probes in a dense pass: rows behind a text that see it and that it does not see.
+"""Run probes in a dense pass: rows after a text that see it and that it does not see.
 
 PaSS, BiTA, SPACE and PPD put such rows after a token and read guesses off them. At inference a
 session runs them. Here is the same for training, with gradients: all groups of probes of a text
@@ -15,11 +15,11 @@ from tinyspec.lm.ops import attend_dense
 def run_probe_groups(
     blocks: Blocks, ids: Tensor, anchors: Tensor, embeddings: Tensor, prefix: Tensor | None = None
 ) -> Tensor:
-    """Return the states after the final norm of a chain of probes behind each anchor.
+    """Return the states after the final norm of a chain of probes after each anchor.
 
     ids         [B, T] texts
-    anchors     [G] positions in the texts; a group stands behind each and sees the text up to it
-    embeddings  [n, d] of the probes of a group; probe j stands j + 1 positions behind the anchor
+    anchors     [G] positions in the texts; a group stands after each and sees the text up to it
+    embeddings  [n, d] of the probes of a group; probe j stands j + 1 positions after the anchor
     prefix      [2, L, KV, P, hd] keys and values that only probes attend to; None: there are none
 
     Returns [B, G, n, d]. Each probe sees the earlier ones of its group, and no other group.

@@ -309,7 +309,7 @@ class Seq2Seq:
     ) -> tuple[Tensor, EncoderOutput, Tensor]:
         """Return what `decode` and `layer_states` need for a causal pass: inputs, memory, mask.
 
-        target  [B, T], read behind bos. Padding stands at the end, so no other position sees it
+        target  [B, T], read after bos. Padding stands at the end, so no other position sees it
         """
         inputs = F.pad(target, (1, 0), value=self.config.bos)
         length = inputs.shape[1]

@@ -15,7 +15,8 @@ class TrainSettings:
     floor         the last learning rate, as a share of lr
     ema           share of the old average that is kept at each step; 0: no average
     pieces        computes a batch in so many pieces, to save memory
-    minutes       clock budget of the whole training, without interruptions
+    minutes       budget of the whole training, without interruptions; on a CPU the minutes that its
+                  main thread runs, so other work on the machine makes it longer and not worse
     log_every     steps between two lines of the log; valid_every: between two validations
     save_minutes  minutes between two saved states
     """

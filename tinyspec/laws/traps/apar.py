@@ -13,7 +13,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.streams import StreamDecoder
 from tinyspec.laws.checking.uniforms import Noise
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import Reference, Tokens, compare_laws
+from tinyspec.laws.exact.joint import Reference, Tokens, compare_distributions
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, run_dense, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import GREEDY, SAMPLED, Trap
@@ -146,7 +146,9 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
         model = forking_network(seed)
         rows = [make_reference(model, sampling, may_fork=may) for may in (False, True)]
 
-        def law(text: Tokens, left: int, forks: int, rows: Any = rows) -> dict[Tokens, float]:
+        def distribution(
+            text: Tokens, left: int, forks: int, rows: Any = rows
+        ) -> dict[Tokens, float]:
             """Return the distribution of a stream of so many tokens, with those of its details."""
             if not left:
                 return {(): 1.0}
@@ -154,8 +156,14 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
             for token, mass in enumerate(rows[forks].next(text)):
                 if mass > 0:
                     here, more = (*text, token), 0 if token == FORK else forks
-                    below = law((*here, CHILD), JOINT_TOKENS, more) if token == FORK else {(): 1.0}
-                    for (a, p), (b, q) in product(below.items(), law(here, left - 1, more).items()):
+                    below = (
+                        distribution((*here, CHILD), JOINT_TOKENS, more)
+                        if token == FORK
+                        else {(): 1.0}
+                    )
+                    for (a, p), (b, q) in product(
+                        below.items(), distribution(here, left - 1, more).items()
+                    ):
                         answer = (token, *a, *b)
                         joint[answer] = joint.get(answer, 0.0) + mass * p * q
             return joint
@@ -170,7 +178,9 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
             walked, got[tokens] = walked + 1, got.get(tokens, 0) + mass
         case = {"network": seed, "temperature": sampling.temperature, "top_k": 2, "forks": 1}
         case["tokens of a stream"] = JOINT_TOKENS
-        compare_laws(law(PROMPT, JOINT_TOKENS, 1), got, NETWORK_TOLERANCE, JOINT_TREE, **case)
+        compare_distributions(
+            distribution(PROMPT, JOINT_TOKENS, 1), got, NETWORK_TOLERANCE, JOINT_TREE, **case
+        )
         yield walked
 
 

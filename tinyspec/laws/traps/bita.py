@@ -83,14 +83,14 @@ _bita = partial(Toy, technique="bita")
 
 TOYS = [
     _bita(
-        "the group behind the newest token of the round before",
+        "the group after the newest token of the round before",
         "before_newest = path[len(round.tokens) - 1]",
         "before_newest = ROOT",
         BitaDrafter.observe,
         law=PLACED,
     ),
     _bita(
-        "masks behind the newest token alone",
+        "masks after the newest token alone",
         "for node, depth in depths.items():",
         "for node, depth in [(ROOT, 0)]:",
         BitaDrafter.add_groups,

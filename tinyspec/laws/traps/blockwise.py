@@ -106,12 +106,12 @@ def output_round(begin: Callable[[], Decoder], rng: Exhaustive) -> tuple[int, ..
     return begin().step(rng).tokens
 
 
-def law_of_a_relaxed_round(
+def distribution_of_a_relaxed_round(
     model: Model, sampling: SamplingParams, text: Sequence[int], draft: Sequence[int], rule: str,
     slack: int,
 ) -> dict[tuple[int, ...], float]:  # fmt: skip
     """Return the probability of each output of a round after a text, by the rule's definition."""
-    law, reached = defaultdict[tuple[int, ...], float](float), 1.0
+    joint, reached = defaultdict[tuple[int, ...], float](float), 1.0
     for place, x in enumerate(draft):
         before = tuple(draft[:place])
         logits = model.logits([*text, *before])[-1].numpy()
@@ -124,11 +124,11 @@ def law_of_a_relaxed_round(
         accept = 1.0 if allowed else p[x]
         for y in range(len(p)):
             if y != x and accept < 1:
-                law[(*before, y)] += reached * (1 - accept) * p[y] / (1 - p[x])
+                joint[(*before, y)] += reached * (1 - accept) * p[y] / (1 - p[x])
         reached *= accept
     for y, probability in enumerate(sampling.probs(model.logits([*text, *draft])[-1].numpy())):
-        law[(*draft, y)] += reached * probability
-    return law
+        joint[(*draft, y)] += reached * probability
+    return joint
 
 
 @collect_evidence(RELAXED)
@@ -142,7 +142,9 @@ def rules_accept_what_they_allow(build: Build) -> Iterator[int]:
                 knobs: dict[str, Any] = {"rule": rule, "slack": slack, "k": 3}
                 begin = partial(begin_decoder, build, [model], text, sampling, **knobs)
                 draft = begin().drafter.propose(list(text), 2, sampling, Seeded(0)).tokens
-                expected = law_of_a_relaxed_round(model, sampling, text, draft, rule, slack)
+                expected = distribution_of_a_relaxed_round(
+                    model, sampling, text, draft, rule, slack
+                )
                 got = defaultdict[tuple[int, ...], float](float)
                 for tokens, probability in Exhaustive.walk(partial(output_round, begin)):
                     got[tokens] += float(probability)

@@ -25,7 +25,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
 AIMED = "prompt j is trained on the target's distribution of the token j + 2 places on"
-STATE = "the draft is that of the number of prompts behind the last accepted token"
+STATE = "the draft is that of the number of prompts after the last accepted token"
 REMOVED = "no other way to remove prompts loses less, if each further prompt is worth less"
 STEADY = "tokens per round are those of a long run of rounds"
 
@@ -49,7 +49,7 @@ def loss_is_the_weighted_divergence(loss: Any) -> Iterator[int]:
     """Check the loss of a short text, of which every position is trained, against its formula.
 
     Two tokens of each distribution are known. The others count as one token.
-    The judge runs the text up to each position with the prompts behind it, one at a time.
+    The judge runs the text up to each position with the prompts after it, one at a time.
     """
     technique, n = find_technique("parallel_prompt"), 8
     for seed in range(3):
@@ -88,25 +88,25 @@ def set_chances(model: Model, chances: Sequence[Sequence[float]]) -> Model:
 
 
 def describe_draft(tree: TokenTree) -> list[tuple[int, int]]:
-    """Return the depth of each draft token, and how many prompts stand behind it; ROOT first.
+    """Return the depth of each draft token, and how many prompts stand after it; ROOT first.
 
     Each prompt has two virtual tokens.
     """
-    depths, behind = tree.depths(), {ROOT: 0}
-    of_chain = dict[int, int]()  # node -> the draft token or ROOT that its chain stands behind
+    depths, after = tree.depths(), {ROOT: 0}
+    of_chain = dict[int, int]()  # node -> the draft token or ROOT that its chain stands after
     for node, parent in enumerate(tree.parents):
         if not tree.probe[node]:
-            behind[node] = 0
+            after[node] = 0
             continue
         of_chain[node] = of_chain.get(parent, parent)
-        behind[of_chain[node]] += 1
-    return [(0 if node == ROOT else depths[node], n // 2) for node, n in behind.items()]
+        after[of_chain[node]] += 1
+    return [(0 if node == ROOT else depths[node], n // 2) for node, n in after.items()]
 
 
 # (depth, prompts) of the newest token and of every candidate, by hand, for 7 nodes and CHANCES. One
 # level: 0.5, 0.2 and 0.1 are accepted, in sum 0.8. Two levels, three paths: 0.5, 0.2 and 0.5 * 0.4,
 # in sum 0.9; they are accepted last with 0.3, 0.2 and 0.2. Two paths would be worth 0.7, less than
-# one level. Three candidates leave room for four prompts: one behind each, and the fourth behind
+# one level. Three candidates leave room for four prompts: one after each, and the fourth after
 # the first candidate, which is most often the last one.
 OF_STATE = {
     0: [(0, 2)],
@@ -126,7 +126,7 @@ def draft_follows_the_state(build: Build) -> Iterator[int]:
         while len(decoder.new) < 20:  # before the end of the text cuts the draft
             round = decoder.step(Seeded(decoder.rounds))
             got = describe_draft(round.tree)
-            case = {"network": seed, "prompts behind the last accepted token": state}
+            case = {"network": seed, "prompts after the last accepted token": state}
             expect_equal(STATE, OF_STATE[state], got, **case)
             last = (ROOT, *round.verdict.accepted)[len(round.tokens) - 1]
             state = got[1 + last][1]
@@ -137,7 +137,7 @@ def draft_follows_the_state(build: Build) -> Iterator[int]:
 
 
 def list_all_ways(n: int, states: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield every number of prompts behind each of n candidates, at least 1, in sum `most`."""
+    """Yield every number of prompts after each of n candidates, at least 1, in sum `most`."""
     for ways in product(range(1, states + 1), repeat=n):
         if sum(ways) == most:
             yield ways
@@ -214,7 +214,7 @@ _ppd = partial(Toy, technique="parallel_prompt")
 
 TOYS = [
     _ppd(
-        "the prompts behind the newest token of the round before",
+        "the prompts after the newest token of the round before",
         "before_newest = path[len(round.tokens) - 1]",
         "before_newest = ROOT",
         ProbeGroupDrafter.observe,
@@ -249,7 +249,7 @@ TOYS = [
         law=STATE,
     ),
     _ppd(
-        "as many prompts behind every candidate",
+        "as many prompts after every candidate",
         "prompts = [len(values)] * len(ends)",
         "return [min(most // len(ends), len(values))] * len(ends)\nprompts = []",
         parallel_prompt.hang_prompts,

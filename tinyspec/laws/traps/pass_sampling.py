@@ -17,7 +17,7 @@ from tinyspec.speculative.drafting.pass_sampling import PassDrafter, pass_loss
 from tinyspec.technique import TrainingBatch, find_technique
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
-AIMED = "look-ahead j is trained on the token j + 2 places behind the newest position"
+AIMED = "look-ahead j is trained on the token j + 2 places after the newest position"
 CYCLE = "passes with look-aheads and passes with their drafts take turns"
 
 Loss = Any
@@ -27,7 +27,7 @@ Loss = Any
 def check_probe_loss(name: str, law: str, loss: Loss) -> Iterator[int]:
     """Check the loss of short texts, of which every position is trained.
 
-    The judge runs the text up to each position with the probes behind it, one at a time.
+    The judge runs the text up to each position with the probes after it, one at a time.
     """
     technique = find_technique(name)
     assert technique.trained is not None

@@ -9,16 +9,16 @@ import torch
 
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.museum.rows import Toy
-from tinyspec.laws.traps import Build, Trap, card, joint_law_of_self_drafting
+from tinyspec.laws.traps import Build, Trap, card, joint_distribution_of_self_drafting
 from tinyspec.laws.traps.bita import ONE_PASS, every_round_drafts
 from tinyspec.speculative.integrated.space import SpaceDrafter, SpaceSettings, sar_loss, space
 from tinyspec.technique import TrainingBatch, Tuning, find_technique
 
 PLACED = feature_laws.DRAFT_OF_TRAINING
-LABELLED = "the text before the cut and k masks behind it have the text's own labels"
+LABELLED = "the text before the cut and k masks after it have the text's own labels"
 
 Loss = Any
 """(tuning, batch, generator) -> scalar: what a technique minimises."""
@@ -63,21 +63,21 @@ TRAPS = [
     Trap(PLACED, check_space_drafts, card("space")),
     Trap(ONE_PASS, every_round_drafts, card("space")),
     Trap(LABELLED, loss_is_of_the_texts_tokens, lambda: sar_loss),
-    Trap(JOINT, partial(joint_law_of_self_drafting, masks=2), card("space")),
+    Trap(JOINT, partial(joint_distribution_of_self_drafting, masks=2), card("space")),
 ]
 
 _space = partial(Toy, technique="space")
 
 TOYS = [
     _space(
-        "the group behind the newest token of the round before",
+        "the group after the newest token of the round before",
         "before_newest = path[len(round.tokens) - 1]",
         "before_newest = ROOT",
         SpaceDrafter.observe,
         law=PLACED,
     ),
     _space(
-        "masks behind the newest token alone",
+        "masks after the newest token alone",
         "for node in range(ROOT, n)",
         "for node in (ROOT,)",
         SpaceDrafter.propose,

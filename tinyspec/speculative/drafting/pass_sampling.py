@@ -4,7 +4,7 @@ Paper: Monea, Joulin, Grave 2023, arXiv 2311.13581; we found no public code. The
 trained; the target is not.
 
 Idea. A transformer computes many positions in the time of one. So n look-ahead embeddings are put
-behind the newest token. Each sees the text and the ones before it. The row of look-ahead j is
+after the newest token. Each sees the text and the ones before it. The row of look-ahead j is
 trained to predict the token j + 2 places after the newest token's position, without the tokens
 between. Rounds alternate:
 
@@ -22,7 +22,7 @@ latter; the output stays right.
 Tests: tests/speculative/test_pass_sampling.py (fitted look-aheads draft the text; the target's own
 rows do not change to the bit; a cycle takes two passes; the text's positions end at the context).
 Ours, because we could not read the paper's: the look-aheads begin near the mean embedding.
-Left out: look-aheads behind every draft token, which `bita` has.
+Left out: look-aheads after every draft token, which `bita` has.
 """
 
 from collections.abc import Sequence
@@ -90,12 +90,12 @@ def count_ahead(weights: HeadWeights) -> int:
 def predict_ahead(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, V] of a look-ahead behind every position of a text."""
+    """Return the logits [B, T, V] of a look-ahead after every position of a text."""
     return predict_by_probes(target, ids, weights[AHEAD], depth)
 
 
 def pass_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
-    """Return the mean cross-entropy of all look-aheads behind random positions."""
+    """Return the mean cross-entropy of all look-aheads after random positions."""
     return probe_loss(target, batch, weights[AHEAD])
 
 

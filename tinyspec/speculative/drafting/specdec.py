@@ -324,7 +324,7 @@ def fits_positions(
     translator=TrainedTranslator(
         train_specdec,
         lambda model, settings, sources: translate_by_blocks(model, sources, settings.k),
-        "It fills a block of {settings.k} masks behind a translation, and so drafts for its "
+        "It fills a block of {settings.k} masks after a translation, and so drafts for its "
         "teacher (`specdec`). Its figure is that of the translations that it writes alone, block "
         "after block; what counts for its teacher is how many tokens at the head of a block are "
         "right: {figures[right_tokens]:.2f}.",
