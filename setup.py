@@ -13,6 +13,7 @@ from setuptools.command.build_py import build_py
 FOLDERS = {
     "models/storyteller": "_models/storyteller",
     "models/apprentice": "_models/apprentice",
+    "models/storyteller-hydra": "_models/storyteller-hydra",  # the head with most tokens per pass
     "tutorials/assignments": "_assignments",
 }
 

@@ -103,20 +103,21 @@ def test_an_editable_install_is_imported_from_anywhere(
     assert listed["storyteller"] == str(clone / "models" / "storyteller")
 
 
-def test_a_wheel_carries_two_models_and_the_assignments(
+def test_a_wheel_carries_two_models_a_head_and_the_assignments(
     clone: Path, wheel: Path, tmp_path: Path
 ) -> None:
     site = unpack(wheel, tmp_path / "site")
     listed = {
         model["name"]: model["path"] for model in json.loads(run_python(site, clone.parent, LISTED))
     }
-    assert {name for name, path in listed.items() if path and str(site) in path} == {
-        "storyteller",
-        "apprentice",
-    }
-    for name in ("storyteller", "apprentice"):
+    carried = {"storyteller", "apprentice", "storyteller-hydra"}
+    assert {name for name, path in listed.items() if path and str(site) in path} == carried
+    for name in carried:
         kept = {path.name for path in (clone / "models" / name).iterdir()}
         assert {path.name for path in (site / "tinyspec" / "_models" / name).iterdir()} == kept
+    code = "import tinyspec; t = tinyspec.load('storyteller'); print(tinyspec.generate(t, 'It was', "
+    code += "method='hydra', max_new_tokens=8).tokens)"
+    assert len(json.loads(run_python(site, clone.parent, code))) == 8
     code = "from tinyspec.grade import starter; print(starter.assignment_folder('A2'))"
     assert run_python(site, clone.parent, code).split() == [
         str(site / "tinyspec" / "_assignments" / "A2")
