@@ -1,5 +1,6 @@
 """Tokens that leave early, what fills their place, and probes."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -243,16 +244,20 @@ class TestPlansAndPrompts:
             session.score(EMPTY)
             session.commit((), 7)
 
-    def test_a_prompt_run_in_steps_is_the_prompt(self) -> None:
+    def test_a_prompt_run_in_steps_and_named_in_any_order_is_the_prompt(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tinyspec.lm.session.PREFILL_CHUNK", 2)
         forward_log: list[ForwardRecord] = []
         session = M.session(forward_log)
         session.append(PROMPT)
         for layer in (1, 2, 2, L):
-            session.run_committed(range(len(PROMPT) - 1), layer)
+            session.run_committed(reversed(range(len(PROMPT) - 1)), layer)
         session.score(EMPTY)
         same_cache(session)
         assert sum(call.row_layers for call in forward_log) == L * len(PROMPT)
-        assert [call.prefill for call in forward_log] == [True, True, True, False]
+        passes = 3 * math.ceil((len(PROMPT) - 1) / 2)
+        assert [call.prefill for call in forward_log] == [True] * passes + [False]
 
     def test_a_token_that_starts_again_runs_from_the_first_layer(self) -> None:
         forward_log: list[ForwardRecord] = []

@@ -12,9 +12,11 @@ import torch
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec.cli.base import assign_heads
+from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import Verdict
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws, suites
 from tinyspec.laws.exact.models import add_random_head, small_network
@@ -36,6 +38,7 @@ from tinyspec.speculative.goodput import (
     HeadFigures,
 )
 from tinyspec.technique import Request, find_technique
+from tinyspec.tree import ROOT, TokenTree
 
 CARD = find_technique("auto")
 GREEDY = SamplingParams(temperature=0.0)
@@ -239,6 +242,18 @@ def test_a_trial_of_a_head_pays_at_once_for_what_was_missed() -> None:
     for missed, best in ((0, Choice(HEAD, 1)), (18, PLAIN)):  # a loss of 0.23, and of 3.83
         curve.rounds, curve.credit = 64, 1.0
         assert Goodput(curve, Watch()).choose([Candidate(HEAD, [0.0], missed)]) == best
+
+
+@pytest.mark.parametrize("truncated", [0, 1])
+def test_a_round_that_a_stop_cut_says_nothing_of_a_head(truncated: int) -> None:
+    """Its verdict lacks nodes that the target may have accepted."""
+    no_scores: Any = None
+    tree = TokenTree.point_masses([3, 4], [ROOT, 0])
+    round = Round(tree, no_scores, Verdict((), 5), (5,), (), truncated=truncated)
+    policy = Goodput(CostModel(8), Watch())
+    before = list(policy.curve.head.chances)
+    policy.learn(Choice(HEAD, 2), round)
+    assert (policy.curve.head.chances == before) == bool(truncated)
 
 
 def test_the_time_of_a_draft_is_without_that_of_what_was_missed() -> None:

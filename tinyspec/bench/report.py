@@ -385,7 +385,9 @@ def describe_additions(result: Mapping[str, Any], labels: Sequence[str]) -> list
                 continue
             known = result.get("knobs", {}).get(spec.label) or dict(spec.knobs)
             value = known.get(knob.name, OLD_DEFAULTS.get(knob.name, knob.default))
-            if value != knob.default:
+            # A text that is not ours is an input of the paper's rule, as Sequoia's vector.
+            is_ours = value == knob.ours if isinstance(value, str) else value != knob.default
+            if is_ours:
                 ran.append(f"`{spec.label}` ({knob.name} {value})")
                 rules[f"{knob.name} {_format_knob(knob.default)}"] = None
     if not ran:
@@ -395,7 +397,7 @@ def describe_additions(result: Mapping[str, Any], labels: Sequence[str]) -> list
 
 
 def _format_knob(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
+    return f"{value:g}" if isinstance(value, float) else f"{value}" or "measured"
 
 
 def render_result(result: Mapping[str, Any]) -> RenderableType:

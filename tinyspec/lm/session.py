@@ -488,7 +488,6 @@ class Session:
         ]
         for at in range(0, len(todo), PREFILL_CHUNK):
             self.run_nodes(todo[at : at + PREFILL_CHUNK], stop, prefill=True)
-        self._advance_ready()
 
     def restart(self, positions: Iterable[int]) -> None:
         """Forget what was computed for committed tokens: the next pass runs them from layer 1."""
