@@ -85,6 +85,7 @@ from tinyspec.technique import (
     technique,
 )
 
+TIE = 1e-5  # difference of scores that rounding makes: correctness has many equal ones
 LEAD = "depth_adaptive/"  # leads the names of the predictors' weights beside a model's
 
 
@@ -270,14 +271,15 @@ def smooth_scores(scores: Tensor, known: Tensor, width: float) -> Tensor:
 def choose_best_exits(scores: Tensor, penalty: float) -> Tensor:
     """Return the exits with the best scores [..., L] less lambda n, counted from 0.
 
-    Of equal ones it is the lowest.
+    Of equal ones it is the lowest; sums in another order count as equal.
 
     >>> scores = torch.tensor([-3.0, -1.0, -0.5])
     >>> [int(choose_best_exits(scores, price)) for price in (0.0, 0.75, 5.0)]
     [2, 1, 0]
     """
     n = torch.arange(1, scores.shape[-1] + 1, device=scores.device)
-    return (scores - penalty * n).argmax(dim=-1)
+    worth = scores - penalty * n
+    return (worth >= worth.amax(dim=-1, keepdim=True) - TIE).int().argmax(dim=-1)
 
 
 def geometric_log_probs(logits: Tensor) -> Tensor:

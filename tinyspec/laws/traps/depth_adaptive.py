@@ -56,13 +56,18 @@ def training_case(seed: int) -> tuple[Any, dict[str, torch.Tensor], TrainingBatc
     return model, weights, TrainingBatch(ids, is_answer, *[torch.empty(0)] * 3)
 
 
+def best_exit(worth: Any) -> int:
+    """Return the lowest exit that no other exceeds, but for rounding."""
+    return next(n for n, x in enumerate(worth) if all(x > other - 1e-5 for other in worth))
+
+
 def log_softmax(x: Any) -> Any:
     """Return the logarithms of the softmax of the last axis."""
     shifted = x - x.max(axis=-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def loss_by_hand(model: Any, weights: Any, settings: DepthAdaptiveSettings) -> float:
+def sum_losses_by_hand(model: Any, weights: Any, settings: DepthAdaptiveSettings) -> float:
     """Return the loss of all predictors, text by text and token by token."""
     w = {name: x.numpy() for name, x in weights.items()}
     losses: dict[str, list[float]] = {"sequence": [], "multinomial": [], "geometric": []}
@@ -84,13 +89,13 @@ def loss_by_hand(model: Any, weights: Any, settings: DepthAdaptiveSettings) -> f
         q = log_softmax(
             w["sequence.weight"] @ mean_of_prompt(model, text[: first + 1]) + w["sequence.bias"]
         )
-        losses["sequence"].append(-q[(scores.mean(axis=0) - price).argmax()])
+        losses["sequence"].append(-q[best_exit(scores.mean(axis=0) - price)])
         for t in range(len(scores)):
             near = [
                 math.exp(-((t - other) ** 2) / settings.width) if settings.width else t == other
                 for other in range(len(scores))
             ]
-            best = int((np.average(scores, axis=0, weights=near) - price).argmax())
+            best = best_exit(np.average(scores, axis=0, weights=near) - price)
             q = log_softmax(w["multinomial.weight"] @ states[0][first + t] + w["multinomial.bias"])
             losses["multinomial"].append(-q[best])
             chance = 1.0
@@ -111,7 +116,10 @@ def predictors_learn_from_oracles(loss: Any) -> Iterator[int]:
     for seed, settings in product(range(3), SETTINGS):
         model, weights, batch = training_case(seed)
         target = freeze_target(model)._replace(settings=settings)
-        expected, got = loss_by_hand(model, weights, settings), float(loss(weights, target, batch))
+        expected, got = (
+            sum_losses_by_hand(model, weights, settings),
+            float(loss(weights, target, batch)),
+        )
         if not abs(expected - got) <= 1e-4 * expected:
             accuse(BY_ORACLE, expected, got, model=model.name, **vars(settings))
         yield 1
