@@ -153,14 +153,14 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3360,
+    "root + show": 3373,
     "_core": 957,
-    "lm": 5449,
+    "lm": 5467,
     "decoding": 1719,
-    "chapters": 10847,
-    "laws": 15641,
+    "chapters": 11557,
+    "laws": 16119,
     "museum": 3555,
-    "training": 3382,
+    "training": 3393,
     "bench": 7117,
     "grade": 4232,
     "cli": 2651,

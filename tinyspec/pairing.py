@@ -122,7 +122,7 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
     head  a folder or a name; None: the one that the model has already, else one on this machine
           that was trained for this model and method
 
-    Raises TinyspecError if there is none, or if it does not fit.
+    Raises TinyspecError if there is none and the method always needs one, or if it does not fit.
     """
     if card.trained is None:
         return model
@@ -137,6 +137,8 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
             f"{model.name} has no heads for {card.name}: take a model that was tuned with them, or "
             f"tune this: tinyspec train head --for {model.name} --method {card.name} --out FOLDER"
         )
+    if named is None and not card.trained.needed:
+        return model
     if named is None:
         raise missing_head(model.name, method)
     if not isinstance(named, (str, Path)):

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from numbers import Real
 from pathlib import Path
 from types import NoneType
@@ -300,11 +301,16 @@ class Trained(NamedTuple):
     depths    weights -> how many tokens are guessed from one state
     predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, W]:
               row t is of the token t + 2 + depth, given the states up to t and the tokens up to
-              t + 1 + depth. Training and the feature laws call it; the drafter does not
+              t + 1 + depth. Training and the feature laws call it; the drafter does not. None: it
+              guesses no tokens, but decides how much of the target is run
     loss      (weights, target, batch) -> scalar
     small     settings on which the laws are checked
     unroll    (weights, target, ids, states, depths) -> what predict returns at depth 0, 1, ...,
               where a depth goes on from the one before it; None: each depth stands alone
+    figures   (weights, target, batch) -> further figures of a validation, by name, each [2]: what
+              is counted, and by what the sum is divided. Of what guesses no tokens
+    needed    whether the technique never runs without it. Where it may, its builder says what is
+              missing
     """
 
     settings: type[HeadSettings]
@@ -312,10 +318,12 @@ class Trained(NamedTuple):
     shapes: Callable[[Config, Any], dict[str, tuple[int, ...]]]
     begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]]
     depths: Callable[[HeadWeights], int]
-    predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor]
+    predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor] | None
     loss: Callable[[HeadWeights, FrozenTarget, TrainingBatch], Tensor]
     small: HeadSettings
     unroll: Callable[..., Iterable[Tensor]] | None = None
+    figures: Callable[[HeadWeights, FrozenTarget, TrainingBatch], dict[str, Tensor]] | None = None
+    needed: bool = True
 
     def predict_all(
         self, weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor
@@ -324,13 +332,16 @@ class Trained(NamedTuple):
         given, depths = (weights, target, ids, states), self.depths(weights)
         if self.unroll is not None:
             return self.unroll(*given, depths)
-        return (self.predict(*given, depth) for depth in range(depths))
+        assert self.predict is not None  # it guesses tokens
+        return map(partial(self.predict, *given), range(depths))
 
     def all_shapes(self, config: Config, settings: HeadSettings) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor of a head's file, with what all heads have."""
         shapes = self.shapes(config, settings)
         if settings.draft_vocab:
             shapes[TOKEN_MAP] = (settings.draft_vocab,)
+        if self.predict is None:
+            return shapes
         empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         return {**shapes, RANKS: (self.depths(empty), RANKED)}
 

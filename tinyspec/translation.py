@@ -30,7 +30,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.seq2seq import BLOCK_METHOD, Seq2Seq
+from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.models import (
     find_students_of,
     load_translator,
@@ -448,13 +448,10 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
             f"{model.name} drafts for its teacher and translates nothing by itself: name the "
             "teacher as the model, and this one as the draft"
         )
-    if card.trained is not None and (not model.config.block or card.head_method != BLOCK_METHOD):
-        raise TinyspecError(
-            f"{model.name} has no head for {card.head_method}: translation models have at most a "
-            f"layer for {BLOCK_METHOD}; train one from a recipe with method = '{BLOCK_METHOD}' "
-            "(tinyspec train mt)"
-        )
-    if trained == BLOCK_METHOD and wanted == "teacher":
+    heads = {name.partition("/")[0] for name in model.decoder_extras}
+    if card.trained is not None and card.trained.needed and card.head_method not in heads:
+        raise TinyspecError(f"{model.name} has no head for {card.head_method}: {_say_how(card)}")
+    if trained in heads and wanted == "teacher":
         return  # it writes from left to right too
     if trained and registry_name(model, trained) != registry_name(model, wanted):
         raise TinyspecError(
@@ -462,6 +459,16 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
             f"{wanted}: leave out the "
             "model, or name one with --model"
         )
+
+
+def _say_how(card: Card) -> str:
+    """Return how a translation model gets the head of a method."""
+    if find_technique(card.head_method).translator is None:
+        return "it is trained for models that extend texts alone"
+    return (
+        f"train a model from a recipe with method = '{card.head_method}' (tinyspec train mt), and "
+        "name it with --model"
+    )
 
 
 def find_teacher(

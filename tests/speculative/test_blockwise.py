@@ -301,7 +301,7 @@ def test_all_sources_share_the_packed_layer(at_home: Path) -> None:
     [
         (
             {"model": "teacher"},
-            "teacher has no head for blockwise: translation models have at most",
+            "teacher has no head for blockwise: train a model from a recipe with method",
         ),
         ({"method": "medusa"}, "blocks has no head for medusa"),
         ({"method": "nat"}, "blocks was trained for blockwise, and nat needs a model trained for"),

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import math
 import os
 import random
 import re
@@ -15,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from torch.nn import functional as F
 
+import tinyspec
 from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -557,3 +559,42 @@ def test_the_shipped_recipe_of_the_exits_translator_is_what_its_issue_asks_for()
     )  # fmt: skip
     assert plan.exits is not None and plan.exits.weights == "uniform"
     assert config.parameters() * 2 < 8.4e6, "bytes in bfloat16"
+
+
+@pytest.mark.parametrize("method", ["depth_adaptive", "consistent_ee"])
+def test_a_translator_learns_where_to_leave(zoo: Path, method: str) -> None:
+    """The predictors alone are trained; the policy and the whole model take turns."""
+    layers = {"shape.decoder_layers": "3"}
+    assert run(zoo, "teacher", overrides=layers)
+    text = RECIPE.replace("NAME", "own").replace("METHOD", method).replace("SHAPE", "")
+    (zoo / "own").mkdir()
+    (zoo / "own/recipe.toml").write_text(text.replace("REST", 'teacher = "../teacher"'))
+    assert run(zoo, "own", overrides=layers)
+    before, after = (Seq2Seq.load(zoo / name) for name in ("teacher", "own"))
+    lead = f"{method}/"
+    is_same = {name: torch.equal(w, after.weights[name]) for name, w in before.weights.items()}
+    assert all(is_same.values()) is (method == "depth_adaptive")
+    assert any(bool(w.any()) for name, w in after.weights.items() if name.startswith(lead))
+    page = (zoo / "own/README.md").read_text()
+    assert method in page and "layers" in page
+    told: dict[str, Any] = {"max_new_tokens": 8}
+    plain = tinyspec.translate(after, "the dog runs.", method="autoregressive", **told)
+    at_inf = tinyspec.translate(after, "the dog runs.", method=method, threshold=math.inf, **told)
+    assert list(at_inf.tokens) == list(plain.tokens)
+    assert tinyspec.translate(after, "the dog runs.", **told).tokens  # what it was trained for
+    with pytest.raises(TinyspecError, match="is not that of teacher"):
+        run(zoo, "own", restart=True, overrides={**layers, "shape.d_ff": "48"})
+    one = {"shape.decoder_layers": "1"}
+    with pytest.raises(TinyspecError, match="one layer"):
+        run(zoo, "own", restart=True, overrides=one)
+
+
+def test_the_shipped_recipes_of_exits_begin_with_the_translator_whose_exits_are_trained() -> None:
+    shape = read_translation_recipe(MODELS / "multi30k-exits/recipe.toml").shape
+    for name, method in (
+        ("multi30k-depth", "depth_adaptive"),
+        ("multi30k-consistent", "consistent_ee"),
+    ):
+        plan = read_translation_recipe(MODELS / name / "recipe.toml")
+        assert (plan.name, plan.method, plan.teacher) == (name, method, "../multi30k-exits")
+        assert plan.shape == shape

@@ -18,7 +18,14 @@ from tinyspec.generation import generate
 from tinyspec.lm.checkpoint import read_checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
-from tinyspec.technique import TUNED, TrainingBatch, Tuning, load_techniques, tuned_settings
+from tinyspec.technique import (
+    TUNED,
+    Guarantee,
+    TrainingBatch,
+    Tuning,
+    load_techniques,
+    tuned_settings,
+)
 from tinyspec.training import heads, outputs, tuned
 from tinyspec.training.corpus import Document
 from tinyspec.training.outputs import TargetOutput
@@ -83,6 +90,12 @@ def test_a_model_is_tuned_and_used(method: str, zoo: Zoo, tmp_path: Path) -> Non
     assert all(w.dtype == torch.bfloat16 for w in after.weights.values())
     told = ["the cat", "-n", "12"]
     used = run("generate", "--model", str(out), "--method", method, *told)
+    card = load_techniques()[method]
+    if card.tuned is not None and card.trained is not None and card.promise() is Guarantee.LOSSY:
+        assert used.exit_code == 0, used.output
+        assert card.lossy is not None
+        neutral = [f"--{card.lossy[0]}", str(card.lossy[1])]
+        used = run("generate", "--model", str(out), "--method", method, *told, *neutral)
     plain = run("generate", "--model", str(out), *told)
     assert used.exit_code == 0, used.output
     assert used.stdout == plain.stdout

@@ -48,7 +48,7 @@ from torch.nn import functional as F
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import UNCHANGED, top_k_tokens
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
+from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget, as_doubles, sigmoid
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -144,14 +144,13 @@ def softmax_response(logits: Any) -> Any:
 
 def hidden_saturation(state: Any, below: Any) -> float:
     """Return the cosine between the states after a layer and the one below; 0 if it is negative."""
-    a, b = _doubles(state), _doubles(below)
+    a, b = as_doubles(state), as_doubles(below)
     return max(0.0, float(a @ b) / (math.sqrt(float(a @ a) * float(b @ b)) or 1.0))
 
 
 def classifier_confidence(state: Any, weight: Any, bias: float) -> float:
     """Return the classifier's probability that the last layer would choose the same token."""
-    x = float(_doubles(state) @ weight) + bias
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
+    return sigmoid(float(as_doubles(state) @ weight) + bias)
 
 
 def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, float]:
@@ -164,11 +163,7 @@ def load_exit_classifier(extras: Mapping[str, Tensor], name: str) -> tuple[Any, 
             f"{name} has no exit classifier: `tinyspec train exits --model {name}` trains one, or "
             "choose the measure softmax or saturation"
         )
-    return _doubles(extras[WEIGHT]), float(extras[BIAS])
-
-
-def _doubles(vector: Any) -> Any:
-    return vector.detach().double().cpu().numpy()
+    return as_doubles(extras[WEIGHT]), float(extras[BIAS])
 
 
 # ------------------------------ the threshold (section 3.4, equation 5)

@@ -14,11 +14,16 @@ There are four remedies:
 except its last token, from whose row the first new token is drawn; a rule may let the prompt's
 tokens leave too. The last token of a text is never filled, because no token attends to it.
 
-A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's.
+A technique says by its rule where tokens may leave; early_exit/calm.py has CALM's. What several of
+them are trained on is how right each exit is: `read_exits`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
@@ -44,24 +49,32 @@ class ExitPoint(NamedTuple):
 class ExitRule:
     """The rule by which a token leaves. This one never lets it leave.
 
-    layers    where it may be asked, from the lowest up; a token that stays everywhere runs all
-    row       whether it reads the row of an exit, which is a product with the output matrix
-    states    how many hidden states it reads
-    prompt    whether the prompt's tokens leave too, each after the first layer of `layers_of`
-    compares  whether it learns from the rows of tokens that left early and are run further
+    layers       where it may be asked, from the lowest up; a token that stays everywhere runs all
+    row          whether it reads the row of an exit, which is a product with the output matrix
+    states       how many hidden states it reads
+    text_layers  layers whose states of forced text it reads; the last one's follow the final norm
+    prompt       whether the prompt's tokens leave too, each after the first layer of `layers_of`
+    compares     whether it learns from the rows of tokens that left early and are run further
     """
 
     layers: Sequence[int] = ()
     row = False
     states = 0
+    text_layers: Sequence[int] = ()
     prompt = False
     compares = False
+
+    def read_text(self, states: Tensor) -> None:
+        """Read forced text that has just been run: [layers, n, d]. It is called before `begin`."""
 
     def begin(self, session: Any) -> None:
         """Prepare for new tokens. Forced text has just been run, but for its last token."""
 
-    def layers_of(self, token: int, position: int) -> Sequence[int]:
-        """Return the layers where this token is asked. A rule that knows its layer returns one."""
+    def layers_of(self, token: int, position: int) -> Iterable[int]:
+        """Return the layers where this token is asked. A rule that knows its layer returns one.
+
+        The next layer is taken when the token has been asked at the one before it.
+        """
         return self.layers
 
     def should_exit(self, at: ExitPoint) -> bool:
@@ -153,7 +166,11 @@ class ExitTarget:
         if self.rule.prompt:
             self._run_prompt(tokens)
             tokens = ()
-        scores: Scores = self.session.extend(tokens, hidden_layers)
+        n = len(hidden_layers)
+        scores: Scores = self.session.extend(tokens, (*hidden_layers, *self.rule.text_layers))
+        if self.rule.text_layers:
+            self.rule.read_text(scores.hidden[n:])
+            scores = scores._replace(hidden=scores.hidden[:n])
         self.start = len(self.session)
         self._forget_points(())
         self.rule.begin(self.session)
@@ -245,3 +262,57 @@ class ExitTarget:
             leaving = [at for at in leaves if leaves[at] == layer < depth]
             if leaving:
                 self.fill(self.session, leaving)
+
+
+# ------------------------------ what rules compute with
+
+
+def as_doubles(x: Tensor) -> Any:
+    """Return a tensor as an array of float64 on the host."""
+    return x.detach().double().cpu().numpy()
+
+
+def sigmoid(x: float) -> float:
+    """Return 1 / (1 + exp(-x)), for any x.
+
+    >>> sigmoid(0.0), sigmoid(-1e9), sigmoid(1e9)
+    (0.5, 0.0, 1.0)
+    """
+    e = math.exp(-abs(x))
+    return 1 / (1 + e) if x >= 0 else e / (1 + e)
+
+
+# ------------------------------ how right each exit is, for training
+
+
+class ExitReadings(NamedTuple):
+    """What the exits after all layers say of n tokens that are known.
+
+    log_probs  [n, L] log-probability of the right token
+    words      [n, L] the likeliest token
+    is_right   [n, L] whether they are the same
+    """
+
+    log_probs: Tensor
+    words: Tensor
+    is_right: Tensor
+
+
+@torch.no_grad()
+def read_exits(
+    states: Iterable[Tensor], compute_logits: Callable[[Tensor], Tensor], targets: Tensor
+) -> ExitReadings:
+    """Return how right each exit is. No gradient flows.
+
+    states          [n, d] after each layer
+    compute_logits  states -> logits [n, V]: final norm and output matrix
+    targets         [n] the right tokens
+    """
+    log_probs, words = list[Tensor](), list[Tensor]()
+    for state in states:
+        logits = compute_logits(state).float()
+        log_probs.append(logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0])
+        words.append(logits.argmax(-1))
+    likeliest = torch.stack(words, dim=-1)
+    is_right = likeliest == targets[:, None]
+    return ExitReadings(torch.stack(log_probs, dim=-1), likeliest, is_right)

@@ -29,14 +29,21 @@ from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measu
 from tinyspec.early_exit.ppd import count_layer_steps
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.joint import Reference, compare_distributions, exact_distribution
-from tinyspec.laws.exact.models import NETWORK_TOLERANCE, logits_of_states, run_dense, small_network
+from tinyspec.laws.exact.models import (
+    NETWORK_TOLERANCE,
+    add_random_head,
+    logits_of_states,
+    run_dense,
+    small_network,
+)
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
 from tinyspec.laws.suites import register_oracle
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardRecord, Plan
+from tinyspec.lm.heads import head_weights
 from tinyspec.lm.model import Model
-from tinyspec.technique import Card, Request
+from tinyspec.technique import Card, Request, find_technique
 from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 
 EXIT_RULE = (
@@ -411,6 +418,140 @@ def follows_the_places(build: Build) -> Iterator[int]:
 def skip_oracle(card: Card) -> Evidence:
     """Check SkipDecode away from its neutral value, where its distribution is written down too."""
     return follows_the_places(card.make)
+
+
+# ---------------------------------------------------------------------- trained exits
+
+AS_PREDICTED = "a token leaves where its predictor says (Elbayad et al., arXiv 1910.10073)"
+AS_DECIDED = "a token leaves where its policy says (ConsistentEE, arXiv 2312.11882)"
+
+PREDICTED_CASES = (
+    *(("geometric", threshold) for threshold in (0.0, 0.35, 0.5, 0.65)),
+    *(("multinomial", 0.5), ("sequence", 0.5)),
+    *(("confidence", threshold) for threshold in (0.5, 0.7)),
+)
+TRAINED_SEEDS = (0, 1)  # of networks and what is trained on them; they have several exits
+
+
+def head_as_arrays(model: Model, method: str) -> dict[str, Any]:
+    """Return the tensors of a method's head in float64."""
+    return {name: w.double().numpy() for name, w in head_weights(model, method).items()}
+
+
+def states_by_layer(model: Model, text: Sequence[int]) -> list[Any]:
+    """Return the states [n, d] after each layer of a dense pass over a text."""
+    found: list[Any] = []
+
+    def record(layer: int, states: Any, below: Any) -> Any:
+        found.append(states)
+        return np.zeros(len(text), dtype=np.bool_)
+
+    run_dense(model, text, leaves=record)
+    return found
+
+
+def mean_of_prompt(model: Model, prompt: Sequence[int]) -> Any:
+    """Return the mean state after the final norm [d] of a prompt but for its last token."""
+    if len(prompt) < 2:
+        return np.zeros(model.config.d_model)
+    x = states_by_layer(model, prompt[:-1])[-1]
+    scale = np.sqrt((x * x).mean(axis=1, keepdims=True) + model.config.norm_eps)
+    return (x / scale * model.weights["norm.weight"].numpy()).mean(axis=0)
+
+
+def predicted_leaves(
+    model: Model, predictor: str, threshold: float, prompt: Sequence[int]
+) -> Callable[[int, Any, Any], Any]:
+    """Return which tokens want to leave after a layer, by a predictor: for `run_dense`."""
+    w, chosen = head_as_arrays(model, "depth_adaptive"), list[Any]()
+
+    def leaves(layer: int, states: Any, below: Any) -> Any:
+        if predictor in ("sequence", "multinomial"):
+            if layer == 1:
+                seen = states if predictor == "multinomial" else mean_of_prompt(model, prompt)[None]
+                scores = seen @ w[f"{predictor}.weight"].T + w[f"{predictor}.bias"]
+                chosen.append(np.broadcast_to(scores.argmax(axis=1) + 1, len(states)))
+            return chosen[0] == layer
+        if predictor == "geometric":
+            return 1 / (1 + np.exp(-(states @ w["geometric.weight"] + w["geometric.bias"]))) > (
+                threshold
+            )
+        logits = logits_of_states(model, states)
+        p = np.exp(logits - logits.max(axis=1, keepdims=True))
+        return (p / p.sum(axis=1, keepdims=True)).max(axis=1) > threshold
+
+    return leaves
+
+
+def decided_leaves(model: Model, threshold: float) -> Callable[[int, Any, Any], Any]:
+    """Return which tokens want to leave after a layer, by ConsistentEE's policy."""
+    w = head_as_arrays(model, "consistent_ee")
+
+    def leaves(layer: int, states: Any, below: Any) -> Any:
+        if layer == model.config.n_layers:
+            return np.zeros(len(states), dtype=np.bool_)
+        hidden = w["hidden.weight"].reshape(len(w["out.bias"]), -1, states.shape[1])[layer - 1]
+        bias = w["hidden.bias"].reshape(len(w["out.bias"]), -1)[layer - 1]
+        x = states @ hidden.T + bias
+        inner = math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)
+        x = x / (1 + np.exp(-np.clip(inner, -500, 500)))  # GELU
+        return x @ w["out.weight"][layer - 1] + w["out.bias"][layer - 1] > (
+            math.log(threshold / (1 - threshold)) if 0 < threshold < 1 else (threshold - 0.5) * 1e9
+        )
+
+    return leaves
+
+
+def row_with_leaves(
+    model: Model, text: Sequence[int], leaves: Callable[[int, Any, Any], Any]
+) -> Any:
+    """Return the row [V] after a text, whose tokens leave as they want from the prompt's last on.
+
+    They keep their states, from which the keys above are made.
+    """
+    may = np.arange(len(text)) >= len(EXIT_PROMPT) - 1
+    return run_dense(model, text, leaves=lambda *given: may & leaves(*given)).logits[-1]
+
+
+@collect_evidence(AS_PREDICTED)
+def follows_the_predictors(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of all four predictors, on transformers."""
+    card = find_technique("depth_adaptive")
+    for seed, (predictor, threshold) in product(TRAINED_SEEDS, PREDICTED_CASES):
+        model = add_random_head(small_network(seed, EXIT_VOCABULARY + 1), card, seed)
+
+        def find_row(
+            text: Sequence[int], model: Any = model, by: tuple[str, float] = (predictor, threshold)
+        ) -> Any:
+            return row_with_leaves(model, text, predicted_leaves(model, *by, EXIT_PROMPT))
+
+        knobs = {"predictor": predictor, "threshold": threshold}
+        yield compare_exit_law(AS_PREDICTED, build, model, find_row, 3, knobs)
+
+
+@register_oracle("depth_adaptive")
+def depth_adaptive_oracle(card: Card) -> Evidence:
+    """Check the depth-adaptive transformer away from its neutral value."""
+    return follows_the_predictors(card.make)
+
+
+@collect_evidence(AS_DECIDED)
+def follows_the_policy(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution of a policy's exits, on transformers."""
+    card = find_technique("consistent_ee")
+    for seed, threshold in product(TRAINED_SEEDS, (0.0, 0.4, 0.5, 0.6)):
+        model = add_random_head(small_network(seed, EXIT_VOCABULARY + 1), card, seed)
+
+        def find_row(text: Sequence[int], model: Any = model, threshold: float = threshold) -> Any:
+            return row_with_leaves(model, text, decided_leaves(model, threshold))
+
+        yield compare_exit_law(AS_DECIDED, build, model, find_row, 3, {"threshold": threshold})
+
+
+@register_oracle("consistent_ee")
+def consistent_ee_oracle(card: Card) -> Evidence:
+    """Check ConsistentEE away from its neutral value."""
+    return follows_the_policy(card.make)
 
 
 def build_exits(parts: Parts) -> Build:

@@ -296,7 +296,7 @@ def trained_forward(
     if card.tuned is not None and card.tuned.predict is not None:
         made = tuned_settings(model, card.name, card.tuned.settings)
         return card.tuned.predict(model.torch_blocks(), made, ids, len(drafted))[0, at]
-    if card.trained is None:
+    if card.trained is None or card.trained.predict is None:
         return None
     weights, blocks = head_weights(model, card.head_method), model.torch_blocks()
     target = freeze_target(model, weights.get(TOKEN_MAP))

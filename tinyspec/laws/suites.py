@@ -374,7 +374,8 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
 
 def _feature_cases(card: Card) -> Iterator[SuiteCase]:
     """Yield the feature laws of a technique that drafts by something trained, on random weights."""
-    if card.trained is None and (card.tuned is None or card.tuned.predict is None):
+    drafts = card.trained is not None and card.trained.predict is not None
+    if not drafts and (card.tuned is None or card.tuned.predict is None):
         return
     knobs = {knob.name: small_knob(knob, 4) for knob in card.knobs}
     make = partial(card.make, **knobs)

@@ -213,7 +213,8 @@ class Blocks:
         trained whose tokens leave early, or skip layers.
 
         dropped  for each layer, the chance that a sample skips it (layer dropout)
-        depths   [B, T] how many layers update each token; None: all
+        depths   [B, T] how many layers update each token; None: all. It is read as the pass goes
+                 on: who lowers it between two layers lets tokens leave there
         skipped  [L, B, T] which tokens each layer does not update; None: none
         """
         x, rotary = self._embed(ids, dropout)

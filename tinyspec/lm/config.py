@@ -125,7 +125,8 @@ class Seq2SeqConfig:
                  (blockwise decoding); 0: there is no such layer
     heads        shapes of further weights, by name: those that a technique reads. Each has one or
                  two dimensions. A name of a matrix with a dot is trained as a matrix inside the
-                 network, one without as an embedding
+                 network, one without as an embedding. "method/name" is the weight of a head that
+                 reads the decoder from left to right
     stacks       layers of further decoder stacks, by name; their weights are named as the
                  decoder's are
     extra        config.json's "tinyspec" section: method, teacher, licence, recipe

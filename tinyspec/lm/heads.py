@@ -46,8 +46,8 @@ class HeadSettings:
     draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
 
     Whole numbers must be at least 1, or 0 where that is the default, and at most MOST or
-    MOST_HEADS. What is true or false by default must be one of the two. Texts are left to the
-    subclass.
+    MOST_HEADS. Other numbers must be from 0 to MOST. What is true or false by default must be one
+    of the two. Texts are left to the subclass.
     """
 
     draft_vocab: int = 0
@@ -59,6 +59,9 @@ class HeadSettings:
                 continue
             if isinstance(default, bool):
                 is_right, allowed = isinstance(value, bool), "true or false"
+            elif isinstance(default, float):
+                is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                is_right, allowed = is_number and 0 <= value <= MOST, f"a number from 0 to {MOST}"
             else:
                 least = int(default != 0)
                 most = MOST_HEADS if name in ("heads", "layers") else MOST

@@ -179,6 +179,16 @@ class Seq2Seq:
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 
+    @property
+    def decoder_extras(self) -> dict[str, Tensor]:
+        """Return the weights of heads that read the decoder, as "method/name"."""
+        layer = {
+            f"{BLOCK_METHOD}/{name.removeprefix(BLOCK)}": w
+            for name, w in self.weights.items()
+            if name.startswith(BLOCK)
+        }
+        return layer | {name: self.weights[name] for name in self.config.heads if "/" in name}
+
     def with_log(self, forward_log: list[ForwardRecord], name: str | None = None) -> "Seq2Seq":
         """Return the same weights with a forward log, and perhaps a name, of their own."""
         twin = copy(self)
@@ -268,14 +278,18 @@ class Seq2Seq:
         dropout: float = 0.0,
         slots: Tensor | None = None,
         stack: str = "decoder",
+        depths: Tensor | None = None,
     ) -> Iterator[Tensor]:
         """Yield the state [B, T, d] after each decoder layer, before the final norm.
+
+        With `depths` this is the masked stream, as in `Blocks.layer_states`.
 
         memory     of B sources, or of one that all inputs share
         self_mask  [T, T] or [B, T, T], True where a position may attend; None: everywhere. A
                    position that may attend nowhere gets zeros.
         slots      [B, T], False at padding, which nobody attends to; None: no padding
         stack      the stack that is run, if it is a further one
+        depths     [B, T] how many layers update each token; None: all
         """
         blocks = self.stacks[stack]
         cross_kv = self._cross_kv_of(memory, stack)
@@ -286,11 +300,14 @@ class Seq2Seq:
         attend_fn = partial(attend_dense, mask=mask)
         x = drop_out(inputs, dropout)
         for i, block in enumerate(blocks.layers):
+            entered = x
             x = blocks.add_attention(block, x, blocks.rotary, attend_fn, dropout)
             if self.config.positional:
                 x = x + drop_out(self._attend_by_position(i, x, visible, stack), dropout)
             read = self.attend_source(i, x, cross_kv[i], memory.mask[:, None], stack)
             x = blocks.add_mlp(block, x + drop_out(read, dropout), dropout)
+            if depths is not None:
+                x = torch.where((depths > i)[..., None], x, entered)
             yield x
 
     def _cross_kv_of(self, memory: EncoderOutput, stack: str) -> Sequence[tuple[Tensor, Tensor]]:
@@ -415,6 +432,15 @@ def sinusoidal_positions(positions: int, width: int) -> Tensor:
     slower = 10000.0 ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angles = torch.arange(positions, dtype=torch.float64)[:, None] * slower
     return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :width]
+
+
+def add_ends(config: Seq2SeqConfig, target: Tensor) -> Tensor:
+    """Return translations [B, T], padded, with their ends: [B, T + 1].
+
+    It is what each state of a causal pass over bos and the translations must predict.
+    """
+    lengths = (target != config.pad).sum(dim=1, keepdim=True)
+    return F.pad(target, (0, 1), value=config.pad).scatter(1, lengths, config.eos)
 
 
 class CrossAttentionBlocks(Blocks):
@@ -566,21 +592,23 @@ class ConditionedDecoder(Model):
         with torch.inference_mode():
             memory = host.encode(torch.tensor([self.source], device=host.device))
         self._torch_path = CrossAttentionBlocks(host, memory)
-        layer = {
-            f"{BLOCK_METHOD}/{name.removeprefix(BLOCK)}": w
-            for name, w in host.weights.items()
-            if name.startswith(BLOCK)
-        }
         blocks = self._torch_path
-        super().__init__(blocks.config, blocks.weights, host._tokenizer, host.name, layer)
+        super().__init__(
+            blocks.config, blocks.weights, host._tokenizer, host.name, host.decoder_extras
+        )
         packed = _compiled_path(host)
-        if packed is not None:  # all sources share what is made of the block layer's weights
+        if packed is not None:  # all sources share what is made of the heads' weights
             self._prepared = host.compiled.setdefault("prepared", {})
         self._path = self._torch_path if packed is None else packed.with_source(memory)
 
     def pack_weights(self) -> "ConditionedDecoder":
         """Return self: the weights were packed with the encoder-decoder's, or cannot be."""
         return self
+
+    @property
+    def source_states(self) -> Tensor:
+        """Return the encoder's states of the source: [S, d]."""
+        return self._torch_path.memory.states[0]
 
     def torch_blocks(self) -> Blocks:
         """Return the layers in torch, which attend to the source too."""

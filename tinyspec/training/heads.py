@@ -9,7 +9,8 @@ At the end the head is measured on texts that it was not trained on:
     a[i][r] = share of the positions where candidate r of depth i is the token that the target wrote
     chain   = mean number of first candidates, from depth 0 on, that are right one after another
 
-The table a is stored in the head's file. Techniques build their trees from it.
+The table a is stored in the head's file. Techniques build their trees from it. What guesses no
+tokens has figures of its own, which its technique's file defines.
 """
 
 from collections.abc import Sequence
@@ -130,24 +131,23 @@ def train_head(
     def validate() -> dict[str, float]:
         total = sum(float(loss(*batch)) for batch in batches.held_batches)
         with autocast(where):
-            ranks, chain = measure_ranks(trained, weights, frozen, batches.held_batches)
-        mean = total / len(batches.held_batches)
-        return {"held_out": mean, "top1": float(ranks[0, 0]), "chain": chain}
+            figures, _ = measure_head(trained, weights, frozen, batches.held_batches)
+        return {"held_out": total / len(batches.held_batches), **figures}
 
     result = run.train(weights, batches.draw, loss, validate)
     if not result.finished:
         return result, {}
     with torch.no_grad(), autocast(where):
-        ranks, chain = measure_ranks(trained, weights, frozen, batches.held_batches)
+        figures, ranks = measure_head(trained, weights, frozen, batches.held_batches)
     stored: dict[str, Tensor] = {name: w.to(torch.bfloat16) for name, w in weights.items()}
-    stored[RANKS] = ranks
+    if ranks is not None:
+        stored[RANKS] = ranks
     if token_map is not None:
         stored[TOKEN_MAP] = token_map
     values: dict[str, Any] = {"model_type": plan.method, "tinyspec": dict(plan.extra)}
     check = embedding_checksum(target.weights["embed"])
     shown = dict(vars(settings))
     write_head(run.out, HeadFile(plan.method, target.name, check, shown, values, stored))
-    figures = {"top1": float(ranks[0, 0]), "chain": chain}
     run.finish(
         "head",
         result,
@@ -156,7 +156,7 @@ def train_head(
         settings=shown,
         trained_weights=n_trained,
         figures=figures,
-        ranks=ranks.tolist(),
+        ranks=[] if ranks is None else ranks.tolist(),
         held=len(batches.held),
         texts=len(texts),
         folder=run.out.name,
@@ -211,6 +211,21 @@ class TextBatches:
         drawn = torch.randint(len(self.seen), shape, generator=generator, device=generator.device)
         numbers = [self.seen[i] for i in drawn.tolist()]
         return self.collate(numbers, self.plan.context, self.device)
+
+
+def measure_head(
+    trained: Trained, weights: HeadWeights, target: FrozenTarget, batches: list[TrainingBatch]
+) -> tuple[dict[str, float], Tensor | None]:
+    """Return the figures of a head, and its table of ranks; None: it guesses no tokens."""
+    if trained.predict is not None:
+        ranks, chain = measure_ranks(trained, weights, target, batches)
+        return {"top1": float(ranks[0, 0]), "chain": chain}, ranks
+    totals: dict[str, Tensor] = {}
+    for batch in batches if trained.figures is not None else ():
+        assert trained.figures is not None
+        for name, counts in trained.figures(weights, target, batch).items():
+            totals[name] = totals.get(name, torch.zeros(2)) + counts.cpu()
+    return {name: float(count / by.clamp(min=1)) for name, (count, by) in totals.items()}, None
 
 
 def measure_ranks(

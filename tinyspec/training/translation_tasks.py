@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import Seq2Seq, add_ends
 from tinyspec.technique import TranslatorTraining
 from tinyspec.training import aligner, distilled
 from tinyspec.training.bitext import SentencePair, group_by_length, pad_sequences
@@ -225,8 +225,7 @@ def teacher_forcing_losses(
     The layers are counted from 0. All exits share the final norm and the head.
     """
     c = model.config
-    lengths = (target != c.pad).sum(dim=1, keepdim=True)
-    labels = F.pad(target, (0, 1), value=c.pad).scatter(1, lengths, c.eos)
+    labels = add_ends(c, target)
     states = model.layer_states(*model.causal_inputs(source, target, dropout), dropout)
     is_token = labels != c.pad
     weights = weights or [0.0] * (c.decoder_layers - 1) + [1.0]

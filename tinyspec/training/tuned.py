@@ -129,7 +129,8 @@ def train_tuned(
         own = {name: w.detach().to("cpu", torch.bfloat16) for name, w in beside.items()}
         known = vars(settings)
         if card.trained is not None:
-            own[RANKS] = measure_heads(card.trained, tuning, batches.held_batches)
+            if card.trained.predict is not None:
+                own[RANKS] = measure_heads(card.trained, tuning, batches.held_batches)
             known = {name: known[name] for name in vars(card.trained.small)}
         model = add_head(model, card.head_method, own, known)
     model.save(run.out)

@@ -63,7 +63,7 @@ from tinyspec.lm.heads import (
     prepare_head,
 )
 from tinyspec.lm.ops import scatter_logits
-from tinyspec.lm.seq2seq import BLOCK, Seq2Seq
+from tinyspec.lm.seq2seq import BLOCK, Seq2Seq, add_ends
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -187,9 +187,7 @@ def translation_labels(config: Seq2SeqConfig, target: Tensor, i: int) -> Tensor:
 
     target  [B, T] translations without their ends, padded
     """
-    lengths = (target != config.pad).sum(dim=1, keepdim=True)
-    text = F.pad(target, (0, 1), value=config.pad).scatter(1, lengths, config.eos)
-    return F.pad(text, (0, i), value=config.pad)[:, i:]
+    return F.pad(add_ends(config, target), (0, i), value=config.pad)[:, i:]
 
 
 def translation_loss(
