@@ -155,14 +155,14 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3360,
     "_core": 957,
-    "lm": 5449,
-    "decoding": 1719,
-    "chapters": 10847,
-    "laws": 15641,
+    "lm": 5460,
+    "decoding": 1836,
+    "chapters": 11310,
+    "laws": 16020,
     "museum": 3555,
-    "training": 3382,
-    "bench": 7117,
-    "grade": 4232,
+    "training": 3302,
+    "bench": 7125,
+    "grade": 4397,
     "cli": 2651,
 }
 """The most code lines that each room may have, as `make size` counts them.
