@@ -173,7 +173,7 @@ class CountedLattice(Prop):
 
     >>> lattice = CountedLattice("static", seed=1, places=2, candidates=2)
     >>> lattice.emission(0, 1), lattice.transition(0, 1, 0), len(lattice.trace)
-    (11, -1, 2)
+    (14, -6, 2)
     """
 
     _limit = 50 * MAX_CALLS

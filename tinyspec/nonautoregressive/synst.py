@@ -413,7 +413,7 @@ def translate_likeliest_chunks(
         figures=judge_words_of_right_chunks,
         equip=lambda config, settings: replace(config, heads=chunk_heads(config, settings)),
     ),
-    knobs=(Knob("beam", 1, "sequences of chunks that are kept at once", low=1, high=64),),
+    knobs=(Knob("beam", 1, "sequences of chunks that are kept at once", low=1, high=512),),
 )
 def synst(request: RefineRequest, *, beam: int) -> SynstRefiner:
     """Return a refiner that adds a chunk in each pass, then writes all words in one."""

@@ -33,6 +33,7 @@ NAMED = "a chunk's label and size are told apart (Akoury et al. 2019)"
 
 SOURCES = ((4,), (6, 5), (4, 7, 5), (8, 4, 6, 5, 7))
 TOLERANCE = 1e-6  # of a loss, which is summed in float32
+WIDE = 300  # a beam that holds all sequences of chunks of two tokens
 LOUD = 3  # factor of the chunk table: random models like one chunk as well as another
 
 
@@ -142,7 +143,7 @@ def widest_beam_finds_likeliest(build: Build) -> Iterator[int]:
                         longer[*before, chunk] = total + score
             sums = longer
         words, scores, _ = write_given_chunks(model, source, longest, best[1])
-        run = run_refinement(build, RefineRequest(model), source, beam=64)
+        run = run_refinement(build, RefineRequest(model), source, beam=WIDE)
         case = {"source": source, "longest": longest, "likeliest chunks": best[1], "reader": seed}
         expect_equal(SEARCHED, words, run.tokens, **case)
         if numbers_differ(scores, run.scores):
@@ -269,7 +270,7 @@ return [(tree.label, k)] * whole + [(tree.label, rest)] * bool(rest)""",
         law=CUT,
     ),
     _synst(
-        "a word that is longer than k is cut",
+        "a phrase of one long word is taken apart",
         "if tree.leaves <= k or not only.children:",
         "if tree.leaves <= k or not tree.children:",
         chunks.cut_tree,
