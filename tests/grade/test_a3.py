@@ -1313,12 +1313,14 @@ def test_half_done_work_is_shown_which_law_it_breaks_and_where(tmp_path: Path) -
     )
     scores = {name: result.score for name, result in results.items()}
     assert scores == {
-        "softmax_response": 6,
-        "saturation": 8,
-        "exit_layer": 10,
-        "decode": 3,
-        "decode_recomputing": 8,
-        "p_value": 8,
+        "softmax_response": 4,
+        "saturation": 6,
+        "exit_layer": 8,
+        "decode": 2,
+        "decode_recomputing": 7,
+        "p_value": 6,
         "calibrate": 0,
-        "jacobi": 17,
+        "jacobi": 13,
+        "decode_waiting": 12,
+        "viterbi": 10,
     }

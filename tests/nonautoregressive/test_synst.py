@@ -156,7 +156,7 @@ def german(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         "Zwei Männer stehen am Herd und bereiten Essen zu, während ein Kind schläft.",
         "Der Mann mit dem T-Shirt ist groß.",
     ]
-    return train_joint_tokenizer(3 * texts, 300, tmp_path_factory.mktemp("german"))
+    return train_joint_tokenizer(3 * texts, 600, tmp_path_factory.mktemp("german"))
 
 
 def name_chunks(tokenizer: Tokenizer, text: str, k: int) -> list[str]:
@@ -212,7 +212,7 @@ def test_any_ids_have_a_tree(german: Tokenizer) -> None:
     chunker, generator = GermanChunker(german), torch.Generator().manual_seed(0)
     for _ in range(200):
         n = int(torch.randint(1, 12, (1,), generator=generator))
-        ids = torch.randint(0, 330, (n,), generator=generator).tolist()
+        ids = torch.randint(0, 650, (n,), generator=generator).tolist()
         tree = chunker.parse(ids)
         assert tree.leaves == n and sum(size for _, size in cut_tree(tree, 3)) == n
 
@@ -234,20 +234,22 @@ def test_k_is_drawn_for_each_sentence() -> None:
 
 def test_what_a_recipe_says_reaches_the_loss(german: Tokenizer) -> None:
     config = Seq2SeqConfig(
-        300, 16, 2, 24, 1, 1, 64, heads=chunk_heads(Seq2SeqConfig(300, 16, 2, 24, 1, 1), SynstSettings()),
+        600, 16, 2, 24, 1, 1, 64, heads=chunk_heads(Seq2SeqConfig(600, 16, 2, 24, 1, 1), SynstSettings()),
         stacks={PARSER: 1},
     )  # fmt: skip
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0), tokenizer=german)
     ids = german.encode("Ein kleiner Hund rennt durch das hohe Gras.")
     batch = pad_sequences([ids, ids[:5]]), pad_sequences([ids, ids[2:9]])
 
-    def loss(settings: Any = DEFAULTS, dropout: float = 0.0, smoothing: float = 0.0) -> float:
+    def loss(settings: Any, dropout: float = 0.0, smoothing: float = 0.0, seed: int = 0) -> float:
         torch.manual_seed(0)
         training = TranslatorTraining(model, None, settings, dropout, smoothing, 1.0)
-        return float(train_synst(training, batch, torch.Generator().manual_seed(3)))
+        return float(train_synst(training, batch, torch.Generator().manual_seed(seed)))
 
-    assert len({loss(), loss(dropout=0.5), loss(smoothing=0.1), loss(SynstSettings(1))}) == 4
-    assert loss(SynstSettings(6, False)) != loss(SynstSettings(2, False))
+    fixed, fine = SynstSettings(6, False), SynstSettings(1, False)
+    assert len({loss(fixed), loss(fine), loss(fixed, 0.5), loss(fixed, 0.0, 0.1)}) == 4
+    assert len({loss(fixed, seed=seed) for seed in range(9)}) == 1
+    assert len({loss(DEFAULTS, seed=seed) for seed in range(9)}) > 1
 
 
 def test_every_weight_has_a_gradient() -> None:

@@ -42,6 +42,7 @@ def chunk_writer(seed: int, longest: int, positions: int = 16) -> Seq2Seq:
     settings = {"k": longest, "longest": longest}
     model = reader_of(find_technique("synst").translator, seed, positions, **settings)
     model.weights["chunks"] *= LOUD
+    model.weights["chunks"][0] *= LOUD  # the end, which one id of many else seldom is
     return model
 
 
