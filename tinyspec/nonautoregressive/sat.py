@@ -272,8 +272,9 @@ class SatBeamRefiner(SatRefiner):
         scores[mask] = torch.tensor(
             [score for one in texts for score in one.logprobs[: len(one.text)]], dtype=scores.dtype
         )
-        parts = (part.to(self.model.device) for part in (tokens, mask, scores))
-        return Canvas(*parts, GroupBeam(rows, search))
+        device = self.model.device
+        state = GroupBeam(rows, search)
+        return Canvas(tokens.to(device), mask.to(device), scores.to(device), state)
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration > 0 and not canvas.extra.search.live
