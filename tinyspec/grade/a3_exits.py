@@ -333,11 +333,9 @@ def reads_weights_once(fill: str, decode: Function, cases: Cases) -> Iterator[bo
         blocks = exits.count(case.depth)
         for layer in range(case.shallow + 1, case.depth + 1):
             if begun[layer] > blocks:
-                shown = [
-                    f"layer {layer} is begun {count} times" for count in (blocks, begun[layer])
-                ]
-                more = {"left after layers": exits, "layers in the order they ran": order}
-                accuse(BLOCKS_OF_WAITING, *shown, **case.shown(), **more)
+                due, got = (f"layer {layer} is begun {n} times" for n in (blocks, begun[layer]))
+                more: dict[str, Any] = {"left after layers": exits, "layers as they ran": order}
+                accuse(BLOCKS_OF_WAITING, due, got, **case.shown(), **more)
         yield any(a < b == case.depth for a, b in pairwise(exits))
 
 

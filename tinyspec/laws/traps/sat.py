@@ -135,7 +135,8 @@ def score_all_texts(
     after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int
 ) -> dict[tuple[int, ...], float]:
     """Return the mean log-probability of the words and the end of every text."""
-    sums, found = {(): 0.0}, dict[tuple[int, ...], float]()
+    sums: dict[tuple[int, ...], float] = {(): 0.0}
+    found = dict[tuple[int, ...], float]()
     for _ in range(limit + 1):
         rows = {text: after(text) for text in sums}
         found |= {text: (sums[text] + row[eos]) / (len(text) + 1) for text, row in rows.items()}
@@ -152,7 +153,8 @@ def search_by_rule(
     after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int, beam: int
 ) -> tuple[int, ...]:
     """Return the text that a beam search finds: word by word, all continuations compared."""
-    live, ended = [(0.0, ())], list[tuple[float, tuple[int, ...]]]()
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    ended = list[tuple[float, tuple[int, ...]]]()
     while live and len(ended) < beam:
         longer = [
             (total + score, text, word)

@@ -133,7 +133,8 @@ def widest_beam_finds_likeliest(build: Build) -> Iterator[int]:
     for seed, source, (longest, positions) in product(range(4), SOURCES[:2], ((1, 4), (2, 4))):
         model = chunk_writer(seed, longest, positions)
         after = cache(partial(score_next_chunks, model, source, longest))
-        sums, best = {(): 0.0}, (-math.inf, ())
+        sums: dict[tuple[int, ...], float] = {(): 0.0}
+        best: tuple[float, tuple[int, ...]] = (-math.inf, ())
         while sums:
             longer = dict[tuple[int, ...], float]()
             for before, total in sums.items():
