@@ -155,14 +155,14 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3373,
     "_core": 957,
-    "lm": 5467,
-    "decoding": 1719,
-    "chapters": 11557,
-    "laws": 16119,
+    "lm": 5477,
+    "decoding": 1835,
+    "chapters": 12015,
+    "laws": 16538,
     "museum": 3555,
-    "training": 3393,
-    "bench": 7117,
-    "grade": 4232,
+    "training": 3315,
+    "bench": 7126,
+    "grade": 4397,
     "cli": 2651,
 }
 """The most code lines that each room may have, as `make size` counts them.

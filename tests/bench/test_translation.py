@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "iterative_refinement": {"lengths": 30, "stacks": {"refiner": 1}},
     "nar_crf": {"lengths": 30},
     "nag_bert": {"decoder_layers": 0},
+    "synst": {"stacks": {"parser": 1}, "extra": {"trained_for": "synst", "longest": 12}},
 }
 
 
@@ -165,6 +166,8 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert passes["nar_crf, dynamic"] == passes["nar_crf, static"] == (1, 1, 0)
     assert passes["nar_crf, dynamic, 9 lengths"] == (1, 1, 2)
     assert passes["nag_bert, ratio 1.0"] == passes["nag_bert, ratio 0.5"] == (1, 1, 0)
+    assert passes["synst"][1:] == (1, 0) and passes["synst"][0] > 2
+    assert passes["sat, K 3, beam 4"][0] >= 1
     assert passes["sat, K 3"][0] < passes["shallow decoder, greedy"][0]
     assert all(encoder == 1 for _, encoder, _ in passes.values())
     assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]

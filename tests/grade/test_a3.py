@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from tests.grade.tiny import ASSIGNMENTS_FOLDER, load_reference
-from tinyspec.grade import a3_calibration, a3_confidence, a3_exits, a3_jacobi
+from tinyspec.grade import a3_calibration, a3_confidence, a3_exits, a3_jacobi, a3_viterbi
 from tinyspec.grade.assignments import A3 as ASSIGNMENT
 from tinyspec.grade.grading import PUBLIC, grade_folder
-from tinyspec.grade.props_a3 import CountedModel, LayeredModel
+from tinyspec.grade.props_a3 import CountedLattice, CountedModel, LayeredModel
 from tinyspec.grade.starter import make_starter
 from tinyspec.grade.task import Cases
 from tinyspec.laws import exit_laws
@@ -45,7 +45,7 @@ def find_broken_law(name: str, function: Callable[..., Any], cases: Cases = PUBL
 
 def test_a_hundred_points() -> None:
     assert sum(task.points for task in ASSIGNMENT.tasks) == 100
-    assert [task.title.split()[0] for task in ASSIGNMENT.tasks] == [f"A3.{i}" for i in range(1, 9)]
+    assert [task.title.split()[0] for task in ASSIGNMENT.tasks] == [f"A3.{i}" for i in range(1, 11)]
 
 
 def test_the_examples_in_the_docstrings_and_the_hand_out() -> None:
@@ -54,7 +54,7 @@ def test_the_examples_in_the_docstrings_and_the_hand_out() -> None:
     tried = doctest.testfile(
         str(FOLDER / "handout.md"), module_relative=False, globs=names, encoding="utf-8"
     )
-    assert tried.attempted == 3 and not tried.failed
+    assert tried.attempted == 4 and not tried.failed
 
 
 def test_the_hand_out_s_sums() -> None:
@@ -83,6 +83,13 @@ def test_the_hand_out_s_sums() -> None:
         Fraction(2, 9),
         Fraction(2, 11),
     ]
+    begun = {}
+    for name, more in (("decode_recomputing", ()), ("decode_waiting", (1,))):
+        model = LayeredModel(seed=0, depth=3)
+        getattr(REFERENCE, name)(model, [0], 2, *more, Fraction(1, 4))
+        begun[name] = [event[1:3] for event in model.trace if event[0] == "run"]
+    assert begun["decode_recomputing"] == [(n, at) for at in (0, 1) for n in (1, 2, 3)]
+    assert begun["decode_waiting"] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (3, 1)]
     assert [REFERENCE.p_value(k, 5, Fraction(1, 2)) for k in (0, 1)] == [
         Fraction(1, 32),
         Fraction(6, 32),
@@ -569,6 +576,279 @@ def test_wrong_recomputations(wrong: type[Decoding]) -> None:
     assert find_broken_law("decode_recomputing", wrong()) == RECOMPUTE[wrong]
 
 
+class Waiting(Decoding):
+    """FREE, a method for everything that can go wrong."""
+
+    def __call__(  # type: ignore[override]
+        self, model: Any, prompt: list[int], n: int, shallow: int, threshold: Any
+    ) -> tuple[list[int], list[int]]:
+        self.model, self.shallow, self.threshold = model, shallow, threshold
+        self.waiting = list[tuple[int, int]]()
+        text, layers, first = list(prompt), list[int](), len(prompt) - 1
+        for position in range(first + n):
+            state = model.embed(text[position])
+            for layer in range(1, shallow + 1):
+                self.below, state = state, self.layer(layer, position, state)
+            left, exits = shallow, position >= first or self.prompt_leaves
+            if exits and self.sure(model.row(state)):
+                self.wait(position, state)
+            else:
+                self.waiting.append((position, state))
+                state, left = self.complete(), model.depth
+            if position >= first:
+                text.append(self.word(position, state))
+                layers.append(left)
+        self.end()
+        return text[first + 1 :], layers
+
+    def sure(self, row: Any) -> bool:
+        return bool(gap(row) > self.threshold)
+
+    def wait(self, position: int, state: int) -> None:
+        self.waiting.append((position, state))
+
+    def complete(self) -> int:
+        for layer in range(self.shallow + 1, self.model.depth + 1):
+            self.waiting = [(at, self.layer(layer, at, below)) for at, below in self.waiting]
+        state, self.waiting = self.waiting[-1][1], []
+        return state
+
+    def end(self) -> None:
+        pass
+
+
+class ForgetsWhoWaits(Waiting):
+    def wait(self, position: int, state: int) -> None:
+        pass
+
+
+class CopiesWhoWaits(Waiting):
+    """The states of the exit are copied up, under the name of FREE."""
+
+    def wait(self, position: int, state: int) -> None:
+        for layer in range(self.shallow + 1, self.model.depth + 1):
+            self.model.store(layer, position, self.model.project(layer, position, state))
+
+
+class WaitsBelowTheExit(Waiting):
+    def wait(self, position: int, state: int) -> None:
+        self.waiting.append((position, self.below))
+
+
+class RunsNewestFirst(Waiting):
+    def complete(self) -> int:
+        newest, self.waiting = self.waiting[-1], self.waiting[-1:] + self.waiting[:-1]
+        for layer in range(self.shallow + 1, self.model.depth + 1):
+            self.waiting = [(at, self.layer(layer, at, below)) for at, below in self.waiting]
+        state = dict(self.waiting)[newest[0]]
+        self.waiting = []
+        return state
+
+
+class NoMaskInTheBlock(Waiting):
+    """Stores the keys of the whole block, then runs it from the newest to the oldest state."""
+
+    def complete(self) -> int:
+        for layer in range(self.shallow + 1, self.model.depth + 1):
+            last = self.waiting[-1][0]
+            for at, below in self.waiting:
+                self.model.store(layer, at, self.model.project(layer, at, below))
+            self.waiting = [(at, self.model.run(layer, last, h)) for at, h in self.waiting]
+        state, self.waiting = self.waiting[-1][1], []
+        return state
+
+
+class OneByOne(Waiting):
+    """Right, and every token reads the weights again."""
+
+    def complete(self) -> int:
+        for at, state in self.waiting:
+            for layer in range(self.shallow + 1, self.model.depth + 1):
+                state = self.layer(layer, at, state)
+        self.waiting = []
+        return state
+
+
+class RunsAtOnce(OneByOne):
+    """Recomputes before the next token."""
+
+    def wait(self, position: int, state: int) -> None:
+        self.waiting.append((position, state))
+        self.complete()
+
+
+class RunsWhoWaitsAtTheEnd(Waiting):
+    def end(self) -> None:
+        if self.waiting:
+            self.complete()
+
+
+class ReachesTheThreshold(Waiting):
+    def sure(self, row: Any) -> bool:
+        return bool(gap(row) >= self.threshold)
+
+
+class ThePromptWaits(Waiting):
+    prompt_leaves = True
+
+
+class TheShallowWord(Waiting):
+    """A token that stays keeps the word that it had after the shallow layers."""
+
+    def complete(self) -> int:
+        shallow = self.waiting[-1][1]
+        super().complete()
+        return shallow
+
+
+WAIT = {
+    ForgetsWhoWaits: a3_exits.HOLES,
+    RunsNewestFirst: a3_exits.HOLES,
+    CopiesWhoWaits: a3_exits.SYNCHRONISED,
+    WaitsBelowTheExit: a3_exits.SYNCHRONISED,
+    NoMaskInTheBlock: a3_exits.SYNCHRONISED,
+    ThePromptWaits: a3_exits.PROMPT,
+    TheShallowWord: a3_exits.READ,
+    ReachesTheThreshold: a3_exits.EXCEEDS,
+    RunsWhoWaitsAtTheEnd: a3_exits.COUNTED,
+    RunsAtOnce: a3_exits.COUNTED,
+    OneByOne: a3_exits.BLOCKS_OF_WAITING,
+}
+
+
+def test_the_double_that_waits_is_right() -> None:
+    assert find_broken_law("decode_waiting", Waiting()) is None
+
+
+@pytest.mark.parametrize("wrong", WAIT, ids=lambda wrong: wrong.__name__)
+def test_wrong_blocks(wrong: type[Waiting]) -> None:
+    assert find_broken_law("decode_waiting", wrong()) == WAIT[wrong]
+
+
+def test_a_prompt_may_be_run_as_one_block() -> None:
+    class InOneBlock(Waiting):
+        def complete(self) -> int:
+            if self.waiting[-1][0] < self.prompt_ends:
+                return 0
+            return super().complete()
+
+        def __call__(self, model: Any, prompt: list[int], *rest: Any) -> Any:
+            self.prompt_ends = len(prompt) - 2
+            return super().__call__(model, prompt, *rest)
+
+    assert find_broken_law("decode_waiting", InOneBlock()) is None
+
+
+# ---------------------------------------------------------------------- Viterbi
+
+
+def search(
+    transition: Callable[..., int] = lambda lattice, i, a, b: lattice.transition(i, a, b),
+    keep: int = 99,
+    pointers: Callable[[Any], Any] = reversed,
+    emission: Callable[..., int] = lambda lattice, i, a: lattice.emission(i, a),
+) -> Callable[[Any], list[int]]:
+    """Return Viterbi's algorithm with one thing changed; `keep` candidates of a place go on."""
+
+    def viterbi(lattice: Any) -> list[int]:
+        words = range(lattice.candidates)
+        scores, before = {a: emission(lattice, 0, a) for a in words}, list[dict[int, int]]()
+        for place in range(1, lattice.places):
+            live = sorted(scores, key=lambda a: -scores[a])[:keep]
+            best = {
+                b: max((scores[a] + transition(lattice, place - 1, a, b), a) for a in live)
+                for b in words
+            }
+            scores = {b: score + emission(lattice, place, b) for b, (score, _) in best.items()}
+            before.append({b: a for b, (_, a) in best.items()})
+        path = [max(scores, key=lambda a: scores[a])]
+        for came_from in pointers(before):
+            path.append(came_from[path[-1]])
+        return path[::-1]
+
+    return viterbi
+
+
+def try_all(lattice: Any) -> list[int]:
+    def score(path: tuple[int, ...]) -> int:
+        emissions = sum(lattice.emission(i, a) for i, a in enumerate(path))
+        pairs = enumerate(itertools.pairwise(path))
+        return int(emissions + sum(lattice.transition(i, a, b) for i, (a, b) in pairs))
+
+    words = range(lattice.candidates)
+    return list(max(itertools.product(words, repeat=lattice.places), key=score))
+
+
+def ask_again(lattice: Any) -> list[int]:
+    """Right, and the emission of a place is asked for with each transition."""
+    return search(
+        lambda lattice, i, a, b: lattice.transition(i, a, b) + 0 * lattice.emission(i + 1, b)
+    )(lattice)
+
+
+PATHS: dict[str, tuple[Callable[..., Any], str]] = {
+    "the score comes back": (lambda lattice: 7, a3_viterbi.PATH),
+    "a place is missing": (lambda lattice: search()(lattice)[:-1], a3_viterbi.PATH),
+    "candidates from 1": (lambda lattice: [a + 1 for a in search()(lattice)], a3_viterbi.PATH),
+    "from left to right": (search(keep=1), a3_viterbi.BEST),
+    "a beam of two": (search(keep=2), a3_viterbi.BEST),
+    "emissions alone": (search(lambda *given: 0), a3_viterbi.BEST),
+    "transitions alone": (search(emission=lambda *given: 0), a3_viterbi.BEST),
+    "transitions the other way": (
+        search(lambda lattice, i, a, b: lattice.transition(i, b, a)),
+        a3_viterbi.BEST,
+    ),
+    "static transitions under the name of dynamic ones": (
+        search(lambda lattice, i, a, b: lattice.transition(0, a, b)),
+        a3_viterbi.BEST,
+    ),
+    "pointers from the front": (search(pointers=iter), a3_viterbi.BEST),
+    "the sentence backwards": (lambda lattice: search()(lattice)[::-1], a3_viterbi.BEST),
+    "the lowest score": (
+        search(lambda lattice, i, a, b: -lattice.transition(i, a, b)),
+        a3_viterbi.BEST,
+    ),
+    "asked for twice": (ask_again, a3_viterbi.WORK),
+}
+
+
+@pytest.mark.parametrize("wrong", PATHS)
+def test_wrong_sentences(wrong: str) -> None:
+    function, law = PATHS[wrong]
+    assert find_broken_law("viterbi", function) == law
+
+
+def test_trying_every_sentence_is_right_and_too_much() -> None:
+    laws = {law.sentence: law for law in TASKS["viterbi"].laws}
+    assert laws[a3_viterbi.BEST](try_all, Cases()).cases
+    with pytest.raises(LawViolated) as told:
+        laws[a3_viterbi.WORK](try_all, Cases())
+    assert told.value.counterexample.law == a3_viterbi.WORK
+
+
+def test_the_sentence_of_the_hand_out() -> None:
+    class ByHand(CountedLattice):
+        def emission(self, place: int, a: int) -> int:
+            return (3, 2)[a]
+
+        def transition(self, place: int, a: int, b: int) -> int:
+            return ((-4, 0), (1, 0))[a][b]
+
+    assert REFERENCE.viterbi(ByHand("static", 0, 2, 2)) == [1, 0]
+
+
+def test_a_lattice_refuses_what_it_lacks() -> None:
+    lattice = CountedLattice("dynamic", 0, 2, 3)
+    for misuse in (
+        lambda: lattice.emission(2, 0),
+        lambda: lattice.emission(0, 3),
+        lambda: lattice.transition(1, 0, 0),
+        lambda: lattice.transition(0, True, 0),
+    ):
+        with pytest.raises(ValueError, match="must be a whole number from 0 to"):
+            misuse()
+
+
 def test_a_hole_is_named_with_layer_and_position() -> None:
     with pytest.raises(LawViolated) as told:
         TASKS["decode"].laws[0](NothingIsFilled(), Cases())
@@ -1033,12 +1313,14 @@ def test_half_done_work_is_shown_which_law_it_breaks_and_where(tmp_path: Path) -
     )
     scores = {name: result.score for name, result in results.items()}
     assert scores == {
-        "softmax_response": 6,
-        "saturation": 8,
-        "exit_layer": 10,
-        "decode": 3,
-        "decode_recomputing": 8,
-        "p_value": 8,
+        "softmax_response": 4,
+        "saturation": 6,
+        "exit_layer": 8,
+        "decode": 2,
+        "decode_recomputing": 7,
+        "p_value": 6,
         "calibrate": 0,
-        "jacobi": 17,
+        "jacobi": 13,
+        "decode_waiting": 12,
+        "viterbi": 10,
     }

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from tinyspec.decoding.beam import greedy_search
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
-from tinyspec.training.beam import greedy_search
 from tinyspec.training.bitext import BOS, EOS, pad_sequences
 
 SOURCES = [[4, 5, 6, 7], [8], [9, 4, 9]]

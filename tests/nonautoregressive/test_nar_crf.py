@@ -135,6 +135,20 @@ def test_a_batch_of_sentences_is_written_as_each_by_itself() -> None:
     assert translate_sources(model, padded, refiner, [Seeded(0) for _ in sources]) == alone
 
 
+def test_lengths_around_the_likeliest_one() -> None:
+    """SIZES knows lengths 1 to 4."""
+    orders = {1: [1, 2, 3], 2: [2, 1, 3], 3: [3, 2, 4], 4: [4, 3, 2]}
+    seen = set()
+    for seed, source in product(range(9), SOURCES):
+        model, judge = random_structured(seed), random_judge(seed)
+        likeliest = len(run(model, None, source).tokens)
+        canvas = run(model, judge, source, lengths=3, around=True).canvas
+        assert canvas is not None
+        assert canvas.mask.sum(dim=1).tolist() == orders[likeliest]
+        seen.add(likeliest)
+    assert len(seen) > 1
+
+
 def test_lengths_leave_a_place_for_the_teachers_beginning() -> None:
     model = random_structured(2, replace(SIZES, max_positions=4, lengths=9))
     judge = random_translator(replace(SIZES, max_positions=4, lengths=0), 3, 3, "teacher")
@@ -276,4 +290,4 @@ def test_the_card_says_what_it_is() -> None:
     card = find_technique("nar_crf")
     assert (card.kind, card.guarantee, card.teacher) == ("refine", Guarantee.APPROX, True)
     defaults = {knob.name: knob.default for knob in card.knobs}
-    assert defaults == {"transitions": "dynamic", "beam": 64, "lengths": 1}
+    assert defaults == {"transitions": "dynamic", "beam": 64, "lengths": 1, "around": False}

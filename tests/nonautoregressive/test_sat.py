@@ -14,6 +14,7 @@ from tinyspec.bench.experiments.dialects import (
     DialectTrial,
     translate_greedily,
 )
+from tinyspec.decoding.beam import beam_search
 from tinyspec.decoding.refine import Pass, Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -24,6 +25,7 @@ from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.nonautoregressive.sat import (
+    SatBeamRefiner,
     SatRefiner,
     SatSettings,
     fits_groups,
@@ -43,9 +45,9 @@ SOURCES = [(4,), (6, 5), (4, 7, 5), (8, 7, 4, 6), (5, 4, 6, 7, 5)]
 RECIPE = Path(__file__).parents[2] / "models/multi30k-sat/recipe.toml"
 
 
-def run(model: Seq2Seq, source: Any) -> tuple[Refinement, list[Pass]]:
+def run(model: Seq2Seq, source: Any, **knobs: Any) -> tuple[Refinement, list[Pass]]:
     request = RefineRequest(model, forward_log=[])
-    refiner = find_technique("sat").refiner(request)
+    refiner = find_technique("sat").refiner(request, **knobs)
     running = refine(request.model, source, refiner, Seeded(0), request.forward_log)
     return running, list(running)
 
@@ -183,6 +185,53 @@ def test_two_words_at_once_need_distilled_sentences_where_dialects_mix(tmp_path:
     assert found[SAT_KD]["passes"] < 0.7 * found["teacher"]["passes"]
 
 
+@pytest.mark.parametrize("beam", [2, 4])
+def test_a_beam_of_one_word_groups_is_the_teachers(beam: int) -> None:
+    """K = 1: the same texts as `beam_search`, which the teacher translates with."""
+    for seed, source in product(range(5), SOURCES):
+        model = group_writer(seed, 1)
+        memory, c = model.encode(torch.tensor([source])), model.config
+        limit = most_words(model, source, 1)
+        rows = Lockstep(model, memory, limit + 1)
+        (expected,) = beam_search(rows, c.bos, c.eos, [limit], beam)
+        assert run(model, source, beam=beam)[0].tokens == expected
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_a_beam_of_one_is_greedy(k: int) -> None:
+    for seed, source in product(range(6), SOURCES):
+        model = group_writer(seed, k)
+        refiner = SatBeamRefiner(model, k, 1)
+        found = translate_sources(model, torch.tensor([source]), refiner)[0]
+        greedy = run(model, source)[0].tokens
+        assert found[: len(greedy)] == greedy[: len(found)]
+        assert found == greedy or len(greedy) == most_words(model, source, k)
+
+
+def test_a_beam_finds_texts_of_a_batch_as_alone_and_better_ones_than_greedy() -> None:
+    better = 0
+    for seed, k in product(range(4), (2, 3)):
+        model = group_writer(seed, k)
+        alone = [run(model, source, beam=3)[0] for source in SOURCES]
+        refiner = SatBeamRefiner(model, k, 3)
+        together = translate_sources(model, pad_sequences(SOURCES), refiner)
+        assert together == [one.tokens for one in alone]
+        better += sum(
+            one.tokens != run(model, source)[0].tokens
+            for one, source in zip(alone, SOURCES, strict=True)
+        )
+    assert better > 10
+
+
+def test_the_canvas_of_a_beam_can_be_rewritten_again() -> None:
+    model, rng = group_writer(2, 2), Seeded(0)
+    refiner, memory = SatBeamRefiner(model, 2, 3), model.encode(torch.tensor([SOURCES[3]]))
+    first = refiner.rewrite(refiner.start(SOURCES[3], memory, rng), memory, 0, rng)
+    second, again = (refiner.rewrite(first, memory, 1, rng) for _ in range(2))
+    assert [torch.equal(*pair) for pair in zip(second[:3], again[:3], strict=True)] == [True] * 3
+    assert first.extra.rows.length == 2 and second.extra.rows.length == 4
+
+
 def test_groups_must_fit_into_the_positions() -> None:
     config = group_writer(0, 3, 10).config
     fits = [n for n in range(12) if fits_groups(config, SatSettings(3), 5, n)]
@@ -204,6 +253,8 @@ def test_bad_input_is_named() -> None:
             card.refiner(RefineRequest(reader))
     finally:
         del reader.config.extra["k"]
+    with pytest.raises(TinyspecError, match="beam is 0: it must be from 1 to 128"):
+        card.refiner(RefineRequest(group_writer(0, 2)), beam=0)
     for k in (0, -1, 2.5, True, "2"):
         with pytest.raises(TinyspecError, match=r"k is .*whole number"):
             SatSettings(k)  # type: ignore[arg-type]
@@ -211,7 +262,8 @@ def test_bad_input_is_named() -> None:
 
 def test_the_card_and_the_recipe() -> None:
     card = find_technique("sat")
-    assert (card.kind, card.guarantee, card.knobs) == ("refine", Guarantee.APPROX, ())
+    assert (card.kind, card.guarantee) == ("refine", Guarantee.APPROX)
+    assert {knob.name: knob.default for knob in card.knobs} == {"beam": 1}
     plan = read_translation_recipe(RECIPE)
     assert plan.config(4800).extra["k"] == 4
     assert plan.config(4800).parameters() < 4.5e6

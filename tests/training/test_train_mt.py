@@ -459,7 +459,7 @@ def test_the_committed_recipe_of_a_block_layer_is_followed(zoo: Path) -> None:
     assert Seq2Seq.load(out).config.block == settings.k - 1
 
 
-RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow"]
+RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow", "synst"]
 TINY = {
     "shape.d_model": "16",
     "shape.n_heads": "2",
@@ -486,6 +486,7 @@ def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
     assert model.config.extra["teacher"] == "multi30k-teacher"
     card = (folder / "README.md").read_text()
     about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
+    about["synst"] = "a chunker of German function words, not from a parser"
     assert about.get(name, "an autoregressive student") in card
     if name != "shallow":
         assert find_technique(plan.method).refiner(RefineRequest(model))

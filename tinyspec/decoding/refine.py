@@ -46,9 +46,14 @@ class Canvas(NamedTuple):
         return torch.where(slots > 0, total / slots.clamp(min=1), -torch.inf)
 
 
-def blank_canvas(lengths: Sequence[int], token: int, device: torch.device | None = None) -> Canvas:
-    """Return candidates of these lengths, every slot holding `token`, with score 0."""
-    room = max(max(lengths), 1)
+def blank_canvas(
+    lengths: Sequence[int], token: int, device: torch.device | None = None, room: int = 1
+) -> Canvas:
+    """Return candidates of these lengths, every slot holding `token`, with score 0.
+
+    room  least width: a canvas does not become narrower in a pass
+    """
+    room = max(*lengths, room)
     mask = torch.arange(room, device=device)[None] < torch.tensor(lengths, device=device)[:, None]
     return Canvas(
         torch.full(mask.shape, token, device=device), mask, torch.zeros(mask.shape, device=device)
@@ -59,7 +64,8 @@ class Refiner(Protocol):
     """A technique that rewrites a canvas.
 
     One whose encoder reads more than the source also has `extend_sources`: sources [B, S], padded
-    at the end -> what the encoder reads of them.
+    at the end -> what the encoder reads of them. One whose passes read other positions than those
+    that they write also has `count_rows`: the canvases before and after a pass -> how many it read.
     """
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:

@@ -38,7 +38,7 @@ from tinyspec.laws.exit_laws import (
 TAIL = "the p-value of k losses is P(Bin(n, delta) <= k), exactly"
 
 
-@graded_law(3, SUPER)
+@graded_law(2, SUPER)
 def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check by the exact distribution of the losses that small p-values do not come too often.
 
@@ -73,7 +73,7 @@ def p_value_is_valid(p_value: Function, cases: Cases) -> Iterator[bool]:
     yield from [is_useful] * evidence.cases
 
 
-@graded_law(5, TAIL)
+@graded_law(4, TAIL)
 def p_value_is_the_tail(p_value: Function, cases: Cases) -> Iterator[bool]:
     """Check the value: one that is valid, but greater than it need be, lets fewer tokens leave."""
     random = Random(cases.seed)
@@ -115,7 +115,7 @@ def choose_in_order(p_values: Sequence[Fraction], epsilon: Fraction) -> int | No
     return front - 1 if front else None
 
 
-@graded_law(5, CALIBRATED)
+@graded_law(4, CALIBRATED)
 def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check the probability of a wrong choice, summed over every outcome of a small calibration."""
     for name, risks in CURVES.items():
@@ -160,7 +160,7 @@ def calibration_controls_its_risk(calibrate: Function, cases: Cases) -> Iterator
     yield from [sure is not None] * len(CURVES)
 
 
-@graded_law(7, SEQUENCE)
+@graded_law(5, SEQUENCE)
 def calibration_accepts_what_passed(calibrate: Function, cases: Cases) -> Iterator[bool]:
     """Check that thresholds are accepted at all, and that p = epsilon is a rejection too."""
     random = Random(cases.seed)

@@ -48,7 +48,7 @@ def draw_rows(cases: Cases) -> Iterator[list[Fraction]]:
         yield [Fraction(weight, sum(row)) for weight in row]
 
 
-@graded_law(6, GAP)
+@graded_law(4, GAP)
 def softmax_response_is_the_gap(softmax_response: Function, cases: Cases) -> Iterator[bool]:
     """Check that it is neither the greatest alone, nor the first two entries, nor the range."""
     for row in draw_rows(cases):
@@ -91,8 +91,8 @@ def saturation_law(points: int, sentence: str, *needs: str) -> GradedLaw:
     return look
 
 
-saturation_is_the_cosine = saturation_law(5, COSINE)
-saturation_is_in_range = saturation_law(3, RANGE, COSINE)
+saturation_is_the_cosine = saturation_law(4, COSINE)
+saturation_is_in_range = saturation_law(2, RANGE, COSINE)
 
 
 # ---------------------------------------------------------------------- the exit layer
@@ -111,7 +111,7 @@ def check_exit(
     expect_close(law, expected, got, **case, **{"threshold of this token": due})
 
 
-@graded_law(4, FIRST)
+@graded_law(3, FIRST)
 def leaves_at_the_first(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check the first token: there the threshold 1 is 1, whatever the form of the decay."""
     for size in (1, 2, 3):
@@ -125,7 +125,7 @@ def decayed_threshold(threshold: float, step: int, limit: int, tau: float) -> fl
     return 0.9 * threshold + 0.1 * math.exp(-tau * step / limit)
 
 
-@graded_law(6, DECAY)
+@graded_law(5, DECAY)
 def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check positions of a text with confidences a little above and below the threshold."""
     random = Random(cases.seed)
@@ -147,7 +147,7 @@ def threshold_decays(exit_layer: Function, cases: Cases) -> Iterator[bool]:
             yield True
 
 
-@graded_law(4, CUT)
+@graded_law(3, CUT)
 def threshold_is_cut(exit_layer: Function, cases: Cases) -> Iterator[bool]:
     """Check that a threshold above 1 is 1, which a sure token reaches; only inf is never reached.
 

@@ -2,7 +2,7 @@
 
 The oracle knows no cache: it takes the tokens and the layers after which they left, and runs the
 text layer by layer. A token that has left keeps its state from there on ("copy"), or goes on to the
-top ("recompute").
+top, before the next token ("recompute") or with the next one that does ("wait").
 """
 
 import math
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import groupby, pairwise, product
 from random import Random
 from typing import Any, NamedTuple
 
@@ -39,6 +39,21 @@ RECOMPUTED = "with recomputation the cache is that of the full model on the same
 READ = "the word is the likeliest of the row at the exit"
 SURE = "a token leaves after the first layer whose gap reaches the threshold"
 COUNTED = "each layer is run once for every token that needs it, and for no other"
+SYNCHRONISED = (
+    "a token that waited has the keys and values of the full model (FREE, arXiv 2310.05424)"
+)
+EXCEEDS = "a token leaves after the shallow layers if its gap exceeds the threshold"
+BLOCKS_OF_WAITING = "a layer reads its weights once for all tokens that wait"
+
+COPY, RECOMPUTE, WAIT = "copy", "recompute", "wait"
+"""The ways to fill what a token left out."""
+
+SENTENCES: dict[str, dict[str, str]] = {
+    COPY: {},
+    RECOMPUTE: {COPIED: RECOMPUTED},
+    WAIT: {COPIED: SYNCHRONISED, SURE: EXCEEDS},
+}
+"""Of each way: the laws that say something else than those of copying."""
 
 THRESHOLDS = (Fraction(1, 10), Fraction(1, 4), Fraction(1, 3), Fraction(0), math.inf)
 
@@ -47,21 +62,30 @@ THRESHOLDS = (Fraction(1, 10), Fraction(1, 4), Fraction(1, 3), Fraction(0), math
 
 
 class ExitCase(NamedTuple):
-    """What the function is given; `seed` and `depth` make the model."""
+    """What the function is given; `seed` and `depth` make the model.
+
+    shallow  the one layer after which tokens may leave; 0: any
+    """
 
     seed: int
     depth: int
     prompt: tuple[int, ...]
     n: int
     threshold: Any
+    shallow: int = 0
 
     def model(self) -> LayeredModel:
         """Return a model with an empty cache."""
         return LayeredModel(self.seed, self.depth)
 
+    def arguments(self) -> dict[str, Any]:
+        """Return what the function gets beside its model, in its order."""
+        shallow = {"shallow": self.shallow} if self.shallow else {}
+        return {"prompt": list(self.prompt), "n": self.n, **shallow, "threshold": self.threshold}
+
     def shown(self) -> dict[str, Any]:
         """Return it in the words of the task."""
-        given = {"prompt": list(self.prompt), "n": self.n, "threshold": self.threshold}
+        given = self.arguments()
         return {"model": f"LayeredModel(seed={self.seed}, depth={self.depth})", **given}
 
 
@@ -73,8 +97,11 @@ class ExitRun(NamedTuple):
     trace: list[Any]
 
 
-def draw_exit_cases(cases: Cases) -> list[ExitCase]:
-    """Return cases, those of the fewest layers and tokens first."""
+def draw_exit_cases(cases: Cases, fill: str) -> list[ExitCase]:
+    """Return cases, those of the fewest layers and tokens first.
+
+    Where tokens wait, a case has a layer after which they may leave.
+    """
     random, found = Random(cases.seed), list[ExitCase]()
     for depth, n, n_more in (
         (1, 1, 0),
@@ -91,6 +118,12 @@ def draw_exit_cases(cases: Cases) -> list[ExitCase]:
             prompt = tuple(random.randrange(3) for _ in range(1 + n_more))
             seed = (number + 10 * cases.seed) % MODULUS
             found += [ExitCase(seed, depth, prompt, n, threshold) for threshold in THRESHOLDS]
+    if fill == WAIT:
+        return [
+            case._replace(shallow=1 + at % (case.depth - 1))
+            for at, case in enumerate(found)
+            if case.depth > 1
+        ]
     return found
 
 
@@ -98,7 +131,7 @@ def run_decode(decode: Function, case: ExitCase) -> ExitRun:
     """Return what came of one run. A hole is accused even if the function was stopped by it."""
     model = case.model()
     try:
-        got = decode(model, list(case.prompt), case.n, case.threshold)
+        got = decode(model, *case.arguments().values())
     finally:
         for kind, layer, position, *at in model.trace:
             if kind == "hole":
@@ -116,9 +149,9 @@ def run_decode(decode: Function, case: ExitCase) -> ExitRun:
     return ExitRun(list(tokens), list(layers), model.trace)
 
 
-def each_run(decode: Function, cases: Cases) -> Iterator[tuple[ExitCase, ExitRun]]:
+def each_run(fill: str, decode: Function, cases: Cases) -> Iterator[tuple[ExitCase, ExitRun]]:
     """Yield all cases and what came of them."""
-    for case in draw_exit_cases(cases):
+    for case in draw_exit_cases(cases, fill):
         yield case, run_decode(decode, case)
 
 
@@ -141,9 +174,7 @@ class FreshPass(NamedTuple):
     pairs: list[list[int]]
 
 
-def run_fresh(
-    case: ExitCase, text: Sequence[int], exits: Sequence[int], recompute: bool
-) -> FreshPass:
+def run_fresh(case: ExitCase, text: Sequence[int], exits: Sequence[int], fill: str) -> FreshPass:
     """Run all tokens layer by layer; the token at position i has left after layer exits[i]."""
     model = case.model()
     states, pairs = [[model.embed(token) for token in text]], [list[int]()]
@@ -153,7 +184,7 @@ def run_fresh(
         for position, pair in enumerate(pairs[-1]):
             model.store(layer, position, pair)
         above = [model.run(layer, position, state) for position, state in below]
-        stays = [recompute or layer <= left for left in exits]
+        stays = [fill != COPY or layer <= left for left in exits]
         states.append([above[at] if stays[at] else state for at, state in below])
     return FreshPass(states, pairs)
 
@@ -163,64 +194,66 @@ def likeliest_word(row: Sequence[Fraction]) -> int:
     return row.index(max(row))
 
 
-def decode_by_the_rule(case: ExitCase, recompute: bool) -> tuple[list[int], list[int]]:
+def decode_by_the_rule(case: ExitCase, fill: str) -> tuple[list[int], list[int]]:
     """Return the tokens, and the layers after which they were read."""
     model, first = case.model(), len(case.prompt) - 1
     text, exits = list(case.prompt), [case.depth] * first
     for _ in range(case.n):
-        for layer in range(1, case.depth + 1):
-            row = model.row(run_fresh(case, text, [*exits, layer], recompute).states[layer][-1])
+        for layer in [case.shallow, case.depth] if fill == WAIT else range(1, case.depth + 1):
+            row = model.row(run_fresh(case, text, [*exits, layer], fill).states[layer][-1])
             top = sorted(row)
-            if layer == case.depth or top[-1] - top[-2] >= case.threshold:
+            gap = top[-1] - top[-2]
+            is_sure = gap > case.threshold if fill == WAIT else gap >= case.threshold
+            if layer == case.depth or is_sure:
                 exits, text = [*exits, layer], [*text, likeliest_word(row)]
                 break
     return text[first + 1 :], exits[first:]
 
 
-def replay_run(
-    case: ExitCase, run: ExitRun, recompute: bool
-) -> tuple[list[int], list[int], FreshPass]:
+def replay_run(case: ExitCase, run: ExitRun, fill: str) -> tuple[list[int], list[int], FreshPass]:
     """Return the text that was run, where its tokens left, and the pass that should come of it."""
     text = [*case.prompt, *run.tokens[:-1]]
     exits = [case.depth] * (len(case.prompt) - 1) + run.layers
-    return text, exits, run_fresh(case, text, exits, recompute)
+    return text, exits, run_fresh(case, text, exits, fill)
 
 
 # ---------------------------------------------------------------------- the laws
 
 
-def is_the_full_model(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def is_the_full_model(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Check the tokens and layers at the threshold inf."""
-    chosen = [case for case in draw_exit_cases(cases) if case.threshold == math.inf]
-    return _follows_the_rule(NEVER, chosen, recompute, decode)
+    chosen = [case for case in draw_exit_cases(cases, fill) if case.threshold == math.inf]
+    return _follows_the_rule(NEVER, chosen, fill, decode)
 
 
-def leaves_when_sure(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def leaves_when_sure(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Check the tokens and layers at every threshold."""
-    return _follows_the_rule(SURE, draw_exit_cases(cases), recompute, decode)
+    return _follows_the_rule(
+        SENTENCES[fill].get(SURE, SURE), draw_exit_cases(cases, fill), fill, decode
+    )
 
 
 def _follows_the_rule(
-    law: str, chosen: Sequence[ExitCase], recompute: bool, decode: Function
+    law: str, chosen: Sequence[ExitCase], fill: str, decode: Function
 ) -> Iterator[bool]:
     for case in chosen:
         run = run_decode(decode, case)
-        expected, got = decode_by_the_rule(case, recompute), (run.tokens, run.layers)
+        expected, got = decode_by_the_rule(case, fill), (run.tokens, run.layers)
         if got != expected:
             shown = [f"tokens {a}, read after layers {b}" for a, b in (expected, got)]
             accuse(law, *shown, **case.shown())
         yield True
 
 
-def reads_no_hole(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def reads_no_hole(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Let `run_decode` accuse. Only cases count in which a token left early."""
-    for case, run in each_run(decode, cases):
+    for case, run in each_run(fill, decode, cases):
         yield has_left_early(case, run)
 
 
-def keeps_the_prompt(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def keeps_the_prompt(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Check the prompt's tokens: their words are known, and all that follows reads their keys."""
-    for case, run in each_run(decode, cases):
+    for case, run in each_run(fill, decode, cases):
         ran = {(position, layer) for kind, layer, position, *_ in run.trace if kind == "run"}
         for position, layer in product(range(len(case.prompt) - 1), range(1, case.depth + 1)):
             if (position, layer) not in ran:
@@ -230,11 +263,11 @@ def keeps_the_prompt(recompute: bool, decode: Function, cases: Cases) -> Iterato
         yield True
 
 
-def fills_what_is_missing(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def fills_what_is_missing(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Check every state that a layer was given, and every key and value that it read."""
-    law = RECOMPUTED if recompute else COPIED
-    for case, run in each_run(decode, cases):
-        text, exits, right = replay_run(case, run, recompute)
+    law = SENTENCES[fill].get(COPIED, COPIED)
+    for case, run in each_run(fill, decode, cases):
+        text, exits, right = replay_run(case, run, fill)
         stored: dict[tuple[int, int], int] = {}
         shown = {**case.shown(), "text that was run": text, "left after layers": exits}
         for kind, layer, position, *rest in run.trace:
@@ -254,10 +287,10 @@ def fills_what_is_missing(recompute: bool, decode: Function, cases: Cases) -> It
         yield has_left_early(case, run)
 
 
-def reads_at_the_exit(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def reads_at_the_exit(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Check the words, wherever the tokens chose to leave."""
-    for case, run in each_run(decode, cases):
-        text, exits, right = replay_run(case, run, recompute)
+    for case, run in each_run(fill, decode, cases):
+        text, exits, right = replay_run(case, run, fill)
         for at, token in enumerate(run.tokens, len(case.prompt) - 1):
             row = case.model().row(right.states[exits[at]][at])
             shown = {"text that was run": text[: at + 1], "left after layers": exits[: at + 1]}
@@ -265,12 +298,15 @@ def reads_at_the_exit(recompute: bool, decode: Function, cases: Cases) -> Iterat
         yield True
 
 
-def runs_what_is_needed(recompute: bool, decode: Function, cases: Cases) -> Iterator[bool]:
+def runs_what_is_needed(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
     """Count the layers that were run. Neither the head counts, nor what is filled by copying."""
-    for case, run in each_run(decode, cases):
-        text, exits, _ = replay_run(case, run, recompute)
+    for case, run in each_run(fill, decode, cases):
+        text, exits, _ = replay_run(case, run, fill)
         last = len(text) - 1
-        tops = [case.depth if recompute and at < last else left for at, left in enumerate(exits)]
+        if fill == WAIT:  # nobody reads what those after the last deep token left out
+            last = max((at + 1 for at, left in enumerate(exits) if left == case.depth), default=0)
+        completed = 0 if fill == COPY else last
+        tops = [case.depth if at < completed else left for at, left in enumerate(exits)]
         ran = Counter((position, layer) for kind, layer, position, *_ in run.trace if kind == "run")
         needed = Counter((at, layer) for at, top in enumerate(tops) for layer in range(1, top + 1))
         for position, layer in sorted(ran | needed):
@@ -288,7 +324,22 @@ def _times(count: int) -> str:
     return {0: "not run", 1: "run once"}.get(count, f"run {count} times")
 
 
-LOOKS: dict[Callable[[bool, Function, Cases], Iterator[bool]], str] = {
+def reads_weights_once(fill: str, decode: Function, cases: Cases) -> Iterator[bool]:
+    """Count how often a layer above the shallow ones begins to run: once for a block of tokens."""
+    for case, run in each_run(fill, decode, cases):
+        _, exits, _ = replay_run(case, run, fill)
+        order = [layer for kind, layer, *_ in run.trace if kind == "run"]
+        begun = Counter(layer for layer, _ in groupby(order))
+        blocks = exits.count(case.depth)
+        for layer in range(case.shallow + 1, case.depth + 1):
+            if begun[layer] > blocks:
+                due, got = (f"layer {layer} is begun {n} times" for n in (blocks, begun[layer]))
+                more: dict[str, Any] = {"left after layers": exits, "layers as they ran": order}
+                accuse(BLOCKS_OF_WAITING, due, got, **case.shown(), **more)
+        yield any(a < b == case.depth for a, b in pairwise(exits))
+
+
+LOOKS: dict[Callable[[str, Function, Cases], Iterator[bool]], str] = {
     reads_no_hole: HOLES,
     keeps_the_prompt: PROMPT,
     fills_what_is_missing: COPIED,
@@ -299,24 +350,32 @@ LOOKS: dict[Callable[[bool, Function, Cases], Iterator[bool]], str] = {
 }
 
 
-def exit_laws(recompute: bool, points: Sequence[int]) -> tuple[GradedLaw, ...]:
+def exit_laws(fill: str, points: Sequence[int]) -> tuple[GradedLaw, ...]:
     """Return all laws with their points, for one way to fill what is missing."""
-    laws = []
-    for worth, (look, sentence) in zip(points, LOOKS.items(), strict=True):
-        sentence = RECOMPUTED if recompute and sentence is COPIED else sentence
-        laws.append(graded_law(worth, sentence)(partial(look, recompute)))
+    laws, looks = [], dict(LOOKS)
+    if fill == WAIT:
+        looks[reads_weights_once] = BLOCKS_OF_WAITING
+    for worth, (look, sentence) in zip(points, looks.items(), strict=True):
+        own = SENTENCES[fill].get(sentence, sentence)
+        laws.append(graded_law(worth, own)(partial(look, fill)))
     return tuple(laws)
 
 
 DECODE_TASK = Task(
     "decode",
     "A3.4 Missing keys and values: copy",
-    exit_laws(recompute=False, points=(3, 2, 6, 2, 3, 4, 2)),
+    exit_laws(COPY, points=(2, 2, 5, 2, 2, 3, 2)),
     uses=("softmax_response",),
 )
 DECODE_RECOMPUTING_TASK = Task(
     "decode_recomputing",
     "A3.5 Missing keys and values: recompute",
-    exit_laws(recompute=True, points=(1, 1, 3, 1, 1, 1, 2)),
+    exit_laws(RECOMPUTE, points=(1, 1, 2, 1, 1, 1, 1)),
+    uses=("softmax_response",),
+)
+DECODE_WAITING_TASK = Task(
+    "decode_waiting",
+    "A3.9 FREE: the block that waits",
+    exit_laws(WAIT, points=(1, 1, 3, 1, 1, 2, 1, 2)),
     uses=("softmax_response",),
 )

@@ -89,7 +89,7 @@ def run_jacobi(law: str, jacobi: Function, case: JacobiCase) -> JacobiRun:
     return JacobiRun(list(got), model.trace)
 
 
-@graded_law(6, GREEDY)
+@graded_law(5, GREEDY)
 def ends_at_the_greedy_text(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that the end token cuts the text wherever in a block it stands, but no guess of it."""
     for case in draw_jacobi_cases(cases):
@@ -98,7 +98,7 @@ def ends_at_the_greedy_text(jacobi: Function, cases: Cases) -> Iterator[bool]:
         yield True
 
 
-@graded_law(3, SAID)
+@graded_law(2, SAID)
 def returns_answers_of_the_model(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check by the forward passes alone that each token answers what was returned before it."""
     for case in draw_jacobi_cases(cases):
@@ -145,7 +145,7 @@ def count_right(
     return next((at for at, (a, b) in pairs if a != b), min(len(new), len(greedy)))
 
 
-@graded_law(3, PROGRESS)
+@graded_law(2, PROGRESS)
 def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Check that a forward pass starts from all that was right before, and one token more."""
     for case in draw_jacobi_cases(cases):
@@ -161,7 +161,7 @@ def makes_progress(jacobi: Function, cases: Cases) -> Iterator[bool]:
         yield bool(run.passes)
 
 
-@graded_law(2, BLIND)
+@graded_law(1, BLIND)
 def guesses_blindly(jacobi: Function, cases: Cases) -> Iterator[bool]:
     """Count the first guesses that come true, over all cases together.
 

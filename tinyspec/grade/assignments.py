@@ -13,6 +13,7 @@ from tinyspec.grade import (
     a3_confidence,
     a3_exits,
     a3_jacobi,
+    a3_viterbi,
     a4_draft,
     a4_heads,
     a4_ranks,
@@ -57,6 +58,8 @@ A3 = Assignment(
         a3_calibration.P_VALUE_TASK,
         a3_calibration.CALIBRATE_TASK,
         a3_jacobi.JACOBI_TASK,
+        a3_exits.DECODE_WAITING_TASK,
+        a3_viterbi.VITERBI_TASK,
     ),
 )
 

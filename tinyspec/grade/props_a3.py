@@ -1,7 +1,7 @@
-"""The models that a submission to A3 is given: one whose cache can have holes, one that counts.
+"""What a submission to A3 is given: a model whose cache can have holes, one that counts, a lattice.
 
-Both calculate with small whole numbers, so that every verdict is exact and every step can be done
-by hand. Both record what was asked of them (`trace`), and answer misuse with a sentence.
+All calculate with small whole numbers, so that every verdict is exact and every step can be done
+by hand. They record what was asked of them (`trace`), and answer misuse with a sentence.
 
 A child process loads this file: it imports the standard library and `child` alone.
 """
@@ -156,3 +156,47 @@ class CountedModel(Prop):
         for token in text:
             state = (5 * state + token * token + token + 1) % MODULUS
         return state % self.vocabulary
+
+
+class CountedLattice(Prop):
+    """The scores of all sentences of so many places, with so many candidate words at each.
+
+    Emissions and transitions are whole numbers.
+
+    kind        "dynamic": transitions depend on the place; "static": they do not; "none": all are 0
+    seed        which lattice
+    places      T, counted from 0
+    candidates  k of each place, counted from 0
+
+    The trace has an entry for everything that was asked for: ("emission", place, a) and
+    ("transition", place, a, b).
+
+    >>> lattice = CountedLattice("static", seed=1, places=2, candidates=2)
+    >>> lattice.emission(0, 1), lattice.transition(0, 1, 0), len(lattice.trace)
+    (14, -6, 2)
+    """
+
+    _limit = 50 * MAX_CALLS
+    _overrun = "the lattice was asked for more than fifty thousand scores"
+
+    def __init__(self, kind: str, seed: int, places: int, candidates: int):
+        super().__init__(kind=kind, seed=seed, places=places, candidates=candidates)
+        self._kind, self._seed, self.places, self.candidates = kind, seed, places, candidates
+
+    def emission(self, place: int, a: int) -> int:
+        """Return the score s of candidate a at a place."""
+        require_whole(place, "the place", 0, self.places - 1)
+        require_whole(a, "the candidate", 0, self.candidates - 1)
+        self.note("emission", place, a)
+        return ((self._seed + 3) * (a + 2) + (place + 1) * (place + a + 1)) % 19
+
+    def transition(self, place: int, a: int, b: int) -> int:
+        """Return the score t of candidate a at a place and candidate b at the next one."""
+        require_whole(place, "the place", 0, self.places - 2)
+        for candidate in (a, b):
+            require_whole(candidate, "the candidate", 0, self.candidates - 1)
+        self.note("transition", place, a, b)
+        if self._kind == "none":
+            return 0
+        moved = place * (2 * a + 3 * b + 1) if self._kind == "dynamic" else 0
+        return ((self._seed + 1) * (a + 1) * (3 * b + 2) + b + moved) % 29 - 14

@@ -159,9 +159,11 @@ class RefineScene:
 def passes_of_a_rewriting(scene: RefineScene) -> None:
     """Check by the forward log: one encoder pass, and one decoder pass for each rewriting.
 
-    A decoder pass covers the whole canvas, or the slots that it adds, and there are no others.
+    A decoder pass covers the whole canvas, or the slots that it adds, or as many positions as the
+    technique says, and there are no others.
     """
-    request, _, passes = scene.run()
+    request, running, passes = scene.run()
+    count_rows = getattr(running.refiner, "count_rows", None)
     named = [call.model for call in request.forward_log]
     name = request.model.name
     counts = {"encoder": named.count(f"{name}/encoder"), "decoder": named.count(name)}
@@ -170,7 +172,10 @@ def passes_of_a_rewriting(scene: RefineScene) -> None:
     for step in passes:
         own = [call.rows for call in step.calls if call.model == name]
         added = step.after.tokens.numel() - step.before.tokens.numel()
-        expect([added or step.after.tokens.numel()], own, rows_of_pass=step.iteration)
+        covered = added or step.after.tokens.numel()
+        if count_rows is not None:
+            covered = count_rows(step.before, step.after)
+        expect([covered], own, rows_of_pass=step.iteration)
     judged = sorted(model for model in named if not model.startswith(name))
     allowed = ["teacher", "teacher/encoder"] if scene.teacher else []
     if judged not in ([], allowed):

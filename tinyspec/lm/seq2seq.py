@@ -204,9 +204,13 @@ class Seq2Seq:
         """
         return self.place(self.embed_words(tokens))
 
-    def embed_words(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings [..., d] of tokens, times sqrt(d), without positions."""
-        return F.embedding(tokens, self.embedding) * math.sqrt(self.config.d_model)
+    def embed_words(self, tokens: Tensor, table: Tensor | None = None) -> Tensor:
+        """Return the embeddings [..., d] of tokens, times sqrt(d), without positions.
+
+        table  [V', d] of ids that are no words; None: the words' own
+        """
+        table = self.embedding if table is None else table
+        return F.embedding(tokens, table) * math.sqrt(self.config.d_model)
 
     def place(self, vectors: Tensor) -> Tensor:
         """Return the decoder input of vectors [B, T, d] in place of embeddings, at 0..T-1."""
@@ -337,8 +341,10 @@ class Seq2Seq:
         """Return the decoder's states [B, T + 1, d] in a causal pass over bos and targets."""
         return self.decode(*self.causal_inputs(source, target, dropout), dropout)
 
-    def logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor, table: Tensor | None = None) -> Tensor:
         """Return the logits [..., V] of states [..., d] that `decode` returned, or of some of them.
+
+        table  [V', d] of ids that are no words; None: the words' own
 
         They are added to the head rows of the last pass in the forward log.
         """
@@ -347,7 +353,7 @@ class Seq2Seq:
             self.forward_log[-1] = self.forward_log[-1]._replace(
                 head_rows=self.forward_log[-1].head_rows + rows
             )
-        return linear(states, self.embedding)
+        return linear(states, self.embedding if table is None else table)
 
     def length_logits(self, memory: EncoderOutput) -> Tensor:
         """Return the logits of the target's length: [B, lengths]. 0 is impossible."""
@@ -687,13 +693,26 @@ def _compiled_path(host: Seq2Seq) -> CompiledCrossAttention | None:
 
 
 class Lockstep:
-    """Decode several sources at once, with a cache; at most `room` tokens of each."""
+    """Decode several sources at once, with a cache; at most `room` tokens of each.
 
-    def __init__(self, model: Seq2Seq, memory: EncoderOutput, room: int):
+    stack  the decoder stack that is run
+    table  [V', d] of the ids that it reads and writes; None: words
+    """
+
+    def __init__(
+        self,
+        model: Seq2Seq,
+        memory: EncoderOutput,
+        room: int,
+        stack: str = "decoder",
+        table: Tensor | None = None,
+    ):
         c = model.config
         model.check_length(room, "target")
         self.model, self.memory, self.length, self.room = model, memory, 0, room
-        shape = (2, c.decoder_layers, len(memory.mask), room, c.n_heads, c.d_model // c.n_heads)
+        self.stack, self.table = stack, table
+        layers, heads = c.decoder_stacks[stack], c.n_heads
+        shape = (2, layers, len(memory.mask), room, heads, c.d_model // heads)
         self.cache = torch.empty(shape, dtype=model.dtype, device=model.device)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -711,17 +730,18 @@ class Lockstep:
             raise TinyspecError(
                 f"there was room for {self.room} tokens, and they have been written"
             )
-        cross_kv = self.memory.cross_kv or model.add_cross_kv(self.memory).cross_kv
-        assert cross_kv is not None
-        x = model.embed_words(tokens.to(model.device)) + model.positions[at : at + count]
-        decoder = model.decoder
-        for i, block in enumerate(decoder.layers):
-            x = decoder.add_attention(block, x, decoder.rotary, partial(self._attend, i))
-            x = x + model.attend_source(i, x, cross_kv[i], self.memory.mask[:, None])
-            x = decoder.add_mlp(block, x)
+        cross_kv = model._cross_kv_of(self.memory, self.stack)
+        words = model.embed_words(tokens.to(model.device), self.table)
+        x = words + model.positions[at : at + count]
+        blocks = model.stacks[self.stack]
+        for i, block in enumerate(blocks.layers):
+            x = blocks.add_attention(block, x, blocks.rotary, partial(self._attend, i))
+            mask = self.memory.mask[:, None]
+            x = x + model.attend_source(i, x, cross_kv[i], mask, self.stack)
+            x = blocks.add_mlp(block, x)
         self.length += count
-        model._log_pass("", x, model.config.decoder_layers)
-        return model.logits(decoder.apply_final_norm(x))
+        model._log_pass("", x, len(blocks.layers))
+        return model.logits(blocks.apply_final_norm(x), self.table)
 
     def _attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Write keys and values of the newest positions, then attend over all positions so far."""

@@ -228,6 +228,18 @@ def find_likeliest_lengths(
     return select_lengths(length_logprobs(model, memory)[:, : longest + 1], count)[0]
 
 
+def find_nearest_lengths(
+    model: Seq2Seq, memory: EncoderOutput, count: int, longest: int
+) -> list[int]:
+    """Return the likeliest length of one source and those nearest to it, `count` in all.
+
+    None is above `longest`. Of two equally near lengths the shorter comes first.
+    """
+    logprobs = length_logprobs(model, memory)[:, : longest + 1]
+    likeliest = select_lengths(logprobs, 1)[0][0]
+    return sorted(range(1, logprobs.shape[1]), key=lambda n: (abs(n - likeliest), n))[:count]
+
+
 def check_length_token(model: Seq2Seq, remedy: str) -> None:
     """Raise TinyspecError, which ends with a remedy, if a model has no LENGTH token."""
     if not model.config.lengths:

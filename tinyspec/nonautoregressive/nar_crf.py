@@ -28,9 +28,9 @@ and Viterbi against all sentences).
 Left out: nothing of the method. f's last layer has a bias, so the identity beside f changes
 nothing of what can be learnt; without f the transitions are static. Where the paper has a fixed
 offset to the source's length, and lengths around it as candidates, the LENGTH token's likeliest
-lengths are taken. The width of f, and the weight of the length in the loss, are ours. The masks
-that the decoder reads stand for the paper's padding symbols. That f has two layers, the offset and
-the padding symbols are from memory of the paper.
+lengths are taken, or with `around` those around its likeliest one. The width of f, and the weight
+of the length in the loss, are ours. The masks that the decoder reads stand for the paper's padding
+symbols. That f has two layers, the offset and the padding symbols are from memory of the paper.
 """
 
 from collections.abc import Callable, Sequence
@@ -56,9 +56,18 @@ from tinyspec.nonautoregressive.crf import (
     static_heads,
     word_logprobs,
 )
-from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
+from tinyspec.nonautoregressive.mask_predict import (
+    check_length_token,
+    find_likeliest_lengths,
+    find_nearest_lengths,
+)
 from tinyspec.nonautoregressive.nat import forbid_special_tokens, require_teacher
-from tinyspec.nonautoregressive.parallel import fits_length_token, ignore_generator, length_nll
+from tinyspec.nonautoregressive.parallel import (
+    AROUND,
+    fits_length_token,
+    ignore_generator,
+    length_nll,
+)
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
@@ -231,15 +240,17 @@ class NarCrfRefiner:
         transitions: str,
         beam: int,
         lengths: int,
+        around: bool = False,
     ):
         self.model, self.teacher = model, teacher
         self.transitions, self.beam, self.width = transitions, beam, lengths
+        self.find_lengths = find_nearest_lengths if around else find_likeliest_lengths
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return a canvas of masks, one candidate for each of the likeliest lengths."""
         config = self.model.config
         longest = config.max_positions - 1  # a teacher also reads the beginning
-        lengths = find_likeliest_lengths(self.model, memory, self.width, longest)
+        lengths = self.find_lengths(self.model, memory, self.width, longest)
         return blank_canvas(lengths, config.mask, self.model.device)
 
     def rewrite(
@@ -304,9 +315,12 @@ class NarCrfRefiner:
             high=128,
             small=(1, 3),
         ),
+        AROUND,
     ),
 )
-def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int) -> NarCrfRefiner:
+def nar_crf(
+    request: RefineRequest, *, transitions: str, beam: int, lengths: int, around: bool
+) -> NarCrfRefiner:
     """Return a refiner that finds the likeliest sentence; a teacher chooses among lengths."""
     model, teacher = request.model, request.teacher
     trained = trained_transitions(model)
@@ -319,4 +333,4 @@ def nar_crf(request: RefineRequest, *, transitions: str, beam: int, lengths: int
     if lengths == 1:
         return NarCrfRefiner(model, None, transitions, beam, 1)
     teacher = require_teacher(model, teacher, f"{lengths} lengths", "set lengths to 1")
-    return NarCrfRefiner(model, teacher, transitions, beam, lengths)
+    return NarCrfRefiner(model, teacher, transitions, beam, lengths, around)

@@ -9,7 +9,8 @@ it. The target's length is predicted first. The decoder then reads a copy of the
 or shrunk to that length, and every position writes its likeliest word. A position attends to all
 positions but its own. No position knows what the others write, so two of them may choose words of
 two different translations. *Length parallel decoding* translates with several lengths in one batch,
-and the autoregressive teacher keeps the translation that it finds likeliest.
+and the autoregressive teacher keeps the translation that it finds likeliest. The lengths are the
+likeliest ones, or with `around` those around the likeliest.
 
     j(i)        = round(i (S - 1) / (T - 1))                       the word that position i copies
     p(y | x, T) = product over t of p(y_t | x_j(1) .. x_j(T), x)                one decoder pass
@@ -39,7 +40,11 @@ from tinyspec.decoding.refine import Canvas, best_candidate
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.nonautoregressive.mask_predict import check_length_token, find_likeliest_lengths
+from tinyspec.nonautoregressive.mask_predict import (
+    check_length_token,
+    find_likeliest_lengths,
+    find_nearest_lengths,
+)
 from tinyspec.nonautoregressive.nat import (
     copy_uniformly,
     decode_parallel,
@@ -130,10 +135,19 @@ def parallel_loss(
 
 
 def copy_to_likeliest_lengths(
-    model: Seq2Seq, source: Sequence[int], memory: EncoderOutput, count: int, longest: int
+    model: Seq2Seq,
+    source: Sequence[int],
+    memory: EncoderOutput,
+    count: int,
+    longest: int,
+    around: bool = False,
 ) -> Canvas:
-    """Return even copies of a source, one candidate for each of its `count` likeliest lengths."""
-    found = find_likeliest_lengths(model, memory, count, longest)
+    """Return even copies of a source, one candidate for each of its `count` likeliest lengths.
+
+    around  take the likeliest length and those nearest to it
+    """
+    find = find_nearest_lengths if around else find_likeliest_lengths
+    found = find(model, memory, count, longest)
     lengths, row = (torch.tensor(ids, device=model.device) for ids in (found, list(source)))
     places, slots = copy_uniformly(torch.full_like(lengths, len(row)), lengths)
     return Canvas(row[places], slots, memory.states.new_zeros(slots.shape))
@@ -143,15 +157,25 @@ class ParallelRefiner:
     """Write all words of the l likeliest lengths in one pass; the best translation is chosen.
 
     teacher  chooses; None: the candidate with the best mean log-probability is chosen
+    around   the lengths are those around the likeliest
     """
 
-    def __init__(self, model: Seq2Seq, teacher: Seq2Seq | None = None, lengths: int = 1):
+    def __init__(
+        self,
+        model: Seq2Seq,
+        teacher: Seq2Seq | None = None,
+        lengths: int = 1,
+        around: bool = False,
+    ):
         self.model, self.teacher, self.width = model, teacher, lengths
+        self.around = around
 
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return copies of the source, one candidate for each length."""
         longest = self.model.config.max_positions - (self.teacher is not None)  # it reads bos too
-        return copy_to_likeliest_lengths(self.model, source, memory, self.width, longest)
+        return copy_to_likeliest_lengths(
+            self.model, source, memory, self.width, longest, self.around
+        )
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
@@ -171,6 +195,13 @@ class ParallelRefiner:
 
 
 # ------------------------------ the card
+
+AROUND = Knob(
+    "around",
+    False,
+    "whether the lengths are those around the likeliest; else they are the likeliest ones",
+    choices=(True, False),
+)
 
 
 def ignore_generator(loss: Callable[..., Tensor]) -> TranslatorLoss:
@@ -220,15 +251,16 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
             "who chooses among several lengths: the teacher, or the model's own mean",
             choices=("teacher", "self"),
         ),
+        AROUND,
     ),
 )
-def parallel(request: RefineRequest, *, lengths: int, judge: str) -> ParallelRefiner:
+def parallel(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> ParallelRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
     model, teacher = request.model, request.teacher
     check_length_token(
         model, "train a model from models/multi30k-parallel/recipe.toml (tinyspec train mt)"
     )
     if lengths == 1 or judge == "self":
-        return ParallelRefiner(model, None, lengths)
+        return ParallelRefiner(model, None, lengths, around)
     teacher = require_teacher(model, teacher, f"{lengths} lengths", "set judge to self")
-    return ParallelRefiner(model, teacher, lengths)
+    return ParallelRefiner(model, teacher, lengths, around)

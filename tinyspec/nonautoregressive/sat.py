@@ -3,27 +3,37 @@
 Paper: Wang, Zhang, Chen, EMNLP 2018, arXiv 1808.08583 (semi-autoregressive translation).
 
 Idea. A translation is cut into groups of K words. The groups are written from left to right, as an
-autoregressive model writes words; the K words of a group are written in one pass and do not know of
-each other. Two changes of the transformer make this possible. Its input is shifted by K positions
-instead of one: position t reads the word y_(t-K), after K start symbols. And its mask is relaxed:
-a position sees all words of earlier groups, as before, and all inputs of its own group. With K = 1
-it is the autoregressive transformer; with K beyond the target's length it writes all words at once.
+autoregressive model writes words; the K words of a group are written in one pass and do not know
+of each other. Two changes of the transformer make this possible. Its input is shifted by K
+positions instead of one: position t reads the word y_(t-K), after K start symbols. And its mask is
+relaxed: a position sees all words of earlier groups, as before, and all inputs of its own group.
+With K = 1 it is the autoregressive transformer; with K beyond the target's length it writes all
+words at once.
 
     p(y | x)  = product over groups g of  product over t in g of p(y_t | y_before g, x)
     M[t, s]   = 1  if  s < (floor(t / K) + 1) K,  else 0        who sees whom, counted from 0
     passes    = ceil((T + 1) / K)                               the end is a word too
 
-Training. Cross-entropy, from the teacher's weights, on the sentences as the teacher translates them
-(sequence-level distillation). The target with its end is filled up to a multiple of K; what is
-filled up has no label.
+*Beam search* keeps the likeliest texts. The K words of a group come from one pass, but they are
+added one after another, and after each the likeliest texts are selected. So two words that do not
+know of each other in the pass are still compared as a pair.
 
-Guarantee: APPROX, with the K of the checkpoint. At K = 1 its text is greedy decoding's and its loss
-the teacher's, bit for bit. Its own rule is proved by an oracle in plain lists.
-Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state, which
-is blockwise decoding; an end that is looked for in the last word of a group alone.
+Training. Cross-entropy, from the teacher's weights, on the sentences as the teacher translates
+them (sequence-level distillation). The target with its end is filled up to a multiple of K; what
+is filled up has no label.
+
+Guarantee: APPROX, with the K of the checkpoint. At K = 1 its text is greedy decoding's and its
+loss the teacher's, bit for bit. Its own rule is proved by an oracle in plain lists, and beam
+search by an enumeration of all texts.
+Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state,
+which is blockwise decoding; an end that is looked for in the last word of a group alone.
 Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against what runs; K = 1 against
-the teacher; the mask; the cache against dense passes for every K; ends and limits inside a group).
-Left out: beam search, which the paper runs over the K words of a group one after another.
+the teacher; the mask; the cache against dense passes for every K; ends and limits inside a group;
+beam search against all texts).
+Ours: of the texts that beam search ends with, the one with the best mean log-probability is
+chosen, as of the teacher's (decoding/beam.py), and the end counts as a word; so a text may be one
+word shorter.
+Left out: the authors' length penalty.
 """
 
 from collections.abc import Callable
@@ -35,7 +45,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.refine import Canvas
+from tinyspec.decoding.beam import BeamSearch, BeamText
+from tinyspec.decoding.refine import Canvas, blank_canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
@@ -43,6 +54,7 @@ from tinyspec.lm.seq2seq import EncoderOutput, Lockstep, Seq2Seq
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
+    Knob,
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
@@ -196,6 +208,83 @@ class SatRefiner:
         return "length" if bool(is_full) else "eos"
 
 
+class GroupBeam(NamedTuple):
+    """A beam search in groups.
+
+    rows    keys and values of its live texts
+    search  its texts
+    """
+
+    rows: Lockstep
+    search: BeamSearch
+
+
+class SatBeamRefiner(SatRefiner):
+    """Keep the `beam` likeliest texts. `extra` of its canvas is a GroupBeam.
+
+    The canvas has `beam` candidates of each source, the best first; one that is missing is empty.
+    """
+
+    def __init__(self, model: Seq2Seq, k: int, beam: int):
+        super().__init__(model, k)
+        self.beam = beam
+
+    def start(self, source: object, memory: EncoderOutput, rng: RandomSource) -> Canvas:
+        """Return a canvas without slots, of `beam` candidates."""
+        one = super().start(source, memory, rng)
+        return Canvas(*(part.expand(self.beam, 0) for part in one[:3]))
+
+    def begin_search(self, memory: EncoderOutput) -> GroupBeam:
+        """Return the search before the first group.
+
+        memory  of one source, or `beam` rows of each
+        """
+        c, memory = self.model.config, memory.select_rows(range(0, len(memory.mask), self.beam))
+        longest = c.max_positions // self.k * self.k - 1  # the end has a position too
+        lengths = memory.mask.sum(dim=1).tolist()
+        limits = [min(default_max_tokens(length), longest) for length in lengths]
+        rows = Lockstep(self.model, memory, (max(limits) // self.k + 1) * self.k)
+        return GroupBeam(rows, BeamSearch.begin(c.eos, limits, self.beam))
+
+    def rewrite(
+        self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
+    ) -> Canvas:
+        """Add a group to every live text: its words one after another, from one pass."""
+        state: GroupBeam = self.begin_search(memory) if iteration == 0 else canvas.extra
+        rows, search, begin = copy(state.rows), state.search, [self.model.config.bos] * self.k
+        newest = [one.text[-self.k :] if one.text else begin for one in search.live]
+        logits = rows.append(torch.tensor(newest))  # [N, K, V]
+        row_of = torch.arange(len(newest))  # of each live text: the row that its words come from
+        for place in range(self.k):
+            if search.live:
+                search, continued, _ = search.advance(logits[row_of, place])
+                row_of = row_of[continued]
+        if search.live:
+            rows.select(row_of)
+        texts = list[BeamText]()
+        for source in range(len(search.limits)):
+            found = search.candidates_of(source)[: self.beam]
+            texts += found + [BeamText(source)] * (self.beam - len(found))
+        lengths, room = [len(one.text) for one in texts], max(1, canvas.tokens.shape[1])
+        blank = blank_canvas(lengths, self.model.config.pad, room=room)
+        tokens, mask, scores = blank.tokens, blank.mask, blank.scores.to(self.model.dtype)
+        tokens[mask] = torch.tensor([word for one in texts for word in one.text], dtype=torch.long)
+        scores[mask] = torch.tensor(
+            [score for one in texts for score in one.logprobs[: len(one.text)]], dtype=scores.dtype
+        )
+        device = self.model.device
+        state = GroupBeam(rows, search)
+        return Canvas(tokens.to(device), mask.to(device), scores.to(device), state)
+
+    def finished(self, canvas: Canvas, iteration: int) -> bool:
+        return iteration > 0 and not canvas.extra.search.live
+
+    def finish_reason(self, canvas: Canvas) -> str:
+        """Return why the chosen text ended: by its own end, or by the limit."""
+        is_full = canvas.mask[0].sum() == canvas.extra.search.limits[0]
+        return "length" if bool(is_full) else "eos"
+
+
 # ------------------------------ the card
 
 
@@ -248,8 +337,9 @@ def fits_groups(config: Seq2SeqConfig, settings: SatSettings, source: int, targe
         settings=SatSettings,
         fits=fits_groups,
     ),
+    knobs=(Knob("beam", 1, "texts that are kept at once; 1: greedy search", low=1, high=128),),
 )
-def sat(request: RefineRequest) -> SatRefiner:
+def sat(request: RefineRequest, *, beam: int) -> SatRefiner:
     """Return a refiner that adds a group of words in each pass, as many as the model learnt."""
     model: Any = request.model
     k = model.config.extra.get("k")
@@ -263,4 +353,4 @@ def sat(request: RefineRequest) -> SatRefiner:
             f"{model.name} attends by position over a whole target, so it cannot write from left "
             "to right: use a model that was trained for sat"
         )
-    return SatRefiner(model, k)
+    return SatRefiner(model, k) if beam == 1 else SatBeamRefiner(model, k, beam)

@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 
 from tinyspec import models
+from tinyspec.decoding.beam import beam_search, greedy_search
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.checkpoint import hash_weights
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
-from tinyspec.training.beam import beam_search, greedy_search
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.text_cache import cache_batches
 

@@ -25,10 +25,11 @@ from tinyspec.translation import TranslationStatistics, translate
 SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than the teacher's
 ROLES = (
     *("teacher", SHALLOW, "nat", "nat, fine-tuned", "parallel", "sat"),
-    *("iterative_refinement", "nar_crf", "nag_bert", "mask_predict", "specdec"),
+    *("iterative_refinement", "nar_crf", "nag_bert", "synst", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
 LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
+WORD_BEAM = CHUNK_BEAM = 4  # texts of sat, and sequences of chunks of synst: the teacher's beam
 LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
@@ -159,7 +160,7 @@ def _make_further_arms(
     if SHALLOW in found:
         made.append(_make_greedy_arm("shallow decoder, greedy", found[SHALLOW]))
     if "parallel" in found:
-        model, beam = found["parallel"], {"lengths": LENGTH_BEAM}
+        model, beam = found["parallel"], {"lengths": LENGTH_BEAM, "around": True}
         label = f"parallel, {count_things(LENGTH_BEAM, 'length')}"
         made.append(_make_refine_arm("parallel", "parallel", model))
         made.append(
@@ -168,6 +169,8 @@ def _make_further_arms(
     for role, model in found.items():
         if role.startswith("sat, "):
             made.append(_make_refine_arm(role, "sat", model))
+            label = f"{role}, beam {WORD_BEAM}"
+            made.append(_make_refine_arm(label, "sat", model, WORD_BEAM, beam=WORD_BEAM))
     if "iterative_refinement" in found:
         method, model = "iterative_refinement", found["iterative_refinement"]
         made += [
@@ -188,7 +191,7 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
             _make_refine_arm(f"{method}, {kind}", method, model, transitions=kind)
             for kind in dict.fromkeys((trained, "static", "none"))
         ]
-        knobs = {"transitions": trained, "lengths": LENGTH_BEAM}
+        knobs = {"transitions": trained, "lengths": LENGTH_BEAM, "around": True}
         label = f"{method}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
         made.append(_make_refine_arm(label, method, model, LENGTH_BEAM, found["teacher"], **knobs))
     if "nag_bert" in found:
@@ -197,6 +200,11 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
             _make_refine_arm(f"{method}, ratio {ratio}", method, model, ratio=ratio)
             for ratio in LABELLED_RATIOS
         ]
+    if "synst" in found:
+        method, model = "synst", found["synst"]
+        made.append(_make_refine_arm(method, method, model))
+        label = f"{method}, beam {CHUNK_BEAM}"
+        made.append(_make_refine_arm(label, method, model, CHUNK_BEAM, beam=CHUNK_BEAM))
     return made
 
 

@@ -55,6 +55,13 @@ def write_from_copies(
     return [word for word, _ in best], [score for _, score in best]
 
 
+def nearest_lengths(model: Seq2Seq, source: tuple[int, ...], count: int) -> list[int]:
+    """Return the likeliest length, one less, one more, two less, and so on, where they exist."""
+    (likeliest,), most = likeliest_lengths(model, source, 1), model.config.lengths - 1
+    steps = [0, *(sign * far for far in range(1, most) for sign in (-1, 1))]
+    return [likeliest + step for step in steps if 1 <= likeliest + step <= most][:count]
+
+
 @collect_evidence(ONE_PASS)
 def words_of_one_pass(build: Build) -> Iterator[int]:
     """Check the words and log-probabilities of every candidate."""
@@ -75,13 +82,20 @@ def words_of_one_pass(build: Build) -> Iterator[int]:
 @collect_evidence(LENGTHS)
 def best_length_is_chosen(build: Build) -> Iterator[int]:
     """Check which lengths are tried, and the choice of the teacher and of the model itself."""
-    for seed, source, lengths in product(range(3), SOURCES, (1, 2, 5)):
+    for seed, source, lengths, around in product(range(3), SOURCES, (1, 2, 5), (False, True)):
         model, judge = small_translator(seed), random_reader(9 + seed, False, 48)
         counts = likeliest_lengths(model, source, lengths)
+        if around:
+            counts = nearest_lengths(model, source, lengths)
         texts = [write_from_copies(model, source, count) for count in counts]
         for who in ("teacher", "self"):
             run = run_refinement(
-                build, RefineRequest(model, judge), source, lengths=lengths, judge=who
+                build,
+                RefineRequest(model, judge),
+                source,
+                lengths=lengths,
+                judge=who,
+                around=around,
             )
             scores = [
                 sum(score) / len(words) if who == "self" else teacher_score(judge, source, words)
@@ -89,6 +103,7 @@ def best_length_is_chosen(build: Build) -> Iterator[int]:
             ]
             assert run.canvas is not None
             case = {"source": source, "lengths": lengths, "judge": who, "reader": seed}
+            case["around"] = around
             tried = run.canvas.mask.sum(dim=1).tolist()
             expect_equal(LENGTHS, counts, tried, **case, asked="which lengths are tried")
             best = texts[scores.index(max(scores))][0]
@@ -128,6 +143,13 @@ TRAPS = [
 _parallel = partial(Toy, technique="parallel")
 
 TOYS = [
+    _parallel(
+        "the likeliest lengths under the name of those around",
+        "find = find_nearest_lengths if around else find_likeliest_lengths",
+        "find = find_likeliest_lengths",
+        parallel.copy_to_likeliest_lengths,
+        law=LENGTHS,
+    ),
     _parallel(
         "masks in place of copies",
         "return Canvas(row[places], slots",

@@ -1,16 +1,17 @@
 """SAT (Wang et al. 2018): the words of a group see all before the end of their group, K = 1 is the
-teacher, and an end may stand anywhere in a group.
+teacher, an end may stand anywhere in a group, and beam search compares whole texts.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tinyspec.decoding.beam import greedy_search
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement
@@ -19,14 +20,14 @@ from tinyspec.laws.rewriting_laws import numbers_differ, reader_of
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
 from tinyspec.nonautoregressive import sat
-from tinyspec.nonautoregressive.sat import SatRefiner
+from tinyspec.nonautoregressive.sat import SatBeamRefiner, SatRefiner
 from tinyspec.technique import RefineRequest, find_technique
-from tinyspec.training.beam import greedy_search
 from tinyspec.training.translation_tasks import teacher_forcing_loss
 
 GROUPS = "a group is written in one pass, given the groups before it (Wang et al. 2018)"
 TEACHER = "groups of one word are the teacher's text (Wang et al. 2018)"
 RELAXED = "a position sees all before the end of its group (Wang et al. 2018)"
+SEARCHED = "beam search compares the words of a group one after another (Wang et al. 2018)"
 SHIFTED = "a word is learnt from the words before its group (Wang et al. 2018)"
 
 SOURCES = ((4,), (6, 5), (4, 7, 5), (8, 4, 6, 5, 7))
@@ -118,6 +119,93 @@ def mask_of_groups(make: Callable[[int, int], Tensor]) -> Iterator[int]:
         yield 0
 
 
+def score_next_words(
+    model: Seq2Seq, source: tuple[int, ...], k: int, text: tuple[int, ...]
+) -> list[float]:
+    """Return log p of every word after a text, which reads the groups that are complete."""
+    begun = text[: len(text) // k * k]
+    inputs = [word_vector(model, word) for word in (*[model.config.bos] * k, *begun)]
+    states = run_plain_pass(model, source, inputs, sees_group(k))
+    row = torch.tensor(word_logits(model, states[len(text)]), dtype=torch.float64)
+    scores: list[float] = row.log_softmax(dim=-1).tolist()
+    return scores
+
+
+def score_all_texts(
+    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int
+) -> dict[tuple[int, ...], float]:
+    """Return the mean log-probability of the words and the end of every text."""
+    sums: dict[tuple[int, ...], float] = {(): 0.0}
+    found = dict[tuple[int, ...], float]()
+    for _ in range(limit + 1):
+        rows = {text: after(text) for text in sums}
+        found |= {text: (sums[text] + row[eos]) / (len(text) + 1) for text, row in rows.items()}
+        sums = {
+            (*text, word): sums[text] + score
+            for text, row in rows.items()
+            for word, score in enumerate(row)
+            if word != eos and len(text) < limit
+        }
+    return found
+
+
+def search_by_rule(
+    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int, beam: int
+) -> tuple[int, ...]:
+    """Return the text that a beam search finds: word by word, all continuations compared."""
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    ended = list[tuple[float, tuple[int, ...]]]()
+    while live and len(ended) < beam:
+        longer = [
+            (total + score, text, word)
+            for total, text in live
+            for word, score in enumerate(after(text))
+            if word == eos or len(text) < limit
+        ]
+        longer.sort(reverse=True)
+        ended += [
+            (score / (len(text) + 1), text) for score, text, word in longer[:beam] if word == eos
+        ]
+        live = [(score, (*text, word)) for score, text, word in longer if word != eos][:beam]
+    return max(ended)[1]
+
+
+WIDE = 128  # a beam that holds all texts of two words
+SEARCHES = ((1, 3), (2, 3), (2, 5), (3, 4), (3, 7))  # K, positions
+
+
+@collect_evidence(SEARCHED)
+def searches_in_groups(build: Build) -> Iterator[int]:
+    """Check the text that is found, its log-probabilities, and the passes.
+
+    A beam that holds all texts finds the one of the greatest mean; a narrow one, what the rule
+    finds.
+    """
+    for seed, source, (k, positions) in product(range(3), SOURCES[1:3], SEARCHES):
+        model = group_writer(seed, k, positions)
+        after = cache(partial(score_next_words, model, source, k))
+        limit, eos = positions // k * k - 1, model.config.eos
+        for beam in (2, 3, WIDE):
+            request = RefineRequest(model, forward_log=[])
+            run = run_refinement(build, request, source, beam=beam)
+            case = {"source": source, "K": k, "limit": limit, "beam": beam, "reader": seed}
+            if beam == WIDE and limit <= 2:
+                scores = score_all_texts(after, eos, limit)
+                expected = max(scores, key=scores.__getitem__)
+            elif beam == WIDE:
+                continue
+            else:
+                expected = search_by_rule(after, eos, limit, beam)
+            expect_equal(SEARCHED, list(expected), run.tokens, **case)
+            means = [after(expected[:at])[word] for at, word in enumerate(expected)]
+            if numbers_differ(means, run.scores):
+                accuse(SEARCHED, means, run.scores, **case)
+            passes = [call.model for call in request.forward_log].count(model.name)
+            if passes > limit // k + 1:
+                accuse(SEARCHED, f"at most {limit // k + 1} passes", passes, **case)
+            yield 0
+
+
 @collect_evidence(SHIFTED)
 def loss_of_groups(loss: Callable[..., Tensor]) -> Iterator[int]:
     """Check the loss of a padded batch against each pair alone, and at K = 1 every bit of it."""
@@ -147,6 +235,7 @@ TRAPS = [
     Trap(GROUPS, groups_of_words, refine_card("sat")),
     Trap(TEACHER, groups_of_one_word, refine_card("sat")),
     Trap(RELAXED, mask_of_groups, lambda: sat.group_mask),
+    Trap(SEARCHED, searches_in_groups, refine_card("sat")),
     Trap(SHIFTED, loss_of_groups, lambda: sat.sat_loss),
 ]
 
@@ -203,6 +292,24 @@ logits[..., :2] = -torch.inf
 scores, words = logits.log_softmax(dim=-1).max(dim=-1)""",
         SatRefiner.rewrite,
         law=TEACHER,
+    ),
+    _sat(
+        "all words of a group after the text that is likeliest before it",
+        "row_of = row_of[continued]",
+        "row_of = 0 * continued",
+        SatBeamRefiner.rewrite,
+        law=SEARCHED,
+    ),
+    _sat(
+        "a beam over first words, and the likeliest words after them",
+        "search, continued, _ = search.advance(logits[row_of, place])",
+        """rows_of_place = logits[row_of, place]
+if place:
+    best = rows_of_place.max(dim=-1, keepdim=True).values
+    rows_of_place = rows_of_place.masked_fill(rows_of_place < best, -torch.inf)
+search, continued, _ = search.advance(rows_of_place)""",
+        SatBeamRefiner.rewrite,
+        law=SEARCHED,
     ),
     _sat(
         "inputs shifted by one word",

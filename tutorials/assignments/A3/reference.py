@@ -1,6 +1,6 @@
 """A3: exits and fixed points.
 
-Eight functions. The hand-out (handout.md) says what each is for, with an example by hand; here stand their exact terms.
+Ten functions. The hand-out (handout.md) says what each is for, with an example by hand; here stand their exact terms.
 Numbers may be Fractions: they calculate like floats, without rounding, so write ordinary code. Use the standard library
 alone, and no randomness. The examples below run with `python -m doctest submission.py`; `tinyspec grade A3 .` judges.
 """
@@ -54,6 +54,21 @@ class CountedModel(Protocol):
         ...
 
 
+class CountedLattice(Protocol):
+    """What `viterbi` is given: the scores of all sentences. Everything that is asked for is counted."""
+
+    places: int  # T, counted from 0
+    candidates: int  # k words at each place, counted from 0
+
+    def emission(self, place: int, a: int) -> int:
+        """The score of candidate a at a place."""
+        ...
+
+    def transition(self, place: int, a: int, b: int) -> int:
+        """The score of candidate a at a place and candidate b at the next one; places 0 to T - 2."""
+        ...
+
+
 class Submission(Protocol):
     """What `submission.py` offers. Write the functions here, or anywhere else and import them here."""
 
@@ -69,6 +84,10 @@ class Submission(Protocol):
         self, thresholds: list[float], p_values: list[Fraction], epsilon: Fraction
     ) -> float: ...
     def jacobi(self, model: Any, prompt: list[int], n: int, block: int) -> list[int]: ...
+    def decode_waiting(
+        self, model: Any, prompt: list[int], n: int, shallow: int, threshold: Any
+    ) -> Read: ...
+    def viterbi(self, lattice: Any) -> list[int]: ...
 
 
 def softmax_response(row: Row) -> Any:
@@ -299,4 +318,73 @@ def jacobi(model: CountedModel, prompt: list[int], n: int, block: int) -> list[i
             return made + guess[: guess.index(model.eos) + 1]
         made += guess
     return made
+    # end of solution
+
+
+def decode_waiting(
+    model: LayeredModel, prompt: list[int], n: int, shallow: int, threshold: Any
+) -> Read:
+    """Greedy decoding with one early exit, after which a token waits for its other layers ("FREE").
+
+    All tokens of the prompt but the last run through every layer. The last one, and every new token that another one
+    follows, runs the first `shallow` layers. If the gap of its row there *exceeds* the threshold (is greater), that row
+    decides the next word, and the token waits. If not, all tokens that wait run the other layers together with it, layer by
+    layer, and the row above the last layer decides. So the cache is that of a model without exits on the same text. Tokens
+    that still wait at the end run no more.
+
+    Args:
+        prompt: at least one token. n: at least 1. shallow: from 1 to depth - 1. threshold: a number; math.inf means never.
+    Returns:
+        The n new tokens, and for each of them the layer after which its row was read: `shallow` or the last one.
+
+    >>> from tinyspec.grade.props_a3 import LayeredModel
+    >>> decode_waiting(LayeredModel(seed=0, depth=3), [0], 2, 1, Fraction(1, 4))
+    ([2, 1], [1, 3])
+    """
+    # solution
+    text, layers, first = list(prompt), list[int](), len(prompt) - 1
+    waiting = list[tuple[int, int]]()  # position and state of each token that waits
+    for position in range(first + n):
+        state = model.embed(text[position])
+        for layer in range(1, shallow + 1):
+            state = through(model, layer, position, state)
+        waiting.append((position, state))
+        left = shallow
+        if position < first or softmax_response(model.row(state)) <= threshold:
+            for layer in range(shallow + 1, model.depth + 1):
+                waiting = [(at, through(model, layer, at, below)) for at, below in waiting]
+            state, left, waiting = waiting[-1][1], model.depth, []
+        if position >= first:
+            text.append(likeliest(model.row(state)))
+            layers.append(left)
+    return text[first + 1 :], layers
+    # end of solution
+
+
+def viterbi(lattice: CountedLattice) -> list[int]:
+    """The likeliest sentence of a linear-chain CRF: the sum of its emissions and transitions is the greatest.
+
+    Args:
+        lattice: of `places` places, at least one, with `candidates` words each. It may be asked for T k emissions and
+            (T - 1) k^2 transitions; there are k^T sentences.
+    Returns:
+        The candidate at each place. Of sentences with equal scores any will do.
+
+    >>> from tinyspec.grade.props_a3 import CountedLattice
+    >>> viterbi(CountedLattice("dynamic", seed=0, places=3, candidates=2))
+    [1, 1, 0]
+    """
+    # solution
+    words = range(lattice.candidates)
+    scores, before = [lattice.emission(0, a) for a in words], list[list[int]]()
+    for place in range(1, lattice.places):
+        best = [
+            max((scores[a] + lattice.transition(place - 1, a, b), a) for a in words) for b in words
+        ]
+        scores = [score + lattice.emission(place, b) for b, (score, _) in enumerate(best)]
+        before.append([a for _, a in best])
+    path = [scores.index(max(scores))]
+    for pointers in reversed(before):
+        path.append(pointers[path[-1]])
+    return path[::-1]
     # end of solution

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinyspec.training.beam import beam_search, greedy_search
+from tinyspec.decoding.beam import beam_search, greedy_search
 
 BEGIN, EOS, V = 1, 2, 5
 
