@@ -153,14 +153,14 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3360,
+    "root + show": 3366,
     "_core": 957,
-    "lm": 5449,
+    "lm": 5451,
     "decoding": 1719,
-    "chapters": 10847,
-    "laws": 15641,
+    "chapters": 11460,
+    "laws": 16330,
     "museum": 3555,
-    "training": 3382,
+    "training": 3401,
     "bench": 7117,
     "grade": 4232,
     "cli": 2651,
