@@ -39,7 +39,7 @@ from tinyspec.nonautoregressive.enat import (
     begin_as_copies,
     count_table,
     enat_loss,
-    format_table,
+    format_phrases,
     judge_words,
     look_up_phrases,
     phrase_table,
@@ -150,8 +150,8 @@ def test_phrases_that_were_seen_seldom_are_left_out() -> None:
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
-    assert read_table(format_table(TABLE), 9) == TABLE
-    assert read_table(format_table({}), 9) == {}
+    assert read_table(format_phrases(TABLE), 9) == TABLE
+    assert read_table(format_phrases({}), 9) == {}
     model = rough_reader(0, "table")
     for damaged in (" ", "4=7;5", "4=", "=7", "4=9", "4=-1", "4=x", 7, None):
         model.config = replace(model.config, extra={**model.config.extra, PHRASES: damaged})

@@ -184,10 +184,10 @@ def count_phrases(
     }
 
 
-def format_table(table: Mapping[Phrase, Phrase]) -> str:
+def format_phrases(table: Mapping[Phrase, Phrase]) -> str:
     """Return a table as one line of text.
 
-    >>> format_table({(4, 5): (9,), (4,): (7, 8)})
+    >>> format_phrases({(4, 5): (9,), (4,): (7, 8)})
     '4=7 8;4 5=9'
     """
     sides = (" ".join(map(str, side)) for pair in sorted(table.items()) for side in pair)
@@ -196,7 +196,7 @@ def format_table(table: Mapping[Phrase, Phrase]) -> str:
 
 @lru_cache(maxsize=4)
 def read_table(text: str, vocab_size: int) -> dict[Phrase, Phrase]:
-    """Return a table that `format_table` wrote. Raises ValueError if it did not write it."""
+    """Return a table that `format_phrases` wrote. Raises ValueError if it did not write it."""
     table = dict[Phrase, Phrase]()
     for entry in text.split(";") if text else ():
         is_pair = ENTRY.fullmatch(entry)
@@ -271,7 +271,7 @@ def count_table(
     sources, targets = [x for x, _ in pairs], [y for _, y in pairs]
     both = zip(align(sources, targets), align(targets, sources), strict=True)
     links = (symmetrize_links(*directions) for directions in both)
-    return {PHRASES: format_table(count_phrases(pairs, links, settings.phrase))}
+    return {PHRASES: format_phrases(count_phrases(pairs, links, settings.phrase))}
 
 
 def map_words(model: Seq2Seq, words: Tensor) -> Tensor:

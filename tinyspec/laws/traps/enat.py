@@ -38,7 +38,7 @@ from tinyspec.nonautoregressive.enat import (
     EnatRefiner,
     EnatSettings,
     Links,
-    format_table,
+    format_phrases,
 )
 from tinyspec.technique import RefineRequest, find_technique
 
@@ -64,7 +64,7 @@ Phrases = Mapping[tuple[int, ...], tuple[int, ...]]
 def rough_reader(seed: int, kind: str) -> Seq2Seq:
     """Return a random model that reads by TABLE, or by a random mapping; D has a bias."""
     model = reader_of(find_technique("enat").translator, seed, decoder_input=kind)
-    extra = {**model.config.extra, PHRASES: format_table(TABLE)}
+    extra = {**model.config.extra, PHRASES: format_phrases(TABLE)}
     model.config = replace(model.config, extra=extra)
     if kind == "mapping":
         bias = model.weights[UP_BIAS]
