@@ -287,7 +287,8 @@ def align_sentences(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
         (vectors * (words != pad)[..., None]).sum(dim=1) / (words != pad).sum(dim=1, keepdim=True)
         for words, vectors in ((source, moved), (target, wanted))
     ]
-    return torch.linalg.vector_norm(means[0] - means[1], dim=-1).mean()
+    distances: Tensor = torch.linalg.vector_norm(means[0] - means[1], dim=-1)
+    return distances.mean()
 
 
 def judge_words(model: Seq2Seq, vectors: Tensor) -> Tensor:
