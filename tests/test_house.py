@@ -153,14 +153,14 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3373,
+    "root + show": 3379,
     "_core": 957,
-    "lm": 5477,
+    "lm": 5479,
     "decoding": 1835,
-    "chapters": 12015,
-    "laws": 16538,
+    "chapters": 12616,
+    "laws": 17217,
     "museum": 3555,
-    "training": 3315,
+    "training": 3334,
     "bench": 7126,
     "grade": 4397,
     "cli": 2651,

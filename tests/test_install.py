@@ -115,7 +115,9 @@ def test_a_wheel_carries_two_models_a_head_and_the_assignments(
     for name in carried:
         kept = {path.name for path in (clone / "models" / name).iterdir()}
         assert {path.name for path in (site / "tinyspec" / "_models" / name).iterdir()} == kept
-    code = "import tinyspec; t = tinyspec.load('storyteller'); print(tinyspec.generate(t, 'It was', "
+    code = (
+        "import tinyspec; t = tinyspec.load('storyteller'); print(tinyspec.generate(t, 'It was', "
+    )
     code += "method='hydra', max_new_tokens=8).tokens)"
     assert len(json.loads(run_python(site, clone.parent, code))) == 8
     code = "from tinyspec.grade import starter; print(starter.assignment_folder('A2'))"

@@ -445,6 +445,11 @@ generator, which is on the model's device.
 """
 
 
+Ids = Sequence[int]
+AlignWords = Callable[[Sequence[Ids], Sequence[Ids]], list[list[int]]]
+"""(sources, targets) -> for each pair, and each target word, the position of its source word."""
+
+
 class TrainedTranslator(NamedTuple):
     """What a technique trains as a model that translates: it tells the trainer and the laws.
 
@@ -465,6 +470,9 @@ class TrainedTranslator(NamedTuple):
                [2, B]: what is counted, and by what the sum is divided
     best       the figure whose least value decides which weights are best; empty: BLEU decides
     equip      (config, settings) -> config with the technique's own weights
+    begin      sets those of its own weights, by name, that do not begin at random
+    counts     (settings, training pairs, aligner) -> what is counted in the pairs; config.json
+               stores it beside the settings
     extends    whether it begins as its teacher, whose shape it has, and adds weights to it
     updates    settings -> prefix of the names of the weights that are trained; empty: all of them
     """
@@ -483,6 +491,10 @@ class TrainedTranslator(NamedTuple):
     own_text: Callable[[Seq2Seq, Any, Tensor, Tensor], dict[str, Tensor]] | None = None
     best: str = ""
     equip: Callable[[Seq2SeqConfig, Any], Seq2SeqConfig] = lambda config, settings: config
+    begin: Callable[[Mapping[str, Tensor]], None] = lambda weights: None
+    counts: Callable[[Any, Sequence[tuple[Ids, Ids]], AlignWords], dict[str, Any]] = (
+        lambda settings, pairs, align: {}
+    )
     extends: bool = False
     updates: Callable[[Any], str] = lambda settings: ""
 

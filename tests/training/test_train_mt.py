@@ -8,6 +8,7 @@ import random
 import re
 import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from torch.nn import functional as F
 
 import tinyspec
 from tinyspec.cli import main
+from tinyspec.data import read_multi30k
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.nonautoregressive.depa import find_target_words
+from tinyspec.nonautoregressive.enat import phrase_table
 from tinyspec.speculative.drafting import specdec
 from tinyspec.technique import RefineRequest, find_technique
 from tinyspec.training import bitext, translation_tasks
 from tinyspec.training.bitext import SentencePair, pad_sequences
+from tinyspec.training.distilled import distill_translations
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.train_mt import initial_model, train_mt
 
@@ -62,6 +67,14 @@ RECIPES = {
     "crf": (
         "nar_crf",
         'start = "../cmlm"\n' + STUDENT + "[translator]\nrank = 2\n",
+        "lengths = 41",
+    ),
+    "fcl": ("fcl_nat", STUDENT + "[translator]\ncurriculum = 0.5\n", "lengths = 41"),
+    "depa": ("depa", STUDENT + "[translator]\nbackward = 0.5\n", "lengths = 41"),
+    "enat": ("enat", 'start = "../cmlm"\n' + STUDENT, "lengths = 41"),
+    "mapped": (
+        "enat",
+        'start = "../cmlm"\n' + STUDENT + '[translator]\ndecoder_input = "mapping"\n',
         "lengths = 41",
     ),
     "nagbert": ("nag_bert", STUDENT + "[translator]\nrank = 2\npretraining = 0.5\n", ""),
@@ -459,7 +472,7 @@ def test_the_committed_recipe_of_a_block_layer_is_followed(zoo: Path) -> None:
     assert Seq2Seq.load(out).config.block == settings.k - 1
 
 
-RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow", "synst"]
+RECIPES_OF_THE_ZOO = ["parallel", "sat", "refine", "shallow", "synst", "fcl", "depa"]
 TINY = {
     "shape.d_model": "16",
     "shape.n_heads": "2",
@@ -487,9 +500,37 @@ def test_a_recipe_of_the_zoo_runs(zoo: Path, name: str) -> None:
     card = (folder / "README.md").read_text()
     about = {"parallel": "evenly", "sat": "groups of 4", "refine": "2 layers of the refiner"}
     about["synst"] = "a chunker of German function words, not from a parser"
+    about |= {"fcl": "a share of 0.5", "depa": "a share of 0.3"}
     assert about.get(name, "an autoregressive student") in card
     if name != "shallow":
         assert find_technique(plan.method).refiner(RefineRequest(model))
+
+
+def test_the_phrase_table_and_the_target_words_are_counted_in_the_training_pairs(
+    zoo: Path,
+) -> None:
+    """Other valid sentences change nothing, and an interrupted training counts the same again."""
+    for name in ("teacher", "cmlm", "enat", "depa"):
+        assert run(zoo, name)
+    folders = zoo / "enat", zoo / "depa"
+    enat, depa = (Seq2Seq.load(folder) for folder in folders)
+    tokenizer, pairs = enat.tokenizer, read_multi30k("train", zoo / "data")
+    sources = [tokenizer.encode(english) for english, _ in pairs]
+    teacher = Seq2Seq.load(zoo / "teacher")
+    plan = read_translation_recipe(folders[0] / "recipe.toml")
+    assert plan.distill is not None
+    targets = distill_translations(teacher, sources, plan.distill)
+    used = [SentencePair(x, y) for x, y in zip(sources, targets, strict=True)]
+    counted = translation_tasks.count_in_pairs(plan, bitext.filter_pairs(used, plan.longest))
+    assert enat.config.extra["phrases"] == counted["phrases"]
+    for phrase, translation in phrase_table(enat).items():
+        assert any(contains(x, phrase) and contains(y, translation) for x, y in used)
+    assert find_target_words(depa) == tuple(sorted({y for _, text in used for y in text}))
+
+
+def contains(text: Sequence[int], part: Sequence[int]) -> bool:
+    places = range(len(text) - len(part) + 1)
+    return any(tuple(text[at : at + len(part)]) == tuple(part) for at in places)
 
 
 EXITS = 'decoder_layers = 3\n[exits]\nweights = "uniform"\nreport = [1, 2]'

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from tinyspec.lm.seq2seq import Seq2Seq
 
@@ -24,6 +25,21 @@ def word_vector(model: Seq2Seq, word: int) -> Vector:
 def add_vectors(a: Vector, b: Vector) -> Vector:
     """Return the sum of two vectors."""
     return [x + y for x, y in zip(a, b, strict=True)]
+
+
+def multiply_vector(matrix: Tensor, vector: Vector) -> Vector:
+    """Return the product of a matrix and a vector."""
+    rows = matrix.tolist()
+    return [math.fsum(a * b for a, b in zip(row, vector, strict=True)) for row in rows]
+
+
+def mix_vectors(vectors: Sequence[Vector], scores: Vector) -> Vector:
+    """Return the mean of vectors, weighed by the softmax of their scores."""
+    weights = [math.exp(score - max(scores)) for score in scores]
+    return [
+        math.fsum(w * x for w, x in zip(weights, column, strict=True)) / math.fsum(weights)
+        for column in zip(*vectors, strict=True)
+    ]
 
 
 def position_vector(position: int, width: int) -> Vector:

@@ -43,6 +43,8 @@ CANVAS_ORDER = "a canvas in order"
 REFINE_TOLERANCE = 1e-9
 READER_POSITIONS = 12
 REFINE_SOURCES = ((4,), (6, 5, 4), (4, 7, 5, 8, 6), (8,) * READER_POSITIONS)
+READER_PAIRS = (((4, 5), (6, 8)), ((5, 6), (7, 7)), ((7, 4), (5, 6)))
+"""Where a technique counts words for a reader. Word 8 is in no source, and word 4 in no target."""
 MOST_PASSES = 100  # passes of a technique that ends
 
 Build = Callable[[RefineRequest], Refiner]
@@ -72,6 +74,14 @@ def random_reader(seed: int, positional: bool = True, positions: int = READER_PO
     return random_translator(config, seed, 2, "reader" if positional else "teacher")
 
 
+def align_in_order(
+    sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return links of pairs that are translated word by word, in order."""
+    pairs = zip(sources, targets, strict=True)
+    return [[min(j, len(x) - 1) for j in range(len(y))] for x, y in pairs]
+
+
 def reader_of(
     trained: TrainedTranslator | None, seed: int, positions: int = READER_POSITIONS, **settings: Any
 ) -> Seq2Seq:
@@ -83,7 +93,8 @@ def reader_of(
     if trained is None:
         return random_reader(seed, positions=positions)
     given = trained.settings(**settings)
-    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, extra=asdict(given))
+    counted = trained.counts(given, READER_PAIRS, align_in_order)
+    config = Seq2SeqConfig(9, 8, 2, 12, 1, 2, positions, extra={**asdict(given), **counted})
     shape = replace(config, **trained.shape)
     return random_translator(trained.equip(shape, given), seed, 2, "reader")
 

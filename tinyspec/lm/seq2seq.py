@@ -48,12 +48,14 @@ class EncoderOutput(NamedTuple):
     summary   [B, d], the state of the LENGTH token; None: the model has none
     cross_kv  keys and values [B, S, H, hd] of each decoder layer's cross-attention, then of the
               layers of further stacks; None: computed when they are needed
+    source    [B, S], the tokens that were encoded; None: not known
     """
 
     states: Tensor
     mask: Tensor
     summary: Tensor | None = None
     cross_kv: tuple[tuple[Tensor, Tensor], ...] | None = None
+    source: Tensor | None = None
 
     def select_rows(self, which: Sequence[int] | Tensor) -> "EncoderOutput":
         """Return the memory of these sources, in this order. One may be named several times."""
@@ -64,7 +66,8 @@ class EncoderOutput(NamedTuple):
             if self.cross_kv is None
             else tuple((k[chosen], v[chosen]) for k, v in self.cross_kv)
         )
-        return EncoderOutput(self.states[chosen], self.mask[chosen], summary, cross_kv)
+        source = None if self.source is None else self.source[chosen]
+        return EncoderOutput(self.states[chosen], self.mask[chosen], summary, cross_kv, source)
 
 
 class Seq2Seq:
@@ -243,7 +246,7 @@ class Seq2Seq:
         x = self.encoder.apply_final_norm(x)
         self._log_pass("/encoder", x, self.config.encoder_layers)
         states, summary = (x[:, 1:], x[:, 0]) if self.config.lengths else (x, None)
-        return self.add_cross_kv(EncoderOutput(states, mask, summary))
+        return self.add_cross_kv(EncoderOutput(states, mask, summary, source=source))
 
     def add_cross_kv(self, memory: EncoderOutput) -> EncoderOutput:
         """Return the memory with the cross-attention keys and values of every decoder layer."""

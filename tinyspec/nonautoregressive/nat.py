@@ -103,10 +103,13 @@ def decode_parallel(
 ) -> Tensor:
     """Return the decoder's states [B, T, d] of one pass over all positions.
 
+    read  [B, T] words, or [B, T, d] vectors in place of their embeddings
+
     A position attends to all others; its own copy is in its residual stream.
     """
+    inputs = model.embed(read) if read.ndim == 2 else model.place(read)
     others = ~torch.eye(read.shape[1], dtype=torch.bool, device=read.device)
-    return model.decode(model.embed(read), memory, others, dropout, slots)
+    return model.decode(inputs, memory, others, dropout, slots)
 
 
 def forbid_special_tokens(model: Seq2Seq, logits: Tensor) -> Tensor:

@@ -106,10 +106,14 @@ def parallel_nll(
     pad = model.config.pad
     places, slots = copy_uniformly((source != pad).sum(dim=1), (target != pad).sum(dim=1))
     states = decode_parallel(model, source.gather(1, places), slots, memory, dropout)
-    words = target[:, : slots.shape[1]][slots]
-    return F.cross_entropy(
-        model.logits(states[slots]), words, reduction="sum", label_smoothing=smoothing
-    )
+    return label_nll(model, states, target[:, : slots.shape[1]], smoothing)
+
+
+def label_nll(model: Seq2Seq, states: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    """Return - sum of log p(label) over states [B, T, d] and labels [B, T], not at padding."""
+    is_label = labels != model.config.pad
+    logits = model.logits(states[is_label])
+    return F.cross_entropy(logits, labels[is_label], reduction="sum", label_smoothing=smoothing)
 
 
 def length_nll(model: Seq2Seq, target: Tensor, memory: EncoderOutput) -> Tensor:
@@ -177,11 +181,16 @@ class ParallelRefiner:
             self.model, source, memory, self.width, longest, self.around
         )
 
+    def read_canvas(self, canvas: Canvas, memory: EncoderOutput) -> Tensor:
+        """Return what the decoder reads: words [C, T], or vectors [C, T, d] in their place."""
+        return canvas.tokens
+
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
     ) -> Canvas:
         """Write the likeliest word of every position."""
-        logits = self.model.logits(decode_parallel(self.model, canvas.tokens, canvas.mask, memory))
+        read = self.read_canvas(canvas, memory)
+        logits = self.model.logits(decode_parallel(self.model, read, canvas.mask, memory))
         scores, tokens = forbid_special_tokens(self.model, logits).log_softmax(dim=-1).max(dim=-1)
         return Canvas(tokens.masked_fill(~canvas.mask, self.model.config.pad), canvas.mask, scores)
 
@@ -227,6 +236,32 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
     return 0 < target < config.lengths
 
 
+LENGTH_KNOBS = (
+    Knob("lengths", 1, "target lengths tried at once", low=1, high=1024, small=(3, 1)),
+    Knob(
+        "judge",
+        "teacher",
+        "who chooses among several lengths: the teacher, or the model's own mean",
+        choices=("teacher", "self"),
+    ),
+)
+"""The knobs of length parallel decoding; `find_judge` reads them."""
+
+
+def find_judge(request: RefineRequest, lengths: int, judge: str, remedy: str) -> Seq2Seq | None:
+    """Return who chooses among several lengths: the teacher; None: the model itself.
+
+    Raises TinyspecError, which ends with a remedy, if the model has no LENGTH token, and if there
+    is no teacher that can choose.
+    """
+    check_length_token(request.model, remedy)
+    if lengths == 1 or judge == "self":
+        return None
+    return require_teacher(
+        request.model, request.teacher, f"{lengths} lengths", "set judge to self"
+    )
+
+
 @technique(
     title="Parallel: one pass over even copies",
     summary="one pass over copies of the source",
@@ -243,24 +278,10 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
         shape={"lengths": 9},
         fits=fits_length_token,
     ),
-    knobs=(
-        Knob("lengths", 1, "target lengths tried at once", low=1, high=1024, small=(3, 1)),
-        Knob(
-            "judge",
-            "teacher",
-            "who chooses among several lengths: the teacher, or the model's own mean",
-            choices=("teacher", "self"),
-        ),
-        AROUND,
-    ),
+    knobs=(*LENGTH_KNOBS, AROUND),
 )
 def parallel(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> ParallelRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
-    model, teacher = request.model, request.teacher
-    check_length_token(
-        model, "train a model from models/multi30k-parallel/recipe.toml (tinyspec train mt)"
-    )
-    if lengths == 1 or judge == "self":
-        return ParallelRefiner(model, None, lengths, around)
-    teacher = require_teacher(model, teacher, f"{lengths} lengths", "set judge to self")
-    return ParallelRefiner(model, teacher, lengths, around)
+    remedy = "train a model from models/multi30k-parallel/recipe.toml (tinyspec train mt)"
+    judged_by = find_judge(request, lengths, judge, remedy)
+    return ParallelRefiner(request.model, judged_by, lengths, around)

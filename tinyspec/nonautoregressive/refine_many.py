@@ -91,7 +91,9 @@ def select_source(memory: EncoderOutput, source: int) -> EncoderOutput:
     cross_kv = one.cross_kv
     if cross_kv is not None:
         cross_kv = tuple((k[:, :length], v[:, :length]) for k, v in cross_kv)
-    return EncoderOutput(one.states[:, :length], one.mask[:, :length], one.summary, cross_kv)
+    tokens = None if one.source is None else one.source[:, :length]
+    states, mask = one.states[:, :length], one.mask[:, :length]
+    return EncoderOutput(states, mask, one.summary, cross_kv, tokens)
 
 
 def stack_canvases(canvases: Sequence[Canvas]) -> tuple[Canvas, Tensor]:

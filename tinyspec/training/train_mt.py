@@ -8,9 +8,10 @@ them. The test sentences are left for the benchmark.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import torch
 from rich.console import Console
@@ -26,7 +27,11 @@ from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.recipe import TranslationRecipe, read_translation_recipe
 from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.translation_tasks import make_task, translate_in_batches
+from tinyspec.training.translation_tasks import (
+    count_in_pairs,
+    make_task,
+    translate_in_batches,
+)
 
 SHOWN = 5  # examples on a card: the first valid sentences
 
@@ -66,7 +71,8 @@ def train_mt(
         pairs = [SentencePair(*sides) for sides in zip(sources, targets, strict=True)]
     usable = bitext.filter_pairs(pairs, plan.longest)
     parent = load_named_model(plan, plan.finetune or plan.start, *folders)
-    model = initial_model(plan, tokenizer, parent or teacher, run.device)
+    counted = count_in_pairs(plan, usable)
+    model = initial_model(plan, tokenizer, parent or teacher, run.device, counted)
     task = make_task(plan, usable, valid, teacher)
     run.print(
         f"{len(task.pairs):,} pairs; "
@@ -150,17 +156,26 @@ def load_named_model(plan: TranslationRecipe, name: str, *folders: Path) -> Seq2
 
 
 def initial_model(
-    plan: TranslationRecipe, tokenizer: Tokenizer, parent: Seq2Seq | None, device: torch.device
+    plan: TranslationRecipe,
+    tokenizer: Tokenizer,
+    parent: Seq2Seq | None,
+    device: torch.device,
+    counted: Mapping[str, Any] | None = None,
 ) -> Seq2Seq:
     """Return a model with random weights, or the parent's where name and shape are equal.
 
     `plan.inherit` has the prefixes of these names, and those of the parent's if they are others.
     Fine-tuning begins with all of them, and so does a recipe that names a start, or a method that
     adds weights to its teacher.
+
+    counted  what the method has counted in the training pairs
     """
     config = plan.config(tokenizer.vocab_size)
+    config = replace(config, extra={**config.extra, **(counted or {})})
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
+    if plan.trained is not None:
+        plan.trained.begin(weights)
     if parent is not None:
         named = plan.inherit
         prefixes = named if isinstance(named, Mapping) else {name: name for name in named}

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -190,6 +190,17 @@ def count_all_fertilities(pairs: Pairs, most: int) -> list[list[int]]:
         aligner.count_fertilities(link, len(pair.source), most).tolist()
         for link, pair in zip(links.links, pairs, strict=True)
     ]
+
+
+def count_in_pairs(plan: TranslationRecipe, pairs: Pairs) -> dict[str, Any]:
+    """Return what the method of a recipe counts in its training pairs, for config.json."""
+
+    def align(sources: Sequence[Ids], targets: Sequence[Ids]) -> list[list[int]]:
+        return [link.tolist() for link in aligner.align_words(sources, targets).links]
+
+    if plan.trained is None:
+        return {}
+    return plan.trained.counts(plan.settings_of_translator(), pairs, align)
 
 
 def make_task(
