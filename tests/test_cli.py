@@ -299,7 +299,7 @@ def test_techniques_stand_in_the_books_order_whatever_was_imported_first() -> No
 
     assert done.stdout.split() == list(load_techniques())
     assert (
-        done.stdout.split()[:2] == ["auto", "autoregressive"] and done.stdout.split()[-1] == "sot"
+        done.stdout.split()[:2] == ["auto", "autoregressive"] and done.stdout.split()[-1] == "synst"
     )
 
 

@@ -161,7 +161,7 @@ CODE_LINES = {
     "laws": 17217,
     "museum": 3555,
     "training": 3334,
-    "bench": 7126,
+    "bench": 7127,
     "grade": 4397,
     "cli": 2651,
 }

@@ -130,6 +130,8 @@ for name in sys.argv[2:]:
     if card.kind == "refine":
         own, settings = {**sizes, **card.translator.shape}, card.translator.settings()
         extra = {"trained_for": name, **asdict(settings)}
+        one_to_one = lambda sources, targets: [list(range(len(target))) for target in targets]
+        extra |= card.translator.counts(settings, [([5, 6, 7], [8, 9, 10])] * 3, one_to_one)
         config = card.translator.equip(Seq2SeqConfig(20, **own, extra=extra), settings)
         model = Seq2Seq.create(config, torch.Generator().manual_seed(1))
         judge = {"teacher": teacher} if card.teacher else {}

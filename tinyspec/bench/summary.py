@@ -26,8 +26,9 @@ TEMPLATE = "results.md.jinja"
 QUOTED = (
     "race", "plain", "core", "speculative-storyteller", "speculative-smollm2", "retrieval",
     "sizes", "exits", "translation", "translation-iterations", "dialects", "equality", "peer",
-    "bench", "bench-float32", "bench-sequoia", "parts", "parts-storyteller", "parts-apprentice", "peer-torch",
-    "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds", "laws_seeds_trees",
+    "bench", "bench-float32", "bench-sequoia", "parts", "parts-storyteller", "parts-apprentice",
+    "peer-torch", "layerskip", "ppd", "sweeps", "skip", "laws_thorough", "laws_seeds",
+    "laws_seeds_trees",
 )  # fmt: skip
 """The results that the page quotes."""
 OPTIONAL = ("long_context", "heads", "heads-sizes", "osd")

@@ -1,5 +1,6 @@
-"""tinyspec bench: run the measurements that give the numbers in `tutorials/results`. `tinyspec/bench/`
-says what they measure.
+"""tinyspec bench: run the measurements that give the numbers in `tutorials/results`.
+
+`tinyspec/bench/` says what they measure.
 """
 
 from functools import partial

@@ -1,10 +1,10 @@
 """The exact joint distribution of a decoder's first tokens over several rounds.
 
-`exact_distribution` runs a whole decoder under `Exhaustive` random choices and walks every outcome. After
-each round, branches that reached the same state are merged; sameness is the digest of everything
-the decoder holds. `Reference` is what that distribution must equal: plain decoding, written here
-once more over the target's rows and over sampling settings of its own, so that it shares no line
-with what it judges.
+`exact_distribution` runs a whole decoder under `Exhaustive` random choices and walks every outcome.
+After each round, branches that reached the same state are merged; sameness is the digest of
+everything the decoder holds. `Reference` is what that distribution must equal: plain decoding,
+written here once more over the target's rows and over sampling settings of its own, so that it
+shares no line with what it judges.
 """
 
 import math

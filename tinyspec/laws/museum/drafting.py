@@ -265,9 +265,9 @@ EQUIVALENT = [
         "q = probs.probs_under(tip, SamplingParams())",
         ModelDrafter.propose,
         bug="B6",
-        proof="The walk is exact for every declared distribution that is positive where it proposes: "
-        "the ratio and the residual are made of the distribution that the draft token was drawn "
-        "from, whichever it is. Only the acceptance falls.",
+        proof="The walk is exact for every declared distribution that is positive where it "
+        "proposes: the ratio and the residual are made of the distribution that the draft token "
+        "was drawn from, whichever it is. Only the acceptance falls.",
         laws=(JOINT,),
     ),
     Equivalent(
@@ -276,8 +276,9 @@ EQUIVALENT = [
         "self.model.append(round.tokens[:-1] or round.tokens)",
         ModelDrafter.observe,
         bug="B19",
-        proof="The draft tokens come from a distribution that is conditioned on the wrong text, and "
-        "that distribution is the one declared; the walk is exact for every declared distribution.",
+        proof="The draft tokens come from a distribution that is conditioned on the wrong "
+        "text, and that distribution is the one declared; the walk is exact for every declared "
+        "distribution.",
         laws=(JOINT,),
     ),
 ]

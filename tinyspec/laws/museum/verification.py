@@ -630,9 +630,8 @@ return TokenTree(twice, *([one] * len(twice) for one in (ROOT, None, False)))"""
         EVERY_PLACE.format("max(n for n, passes in enumerate([True, *passed]) if passes)"),
         verify_tree_by_block,
         proof="Each place has a uniform of its own, so which one of them is the largest that "
-        "passes "
-        "does not depend on the order in which they are tested; from the end, the first that passes "
-        "is known to be it.",
+        "passes does not depend on the order in which they are tested; from the end, the first "
+        "that passes is known to be it.",
         laws=(BLOCK_TOKENS, BLOCK_EMITTED),
     ),
     Equivalent(
@@ -659,7 +658,8 @@ if self.positions is not None and len(text) > self.positions:""",
         NestedDrafter.follow,
         bug="B19",
         proof="The middle is exact for its own distribution after whatever text it holds, and "
-        "declares that distribution; the target's walk is exact for every declared distribution. Only the acceptance falls.",
+        "declares that distribution; the target's walk is exact for every declared distribution. "
+        "Only the acceptance falls.",
         laws=(LEVELS,),
     ),
     Equivalent(
