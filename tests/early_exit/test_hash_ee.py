@@ -144,10 +144,10 @@ def test_a_hash_is_the_same_in_every_process() -> None:
 
 GOLDEN = [
     [1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3],
-    [],
-    [],
+    [1, 3, 3, 1, 1, 1, 2, 2, 3, 2, 3, 2],
+    [1, 1, 1, 1, 1, 2, 2, 2, 3, 3, 3, 3],
 ]
-MIXED: list[int] = []
+MIXED = [0, 46, 13, 46, 20]
 
 
 def test_the_control_gives_an_id_other_layers_at_other_places() -> None:
@@ -312,7 +312,7 @@ def test_a_model_must_be_trained_with_its_hash_and_the_hash_must_be_consistent()
     plain, hashed, control = fit("none"), fit("random"), fit("inconsistent")
     assert plain["none"] < 0.3
     assert hashed["random"] < plain["random"] - 0.5  # the hash in use only
-    assert hashed["random"] < control["inconsistent"] - 0.1
+    assert hashed["random"] < 0.6 * control["inconsistent"]
 
 
 # ---------------------------------------------------------------------- the card

@@ -114,7 +114,7 @@ def test_the_loss_is_that_of_all_classifiers() -> None:
         own = (1 - ALPHA) * nats(early) + ALPHA * TEMPERATURE**2 * distance
         expected = expected + weight * own
     got = mpee_loss(logits, labels)
-    assert float(got) == pytest.approx(float(expected), abs=1e-9)
+    assert got.item() == pytest.approx(expected.item(), abs=1e-9)
     gradients = torch.autograd.grad(got, logits)
     torch.testing.assert_close(gradients, torch.autograd.grad(expected, logits))
 

@@ -218,7 +218,8 @@ class MpeeClassifier:
         both = torch.cat((state, memory if self.is_recycled else 0 * memory), dim=1)
         gate = F.linear(both, self.weights["gate.weight"]).sigmoid()
         update = F.linear(both, self.weights["update.weight"]).tanh()
-        return gate * both[:, self.config.d_model :] + (1 - gate) * update
+        handed_on: Tensor = gate * both[:, self.config.d_model :] + (1 - gate) * update
+        return handed_on
 
     @torch.no_grad()
     def classify(self, ids: Tensor, rho: float, tau: float) -> tuple[Tensor, int]:

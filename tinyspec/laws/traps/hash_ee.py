@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.early_exit import hash_ee
+from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.hash_ee import HashRule, HashSettings
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, small_network
@@ -169,7 +170,7 @@ TOYS = [
         "a prompt that runs all layers",
         "if self.rule.prompt:",
         "if False:",
-        hash_ee.ExitTarget.extend,
+        ExitTarget.extend,
         law=BY_TOKEN,
     ),
     _hash(
