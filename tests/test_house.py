@@ -161,7 +161,7 @@ CODE_LINES = {
     "laws": 16119,
     "museum": 3555,
     "training": 3387,
-    "bench": 7355,
+    "bench": 7357,
     "grade": 4232,
     "cli": 2651,
 }

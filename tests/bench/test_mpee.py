@@ -10,7 +10,12 @@ import torch
 from tests.zoo import TEXT, failed, run, tiny_zoo
 from tinyspec import data, models
 from tinyspec.bench.experiments import mpee
-from tinyspec.bench.experiments.mpee import Answers, choose_within, make_task, tabulate_mpee
+from tinyspec.bench.experiments.mpee import (
+    Answers,
+    choose_within,
+    make_authorship_task,
+    tabulate_mpee,
+)
 from tinyspec.bench.settings import MpeeSettings
 from tinyspec.errors import TinyspecError
 
@@ -32,16 +37,16 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_one_book_of_each_author_is_held_out(tokenizer: Any) -> None:
     """Cy has two books, too few to take part."""
-    task = make_task(MpeeSettings(passage=8, tests=6), BOOKS, tokenizer)
+    task = make_authorship_task(MpeeSettings(passage=8, tests=6), BOOKS, tokenizer)
     assert task.authors == ["Ann", "Bob"]
     assert task.held.ids.shape == (12, 8) and task.held.labels.tolist() == [0] * 6 + [1] * 6
     last = torch.tensor(tokenizer.encode(BOOKS[2].text))
     assert torch.equal(task.held.ids[0], last[:8])
     assert len(task.training[0]) == 2 * (len(tokenizer.encode(BOOKS[0].text)) // 8)
     with pytest.raises(TinyspecError, match="fewer --tests"):
-        make_task(MpeeSettings(passage=8, tests=10**4), BOOKS, tokenizer)
+        make_authorship_task(MpeeSettings(passage=8, tests=10**4), BOOKS, tokenizer)
     with pytest.raises(TinyspecError, match="two authors must have 3 books"):
-        make_task(MpeeSettings(), BOOKS[:3], tokenizer)
+        make_authorship_task(MpeeSettings(), BOOKS[:3], tokenizer)
 
 
 def test_a_text_leaves_at_the_first_layer_that_is_sure() -> None:

@@ -166,7 +166,7 @@ def test_the_control_gives_an_id_other_layers_at_other_places() -> None:
 def test_a_hash_to_the_top_is_plain_greedy_decoding(config: Any, dtype: torch.dtype) -> None:
     model = network(config, dtype=dtype)
     plain = tinyspec.generate(model, PROMPT, max_new_tokens=9).tokens
-    for knobs in ({"hash": "none"}, {"hash": "dealt", "exits": "3"}):
+    for knobs in ({"hash": "off"}, {"hash": "dealt", "exits": "3"}):
         assert list(finish(make_decoder(model, **knobs), PROMPT)) == list(plain)
     top = with_table(model, [3] * 13)
     assert list(finish(make_decoder(top), PROMPT)) == list(plain)
@@ -319,7 +319,7 @@ def test_a_model_must_be_trained_with_its_hash_and_the_hash_must_be_consistent()
 
 
 def test_the_card_promises_and_rejects() -> None:
-    assert CARD.promise(hash="none") is Guarantee.EXACT
+    assert CARD.promise(hash="off") is Guarantee.EXACT
     assert CARD.promise() is Guarantee.LOSSY
     for wrong in ({"hash": "md5"}, {"balance": "both"}):
         with pytest.raises(TinyspecError, match=r"^\[head\] wants hash to be one of"):

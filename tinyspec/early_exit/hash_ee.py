@@ -23,7 +23,7 @@ Training. The model is tuned by `tinyspec train head --method hash_ee`, on texts
 these layers: the masked stream of `Blocks.layer_states` and the usual cross-entropy. The table is
 counted on the same texts and becomes an extra of the model.
 
-Guarantee: LOSSY in `hash`; EXACT at none, where every token runs all layers.
+Guarantee: LOSSY in `hash`; EXACT at off, where every token runs all layers.
 Pitfall: a hash that is put on a model that was not trained with it; leaving tokens out of the
 attention once they have left; Python's `hash`, which differs from process to process. Buckets of
 equally many types hold most running tokens in the first one, so the mean depth of two hashes
@@ -152,6 +152,11 @@ def mix_index(token: int, position: int, size: int) -> int:
     return int.from_bytes(digest, "little") % size
 
 
+def look_up_layer(table: Sequence[int], is_mixed: bool, token: int, position: int) -> int:
+    """Return the layer of a token: its own, or one that its position decides too (the control)."""
+    return table[mix_index(token, position, len(table)) if is_mixed else token]
+
+
 class HashRule(ExitRule):
     """Let each token leave at its own layer, the prompt's tokens too.
 
@@ -250,7 +255,7 @@ def hash_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     paper="Sun et al. 2022, arXiv 2203.01670",
     family="early exit",
     guarantee=Guarantee.LOSSY,
-    lossy=("hash", "none"),
+    lossy=("hash", "off"),
     tuned=Tuned(
         HashSettings,
         hash_loss,
@@ -263,8 +268,8 @@ def hash_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
             "hash",
             "own",
             "own: the table that the model was tuned with, else dealt; dealt: the exits are dealt "
-            "to the ids in turn; none: every token runs all layers",
-            choices=("own", "dealt", "none"),
+            "to the ids in turn; off: every token runs all layers",
+            choices=("own", "dealt", "off"),
         ),
         Knob(
             "exits",
@@ -280,7 +285,7 @@ def hash_ee(request: Request, *, hash: str, exits: str) -> Decoder:
     model = session.model
     config, settings = model.config, tuned_settings(model, "hash_ee", HashSettings)
     layers = resolve_exits(exits or settings.exits, config.n_layers, model.name)
-    if hash == "none":
+    if hash == "off":
         return request.decoder(BaseDrafter(), verify_tree)
     table = list(islice(cycle(layers), config.vocab_size))
     own: Tensor | None = getattr(model, "extras", {}).get(f"hash_ee/{TABLE}")
@@ -294,8 +299,3 @@ def hash_ee(request: Request, *, hash: str, exits: str) -> Decoder:
     exit_of = partial(look_up_layer, table, hash == "own" and settings.hash == "inconsistent")
     target = ExitTarget(session, HashRule(exit_of, sorted({*table}), config.n_layers), "copy")
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)
-
-
-def look_up_layer(table: Sequence[int], is_mixed: bool, token: int, position: int) -> int:
-    """Return the layer of a token: its own, or one that its position decides too (the control)."""
-    return table[mix_index(token, position, len(table)) if is_mixed else token]

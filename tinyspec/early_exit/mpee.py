@@ -139,7 +139,7 @@ def count_tokens(n: int, rho: float, depth: int) -> list[int]:
     return counts
 
 
-def count_operations(config: Config, classes: int, tokens: Sequence[int]) -> int:
+def count_products(config: Config, classes: int, tokens: Sequence[int]) -> int:
     """Return the multiplications and additions of all products of matrices.
 
     tokens  of each layer that is run

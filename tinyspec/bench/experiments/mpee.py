@@ -9,7 +9,7 @@ each step. It is trained again without each of three parts:
     whole texts      rho is 1 in each step
 
 On the held-out books, all thresholds tau and shares rho are tried. Operations are counted by
-`mpee.count_operations`, as shares of the whole encoder's. For a budget, the best setting within it
+`mpee.count_products`, as shares of the whole encoder's. For a budget, the best setting within it
 is chosen on every second passage and judged on the others: by layers alone (rho = 1), by tokens
 alone (tau = 1), and by both.
 """
@@ -33,7 +33,7 @@ from tinyspec.bench.settings import MpeeSettings
 from tinyspec.early_exit.mpee import (
     ALPHA,
     MpeeClassifier,
-    count_operations,
+    count_products,
     count_tokens,
     mpee_loss,
 )
@@ -70,7 +70,7 @@ class Passages(NamedTuple):
     labels: Tensor
 
 
-class Task(NamedTuple):
+class AuthorshipTask(NamedTuple):
     """Who wrote a passage: names of the authors, and the passages of their books."""
 
     authors: Sequence[str]
@@ -78,7 +78,9 @@ class Task(NamedTuple):
     held: Passages
 
 
-def make_task(given: MpeeSettings, books: Sequence[data.Book], tokenizer: Tokenizer) -> Task:
+def make_authorship_task(
+    given: MpeeSettings, books: Sequence[data.Book], tokenizer: Tokenizer
+) -> AuthorshipTask:
     """Return the task on these books. Raises TinyspecError if a book has too few passages."""
     by_author = defaultdict[str, list[data.Book]](list)
     for book in books:
@@ -104,11 +106,11 @@ def make_task(given: MpeeSettings, books: Sequence[data.Book], tokenizer: Tokeni
             )
         held.append(passages[torch.linspace(0, len(passages) - 1, given.tests).long()])
     labels = torch.arange(len(authors)).repeat_interleave(given.tests)
-    return Task(authors, training, Passages(torch.cat(held), labels))
+    return AuthorshipTask(authors, training, Passages(torch.cat(held), labels))
 
 
 def fit_classifier(
-    given: MpeeSettings, task: Task, vocabulary: int, folder: Path, **changes: Any
+    given: MpeeSettings, task: AuthorshipTask, vocabulary: int, folder: Path, **changes: Any
 ) -> MpeeClassifier:
     """Train a classifier.
 
@@ -188,7 +190,7 @@ def answer_passages(model: MpeeClassifier, held: Passages, rho: float) -> Answer
         sure.append(probs)
         right.append(label == held.labels[at : at + BATCH])
     tokens = count_tokens(held.ids.shape[1] + 1, rho, depth)
-    costs = [count_operations(model.config, classes, tokens[: n + 1]) for n in range(depth)]
+    costs = [count_products(model.config, classes, tokens[: n + 1]) for n in range(depth)]
     return Answers(torch.cat(sure, dim=1), torch.cat(right, dim=1), costs)
 
 
@@ -224,7 +226,7 @@ def measure_mpee(given: MpeeSettings, quiet: bool = False) -> dict[str, Any]:
     """
     check_settings(given)
     tokenizer = models.load(given.tokenizer).tokenizer
-    task = make_task(given, data.read_books("train"), tokenizer)
+    task = make_authorship_task(given, data.read_books("train"), tokenizer)
     found: dict[str, Any] = {}
     cuts: dict[str, Any] = {}
     with (

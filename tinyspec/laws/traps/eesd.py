@@ -34,13 +34,13 @@ def exit_network(seed: int, vocabulary: int = 4) -> Model:
 
 
 @collect_evidence(kangaroo.CONTINUED)
-def runs_no_layer_twice(build: Build) -> Iterator[int]:
+def rounds_go_on_from_the_exit(build: Build) -> Iterator[int]:
     """Check the layer evaluations of every round, drafting and verifying."""
     yield from kangaroo.count_layers_of_rounds(build, exit_network)
 
 
 @collect_evidence(kangaroo.OF_TEXT)
-def drafts_of_the_past_leave_no_trace(build: Build) -> Iterator[int]:
+def exit_drafts_depend_on_the_text(build: Build) -> Iterator[int]:
     """Check law F1 on random layers. What is learned decides the length, so that is fixed."""
     make = partial(build, gamma=3, control="fixed")
     yield feature_laws.draft_is_function_of_text(make, exit_network).branches
@@ -125,8 +125,8 @@ def known_tokens_are_counted(build: Build) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(kangaroo.CONTINUED, runs_no_layer_twice, card("eesd")),
-    Trap(kangaroo.OF_TEXT, drafts_of_the_past_leave_no_trace, card("eesd")),
+    Trap(kangaroo.CONTINUED, rounds_go_on_from_the_exit, card("eesd")),
+    Trap(kangaroo.OF_TEXT, exit_drafts_depend_on_the_text, card("eesd")),
     Trap(kangaroo.PLACED, check_eesd_drafts, card("eesd")),
     Trap(JOINT, joint_law_of_every_length, card("eesd")),
     Trap(BEST, length_is_best, lambda: eesd.choose_draft_length),

@@ -35,7 +35,7 @@ LAYERS = (1, 3, 2, 2, 3, 1)
 
 
 @collect_evidence(KNOWN_COST)
-def cost_is_known_before(build: Build) -> Iterator[int]:
+def cost_follows_from_ids(build: Build) -> Iterator[int]:
     """Check the passes of every prompt and of every round against the ids alone."""
     for seed, prompt in product(range(3), ((1,), (0, 1, 2, 3), (2, 2, 1))):
         for model in (TableModel(seed, 4, zeros=False), small_network(seed)):
@@ -148,7 +148,7 @@ def count_real() -> Any:
 
 TRAPS = [
     Trap(BY_TOKEN, follows_the_hash, card("hash_ee")),
-    Trap(KNOWN_COST, cost_is_known_before, card("hash_ee")),
+    Trap(KNOWN_COST, cost_follows_from_ids, card("hash_ee")),
     Trap(TRAINED, loss_is_of_what_decodes, card("hash_ee")),
     Trap(COUNTED, table_is_counted, count_real),
 ]

@@ -102,7 +102,7 @@ def neutral_runs_everything(make: Callable[..., MpeeClassifier]) -> Iterator[int
 
 @collect_evidence(FUSED)
 def fusion_loses_nothing(fuse: Callable[..., Any]) -> Iterator[int]:
-    """Check equal states, the sum of the memory, the order of those that go on, and their number."""
+    """Check equal states, the memory's sum, and order and number of those that go on."""
     generator = torch.Generator().manual_seed(0)
     for n, rho in product((1, 2, 3, 9), (0.0, 0.25, 0.5, 0.9, 1.0)):
         told = torch.rand((2, n), generator=generator, dtype=torch.float64)
@@ -141,7 +141,7 @@ TRAPS = [
     Trap(BOTH, exits_as_written, lambda: small_classifier),
     Trap(WHOLE, neutral_runs_everything, lambda: small_classifier),
     Trap(FUSED, fusion_loses_nothing, lambda: mpee.fuse_tokens),
-    Trap(OPERATIONS, operations_are_counted, lambda: mpee.count_operations),
+    Trap(OPERATIONS, operations_are_counted, lambda: mpee.count_products),
 ]
 
 _mpee = partial(Toy, technique="mpee")
@@ -177,7 +177,7 @@ TOYS = [
         "attention that costs as little as a token does",
         "4 * n * n * q",
         "4 * n * q",
-        mpee.count_operations,
+        mpee.count_products,
         law=OPERATIONS,
     ),
 ]
