@@ -110,7 +110,7 @@ def choose_draft_length(theta: float, c: float, longest: int) -> int:
     The tokens per time rise with the number up to the best one, and fall after it.
 
     >>> [choose_draft_length(theta, 0.25, 8) for theta in (0.1, 0.6, 0.9, 1.0)]
-    [1, 1, 3, 8]
+    [1, 2, 6, 8]
     """
     n, tokens = 1, 1 + theta
     while n < longest and theta ** (n + 1) * (1 + n * c) > c * tokens:
