@@ -204,7 +204,8 @@ class MpeeClassifier:
                 scores = q.transpose(1, 2) @ k.transpose(2, 3) / self.config.head_dim**0.5
                 attention = scores.softmax(dim=-1)  # [B, H, n, n]
                 paid.append(attention[:, :, 0].mean(dim=1))
-                return (attention @ v).transpose(1, 2).flatten(2)
+                mixed: Tensor = attention @ v
+                return mixed.transpose(1, 2).flatten(2)
 
             x = blocks.add_attention(block, x, blocks.rotary, attend_all)
             x = blocks.add_mlp(block, x)
@@ -218,8 +219,7 @@ class MpeeClassifier:
         both = torch.cat((state, memory if self.is_recycled else 0 * memory), dim=1)
         gate = F.linear(both, self.weights["gate.weight"]).sigmoid()
         update = F.linear(both, self.weights["update.weight"]).tanh()
-        handed_on: Tensor = gate * both[:, self.config.d_model :] + (1 - gate) * update
-        return handed_on
+        return gate * both[:, self.config.d_model :] + (1 - gate) * update
 
     @torch.no_grad()
     def classify(self, ids: Tensor, rho: float, tau: float) -> tuple[Tensor, int]:
