@@ -12,7 +12,7 @@ from tinyspec.early_exit.eesd import ThompsonControl
 from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.stage import Stage
@@ -52,7 +52,7 @@ def check_eesd_drafts(build: Build) -> Evidence:
 
 
 @collect_evidence(JOINT)
-def joint_law_of_every_length(build: Build) -> Iterator[int]:
+def joint_distribution_of_every_length(build: Build) -> Iterator[int]:
     """Check the joint distribution of three tokens, whatever lengths the control chooses."""
     for seed in range(2):
         stage = Stage(
@@ -64,8 +64,8 @@ def joint_law_of_every_length(build: Build) -> Iterator[int]:
             seed=seed,
             deep=True,
         )
-        got = stage.law(3)
-        stage.judge(stage.reference().law(3, (0, 1)), got, (0, 1), NETWORK_TOLERANCE)
+        got = stage.distribution(3)
+        stage.judge(stage.reference().distribution(3, (0, 1)), got, (0, 1), NETWORK_TOLERANCE)
         yield got.branches
 
 
@@ -128,7 +128,7 @@ TRAPS = [
     Trap(kangaroo.CONTINUED, rounds_go_on_from_the_exit, card("eesd")),
     Trap(kangaroo.OF_TEXT, exit_drafts_depend_on_the_text, card("eesd")),
     Trap(kangaroo.PLACED, check_eesd_drafts, card("eesd")),
-    Trap(JOINT, joint_law_of_every_length, card("eesd")),
+    Trap(JOINT, joint_distribution_of_every_length, card("eesd")),
     Trap(BEST, length_is_best, lambda: eesd.choose_draft_length),
     Trap(SAMPLED_RATE, rate_has_its_distribution, lambda: ThompsonControl),
     Trap(JUDGED, known_tokens_are_counted, card("eesd")),
