@@ -352,7 +352,7 @@ class Tuning(NamedTuple):
     blocks    its layers, in training
     original  the model as it was, which wrote the texts; it stays as it is
     settings  section [head] of the recipe, with the technique's defaults
-    beside    further tensors that are trained with the model, by name
+    beside    further tensors, by name: those that are trained with the model, and its tables
     progress  how much of the training is over, from 0 to 1; 1 where the loss is measured
     """
 
@@ -365,6 +365,13 @@ class Tuning(NamedTuple):
 
 def add_nothing(target: FrozenTarget, settings: Any, seed: int) -> dict[str, Tensor]:
     """Return no tensors: what begins beside a model if the model alone is trained."""
+    return {}
+
+
+def count_nothing(
+    config: Config, settings: Any, texts: Sequence[Tensor], seed: int
+) -> dict[str, Tensor]:
+    """Return no tensors: what is counted on the texts of a method that needs no counts."""
     return {}
 
 
@@ -395,6 +402,8 @@ class Tuned(NamedTuple):
               its draft is not read off rows that were trained for it
     tokens    special tokens that are added to the model's vocabulary, if it lacks them
     examples  (model, settings) -> texts to train on; None: texts that the model wrote
+    tables    (config, settings, texts, seed) -> further tensors of whole numbers, by name, that are
+              counted on the texts [n] and not trained. They are stored as they are
     """
 
     settings: type[Any]
@@ -405,6 +414,7 @@ class Tuned(NamedTuple):
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
     tokens: tuple[str, ...] = ()
     examples: Callable[[Model, Any], list[TrainingExample]] | None = None
+    tables: Callable[[Config, Any, Sequence[Tensor], int], dict[str, Tensor]] = count_nothing
 
     def add_tokens(self, model: Model) -> Model:
         """Return a model that has this technique's tokens."""

@@ -711,6 +711,41 @@ class ExitSettings:
     dtype: str | None = dtype_setting()
 
 
+@command("mpee", tables=True)
+@dataclass(frozen=True)
+class MpeeSettings:
+    """Who wrote a passage: a classifier that leaves early by layers, by tokens, and by both (MPEE).
+
+    Trains an encoder on passages of the authors of three books or more, one book of each held out,
+    and asks it for the passages of those books. Thresholds are chosen on one half of them and
+    judged on the other.
+
+    \b
+    Examples:
+      tinyspec bench mpee --out mpee.json --markdown mpee.md
+      tinyspec bench mpee --steps 20 --tests 4 --width 32 --layers 3
+    """
+
+    tokenizer: str = setting("exits-plain", "Model whose tokenizer is used: name or folder.")
+    passage: int = setting(96, "Tokens of a passage.", least=2)
+    tests: int = setting(100, "Passages of each held-out book.", least=2)
+    layers: int = setting(6, "Layers of the encoder.", least=2)
+    width: int = setting(128, "Width of the layers, a multiple of 32.", least=32)
+    steps: int = setting(1500, "Steps of each training.", least=1)
+    batch: int = setting(32, "Passages of a step.", least=1)
+    rhos: tuple[float, ...] = setting(
+        (1.0, 0.9, 0.8, 0.7, 0.6, 0.5), "Shares of the tokens that go on.", of=float
+    )
+    taus: tuple[float, ...] = setting(
+        (1.0, 0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4), "Confidences to leave at.", of=float
+    )
+    budgets: tuple[float, ...] = setting(
+        (0.3, 0.4, 0.5, 0.6, 0.8), "Shares of the whole encoder's operations.", of=float
+    )
+    seed: int = setting(0, "Seed of the weights and the passages.")
+    lr: float = 2e-3  # learning rate of all trainings
+
+
 @command("calibrate")
 @dataclass(frozen=True)
 class CalibrationSettings:

@@ -51,8 +51,7 @@ from torch.nn import functional as F
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget
-from tinyspec.errors import TinyspecError
+from tinyspec.early_exit.exits import ExitPoint, ExitRule, ExitTarget, parse_layers
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.technique import Guarantee, Knob, Request, technique
@@ -121,15 +120,7 @@ def parse_exits(text: str, depth: int, name: str = "the model") -> tuple[int, ..
     """
     if not text.strip():
         return tuple(sorted({layer for layer in (depth // 4, depth // 2) if layer}))
-    try:
-        layers = tuple(sorted({int(word) for word in text.split(",")}))
-    except ValueError:
-        raise TinyspecError(f"exits is {text!r}: it must be layers, such as 4,8") from None
-    if not 1 <= layers[0] <= layers[-1] < depth:
-        raise TinyspecError(
-            f"exits is {text!r}: {name} has {depth} layers, exits are below the top"
-        )
-    return layers
+    return parse_layers(text, depth, name)
 
 
 # ------------------------------ the pipeline's clock (section 4)

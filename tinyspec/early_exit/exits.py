@@ -120,6 +120,26 @@ FILLS: Mapping[str, Fill] = {
 }
 
 
+def parse_layers(text: str, depth: int, name: str, *, top: bool = False) -> tuple[int, ...]:
+    """Return the layers of a text such as 4,8, from the lowest up.
+
+    top  whether the last layer may be one of them
+
+    Raises TinyspecError for what is no list of such layers.
+
+    >>> parse_layers("5, 2,5", 6, "the model"), parse_layers("6", 6, "the model", top=True)
+    ((2, 5), (6,))
+    """
+    try:
+        layers = tuple(sorted({int(word) for word in text.split(",")}))
+    except ValueError:
+        raise TinyspecError(f"exits is {text!r}: it must be layers, such as 4,8") from None
+    if not 1 <= layers[0] <= layers[-1] < depth + top:
+        below = "" if top else ", exits are below the top"
+        raise TinyspecError(f"exits is {text!r}: {name} has {depth} layers{below}")
+    return layers
+
+
 class ExitTarget:
     """A session whose tokens may leave early.
 

@@ -29,7 +29,7 @@ Additions of ours: `draft_vocab` restricts H to the target's most frequent token
 Left out: a draft for a text of one token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +57,7 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.host import to_numpy
 from tinyspec.lm.ops import scatter_logits
-from tinyspec.lm.stack import INPUT_NORM, OUT, QKV, HeadLayer, Stack, UnrolledLayer
+from tinyspec.lm.stack import DOWN, INPUT_NORM, OUT, QKV, HeadLayer, Stack, UnrolledLayer
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -106,14 +106,21 @@ def adapter_shapes(config: Config, settings: KangarooSettings) -> dict[str, tupl
 
 
 def begin_adapter(target: FrozenTarget, settings: KangarooSettings, seed: int) -> dict[str, Tensor]:
-    """Return random matrices, gains of one, and an output of zero: it begins as an early exit."""
+    """Return a random adapter that begins as an early exit."""
+    return begin_exit_layer(target, adapter_shapes(target.config, settings), seed)
+
+
+def begin_exit_layer(
+    target: FrozenTarget, shapes: Mapping[str, tuple[int, ...]], seed: int
+) -> dict[str, Tensor]:
+    """Return random matrices, gains of one, and outputs of zero: its rows are those of an exit."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()
-    for name, shape in adapter_shapes(target.config, settings).items():
+    for name, shape in shapes.items():
         drawn = torch.ones(shape, dtype=torch.float64)
         if len(shape) == 2:
             drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
-            drawn = 0.0 * drawn if OUT in name else drawn / shape[1] ** 0.5
+            drawn = 0.0 * drawn if OUT in name or DOWN in name else drawn / shape[1] ** 0.5
         weights[name] = drawn.to(target.embed)
     return weights
 
@@ -144,11 +151,14 @@ def kangaroo_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBat
 
 
 class KangarooHead:
-    """The adapter of a target as it runs; all requests of the target share it."""
+    """The adapter of a target as it runs; all requests of the target share it.
 
-    def __init__(self, model: Any):
-        weights = head_weights(model, "kangaroo")
-        self.exit = head_settings(model, "kangaroo")["exit"]
+    method  whose adapter it is: another technique may have one of another form
+    """
+
+    def __init__(self, model: Any, method: str = "kangaroo"):
+        weights, self.method = head_weights(model, method), method
+        self.exit = head_settings(model, method)["exit"]
         self.layer = HeadLayer(model, weights)
         self.norm = weights[NORM].to(model.device, model.state_dtype)
         self.token_map, self.config = weights.get(TOKEN_MAP), model.config
@@ -173,7 +183,7 @@ class KangarooDrafter(FeatureDrafter):
         self.target = target
         self.head, self.gamma, self.threshold = head, gamma, threshold
         self.ends = request.stop.eos
-        self.adapter = Stack(target.model, [head.layer], "kangaroo", request.forward_log)
+        self.adapter = Stack(target.model, [head.layer], head.method, request.forward_log)
 
     def propose(
         self,

@@ -387,21 +387,28 @@ PLACE_SETTINGS = (
 )
 
 
-def row_by_place(model: Any, text: Sequence[int], setting: PlaceSetting) -> Any:
-    """Return the row after a text whose tokens run the layers of their places."""
-    n, depth = len(text), setting.layers
-    sets = setting.runs_of(n, len(EXIT_PROMPT) - 1)
+def row_of_runs(model: Any, text: Sequence[int], runs: Sequence[Sequence[bool]]) -> Any:
+    """Return the row after a text whose tokens run some layers, by a pass of its own.
+
+    runs  [L, n] whether a layer updates a token. If not, the token keeps its state, and the layer
+          makes its keys from that
+    """
     if not isinstance(model, TableModel):
-        runs = np.array([[layer in chosen for chosen in sets] for layer in range(depth)])
-        return run_dense(model, text, runs=runs).logits[-1]
+        return run_dense(model, text, runs=np.array(runs)).logits[-1]
     net = model.network
     states = [net.embed(token) for token in text]
-    for layer in range(depth):
-        reach = sum(layer in chosen for chosen in sets)  # a prefix: the sets are nested
-        keys = [net.keys(layer, states[at], at) for at in range(reach)]
-        for at in range(reach):
+    for layer, updates in enumerate(runs):
+        keys = [net.keys(layer, state, at) for at, state in enumerate(states)]
+        for at in np.flatnonzero(updates):
             states[at] = net.feed_forward(layer, net.attend(layer, states[at], keys[: at + 1]))
     return model.head(states[-1])
+
+
+def row_by_place(model: Any, text: Sequence[int], setting: PlaceSetting) -> Any:
+    """Return the row after a text whose tokens run the layers of their places."""
+    sets = setting.runs_of(len(text), len(EXIT_PROMPT) - 1)
+    runs = [[layer in chosen for chosen in sets] for layer in range(setting.layers)]
+    return row_of_runs(model, text, runs)
 
 
 @collect_evidence(BY_PLACE)
@@ -552,6 +559,35 @@ def follows_the_policy(build: Build) -> Iterator[int]:
 def consistent_ee_oracle(card: Card) -> Evidence:
     """Check ConsistentEE away from its neutral value."""
     return follows_the_policy(card.make)
+
+
+# ---------------------------------------------------------------------- layers by token
+
+BY_TOKEN = "a token leaves at the layer of its id, and is copied up (HashEE, arXiv 2203.01670)"
+HASH_EXITS = ("1", "2", "1,2", "2,3", "1,2,3")
+
+
+def row_by_token(model: Any, text: Sequence[int], exits: Sequence[int]) -> Any:
+    """Return the row after a text; the layers are dealt to the ids in turn."""
+    layers = [exits[token % len(exits)] for token in text]
+    depth = model.config.n_layers
+    return row_of_runs(model, text, [[layer < own for own in layers] for layer in range(depth)])
+
+
+@collect_evidence(BY_TOKEN)
+def follows_the_hash(build: Build) -> Iterator[int]:
+    """Check the exact joint distribution, on tables and on transformers."""
+    for model, exits in product([*exit_tables(), with_classifier(3)], HASH_EXITS):
+        layers = [int(word) for word in exits.split(",")]
+        find_row = partial(row_by_token, model, exits=layers)
+        knobs = {"hash": "dealt", "exits": exits}
+        yield compare_exit_law(BY_TOKEN, build, model, find_row, 3, knobs)
+
+
+@register_oracle("hash_ee")
+def hash_oracle(card: Card) -> Evidence:
+    """Check HashEE away from its neutral value, where its distribution is written down too."""
+    return follows_the_hash(card.make)
 
 
 def build_exits(parts: Parts) -> Build:

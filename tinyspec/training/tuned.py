@@ -3,8 +3,8 @@
 Some methods train no head beside the target but the target itself. The target writes texts
 (outputs.py), and all of its weights are trained on them in float32, by the loss of the technique's
 file. The result is an ordinary model folder. Its config.json says for which method, from which
-model and by which settings it was tuned. A technique may train further tensors beside the model;
-they become its extras, as a head of the method.
+model and by which settings it was tuned. A technique may train further tensors beside the model,
+and count tables on the texts; they become its extras, as a head of the method.
 
 The output of such a method follows the tuned model. So the page tells what tuning cost and what it
 gave, before and after:
@@ -82,11 +82,15 @@ def train_tuned(
 
     weights = {name: copy_to_float32(weight) for name, weight in target.weights.items()}
     beside = {name: copy_to_float32(weight) for name, weight in begun.items()}
+    counted = tuned.tables(
+        target.config, settings, [text.ids for text in texts], plan.settings.seed
+    )
+    tables = {name: table.to(where) for name, table in counted.items()}
     further = {f"{card.head_method}/{name}": weight for name, weight in beside.items()}
     n_trained = sum(w.numel() for w in (*weights.values(), *beside.values()))
     run.print(f"{plan.name}: {n_trained:,} weights are trained, on {where}")
     batches = TextBatches(texts, plan, target.config, where)
-    tuning = Tuning(Blocks(target.config, weights), target, settings, beside, 0.0)
+    tuning = Tuning(Blocks(target.config, weights), target, settings, {**beside, **tables}, 0.0)
 
     def begin_step(step: int, progress: float) -> None:
         nonlocal tuning
@@ -125,8 +129,9 @@ def train_tuned(
     stored = {name: w.detach().to("cpu", torch.bfloat16) for name, w in weights.items()}
     tokenizer = target.tokenizer if target.has_tokenizer else None
     model = Model(replace(target.config, extra=extra), stored, tokenizer, plan.name)
-    if beside:
+    if beside or tables:
         own = {name: w.detach().to("cpu", torch.bfloat16) for name, w in beside.items()}
+        own |= {name: table.cpu() for name, table in tables.items()}
         known = vars(settings)
         if card.trained is not None:
             if card.trained.predict is not None:

@@ -1,7 +1,8 @@
 """Kangaroo (Liu et al. 2024): layers that are not run twice, and the right rows of the adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from tinyspec.early_exit.kangaroo import KangarooDrafter
 from tinyspec.laws import feature_laws
@@ -27,11 +28,16 @@ def adapted_network(seed: int, vocabulary: int = 4) -> Model:
 @collect_evidence(CONTINUED)
 def runs_no_layer_twice(build: Build) -> Iterator[int]:
     """Check the layer evaluations of every round, drafting and verifying, against the formula."""
+    yield from count_layers_of_rounds(build, adapted_network, threshold=0.0)
+
+
+def count_layers_of_rounds(
+    build: Build, network: Callable[[int], Model], **knobs: Any
+) -> Iterator[int]:
+    """Yield 1 for every round whose layer evaluations are those of the formula."""
     for seed in range(4):
-        model = adapted_network(seed)
-        decoder = begin_decoder(
-            build, [model], (0, 1, 2), max_new_tokens=14, gamma=3, threshold=0.0
-        )
+        model = network(seed)
+        decoder = begin_decoder(build, [model], (0, 1, 2), max_new_tokens=14, gamma=3, **knobs)
         for round in run_all_rounds(decoder):
             n = len(round.tree.tokens)
             drafting = sum(c.row_layers for c in round.draft_calls if c.model == model.name)
