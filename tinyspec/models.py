@@ -190,7 +190,25 @@ def fetch_known(name: str, progress: bool = True) -> Path:
     return folder
 
 
+def list_untrained() -> dict[str, str]:
+    """Return the models of the zoo that have a recipe and no weights: name -> how to train each.
+
+    The command stands in the recipe, in its first comments.
+    """
+    found = dict[str, str]()
+    for zoo in _zoos():
+        for recipe in sorted(zoo.glob("*/recipe.toml")):
+            folder = recipe.parent
+            if not _is_checkpoint(folder) and find_model(folder.name) is None:
+                lines = recipe.read_text(encoding="utf-8").splitlines()
+                commands = (line[2:] for line in lines if line.startswith("# tinyspec "))
+                found[folder.name] = next(commands, f"its recipe: {recipe}")
+    return found
+
+
 def _unknown(name: str) -> TinyspecError:
+    if command := list_untrained().get(Path(name).name):
+        return TinyspecError(f"{name} is not trained yet: {command}")
     if name in IN_A_CLONE:
         return TinyspecError(
             f"{name} is not in the wheel: it is in models/ of a clone of the repository; run "
@@ -235,6 +253,8 @@ def load(
         isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
         raise TinyspecError(f"{name}: no such folder or .gguf file")
+    if path is not None and not _is_checkpoint(path) and path.name in list_untrained():
+        raise _unknown(name)
     if path is None and "/" not in name:
         raise _unknown(name)
     if (own := _extras(path)).get("head_of"):
@@ -322,8 +342,9 @@ def name_for_method(method: str, needs_own: bool) -> str:
     """
     wanted = method if needs_own else TEACHER
     found = [name for name, kind in list_translators().items() if kind == wanted]
-    if found:  # a teacher comes before the autoregressive students of another one
-        return min(found, key=lambda name: "teacher" in _extras(find_model(name)))
+    if found:  # a teacher comes before its autoregressive students, and before a model for exits
+        others = {"teacher", "exits"}
+        return min(found, key=lambda name: not others.isdisjoint(_extras(find_model(name))))
     raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
 
 
@@ -361,6 +382,9 @@ def load_translator(
     from tinyspec.lm.seq2seq_file import read_seq2seq
 
     path = find_model(name_or_path)
+    is_there = path is not None and _is_checkpoint(path)
+    if not is_there and Path(name_or_path).name in list_untrained():
+        raise _unknown(str(name_or_path))
     if path is None:
         known = list_translators()
         hint = suggest_nearest(str(name_or_path), known) if known else NO_TRANSLATOR

@@ -1,4 +1,8 @@
-"""Make the arms of `tinyspec bench translation`: every way to translate one sentence, and many."""
+"""Make the arms of `tinyspec bench translation`: every way to translate one sentence, and many.
+
+A technique that rewrites has a row as soon as a model was trained for it, by its card. Those in
+`ROLES` have more rows than one, or rows with knobs of their own.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,18 +20,20 @@ from tinyspec.nonautoregressive.nar_crf import trained_transitions
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.pairing import advised_knobs
-from tinyspec.technique import RefineRequest, find_technique
+from tinyspec.technique import RefineRequest, find_technique, load_techniques
 from tinyspec.training import distilled
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
 SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than the teacher's
+BASE = "parallel"  # the plainest model of one pass: others are compared with it
 ROLES = (
-    *("teacher", SHALLOW, "nat", "nat, fine-tuned", "parallel", "sat"),
+    *("teacher", SHALLOW, "nat", "nat, fine-tuned", BASE, "sat"),
     *("iterative_refinement", "nar_crf", "nag_bert", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
+EXITS = "exits"  # a left-to-right model whose layers are exits: `bench exits` has its rows
 LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
 LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
 PLAIN = "teacher, greedy"
@@ -72,12 +78,7 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
     found: dict[str, Seq2Seq] = {}
     for name in names or models.list_translators():
         model = models.load_translator(name)
-        role = str(model.config.extra.get("trained_for", models.TEACHER))
-        role += ", fine-tuned" if "finetuned" in model.config.extra else ""
-        role += ", frozen" if model.config.extra.get("frozen") else ""
-        role += f", K {model.config.extra['k']}" if role == "sat" else ""
-        if role == models.TEACHER and "teacher" in model.config.extra:
-            role = SHALLOW
+        role = find_role(model)
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
@@ -88,11 +89,45 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
             "there is no autoregressive teacher to compare with: name it in --models, or train it "
             "(train mt)"
         )
+    order = [*dict.fromkeys((*ROLES, *load_techniques()))]
+
+    def place(role: str) -> int:
+        known = role if role in order else role.partition(",")[0]
+        return order.index(known) if known in order else len(order)
+
+    return {role: found[role] for role in sorted(found, key=place) if role != EXITS}
+
+
+def find_role(model: Seq2Seq) -> str:
+    """Return what a translation model was trained for, with what tells it from others of its kind.
+
+    raw  it has a teacher's tokens, but learnt from people's translations
+    """
+    extra = model.config.extra
+    role = str(extra.get("trained_for", models.TEACHER))
+    if role == models.TEACHER:
+        if "teacher" in extra:
+            return SHALLOW
+        return EXITS if "exits" in extra else role
+    role += ", fine-tuned" if "finetuned" in extra else ""
+    role += ", frozen" if extra.get("frozen") else ""
+    role += f", K {extra['k']}" if role == "sat" else ""
+    card = load_techniques().get(role.partition(",")[0])
+    rewrites = card is not None and card.kind == "refine"
+    is_raw = rewrites and "teacher" in extra and "distilled" not in extra
+    return role + (", raw" if is_raw else "")
+
+
+def list_absent_translators(found: Mapping[str, Seq2Seq]) -> dict[str, str]:
+    """Return the models that would have rows and are not trained here: name -> how to train each.
+
+    They are those of the zoo's recipes for translation models.
+    """
+    there = {model.name for model in found.values()}
     return {
-        role: model
-        for known in ROLES
-        for role, model in found.items()
-        if role == known or role.startswith(f"{known}, K ")
+        name: command
+        for name, command in models.list_untrained().items()
+        if name not in there and " train mt " in f" {command} "
     }
 
 
@@ -135,6 +170,9 @@ def make_translator_arms(
                 for count in samples
             ]
         made += _make_further_arms(found, iterations)
+        for role, model in found.items():
+            if role not in ROLES and not role.startswith(("sat, ", "nar_crf, ")):
+                made += _make_card_arms(role, model, teacher)
     if "mask_predict" in found:
         made += [
             _make_refine_arm(
@@ -158,13 +196,8 @@ def _make_further_arms(
     made = list[TranslatorArm]()
     if SHALLOW in found:
         made.append(_make_greedy_arm("shallow decoder, greedy", found[SHALLOW]))
-    if "parallel" in found:
-        model, beam = found["parallel"], {"lengths": LENGTH_BEAM}
-        label = f"parallel, {count_things(LENGTH_BEAM, 'length')}"
-        made.append(_make_refine_arm("parallel", "parallel", model))
-        made.append(
-            _make_refine_arm(label, "parallel", model, LENGTH_BEAM, found["teacher"], **beam)
-        )
+    if BASE in found:
+        made += _make_card_arms(BASE, found[BASE], found["teacher"])
     for role, model in found.items():
         if role.startswith("sat, "):
             made.append(_make_refine_arm(role, "sat", model))
@@ -181,15 +214,18 @@ def _make_further_arms(
 def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
     """Return the arms of models whose words a CRF joins, and of the words without it."""
     made = list[TranslatorArm]()
-    if "nar_crf" in found:
-        model, method = found["nar_crf"], "nar_crf"
+    method = "nar_crf"
+    for role in (method, f"{method}, raw"):
+        if role not in found:
+            continue
+        model = found[role]
         trained = trained_transitions(model)
         made += [
-            _make_refine_arm(f"{method}, {kind}", method, model, transitions=kind)
+            _make_refine_arm(f"{role}, {kind}", method, model, transitions=kind)
             for kind in dict.fromkeys((trained, "static", "none"))
         ]
         knobs = {"transitions": trained, "lengths": LENGTH_BEAM}
-        label = f"{method}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
+        label = f"{role}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
         made.append(_make_refine_arm(label, method, model, LENGTH_BEAM, found["teacher"], **knobs))
     if "nag_bert" in found:
         method, model = "nag_bert", found["nag_bert"]
@@ -197,6 +233,20 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
             _make_refine_arm(f"{method}, ratio {ratio}", method, model, ratio=ratio)
             for ratio in LABELLED_RATIOS
         ]
+    return made
+
+
+def _make_card_arms(role: str, model: Seq2Seq, teacher: Seq2Seq) -> list[TranslatorArm]:
+    """Return the arms of any other technique that rewrites: as its card says.
+
+    If a teacher may choose among several lengths, that is a second arm.
+    """
+    card = find_technique(role.partition(",")[0])
+    made = [_make_refine_arm(role, card.name, model)]
+    if card.teacher and any(knob.name == "lengths" for knob in card.knobs):
+        label = f"{role}, {count_things(LENGTH_BEAM, 'length')}"
+        knobs = {"lengths": LENGTH_BEAM}
+        made.append(_make_refine_arm(label, card.name, model, LENGTH_BEAM, teacher, **knobs))
     return made
 
 
