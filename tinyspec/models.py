@@ -190,25 +190,26 @@ def fetch_known(name: str, progress: bool = True) -> Path:
     return folder
 
 
-def list_untrained() -> dict[str, str]:
-    """Return the models of the zoo that have a recipe and no weights: name -> how to train each.
+def list_untrained() -> dict[str, Path]:
+    """Return the recipes of the zoo whose models have no weights here, by the models' names."""
+    return {
+        recipe.parent.name: recipe
+        for zoo in _zoos()
+        for recipe in sorted(zoo.glob("*/recipe.toml"))
+        if not _is_checkpoint(recipe.parent) and find_model(recipe.parent.name) is None
+    }
 
-    The command stands in the recipe, in its first comments.
-    """
-    found = dict[str, str]()
-    for zoo in _zoos():
-        for recipe in sorted(zoo.glob("*/recipe.toml")):
-            folder = recipe.parent
-            if not _is_checkpoint(folder) and find_model(folder.name) is None:
-                lines = recipe.read_text(encoding="utf-8").splitlines()
-                commands = (line[2:] for line in lines if line.startswith("# tinyspec "))
-                found[folder.name] = next(commands, f"its recipe: {recipe}")
-    return found
+
+def read_training_command(recipe: Path) -> str:
+    """Return the command that trains a recipe's model: it stands in the recipe's first comments."""
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    commands = (line[2:] for line in lines if line.startswith("# tinyspec "))
+    return next(commands, f"its recipe: {recipe}")
 
 
 def _unknown(name: str) -> TinyspecError:
-    if command := list_untrained().get(Path(name).name):
-        return TinyspecError(f"{name} is not trained yet: {command}")
+    if recipe := list_untrained().get(Path(name).name):
+        return TinyspecError(f"{name} is not trained yet: {read_training_command(recipe)}")
     if name in IN_A_CLONE:
         return TinyspecError(
             f"{name} is not in the wheel: it is in models/ of a clone of the repository; run "

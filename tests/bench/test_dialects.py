@@ -25,6 +25,7 @@ from tinyspec.bench.experiments.dialects import (
 )  # fmt: skip
 from tinyspec.bench.plot import draw_chart
 from tinyspec.technique import find_technique
+from tinyspec.training import recipe
 
 RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (
@@ -178,7 +179,9 @@ def test_techniques_are_chosen_by_name() -> None:
     ]
 
 
-def test_a_card_is_trained_on_what_it_needs(tmp_path: Path) -> None:
+def test_a_card_is_trained_on_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """NAT gets fertilities, NAG-BERT an encoder alone and its progress, a CRF its own weights."""
     trial = DialectTrial("fert", replace(TINY, steps=3), tmp_path)
     teacher, _ = trial.run_autoregressive()
@@ -198,6 +201,8 @@ def test_a_card_is_trained_on_what_it_needs(tmp_path: Path) -> None:
         return card.translator.loss(training, batch, generator)  # type: ignore[union-attr]
 
     noted = replace(card, translator=card.translator._replace(loss=note_progress))
+    known = {**recipe.load_techniques(), "parallel": noted}
+    monkeypatch.setattr(recipe, "load_techniques", lambda: known)
     trial.fit_card("noted", noted, trial.targets, teacher)
     assert seen == pytest.approx([0, 1 / 3, 2 / 3])
 

@@ -189,22 +189,22 @@ def test_the_same_translations_lead_by_nothing(result: dict[str, Any]) -> None:
 def test_a_model_that_is_not_trained_is_named_with_its_recipe(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, command in (
-        ("multi30k-far", "tinyspec train mt --recipe models/multi30k-far/recipe.toml --out X"),
-        ("storyteller-far", "tinyspec train head --recipe Y"),
+    train = "tinyspec train mt --recipe models/X/recipe.toml --out X"
+    for name, text in (
+        ("multi30k-far", f'# Far.\n# {train}\nmethod = "sat"\n'),
+        ("multi30k-leaving", f'# {train}\nmethod = "teacher"\n[exits]\n'),
+        ("multi30k-deciding", f'# {train}\nmethod = "calm"\n'),
+        ("storyteller-far", '# tinyspec train head --recipe Y\nmethod = "blockwise"\n'),
     ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "recipe.toml").write_text(f"# Far.\n# {command}\n", encoding="utf-8")
+        (tmp_path / name / "recipe.toml").write_text(text, encoding="utf-8")
     monkeypatch.setattr(models, "_zoos", lambda: [tmp_path])
     absent = list_absent_translators(load_translators_by_role(names(zoo)))
-    assert list(absent) == ["multi30k-far"]
+    assert absent == {"multi30k-far": train}
     notes = translation.note_translation(
         {**measured(zoo, sentences=1, rounds=1, iterations=(1,)), "absent": absent}
     )
-    assert (
-        notes[-1]
-        == f"No row of multi30k-far, which is not trained here: `{absent['multi30k-far']}`."
-    )
+    assert notes[-1] == f"No row of multi30k-far, which is not trained here: `{train}`."
     with pytest.raises(TinyspecError, match="multi30k-far is not trained yet: tinyspec train mt"):
         models.load_translator("multi30k-far")
 

@@ -46,19 +46,14 @@ from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_token
 from tinyspec.nonautoregressive.parallel import ParallelRefiner, parallel_loss, parallel_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.nonautoregressive.sat import SatRefiner, sat_loss
-from tinyspec.technique import (
-    Card,
-    TrainedTranslator,
-    TranslatorTraining,
-    find_technique,
-    load_techniques,
-)
+from tinyspec.technique import Card, TrainedTranslator, find_technique, load_techniques
 from tinyspec.training.bitext import SentencePair, pad_sequences
 from tinyspec.training.dialects import Dialects
 from tinyspec.training.distilled import BeamSettings, write_translations
+from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.schedule import TrainSettings
 from tinyspec.training.train import train
-from tinyspec.training.translation_tasks import count_all_fertilities, teacher_forcing_loss
+from tinyspec.training.translation_tasks import make_student_task, teacher_forcing_loss
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
 GROUP = 2  # words of a group of SAT
@@ -122,13 +117,16 @@ class DialectTrial:
         """
         longest = self.task.max_target_length
         # A poor teacher may write nothing, or too much.
-        pairs = [
-            SentencePair(list(x), list(y[:longest]))
-            for x, y in zip(self.sources, targets, strict=True)
-            if y
-        ]
+        pairs = [(x, y[:longest]) for x, y in zip(self.sources, targets, strict=True) if y]
+        if not pairs:
+            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        source, target = pad_sequences([x for x, _ in pairs]), pad_sequences([y for _, y in pairs])
         config = self.make_config(stacks=stacks or {})
-        return self.train_model(name, config, pairs, [], loss, steps)
+
+        def take(numbers: Sequence[int]) -> tuple[Tensor, ...]:
+            return source[numbers], target[numbers]
+
+        return self.train_model(name, config, len(pairs), take, loss, steps)
 
     def fit_card(
         self,
@@ -138,95 +136,100 @@ class DialectTrial:
         teacher: Seq2Seq | None = None,
         settings: Any = None,
     ) -> Seq2Seq:
-        """Return a model of a technique, trained as its card says on the pairs that fit.
+        """Return a model of a technique, trained as `train mt` trains it, on the pairs that fit.
 
         settings  what it is trained for; None: the card's defaults
         """
-        trained, progress = card.translator, 0.0
+        trained = card.translator
         assert trained is not None
         settings = trained.settings() if settings is None else settings
-        config = self.shape_for(card, trained, settings)
+        plan = TranslationRecipe(
+            name,
+            self.shape_for(trained),
+            self.make_settings(),
+            card.name,
+            self.task.vocab_size,
+            dropout=0.0,
+            smoothing=0.0,
+            teacher="" if teacher is None else AR,
+            translator=asdict(settings),
+        )
         pairs = [
-            SentencePair(list(x), list(y))
-            for x, y in zip(self.sources, targets, strict=True)
-            if y and trained.fits(config, settings, len(x), len(y))
+            SentencePair(list(x), list(y)) for x, y in zip(self.sources, targets, strict=True) if y
         ]
-        more = count_all_fertilities(pairs, config.fertilities - 1) if trained.aligned else []
-
-        def begin_step(step: int, done: float) -> None:
-            nonlocal progress
-            progress = done
+        task = make_student_task(plan, pairs, [], teacher)
 
         def loss(model: Seq2Seq, *batch: Tensor) -> Tensor:
             seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
-            training = TranslatorTraining(model, teacher, settings, 0.0, 0.0, progress)
-            return trained.loss(training, batch, torch.Generator().manual_seed(seed))
+            return task.loss(model, batch, torch.Generator().manual_seed(seed))
 
-        return self.train_model(name, config, pairs, more, loss, 0, begin_step)
+        config = plan.config(self.task.vocab_size)
+        return self.train_model(
+            name, config, len(task.pairs), task.batch, loss, 0, task.before_step
+        )
 
-    def shape_for(self, card: Card, trained: TrainedTranslator, settings: Any) -> Seq2SeqConfig:
-        """Return the shape of a technique's model: the common one, with what its card asks for.
+    def shape_for(self, trained: TrainedTranslator) -> dict[str, Any]:
+        """Return section [shape] of a recipe: the common one, with what the card asks for.
 
-        Where it has no decoder, its encoder has the decoder's layers too.
+        Where a model has no decoder, its encoder has the decoder's layers too.
         """
-        layers = self.setup.layers
-        asked = {name: value for name, value in trained.shape.items() if name != "lengths"}
-        if "stacks" in asked:
-            asked["stacks"] = dict.fromkeys(asked["stacks"], layers)
-        if asked.get("decoder_layers") == 0:
-            asked["encoder_layers"] = 2 * layers
-        extra = {"trained_for": card.name, **asdict(settings)}
-        return trained.equip(self.make_config(**asked, extra=extra), settings)
+        common, layers = self.make_config(), self.setup.layers
+        names = ("d_model", "n_heads", "d_ff", "encoder_layers", "decoder_layers", "max_positions")
+        shape = {name: getattr(common, name) for name in names} | dict(trained.shape)
+        if shape.get("lengths"):
+            shape["lengths"] = common.lengths
+        if shape.get("stacks"):
+            shape["stacks"] = dict.fromkeys(shape["stacks"], layers)
+        if not shape["decoder_layers"]:
+            shape["encoder_layers"] = 2 * layers
+        return shape
+
+    def make_settings(self, steps: int = 0) -> TrainSettings:
+        """Return how every model is trained; 0 steps: as many as the others."""
+        steps = steps or self.setup.steps
+        return TrainSettings(
+            steps,
+            self.setup.lr,
+            warmup=max(1, steps // 15),
+            floor=0.0,
+            weight_decay=0.01,
+            betas=(0.9, 0.98),
+            seed=self.setup.seed,
+            save_minutes=1.0,
+        )
 
     def train_model(
         self,
         name: str,
         config: Seq2SeqConfig,
-        pairs: Sequence[SentencePair],
-        fertilities: Sequence[Sequence[int]],
+        n_pairs: int,
+        take: Callable[[Sequence[int]], tuple[Tensor, ...]],
         loss: Callable[..., Tensor],
         steps: int,
-        begin_step: Callable[[int, float], None] | None = None,
+        before_step: Callable[[int, float], None] | None = None,
     ) -> Seq2Seq:
-        """Return a model with random weights, trained on these pairs.
+        """Return a model with random weights, trained on so many pairs.
 
-        fertilities  of each pair, a third part of a batch; empty: there is none
+        take  numbers of pairs -> the batch that they make
         """
         s = self.setup
         model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
-        if not pairs:
-            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
-        parts = [pad_sequences([x for x, _ in pairs]), pad_sequences([y for _, y in pairs])]
-        parts += [pad_sequences(fertilities, 0)] if fertilities else []
 
         def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
             """Draw as many pairs of each dialect: a model prefers one that it meets more often."""
-            n = len(pairs)
             first = torch.randint(
-                max(1, n // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
+                max(1, n_pairs // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
             )
-            rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=n - 1)
-            return tuple(part[rows] for part in parts)
+            rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=n_pairs - 1)
+            return take(rows.tolist())
 
-        steps = steps or s.steps
-        settings = TrainSettings(
-            steps,
-            s.lr,
-            warmup=max(1, steps // 15),
-            floor=0.0,
-            weight_decay=0.01,
-            betas=(0.9, 0.98),
-            seed=s.seed,
-            save_minutes=1.0,
-        )
-        where = self.folder / name.replace(", ", "-")
         ended = train(
             model.weights,
             batches,
             lambda *batch: loss(model, *batch),
-            settings,
-            where,
-            before_step=begin_step,
+            self.make_settings(steps),
+            self.folder / name.replace(", ", "-"),
+            before_step=before_step,
         )
         if not ended.finished:
             raise KeyboardInterrupt

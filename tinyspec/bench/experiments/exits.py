@@ -332,9 +332,41 @@ def choose_best_rows(result: Mapping[str, Any]) -> dict[str, Any]:
     return dict(found.values())
 
 
+def merge_equal_rows(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a table. Settings of a family that run alike have one row together.
+
+    >>> same = {way: {"work": 0.5, "speedup": None} for way in ("forced", "free")}
+    >>> list(merge_equal_rows({"calm 0.1": same, "calm 0.2": same, "free 0.2": same}))
+    ['calm 0.1 to 0.2', 'free 0.2']
+    """
+    found: list[tuple[str, str, Any]] = []  # the first label, the last, and the figures
+    for label, of in figures.items():
+        if found and name_family(label) == name_family(found[-1][0]):
+            first, _, before = found[-1]
+            if _leave_out_times(of) == _leave_out_times(before):
+                found[-1] = first, label, before
+                continue
+        found.append((label, label, of))
+    return {
+        first if first == last else f"{first} to {last.rpartition(' ')[2]}": of
+        for first, last, of in found
+    }
+
+
+def _leave_out_times(of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    timed = ("milliseconds", "speedup")
+    return [
+        {name: value for name, value in of[way].items() if name not in timed}
+        for way in ("forced", "free")
+    ]
+
+
 def tabulate_exits(result: Mapping[str, Any]) -> list[Grid]:
     """Return the verdict on each technique, and the table of settings."""
-    rows = {label + (" *" if of["front"] else ""): of for label, of in result["figures"].items()}
+    rows = {
+        label + (" *" if of["front"] else ""): of
+        for label, of in merge_equal_rows(result["figures"]).items()
+    }
     model = result["settings"]["model"]
     title = (
         f"Early exits of {model}: work over the full model's; * nothing is cheaper and agrees more"

@@ -4,6 +4,7 @@ A technique that rewrites has a row as soon as a model was trained for it, by it
 `ROLES` have more rows than one, or rows with knobs of their own.
 """
 
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -121,14 +122,18 @@ def find_role(model: Seq2Seq) -> str:
 def list_absent_translators(found: Mapping[str, Seq2Seq]) -> dict[str, str]:
     """Return the models that would have rows and are not trained here: name -> how to train each.
 
-    They are those of the zoo's recipes for translation models.
+    They are those of the zoo's recipes for translation models. A model for exits has no row.
     """
-    there = {model.name for model in found.values()}
-    return {
-        name: command
-        for name, command in models.list_untrained().items()
-        if name not in there and " train mt " in f" {command} "
-    }
+    there, cards = {model.name for model in found.values()}, load_techniques()
+    absent = dict[str, str]()
+    for name, recipe in models.list_untrained().items():
+        plan = tomllib.loads(recipe.read_text(encoding="utf-8"))
+        method = str(plan.get("method", ""))
+        has_rows = method in ROLES or (method in cards and cards[method].kind == "refine")
+        command = models.read_training_command(recipe)
+        if has_rows and "exits" not in plan and "train mt" in command and name not in there:
+            absent[name] = command
+    return absent
 
 
 def make_translator_arms(
@@ -171,7 +176,7 @@ def make_translator_arms(
             ]
         made += _make_further_arms(found, iterations)
         for role, model in found.items():
-            if role not in ROLES and not role.startswith(("sat, ", "nar_crf, ")):
+            if _has_card_arms(role):
                 made += _make_card_arms(role, model, teacher)
     if "mask_predict" in found:
         made += [
@@ -234,6 +239,13 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
             for ratio in LABELLED_RATIOS
         ]
     return made
+
+
+def _has_card_arms(role: str) -> bool:
+    """Return whether a role's rows are those of its card: it rewrites, and has no others here."""
+    card = load_techniques().get(role.partition(",")[0])
+    is_known = role in ROLES or role.startswith(("sat, ", "nar_crf, "))
+    return not is_known and card is not None and card.kind == "refine"
 
 
 def _make_card_arms(role: str, model: Seq2Seq, teacher: Seq2Seq) -> list[TranslatorArm]:
