@@ -47,7 +47,7 @@ from tinyspec.nonautoregressive.parallel import ParallelRefiner, parallel_loss, 
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.nonautoregressive.sat import SatRefiner, sat_loss
 from tinyspec.technique import Card, TrainedTranslator, find_technique, load_techniques
-from tinyspec.training.bitext import SentencePair, pad_sequences
+from tinyspec.training.bitext import MASK, SentencePair, pad_sequences
 from tinyspec.training.dialects import Dialects
 from tinyspec.training.distilled import BeamSettings, write_translations
 from tinyspec.training.recipe import TranslationRecipe
@@ -103,6 +103,22 @@ class DialectTrial:
         )
         return replace(config, **changes)
 
+    def pair_sources(self, name: str, targets: Sequence[Sequence[int]]) -> list[SentencePair]:
+        """Return the training pairs.
+
+        A poor teacher may have written nothing, or too much, or tokens that are no words. These
+        become the first word: no technique learns to write them.
+        """
+        longest = self.task.max_target_length
+        pairs = [
+            SentencePair(list(x), [max(token, MASK + 1) for token in y[:longest]])
+            for x, y in zip(self.sources, targets, strict=True)
+            if y
+        ]
+        if not pairs:
+            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        return pairs
+
     def fit(
         self,
         name: str,
@@ -115,11 +131,7 @@ class DialectTrial:
 
         stacks  its further decoder stacks
         """
-        longest = self.task.max_target_length
-        # A poor teacher may write nothing, or too much.
-        pairs = [(x, y[:longest]) for x, y in zip(self.sources, targets, strict=True) if y]
-        if not pairs:
-            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        pairs = self.pair_sources(name, targets)
         source, target = pad_sequences([x for x, _ in pairs]), pad_sequences([y for _, y in pairs])
         config = self.make_config(stacks=stacks or {})
 
@@ -154,10 +166,7 @@ class DialectTrial:
             teacher="" if teacher is None else AR,
             translator=asdict(settings),
         )
-        pairs = [
-            SentencePair(list(x), list(y)) for x, y in zip(self.sources, targets, strict=True) if y
-        ]
-        task = make_student_task(plan, pairs, [], teacher)
+        task = make_student_task(plan, self.pair_sources(name, targets), [], teacher)
 
         def loss(model: Seq2Seq, *batch: Tensor) -> Tensor:
             seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step

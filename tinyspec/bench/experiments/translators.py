@@ -92,9 +92,9 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
         )
     order = [*dict.fromkeys((*ROLES, *load_techniques()))]
 
-    def place(role: str) -> int:
+    def place(role: str) -> tuple[int, str]:
         known = role if role in order else role.partition(",")[0]
-        return order.index(known) if known in order else len(order)
+        return (order.index(known) if known in order else len(order)), role
 
     return {role: found[role] for role in sorted(found, key=place) if role != EXITS}
 
