@@ -524,7 +524,8 @@ def _measure_kind(
         elif card.name == "mask_predict":
             arms |= trial.run_mask_predict(passes, lengths)
         else:
-            targets = {"": trial.targets, ", distilled": taught}
+            targets: dict[str, Sequence[Sequence[int]]] = {"": trial.targets}
+            targets[", distilled"] = taught
             arms |= trial.run_card(card, targets, teacher)
         for _ in range(_count_trainings(card)):
             tick()

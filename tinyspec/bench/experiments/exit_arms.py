@@ -408,7 +408,8 @@ class ExitSample(NamedTuple):
     def from_row(cls, row: Sequence[Any]) -> "ExitSample":
         """Return the sample of a row of a file; an older one has fewer figures."""
         first = len(cls._fields) - 1
-        return cls(*row[:first], counts=list(row[first:]))
+        short = [None] * max(first - len(row), 0)
+        return cls(*row[:first], *short, list(row[first:]))
 
 
 COLUMNS = [

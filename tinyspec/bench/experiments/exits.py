@@ -397,7 +397,8 @@ def note_exits(result: Mapping[str, Any]) -> list[str]:
     lines = [
         "Work: layers, fills and head products together. Above fixed exits: at equal work, with "
         "the 95 % interval of the paired bootstrap over texts. Layers in a row: those of a pass "
-        "count once, however many positions it has. Times as fast as plain decoding of the same text, "
+        "count once, however many positions it has. Times as fast: than plain decoding of the "
+        "same text, "
         "right before or after; one text at a time.",
     ]
     if any(of["free"].get("clock") for of in result["figures"].values()):
