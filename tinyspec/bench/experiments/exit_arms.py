@@ -408,8 +408,8 @@ class ExitSample(NamedTuple):
     def from_row(cls, row: Sequence[Any]) -> "ExitSample":
         """Return the sample of a row of a file; an older one has fewer figures."""
         first = len(cls._fields) - 1
-        short = [None] * max(first - len(row), 0)
-        return cls(*row[:first], *short, list(row[first:]))
+        known = dict(zip(cls._fields[:first], row, strict=False))
+        return cls(**known, counts=list(row[first:]))
 
 
 COLUMNS = [
