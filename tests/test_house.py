@@ -153,15 +153,15 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3384,
+    "root + show": 3403,
     "_core": 957,
     "lm": 5479,
     "decoding": 1835,
     "chapters": 13090,
-    "laws": 17695,
+    "laws": 17700,
     "museum": 3555,
-    "training": 3339,
-    "bench": 7367,
+    "training": 3362,
+    "bench": 8064,
     "grade": 4397,
     "cli": 2651,
 }

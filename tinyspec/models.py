@@ -190,7 +190,26 @@ def fetch_known(name: str, progress: bool = True) -> Path:
     return folder
 
 
+def list_untrained() -> dict[str, Path]:
+    """Return the recipes of the zoo whose models have no weights here, by the models' names."""
+    return {
+        recipe.parent.name: recipe
+        for zoo in _zoos()
+        for recipe in sorted(zoo.glob("*/recipe.toml"))
+        if not _is_checkpoint(recipe.parent) and find_model(recipe.parent.name) is None
+    }
+
+
+def read_training_command(recipe: Path) -> str:
+    """Return the command that trains a recipe's model: it stands in the recipe's first comments."""
+    lines = recipe.read_text(encoding="utf-8").splitlines()
+    commands = (line[2:] for line in lines if line.startswith("# tinyspec "))
+    return next(commands, f"its recipe: {recipe}")
+
+
 def _unknown(name: str) -> TinyspecError:
+    if recipe := list_untrained().get(Path(name).name):
+        return TinyspecError(f"{name} is not trained yet: {read_training_command(recipe)}")
     if name in IN_A_CLONE:
         return TinyspecError(
             f"{name} is not in the wheel: it is in models/ of a clone of the repository; run "
@@ -235,6 +254,8 @@ def load(
         isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
         raise TinyspecError(f"{name}: no such folder or .gguf file")
+    if path is not None and not _is_checkpoint(path) and path.name in list_untrained():
+        raise _unknown(name)
     if path is None and "/" not in name:
         raise _unknown(name)
     if (own := _extras(path)).get("head_of"):
@@ -322,8 +343,9 @@ def name_for_method(method: str, needs_own: bool) -> str:
     """
     wanted = method if needs_own else TEACHER
     found = [name for name, kind in list_translators().items() if kind == wanted]
-    if found:  # a teacher comes before the autoregressive students of another one
-        return min(found, key=lambda name: "teacher" in _extras(find_model(name)))
+    if found:  # a teacher comes before its autoregressive students, and before a model for exits
+        others = {"teacher", "exits"}
+        return min(found, key=lambda name: not others.isdisjoint(_extras(find_model(name))))
     raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
 
 
@@ -361,6 +383,9 @@ def load_translator(
     from tinyspec.lm.seq2seq_file import read_seq2seq
 
     path = find_model(name_or_path)
+    is_there = path is not None and _is_checkpoint(path)
+    if not is_there and Path(name_or_path).name in list_untrained():
+        raise _unknown(str(name_or_path))
     if path is None:
         known = list_translators()
         hint = suggest_nearest(str(name_or_path), known) if known else NO_TRANSLATOR

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,14 @@ from tinyspec.bench.experiments.dialects import (
     DialectSettings,
     DialectTrial,
     chart_dialects,
+    choose_trained_cards,
     describe_dialects,
     summarize_dialects,
     tabulate_dialects,
 )  # fmt: skip
 from tinyspec.bench.plot import draw_chart
+from tinyspec.technique import find_technique
+from tinyspec.training import recipe
 
 RESULTS = sorted((Path(__file__).parents[2] / "tutorials" / "results").glob("dialects*.json"))
 QUICK = (
@@ -106,7 +110,14 @@ def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
             *("iterative refinement, T 1", "iterative refinement, T 2"),
             "iterative refinement without denoising, T 2",
             *(f"mask-predict, T {t}, l {n}" for t, n in ((1, 1), (2, 1), (2, 2))),
+            *(
+                f"{card.name}{ending}"
+                for card in choose_trained_cards(())
+                if card.name not in dialects.RUN_HERE
+                for ending in ("", ", distilled")
+            ),
         ]
+        assert arms["nar_crf"]["passes"] == 1
         assert all(len(row["verdicts"]) == 6 for row in arms.values())
     assert summarize_dialects(result) == result["figures"]
     assert {"command", "commit", "machine", "settings"} <= result.keys()
@@ -159,8 +170,48 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert result["figures"] == whole["figures"]
 
 
+def test_techniques_are_chosen_by_name() -> None:
+    every = [card.name for card in choose_trained_cards(())]
+    assert {"nat", "nar_crf", "nag_bert", *dialects.RUN_HERE} <= set(every)
+    assert "parallel" not in every and "jacobi" not in every
+    assert [card.name for card in choose_trained_cards(("sat", "nat"))] == [
+        name for name in every if name in ("sat", "nat")
+    ]
+
+
+def test_a_card_is_trained_on_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NAT gets fertilities, NAG-BERT an encoder alone and its progress, a CRF its own weights."""
+    trial = DialectTrial("fert", replace(TINY, steps=3), tmp_path)
+    teacher, _ = trial.run_autoregressive()
+    shapes = {}
+    for name in ("nat", "nag_bert", "nar_crf"):
+        model = trial.fit_card(name, find_technique(name), trial.targets, teacher)
+        shapes[name] = model.config
+    assert shapes["nat"].positional and shapes["nat"].fertilities
+    assert (shapes["nag_bert"].encoder_layers, shapes["nag_bert"].decoder_layers) == (2, 0)
+    assert shapes["nar_crf"].heads and shapes["nar_crf"].extra["transitions"] == "dynamic"
+    seen = list[float]()
+    card = find_technique("parallel")
+    assert card.translator is not None
+
+    def note_progress(training: Any, batch: Any, generator: Any) -> Any:
+        seen.append(training.progress)
+        return card.translator.loss(training, batch, generator)  # type: ignore[union-attr]
+
+    noted = replace(card, translator=card.translator._replace(loss=note_progress))
+    known = {**recipe.load_techniques(), "parallel": noted}
+    monkeypatch.setattr(recipe, "load_techniques", lambda: known)
+    trial.fit_card("noted", noted, trial.targets, teacher)
+    assert seen == pytest.approx([0, 1 / 3, 2 / 3])
+
+
 def test_wrong_input_is_one_line(dialects_run: Any, tmp_path: Path) -> None:
     folder, _, _ = dialects_run
+    assert "jacobi has no row among dialects" in failed(
+        run("bench", "dialects", "--methods", "jacobi", *QUICK)
+    )
     assert "no dialect 'lax'" in failed(run("bench", "dialects", "--kinds", "lax", *QUICK))
     assert "such as 1,2,4" in failed(run("bench", "dialects", "--passes", "0", "--quiet"))
     assert "name it" in failed(run("bench", "dialects", *QUICK, "--resume"))
@@ -174,17 +225,13 @@ def test_wrong_input_is_one_line(dialects_run: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_parallel_pass_mixes_dialects_and_the_others_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_parallel_pass_mixes_dialects_and_the_others_do_not() -> None:
     """Dialects are equally likely, so no model is right by taking the most likely words.
 
-    SAT and iterative refinement have tests of their own.
+    The other techniques have tests of their own.
     """
-    monkeypatch.setattr(DialectTrial, "run_groups", lambda *asked: {})
-    monkeypatch.setattr(DialectTrial, "run_refinement", lambda *asked: {})
     given = DialectSettings(
-        ("lex",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10),
+        ("lex",), ("mask_predict",), modes=5, words=8, longest=6, pairs=8000, tests=200, steps=500, passes=(1, 4, 10),
         lengths=(1,),
         student_steps=1500,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 import gzip
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from tinyspec import models
-from tinyspec.bench.experiments import translation
+from tinyspec.bench.experiments import translation, translators
 from tinyspec.bench.experiments.translation import (
     BlockSample,
     TranslationSettings,
@@ -20,7 +21,9 @@ from tinyspec.bench.experiments.translation import (
     summarize_translation,
 )
 from tinyspec.bench.experiments.translators import (
+    BASE,
     PLAIN,
+    list_absent_translators,
     load_translators_by_role,
     make_translator_arms,
 )
@@ -32,7 +35,7 @@ from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
-from tinyspec.training.bleu import corpus_bleu
+from tinyspec.training.bleu import corpus_bleu, load_chrf
 
 ENGLISH = ["A dog runs.", "A red dog sleeps in the snow.", "Two dogs.", "A boy sees a dog."] * 2
 GERMAN = [
@@ -150,6 +153,104 @@ def test_bleu_of_the_blocks_is_bleu_of_all_sentences_together(
             result["figures"][arm.label]["decoder_passes"]
             == sum(made.decoder for made in texts) / 8
         )
+
+
+def test_chrf_of_the_blocks_is_chrf_of_all_sentences_together(
+    zoo: Path, result: dict[str, Any]
+) -> None:
+    found = load_translators_by_role(names(zoo))
+    for arm in make_translator_arms("table", found, (3,), (1,), (2,))[:4]:
+        texts = [arm.one(text).text for text in ENGLISH]
+        score = load_chrf().corpus_score(texts, [GERMAN]).score
+        assert result["figures"][arm.label]["chrf"]["score"] == pytest.approx(score, abs=1e-4)
+    signature = result["figures"][PLAIN]["chrf"]["signature"]
+    assert signature.startswith("nrefs:1|case:mixed|eff:yes|nc:6|nw:0|space:no|version:")
+    assert f"chrF: sacrebleu, {signature}." in translation.describe_translation(result)
+
+
+def test_a_lead_over_the_base_has_an_interval(result: dict[str, Any]) -> None:
+    figures = result["figures"]
+    assert figures[BASE]["lead"] is None
+    for label, of in figures.items():
+        if label != BASE:
+            lead, low, high = of["lead"]
+            assert lead == pytest.approx(of["bleu"] - figures[BASE]["bleu"], abs=1e-3)
+            assert low <= lead + 1e-9 and lead - 1e-9 <= high
+    notes = "\n".join(translation.note_translation(result))
+    assert "paired bootstrap over blocks of 4 sentences" in notes
+
+
+def test_the_same_translations_lead_by_nothing(result: dict[str, Any]) -> None:
+    again = json.loads(json.dumps(result))
+    rows = [row for row in again["samples"] if row[0] == BASE]
+    again["samples"] += [["copy of it", *row[1:]] for row in rows]
+    assert summarize_translation(again)["copy of it"]["lead"] == [0, 0, 0]
+
+
+def test_a_model_that_is_not_trained_is_named_with_its_recipe(
+    zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = "tinyspec train mt --recipe models/X/recipe.toml --out X"
+    for name, text in (
+        ("multi30k-far", f'# Far.\n# {train}\nmethod = "sat"\n'),
+        ("multi30k-leaving", f'# {train}\nmethod = "teacher"\n[exits]\n'),
+        ("multi30k-deciding", f'# {train}\nmethod = "calm"\n'),
+        ("storyteller-far", '# tinyspec train head --recipe Y\nmethod = "blockwise"\n'),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.toml").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(models, "_zoos", lambda: [tmp_path])
+    absent = list_absent_translators(load_translators_by_role(names(zoo)))
+    assert absent == {"multi30k-far": train}
+    notes = translation.note_translation(
+        {**measured(zoo, sentences=1, rounds=1, iterations=(1,)), "absent": absent}
+    )
+    assert notes[-1] == f"No row of multi30k-far, which is not trained here: `{train}`."
+    with pytest.raises(TinyspecError, match="multi30k-far is not trained yet: tinyspec train mt"):
+        models.load_translator("multi30k-far")
+
+
+def test_a_technique_that_is_new_has_rows_by_its_card(
+    zoo: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those have that are not in ROLES: one, and one more if a teacher may choose a length."""
+    known = tuple(role for role in translators.ROLES if role != "parallel")
+    monkeypatch.setattr(translators, "ROLES", known)
+    monkeypatch.setattr(translators, "BASE", "none")
+    found = load_translators_by_role(names(zoo))
+    arms = {arm.label: arm for arm in make_translator_arms("table", found, (3,), (1,), (2,))}
+    assert [label for label in arms if label.startswith("parallel")] == [
+        "parallel",
+        "parallel, 9 lengths",
+    ]
+    assert arms["parallel, 9 lengths"].one(ENGLISH[0]).teacher == 2
+
+
+def test_a_model_that_learnt_from_people_has_rows_of_its_own(zoo: Path, tmp_path: Path) -> None:
+    crf = load_translators_by_role(names(zoo))["nar_crf"]
+    for name, extra in (("raw", {}), ("taught", {"distilled": {"beam": 4}})):
+        config = replace(crf.config, extra={**crf.config.extra, "teacher": "teacher", **extra})
+        Seq2Seq(config, crf.weights, crf.tokenizer, name).save(tmp_path / name)
+    others = [name for name in names(zoo) if not name.endswith("nar_crf")]
+    found = load_translators_by_role([*others, str(tmp_path / "raw"), str(tmp_path / "taught")])
+    assert [role for role in found if "crf" in role] == ["nar_crf", "nar_crf, raw"]
+    assert found["nar_crf"].name == "taught"
+    labels = [arm.label for arm in make_translator_arms("table", found, (3,), (1,), (2,))]
+    assert [label for label in labels if label.startswith("nar_crf, raw")] == [
+        f"nar_crf, raw, {kind}" for kind in ("dynamic", "static", "none", "dynamic, 9 lengths")
+    ]
+
+
+def test_a_model_for_exits_is_no_teacher(zoo: Path, tmp_path: Path) -> None:
+    teacher = load_translators_by_role(names(zoo))["teacher"]
+    config = replace(teacher.config, extra={"trained_for": "teacher", "exits": "uniform"})
+    Seq2Seq(config, teacher.weights, teacher.tokenizer, "a").save(tmp_path / "a")
+    found = load_translators_by_role([str(tmp_path / "a"), *names(zoo)])
+    assert found["teacher"].name == "teacher" and "exits" not in found
+    teacher.save(tmp_path / "b")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "_zoos", lambda: [tmp_path])
+        assert models.name_for_method("plain", needs_own=False) == "b"
 
 
 def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:

@@ -184,13 +184,13 @@ def test_what_runs_is_the_algorithm_of_the_paper() -> None:
 
         stop = StoppingCriteria(eos=frozenset({end}), max_new_tokens=12)
         request = StreamRequest(model, sampling=SamplingParams(0.0), stop=stop)
-        decoder = ForkingDecoder(request, traps.FORK, traps.CHILD, 20, 99)
+        decoder = ForkingDecoder(request, traps.FORK_ID, traps.CHILD_ID, 20, 99)
         decoder.extend(traps.PROMPT)
         got = [token for round in decoder.run(Seeded(0)) for token in round.tokens]
         if decoder.finished == "eos" and decoder.forked < decoder.forks:  # no bound was met
-            args = traps.PROMPT, traps.FORK, traps.CHILD, [end]
+            args = traps.PROMPT, traps.FORK_ID, traps.CHILD_ID, [end]
             assert got == write_by_forks(next_token, *args)
-            compared, forked = compared + 1, forked + got.count(traps.FORK)
+            compared, forked = compared + 1, forked + got.count(traps.FORK_ID)
     assert compared >= 7 and forked >= 3, (compared, forked)
 
 
@@ -268,7 +268,7 @@ def test_a_full_context_forks_no_more() -> None:
     model = copy(small_network(13, 5))  # all who ask share the network
     model.config = model.config.__class__(**{**vars(model.config), "max_positions": 12})
     request = StreamRequest(model, stop=StoppingCriteria())
-    decoder = ForkingDecoder(request, traps.FORK, traps.CHILD, 99, 99)
+    decoder = ForkingDecoder(request, traps.FORK_ID, traps.CHILD_ID, 99, 99)
     decoder.extend(traps.PROMPT)
     list(decoder.run(Seeded(13)))
     assert decoder.finished == "context"

@@ -1,24 +1,29 @@
 """BiTA: the group after the last accepted token, one pass a round, and the tree of candidates."""
 
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
-import pytest
-
+from tests.speculative.probed import (
+    begin,
+    expect_chains_after_each_node,
+    expect_no_own_vocabulary,
+    expect_nothing_after_an_end,
+    expect_probes_to_end_with_the_context,
+    list_drafted,
+    propose,
+    propose_after_a_round,
+)
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import bita as traps
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita, bita_loss
-from tinyspec.technique import Request, find_technique
-from tinyspec.tree import ROOT, TokenTree
+from tinyspec.technique import find_technique
+from tinyspec.tree import ROOT
 
 CARD = find_technique("bita")
-GREEDY = SamplingParams(0.0)
 
 
 def test_trap_a_draft_is_what_the_training_forward_says() -> None:
@@ -30,20 +35,11 @@ def test_trap_every_round_but_the_first_drafts() -> None:
 
 
 def test_trap_the_targets_rows_stay_as_they_are() -> None:
-    assert traps.rows_stay_as_they_are(CARD.make).cases > 20
+    assert traps.rows_stay_as_they_are(partial(CARD.make, candidates=2)).cases > 20
 
 
 def test_trap_a_mask_with_its_prefix_is_trained_on_its_own_token() -> None:
     assert traps.masks_are_trained_with_the_prefix(bita_loss).cases == 3
-
-
-def begin(model: Model, text: Any, ends: frozenset[int] = frozenset(), **knobs: Any) -> Any:
-    stop = StoppingCriteria(eos=ends, max_new_tokens=30)
-    request = Request(model.session(), sampling=GREEDY, stop=stop)
-    request.positions = model.config.max_positions
-    decoder = CARD.make(request, **knobs)
-    decoder.extend(text)
-    return decoder
 
 
 def masked_network(masks: int, seed: int = 0) -> Model:
@@ -54,38 +50,30 @@ def masked_network(masks: int, seed: int = 0) -> Model:
 
 def test_the_tree_is_the_authors() -> None:
     """5 + 4 + 3 candidates; only the first of a slot has children; masks after each of them."""
-    decoder = begin(masked_network(3), (0, 1))
-    decoder.step(Seeded(0))
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    parents = [up for up, probe in zip(tree.parents, tree.probe, strict=True) if not probe]
+    _, tree = propose_after_a_round(CARD, masked_network(3))
+    parents = [tree.parents[node] for node in list_drafted(tree)]
     assert parents == [ROOT] * 5 + [0] * 4 + [5] * 3
     assert sum(tree.probe) == 13 * 3
 
 
-def test_masks_behind_a_token_are_a_chain_of_their_own() -> None:
-    decoder = begin(masked_network(2), (0, 1), candidates=2)
-    decoder.step(Seeded(0))
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    for node, group in decoder.drafter.group_of.items():
-        assert [tree.parents[mask] for mask in group] == [node, *group[:-1]]
+def test_masks_after_a_token_are_a_chain_of_their_own() -> None:
+    decoder, tree = propose_after_a_round(CARD, masked_network(2), candidates=2)
+    expect_chains_after_each_node(decoder, tree)
+    for group in decoder.drafter.group_of.values():
         assert [tree.tokens[mask] for mask in group] == [10, 11]
 
 
 def test_nothing_follows_the_end_of_a_text() -> None:
-    decoder = begin(masked_network(3), (0, 1), frozenset(range(10)))
-    decoder.step(Seeded(0))
-    decoder.finished = None
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    assert {up for up, probe in zip(tree.parents, tree.probe, strict=True) if not probe} == {ROOT}
+    expect_nothing_after_an_end(CARD, masked_network(3))
 
 
 def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
     """Each slot ranks its tokens after the text and the likeliest candidates before it."""
     sampling = SamplingParams(0.0, repetition_penalty=1.5)
     for seed in range(5):
-        decoder = begin(masked_network(3, seed), (0, 1))
+        decoder = begin(CARD, masked_network(3, seed), (0, 1))
         decoder.step(Seeded(0))
-        tree = decoder.drafter.propose(decoder.context, 9, sampling, Seeded(0))
+        tree = propose(decoder, 9, sampling)
         history = list(decoder.context)
         for row, first in zip(decoder.drafter.logits, (0, 5, 9), strict=True):
             assert tree.tokens[first] == sampling.greedy_token(row, history)
@@ -93,12 +81,7 @@ def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
 
 
 def test_masks_end_with_the_context() -> None:
-    model = masked_network(3)
-    decoder = begin(model, [0, 1] * 29 + [2])  # 59 of 64 positions
-    while not decoder.finished:
-        tree = decoder.step(Seeded(decoder.rounds)).tree
-        assert isinstance(tree, TokenTree)
-    assert len(decoder.context) == 64
+    expect_probes_to_end_with_the_context(CARD, masked_network(3))
 
 
 def test_masks_and_prefix_are_all_that_is_trained() -> None:
@@ -110,5 +93,4 @@ def test_masks_and_prefix_are_all_that_is_trained() -> None:
 
 
 def test_a_vocabulary_of_its_own_is_refused() -> None:
-    with pytest.raises(TinyspecError, match="draft_vocab"):
-        BitaSettings(draft_vocab=20)
+    expect_no_own_vocabulary(BitaSettings)

@@ -1,20 +1,29 @@
 """PPD: one pass a round, the dynamic sparse tree and how it is built, prompts of virtual tokens."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
+from tests.speculative.probed import (
+    begin,
+    expect_no_own_vocabulary,
+    expect_nothing_after_an_end,
+    expect_probes_to_end_with_the_context,
+    list_drafted,
+    propose,
+    propose_after_a_round,
+)
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.stage import Stage
-from tinyspec.laws.traps import begin_decoder, run_all_rounds
+from tinyspec.laws.traps import GREEDY
 from tinyspec.laws.traps import parallel_prompt as traps
+from tinyspec.laws.traps.bita import every_round_drafts, rows_stay_as_they_are
 from tinyspec.lm.heads import RANKED, freeze_target, head_weights
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated import parallel_prompt as ppd
@@ -22,7 +31,6 @@ from tinyspec.technique import Request, find_technique
 from tinyspec.tree import ROOT, TokenTree
 
 CARD = find_technique("parallel_prompt")
-GREEDY = SamplingParams(0.0)
 
 # How often candidates of the first prompt were right on Vicuna-7B, 1.4B and 68M, as the trees in
 # the authors' code say. The second and third rows are made up: they fall.
@@ -35,15 +43,6 @@ CURVES = [
 
 def falling(curve: tuple[float, ...], prompts: int = 3) -> tuple[tuple[float, ...], ...]:
     return tuple(tuple(0.7**i * chance for chance in curve) for i in range(prompts))
-
-
-def begin(model: Model, text: Any, ends: frozenset[int] = frozenset(), **knobs: Any) -> Any:
-    stop = StoppingCriteria(eos=ends, max_new_tokens=30)
-    request = Request(model.session(), sampling=GREEDY, stop=stop)
-    request.positions = model.config.max_positions
-    decoder = CARD.make(request, **knobs)
-    decoder.extend(text)
-    return decoder
 
 
 def prompted_network(prompts: int, virtual: int = 1, seed: int = 0) -> Model:
@@ -77,14 +76,14 @@ def test_trap_tokens_per_round_are_those_of_a_long_run() -> None:
     assert traps.rounds_are_those_of_a_long_run(ppd.tokens_per_round).cases == 9 + 27
 
 
-def test_every_round_but_the_first_drafts_in_one_pass() -> None:
-    for seed in range(3):
-        model = prompted_network(2, 2, seed)
-        decoder = begin_decoder(CARD.make, [model], (0, 1, 2), max_new_tokens=30, nodes=6)
-        rounds = run_all_rounds(decoder)
-        drafted = [not all(round.tree.probe) for round in rounds if round.tree.tokens]
-        assert drafted == [False] + [True] * (len(drafted) - 1)
-        assert {len(round.calls) + len(round.draft_calls) for round in rounds} == {1}
+def test_trap_every_round_but_the_first_drafts_in_one_pass() -> None:
+    make = partial(CARD.make, nodes=6)
+    assert every_round_drafts(make, lambda seed: prompted_network(2, 2, seed)).cases == 4
+
+
+def test_trap_the_targets_rows_stay_as_they_are() -> None:
+    make = partial(CARD.make, nodes=9)
+    assert rows_stay_as_they_are(make, lambda seed: prompted_network(2, 1, seed)).cases > 20
 
 
 def test_the_draft_of_a_text_does_not_depend_on_the_past() -> None:
@@ -122,7 +121,7 @@ def test_the_chance_to_end_is_what_the_children_leave() -> None:
     assert sum(ends) == pytest.approx(0.5 + 0.25)  # a round ends somewhere below the newest token
 
 
-def test_one_prompt_stays_behind_every_candidate() -> None:
+def test_one_prompt_stays_after_every_candidate() -> None:
     assert ppd.hang_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 0) == [1, 1, 1]
     assert ppd.hang_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 100) == [2, 2, 2]
     assert ppd.hang_prompts([0.3, 0.2], [0.5], 2) == [1, 1]
@@ -191,12 +190,9 @@ def test_the_largest_trees_are_built_in_seconds() -> None:
 # ---------------------------------------------------------------------- the draft
 
 
-def test_prompts_stand_behind_the_newest_token_and_every_candidate() -> None:
-    decoder = begin(prompted_network(3), (0, 1), nodes=20)
-    decoder.step(Seeded(0))
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    expected = decoder.drafter.trees[2]
-    drafted = [node for node, probe in enumerate(tree.probe) if not probe]
+def test_prompts_stand_after_the_newest_token_and_every_candidate() -> None:
+    decoder, tree = propose_after_a_round(CARD, prompted_network(3), nodes=20)
+    expected, drafted = decoder.drafter.trees[2], list_drafted(tree)
     assert [tree.parents[node] for node in drafted] == [parent for parent, _ in expected.places]
     groups = decoder.drafter.group_of
     assert [len(groups[node]) for node in (ROOT, *drafted)] == [3, *expected.prompts]
@@ -204,8 +200,8 @@ def test_prompts_stand_behind_the_newest_token_and_every_candidate() -> None:
 
 
 def test_virtual_tokens_are_chains_beside_each_other() -> None:
-    decoder = begin(prompted_network(2, virtual=3), (0, 1))
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
+    decoder = begin(CARD, prompted_network(2, virtual=3), (0, 1))
+    tree = propose(decoder)
     assert tree.tokens == [10, 11, 12, 13, 14, 15]  # 10 to 12 are prompt 0
     assert tree.parents == [ROOT, ROOT, ROOT, 0, 1, 2]
     assert decoder.drafter.group_of == {ROOT: [0, 1, 2, 3, 4, 5]}
@@ -219,7 +215,7 @@ def test_the_logits_of_a_prompt_are_the_mean_of_its_virtual_tokens() -> None:
     three = three.with_extras({**three.extras, f"parallel_prompt/{ppd.PROMPTS}": same})
     drafters = []
     for model in (one, three):
-        decoder = begin(model, (0, 1, 2))
+        decoder = begin(CARD, model, (0, 1, 2))
         decoder.step(Seeded(0))
         drafters.append(decoder.drafter)
     for a, b in zip(drafters[0].logits, drafters[1].logits, strict=True):
@@ -227,32 +223,21 @@ def test_the_logits_of_a_prompt_are_the_mean_of_its_virtual_tokens() -> None:
 
 
 def test_nothing_follows_the_end_of_a_text() -> None:
-    decoder = begin(prompted_network(3), (0, 1), frozenset(range(10)), nodes=30)
-    decoder.step(Seeded(0))
-    decoder.finished = None
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-    assert {up for up, probe in zip(tree.parents, tree.probe, strict=True) if not probe} == {ROOT}
+    expect_nothing_after_an_end(CARD, prompted_network(3), nodes=30)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 3])
 def test_no_candidate_is_deeper_than_the_tokens_that_are_wanted(n: int) -> None:
-    decoder = begin(prompted_network(3), (0, 1), nodes=30)
-    decoder.step(Seeded(0))
-    tree = decoder.drafter.propose(decoder.context, n, GREEDY, Seeded(0))
-    deepest = [d for d, probe in zip(tree.depths(), tree.probe, strict=True) if not probe]
-    assert max(deepest, default=0) == n
+    _, tree = propose_after_a_round(CARD, prompted_network(3), n, nodes=30)
+    assert max((tree.depths()[node] for node in list_drafted(tree)), default=0) == n
 
 
 def test_prompts_end_with_the_context() -> None:
-    model = prompted_network(3)
-    decoder = begin(model, [0, 1] * 29 + [2], nodes=20)  # 59 of 64 positions
-    while not decoder.finished:
-        decoder.step(Seeded(decoder.rounds))
-    assert len(decoder.context) == 64
+    expect_probes_to_end_with_the_context(CARD, prompted_network(3), nodes=20)
 
 
 def test_a_prompt_of_one_token_is_enough() -> None:
-    decoder = begin(prompted_network(2), (1,))
+    decoder = begin(CARD, prompted_network(2), (1,))
     assert all(decoder.step(Seeded(0)).tree.probe)
     assert not all(decoder.step(Seeded(1)).tree.probe)
 
@@ -260,23 +245,8 @@ def test_a_prompt_of_one_token_is_enough() -> None:
 def test_fewer_prompts_may_be_used_than_were_trained() -> None:
     model = prompted_network(3)
     for n in (1, 2, 3, 4):
-        decoder = begin(model, (0, 1), prompts=n)
-        tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
-        assert tree.tokens == [10, 11, 12][:n]
-
-
-def test_the_rows_of_candidates_are_the_targets() -> None:
-    model = prompted_network(2)
-    decoder = begin(model, (0, 1, 2), nodes=9)
-    text = list(decoder.context)
-    for _ in range(6):
-        round = decoder.step(Seeded(decoder.rounds))
-        for node, probe in enumerate(round.tree.probe):
-            if not probe:
-                path = round.tree.tokens_on(round.tree.path(node))
-                row, expected = round.scores.logits[node + 1], model.logits([*text, *path])[-1]
-                assert torch.allclose(row, expected, rtol=0, atol=NETWORK_TOLERANCE)
-        text += round.tokens
+        decoder = begin(CARD, model, (0, 1), prompts=n)
+        assert propose(decoder).tokens == [10, 11, 12][:n]
 
 
 # ---------------------------------------------------------------------- what is trained
@@ -290,5 +260,4 @@ def test_the_embeddings_are_all_that_is_trained() -> None:
 
 
 def test_a_vocabulary_of_its_own_is_refused() -> None:
-    with pytest.raises(TinyspecError, match="draft_vocab"):
-        ppd.PromptSettings(draft_vocab=20)
+    expect_no_own_vocabulary(ppd.PromptSettings)

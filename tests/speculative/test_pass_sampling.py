@@ -6,17 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.speculative.probed import begin, expect_no_own_vocabulary, propose
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import pass_sampling as traps
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
 from tinyspec.lm.probes import run_probe_groups
 from tinyspec.speculative.drafting.pass_sampling import AHEAD, PassSettings, begin_ahead, pass_loss
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("pass_sampling")
@@ -34,16 +33,9 @@ def test_trap_rounds_take_turns() -> None:
     assert traps.rounds_take_turns(CARD.make).cases == 4
 
 
-def decoder_on(model: Model, sampling: SamplingParams, **knobs: Any) -> Any:
-    request = Request(model.session(), sampling=sampling, stop=StoppingCriteria(max_new_tokens=20))
-    request.positions = model.config.max_positions
-    return CARD.make(request, **knobs)
-
-
 def test_look_aheads_end_with_the_context() -> None:
     model = add_random_head(small_network(1), CARD, 0)
-    decoder = decoder_on(model, SamplingParams(0.0))
-    decoder.extend([0, 1] * 31 + [2])  # 63 of 64 positions
+    decoder = begin(CARD, model, [0, 1] * 31 + [2])  # 63 of 64 positions
     assert len(decoder.step(Seeded(0)).tree.tokens) <= 1
     assert len(decoder.context) == 64
 
@@ -51,11 +43,10 @@ def test_look_aheads_end_with_the_context() -> None:
 def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
     model = add_random_head(small_network(3), CARD, 0)
     sampling = SamplingParams(0.0, repetition_penalty=1.5)
-    decoder = decoder_on(model, sampling)
-    decoder.extend((0, 1))
+    decoder = begin(CARD, model, (0, 1), sampling)
     decoder.step(Seeded(0))
     rows = list(decoder.drafter.logits)
-    tree = decoder.drafter.propose(decoder.context, 4, sampling, Seeded(0))
+    tree = propose(decoder, 4, sampling)
     history = list(decoder.context)
     for row, token in zip(rows, tree.tokens, strict=True):
         assert token == sampling.greedy_token(row, history)
@@ -70,8 +61,7 @@ def test_only_the_embeddings_are_trained() -> None:
 
 
 def test_a_vocabulary_of_its_own_is_refused() -> None:
-    with pytest.raises(TinyspecError, match="draft_vocab"):
-        PassSettings(draft_vocab=20)
+    expect_no_own_vocabulary(PassSettings)
 
 
 # ---------------------------------------------------------------------- groups of probes

@@ -6,9 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from tests.speculative.probed import (
+    begin,
+    expect_chains_after_each_node,
+    expect_probes_to_end_with_the_context,
+    propose,
+    propose_after_a_round,
+)
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
@@ -22,11 +28,10 @@ from tinyspec.speculative.integrated.space import (
     find_mask_token,
     sar_loss,
 )
-from tinyspec.technique import TUNED, Request, TrainingBatch, Tuning, find_technique
+from tinyspec.technique import TUNED, TrainingBatch, Tuning, find_technique
 from tinyspec.tree import ROOT
 
 CARD = find_technique("space")
-GREEDY = SamplingParams(0.0)
 
 
 def test_trap_a_draft_is_what_the_training_forward_says() -> None:
@@ -48,23 +53,12 @@ def test_trap_a_rejected_candidate_is_not_drawn_again() -> None:
 # ---------------------------------------------------------------------- the algorithm
 
 
-def begin(
-    model: Any, text: Any, sampling: SamplingParams = GREEDY, n: int = 30, **knobs: Any
-) -> Any:
-    stop = StoppingCriteria(max_new_tokens=n)
-    request = Request(model.session(), sampling=sampling, stop=stop)
-    request.positions = model.config.max_positions
-    decoder = CARD.make(request, **knobs)
-    decoder.extend(text)
-    return decoder
-
-
 @pytest.mark.parametrize("k", [1, 3])
 def test_what_runs_is_the_published_algorithm_step_by_step(k: int) -> None:
     accepted = 0
     for seed in range(6):
         model = TableModel(seed, 3, zeros=False)
-        decoder = begin(model, (0, 1), n=12, masks=k)
+        decoder = begin(CARD, model, (0, 1), n=12, masks=k)
         steps = [list(round.tokens) for round in decoder.run(Seeded(0))]
         expected = decode_by_groups(
             lambda text, model=model: likeliest_token(model.row(text)), (0, 1), 12, k, mask=2
@@ -74,36 +68,30 @@ def test_what_runs_is_the_published_algorithm_step_by_step(k: int) -> None:
     assert accepted > 0
 
 
-def test_the_tree_is_a_chain_with_masks_behind_each_candidate() -> None:
-    decoder = begin(small_network(0), (0, 1), masks=2)
-    decoder.step(Seeded(0))
-    tree = decoder.drafter.propose(decoder.context, 9, GREEDY, Seeded(0))
+def test_the_tree_is_a_chain_with_masks_after_each_candidate() -> None:
+    decoder, tree = propose_after_a_round(CARD, small_network(0), masks=2)
     assert list(tree.parents[:2]) == [ROOT, 0]
     assert list(tree.probe) == [False] * 2 + [True] * 6
     assert {tree.tokens[mask] for mask in range(2, 8)} == {3}  # the last token of the vocabulary
-    for node, group in decoder.drafter.group_of.items():
-        assert [tree.parents[mask] for mask in group] == [node, *group[:-1]]
+    expect_chains_after_each_node(decoder, tree)
 
 
 def test_candidates_above_temperature_0_declare_the_distribution_of_their_mask() -> None:
     sampling = SamplingParams(0.8)
-    decoder = begin(small_network(0), (0, 1), sampling, masks=2)
+    decoder = begin(CARD, small_network(0), (0, 1), sampling, masks=2)
     decoder.step(Seeded(0))
     rows = [sampling.probs(row) for row in decoder.drafter.logits]
-    tree = decoder.drafter.propose(decoder.context, 9, sampling, Seeded(0))
+    tree = propose(decoder, 9, sampling)
     assert [list(q) for q in tree.draft_probs[:2]] == [list(row) for row in rows]
     assert all(q is None for q in tree.draft_probs[2:])
 
 
 def test_masks_end_with_the_context() -> None:
-    decoder = begin(small_network(1), [0, 1] * 29 + [2])  # 59 of 64 positions
-    while not decoder.finished:
-        decoder.step(Seeded(decoder.rounds))
-    assert len(decoder.context) == 64
+    expect_probes_to_end_with_the_context(CARD, small_network(1))
 
 
 def test_a_text_of_one_new_token_has_no_masks() -> None:
-    decoder = begin(small_network(1), (0, 1), n=1)
+    decoder = begin(CARD, small_network(1), (0, 1), n=1)
     assert decoder.step(Seeded(0)).tree.tokens == []
     assert decoder.finished == "length"
 
@@ -119,12 +107,14 @@ def make_tuned(extra: Any) -> Model:
 
 def test_masks_and_their_token_are_those_that_the_model_was_tuned_with() -> None:
     model = make_tuned({"method": "space", "settings": {"masks": 3, "mask_id": 7}})
-    assert begin(model, (0, 1)).drafter.ids == (7, 7, 7)
-    assert begin(model, (0, 1), masks=2).drafter.ids == (7, 7)
+    assert begin(CARD, model, (0, 1)).drafter.ids == (7, 7, 7)
+    assert begin(CARD, model, (0, 1), masks=2).drafter.ids == (7, 7)
 
 
 def test_a_model_that_was_not_tuned_has_the_defaults() -> None:
-    assert begin(make_tuned({"method": "cllm", "settings": {}}), (0, 1)).drafter.ids == (9,) * 5
+    assert (
+        begin(CARD, make_tuned({"method": "cllm", "settings": {}}), (0, 1)).drafter.ids == (9,) * 5
+    )
 
 
 @pytest.mark.parametrize(
@@ -144,7 +134,7 @@ def test_a_model_that_was_not_tuned_has_the_defaults() -> None:
 )
 def test_settings_without_a_meaning_are_named_in_one_line(settings: Any, said: str) -> None:
     with pytest.raises(TinyspecError) as error:
-        begin(make_tuned({"method": "space", "settings": settings}), (0, 1))
+        begin(CARD, make_tuned({"method": "space", "settings": settings}), (0, 1))
     assert said in str(error.value) and "\n" not in str(error.value)
 
 

@@ -27,7 +27,9 @@ from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 from tinyspec.technique import load_techniques
 
 Result = Mapping[str, Any]
-SHARE = 0.95  # of tokens on which an early exit must agree with the full model to be quoted
+GOOD_AGREEMENT = (
+    0.95  # of tokens on which an early exit must agree with the full model to be quoted
+)
 LOOKUP = "transformers:lookup, best setting"
 
 
@@ -340,11 +342,11 @@ def tabulate_draft_sizes(sizes: Result) -> str:
 
 
 def find_good_exits(exits: Result) -> dict[str, dict[str, float]]:
-    """Return, for each measure, the cheapest setting that agrees on `SHARE` of the tokens."""
+    """Return, for each family, the cheapest setting with at least `GOOD_AGREEMENT`."""
     found: dict[str, tuple[str, dict[str, float]]] = {}
     for label, of in exits["figures"].items():
         measure, forced = label.rpartition(" ")[0], of["forced"]
-        if not measure or forced["agreement"] < SHARE:
+        if not measure or forced["agreement"] < GOOD_AGREEMENT:
             continue
         if measure not in found or forced["work"] < found[measure][1]["work"]:
             found[measure] = label, forced

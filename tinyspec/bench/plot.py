@@ -74,10 +74,11 @@ class Lines:
 
     def draw_on(self, axes: Any) -> None:
         for n, (label, line) in enumerate(self.lines.items()):
+            turn = n // len(HUES)  # when all hues were used, they meet other dashes and markers
             axes.plot(
                 list(line), list(line.values()), label=label, color=HUES[n % len(HUES)], lw=1.8,
-                ls=DASHES[n % len(DASHES)], marker=MARKERS[n % len(MARKERS)], ms=4, mfc="none",
-                clip_on=False,
+                ls=DASHES[(n + turn) % len(DASHES)], marker=MARKERS[(n + 2 * turn) % len(MARKERS)],
+                ms=4, mfc="none", clip_on=False,
             )  # fmt: skip
         if self.floor:
             at = sorted(self.floor)

@@ -106,7 +106,8 @@ def command(name: str, **more: Any) -> Callable[[type[T]], type[T]]:
 RESUME = "Go on with the file of --out."
 ONLINE_RESUME = "Go on with the file of --out; the draft learns the prompts that are done again."
 RETRIEVERS = ("llma", "lookahead_trie", "suffix_decoding", "rest")
-THRESHOLDS = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+THRESHOLDS = (0.01, 0.05, 0.1, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
+"""The survey's sweep begins at 0.5. Gaps of small models are mostly below."""
 MEASURES = ("softmax", "saturation", "classifier")
 
 
@@ -646,10 +647,9 @@ class DialectSettings:
     """The cost of writing all words at once where a source has several right translations, and what
     reduces it.
 
-    Trains eight small models for each kind of dialects: one that reads what it wrote, one that
-    writes in a single pass, one that writes two words in a pass (SAT), both again on the first
-    one's translations, iterative refinement with and without denoising, and Mask-Predict. Ctrl-C
-    stops, and --resume goes on.
+    Trains small models for each kind of dialects: one that reads what it wrote, one that writes in
+    a single pass, this one again on the first one's translations, and every technique that
+    rewrites, most of them on both. Ctrl-C stops, and --resume goes on.
 
     \b
     Examples:
@@ -658,6 +658,9 @@ class DialectSettings:
     """
 
     kinds: tuple[str, ...] = setting(("lex", "ord", "fert"), "lex, ord, fert, or lex+ord.", of=str)
+    methods: tuple[str, ...] = setting(
+        (), "Techniques that are trained too. [default: all that rewrite]", of=str
+    )
     modes: int = setting(4, "Right translations of a source.", least=1)
     words: int = setting(10, "Words of the source language.", least=1)
     shortest: int = setting(5, "Words of a source, at least.", least=1)
@@ -683,32 +686,41 @@ class DialectSettings:
 @command("exits", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class ExitSettings:
-    """What early exits save and cost: layers, fills and head products against agreement and
-    perplexity.
+    """What early exits save and cost: layers, fills and head products against agreement, perplexity
+    or BLEU.
 
-    CALM's measures over thresholds, beside one fixed exit for all tokens; on given text, and
-    writing freely.
+    Every technique of the chapter that runs on the model, beside one fixed exit for all tokens; on
+    given text, and writing freely. A translator translates Multi30k's test sentences.
 
     \b
     Examples:
-      tinyspec bench exits --model storyteller --measures softmax,saturation
+      tinyspec bench exits --model storyteller --methods calm,calm:measure=saturation,ppd
       tinyspec bench exits --model models/exits-loss --out exits.json --resume --svg exits.svg
+      tinyspec bench exits --model multi30k-exits --prompts 200 --markdown exits-translator.md
     """
 
-    model: str = model_setting("storyteller")
-    thresholds: tuple[float, ...] = setting(THRESHOLDS, "From 0 to 1.", of=float)
-    measures: tuple[str, ...] = setting(
-        MEASURES, "The classifier must have been trained (`tinyspec train exits`).", of=str
+    model: str = model_setting("storyteller", "Name or folder, also of a translator.")
+    methods: tuple[str, ...] = setting(
+        (),
+        "NAME or NAME:knob=value. [default: every technique of the chapter, by its card]",
+        of=str,
     )
-    prompts: int = setting(20, "Passages.", least=1)
+    thresholds: tuple[float, ...] = setting(
+        THRESHOLDS, "From 0 to 1, of techniques that have one.", of=float
+    )
+    prompts: int = setting(20, "Passages, or sentences of a translator.", least=1)
     tokens: int = tokens_setting(64)
-    decay: str = decay_setting("constant")
-    tau: float = TAU_SETTING
-    min_exit: int = MIN_EXIT_SETTING
+    stages: int = setting(4, "Stages of EE-LLM's simulated pipeline.", least=1)
     texts: tuple[str, ...] = TEXTS_SETTING
     prompt_tokens: int = PROMPT_TOKENS_SETTING
     seed: int = SEED_SETTING
     dtype: str | None = dtype_setting()
+    data_folder: Path | None = setting(
+        None,
+        "Where Multi30k lies. [default: TINYSPEC_DATA, else the cache]",
+        "--data",
+        kind="folder",
+    )
 
 
 @command("mpee", tables=True)

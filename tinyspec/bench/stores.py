@@ -85,7 +85,7 @@ def prepare_datastore(model: Model, *_: Any) -> PreparedArm:
 
 def prepare_retrieval_budget(model: Model, *_: Any) -> PreparedArm:
     """Return a budget below the context: the paper's own holds all of a short context."""
-    budget = max(model.config.max_positions // SHARE // CHUNK, 1) * CHUNK
+    budget = max(model.config.max_positions // BUDGET_DIVISOR // CHUNK_TOKENS, 1) * CHUNK_TOKENS
     return PreparedArm(
         {"budget": budget}, f"a retrieval budget of {budget} tokens, a sixteenth of the context"
     )
@@ -134,8 +134,8 @@ CALIBRATION_TOKENS = 64  # tokens of each that are given, and as many that the t
 CALIBRATION_LETTERS = 2000  # characters of each text that are read, far more than these tokens have
 _MEASURED: dict[tuple[Any, ...], tuple[Model, Model, PreparedArm]] = {}
 """The vectors of this process; the models are kept, so no other one gets their id."""
-SHARE = 16  # the budget is a sixteenth of the context
-CHUNK = 8  # tokens of a chunk; a budget is a whole number of chunks
+BUDGET_DIVISOR = 16  # the budget is a sixteenth of the context
+CHUNK_TOKENS = 8  # tokens of a chunk; a budget is a whole number of chunks
 PREPARE: dict[str, tuple[str, Callable[[Model, Draft, BenchSettings], PreparedArm]]] = {
     "rest": ("datastore", prepare_datastore),
     "sequoia": ("accepts", prepare_acceptance),

@@ -119,7 +119,7 @@ def write_readme(folder: Path) -> str:
         claims=_tabulate_claims(results, "../"),
         machines=describe_machines(timed),
         questions=list_headings(),
-        share=answers.SHARE,
+        share=answers.GOOD_AGREEMENT,
     )
     return _join_lines(page)
 

@@ -38,7 +38,7 @@ from tinyspec.grade.task import NoResult
 from tinyspec.laws.evidence import format_value
 
 CHILD_FILE = Path(__file__).with_name("child.py")
-CHUNK = 1 << 16  # bytes read from a pipe at once
+PIPE_BYTES = 1 << 16  # bytes read from a pipe at once
 MAX_RUNS = 128  # in one message
 MAX_ENDS = 20_000  # of a function on one case
 MAX_TREES = 8_000  # that a function remembers
@@ -176,7 +176,7 @@ class ChildProcess:
             message = self._write(message)
             if message:
                 self._waiting.register(self._send, selectors.EVENT_WRITE)
-            while b"\n" not in answer[-CHUNK:]:
+            while b"\n" not in answer[-PIPE_BYTES:]:
                 left = until - time.monotonic()
                 ready = self._waiting.select(max(left, 0))
                 if not ready and left <= 0:
@@ -194,7 +194,7 @@ class ChildProcess:
         return bytes(answer)
 
     def _read(self) -> bytes:
-        got = os.read(self._receive, CHUNK)
+        got = os.read(self._receive, PIPE_BYTES)
         if not got:
             self._drain()
             with suppress(subprocess.TimeoutExpired):
@@ -217,7 +217,7 @@ class ChildProcess:
     def _drain(self) -> None:
         """Read what was printed, and forget it."""
         with suppress(BlockingIOError):
-            while got := os.read(self._output, CHUNK):
+            while got := os.read(self._output, PIPE_BYTES):
                 self.printed += len(got)
                 if self.printed > self.limits.output:
                     raise ChildGone(f"prints more than {self.limits.output >> 10} KB")

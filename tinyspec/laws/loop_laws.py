@@ -35,7 +35,7 @@ from tinyspec.technique import Request
 from tinyspec.tree import ROOT, TokenTree
 
 ONE, TWO, BOTH, FEW = "chain of 1", "chain of 2", "2 siblings", "2 siblings without replacement"
-FORK = "2 siblings without replacement, one below the first"
+FORKED_DRAFT = "2 siblings without replacement, one below the first"
 POINTS, BESIDE = "the tokens 1, 0", "the tokens 0 | 1 side by side"
 
 Table = tuple[tuple[int, ...], ...]
@@ -113,7 +113,7 @@ class LoopCase:
         small = table_model(self.q).session()
         if self.draft in (ONE, TWO):
             return parts.drafter(small, 1 if self.draft == ONE else 2, frozenset())
-        if self.draft == FORK:
+        if self.draft == FORKED_DRAFT:
             return parts.trees(small, (ROOT, ROOT, 0), False)
         return parts.siblings(small, 2, self.draft == BOTH)
 
@@ -174,7 +174,7 @@ def loop_cases() -> Iterator[LoopCase]:
     for draft in (ONE, TWO, BOTH, FEW):
         yield LoopCase(WIDE, WIDER, draft, 2)
     for p, q in (*SMALL_TABLES[2:6], (((1, 1),), ((1, 3), (3, 1)))):
-        yield LoopCase(p, q, FORK, 2)
+        yield LoopCase(p, q, FORKED_DRAFT, 2)
     for knobs in LOOP_KNOBS:
         yield LoopCase(WIDE, WIDER, ONE, 2, SamplingParams(**knobs))
     yield LoopCase(((1, 1, 2),), ((1, 1, 1),), TWO, 2, HalvingParams(repetition_penalty=2.0))

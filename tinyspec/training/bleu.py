@@ -1,6 +1,6 @@
-"""Measure translations: BLEU by sacrebleu on raw text, with its signature."""
+"""Measure translations: BLEU and chrF by sacrebleu on raw text, with their signatures."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from tinyspec.errors import TinyspecError
 ORDER = 4  # n-grams of up to so many words
 
 
-class BleuScore(NamedTuple):
+class TextScore(NamedTuple):
     score: float  # 0 to 100
     signature: str
 
@@ -37,18 +37,40 @@ class BleuCounts(NamedTuple):
         return BleuCounts(hits, all, self.reference_length + other.reference_length)
 
     @property
-    def bleu(self) -> BleuScore:
+    def bleu(self) -> TextScore:
         """Return the score of these counts, by sacrebleu's default settings."""
-        judge = load_bleu()
-        score = judge.compute_bleu(
-            list(self.matches),
-            list(self.totals),
-            self.totals[0],
-            self.reference_length,
-            smooth_method="exp",
-        ).score
-        judge.corpus_score(["a"], [["a"]])  # then the signature has the number of references
-        return BleuScore(round(float(score), 4), str(judge.get_signature()))
+        (score,) = score_counts([self])
+        return TextScore(round(score, 4), read_signature(load_bleu()))
+
+
+def score_counts(counts: Iterable[BleuCounts]) -> list[float]:
+    """Return the BLEU of each of these counts, by sacrebleu's default settings.
+
+    >>> score_counts([BleuCounts((4, 3, 2, 1), (4, 3, 2, 1), 4)])
+    [100.0]
+    """
+    judge = load_bleu()
+    return [
+        round(
+            float(
+                judge.compute_bleu(
+                    list(one.matches),
+                    list(one.totals),
+                    one.totals[0],
+                    one.reference_length,
+                    smooth_method="exp",
+                ).score
+            ),
+            10,
+        )
+        for one in counts
+    ]
+
+
+def read_signature(judge: Any) -> str:
+    """Return how a judge of sacrebleu scores, for one reference each."""
+    judge.corpus_score(["a"], [["a"]])  # then the signature has the number of references
+    return str(judge.get_signature())
 
 
 def load_bleu() -> Any:
@@ -80,7 +102,33 @@ def count_ngrams(found: Sequence[str], wanted: Sequence[str]) -> BleuCounts:
     return BleuCounts(tuple(made.counts), tuple(made.totals), int(made.ref_len))
 
 
-def corpus_bleu(found: Sequence[str], wanted: Sequence[str]) -> BleuScore:
+def load_chrf() -> Any:
+    """Return sacrebleu's chrF with its default settings: n-grams of 1 to 6 characters."""
+    load_bleu()  # reports if sacrebleu is missing
+    from sacrebleu.metrics.chrf import CHRF
+
+    return CHRF()
+
+
+def count_characters(found: Sequence[str], wanted: Sequence[str]) -> tuple[int, ...]:
+    """Return the counts from which chrF is computed, against one reference each.
+
+    They can be added up: n-grams of the translations, of the references, and of both, for each
+    number of characters.
+    """
+    # sacrebleu has no public function for the counts of a part of the sentences.
+    rows = load_chrf()._extract_corpus_statistics(list(found), [list(wanted)])
+    return tuple(sum(column) for column in zip(*rows, strict=True))
+
+
+def score_characters(counts: Sequence[int]) -> TextScore:
+    """Return the chrF of such counts."""
+    judge = load_chrf()
+    score = judge._aggregate_and_compute([list(counts)]).score
+    return TextScore(round(float(score), 4), read_signature(judge))
+
+
+def corpus_bleu(found: Sequence[str], wanted: Sequence[str]) -> TextScore:
     """Return the BLEU of translations against one reference each.
 
     >>> corpus_bleu(["Ein Mann mit Hut."], ["Ein Mann mit Hut."]).score

@@ -9,21 +9,24 @@ passages, which is no part of the guarantee.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinyspec import models
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.exits import (
+from tinyspec.bench.experiments.exit_arms import (
     Passage,
-    count_relative_work,
     count_work,
-    decode_with_exits,
     draw_passages,
+    price_weights,
     read_classics,
 )
 from tinyspec.bench.harness import show_progress_bar, stamp_result
 from tinyspec.bench.settings import CalibrationSettings
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.trace import decode
 from tinyspec.early_exit.calibrate import (
     calibrate,
     check_examples,
@@ -33,6 +36,8 @@ from tinyspec.early_exit.calibrate import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.model import Model
+from tinyspec.technique import Request, find_technique
 
 Texts = Sequence[list[int]]
 
@@ -46,6 +51,23 @@ def list_thresholds(step: float) -> list[float]:
     if not 0 < step <= 1:
         raise TinyspecError(f"--step is {step}: it must be above 0 and at most 1")
     return [round(1 - i * step, 10) for i in range(int(1 / step + 1e-9) + 1)]
+
+
+def decode_with_exits(
+    model: Model,
+    prompt: Sequence[int],
+    tokens: int,
+    forward_log: list[ForwardRecord],
+    knobs: Mapping[str, Any],
+) -> list[int]:
+    """Return the text that CALM writes at temperature 0."""
+    request = Request(
+        model.session(forward_log),
+        sampling=SamplingParams(0.0),
+        stop=StoppingCriteria(frozenset(model.config.eos), max_new_tokens=tokens),
+        forward_log=forward_log,
+    )
+    return decode(find_technique("calm").make(request, **knobs), prompt, Seeded(0))[0]
 
 
 def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str, Any]:
@@ -83,7 +105,8 @@ def run_calibration(given: CalibrationSettings, quiet: bool = False) -> dict[str
         def measure_losses(threshold: float) -> list[float]:
             forward_log: list[ForwardRecord] = []
             early = decode_all(examples, threshold, forward_log)
-            work = count_relative_work(model.config, *count_work(forward_log))
+            done = count_work(forward_log)
+            work = price_weights(model.config).relative_work(done.layers, done.fills, done.heads)
             costs[threshold] = work / max(sum(map(len, early)), 1)
             tick()
             return _compute_losses(consistency, early, full, examples)

@@ -9,15 +9,16 @@ exactly. The models are:
     SAT              writes two words in a pass, trained on both
     refinement       by its passes, trained on the pairs as they are; also without denoising
     Mask-Predict     by its passes, trained on the pairs as they are
+    the others       every further technique that rewrites, as its card says, trained on both
 
 Every model predicts the length itself. All are Seq2Seq models of one shape, trained alike for the
-same number of steps. An interrupted training goes on.
+same number of steps, from random weights. An interrupted training goes on.
 """
 
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
 from tinyspec.bench.settings import DialectSettings
 from tinyspec.decoding.refine import Canvas, Refiner
 from tinyspec.decoding.rng import RandomSource, Seeded
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
 from tinyspec.nonautoregressive.iterative_refinement import (
@@ -44,18 +46,24 @@ from tinyspec.nonautoregressive.nat import decode_parallel, forbid_special_token
 from tinyspec.nonautoregressive.parallel import ParallelRefiner, parallel_loss, parallel_nll
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.nonautoregressive.sat import SatRefiner, sat_loss
-from tinyspec.training.bitext import pad_sequences
+from tinyspec.technique import Card, TrainedTranslator, find_technique, load_techniques
+from tinyspec.training.bitext import MASK, SentencePair, pad_sequences
 from tinyspec.training.dialects import Dialects
 from tinyspec.training.distilled import BeamSettings, write_translations
+from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.schedule import TrainSettings
 from tinyspec.training.train import train
-from tinyspec.training.translation_tasks import teacher_forcing_loss
+from tinyspec.training.translation_tasks import (
+    count_in_pairs,
+    make_student_task,
+    teacher_forcing_loss,
+)
 
 AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "parallel, distilled"
 GROUP = 2  # words of a group of SAT
 SAT, SAT_KD = f"sat, K {GROUP}", f"sat, K {GROUP}, distilled"
 REFINED = "iterative refinement"
-TRAININGS = 7  # of a kind, as the progress bar counts them
+RUN_HERE = ("sat", "iterative_refinement", "mask_predict")  # with rows of their own
 KINDS = {
     "lex": "words of their own",
     "ord": "orders of their own",
@@ -84,6 +92,37 @@ class DialectTrial:
         self.sources = [pair.source for pair in pairs]
         self.targets: list[Sequence[int]] = [pair.target for pair in pairs]
 
+    def make_config(self, **changes: Any) -> Seq2SeqConfig:
+        """Return the shape that all models have, with these changes."""
+        s, longest = self.setup, self.task.max_target_length
+        config = Seq2SeqConfig(
+            vocab_size=self.task.vocab_size,
+            d_model=s.width,
+            n_heads=4,
+            d_ff=2 * s.width,
+            encoder_layers=s.layers,
+            decoder_layers=s.layers,
+            max_positions=2 * longest + 12,
+            lengths=longest + 1,
+        )
+        return replace(config, **changes)
+
+    def pair_sources(self, name: str, targets: Sequence[Sequence[int]]) -> list[SentencePair]:
+        """Return the training pairs.
+
+        A poor teacher may have written nothing, or too much, or tokens that are no words. These
+        become the first word: no technique learns to write them.
+        """
+        longest = self.task.max_target_length
+        pairs = [
+            SentencePair(list(x), [max(token, MASK + 1) for token in y[:longest]])
+            for x, y in zip(self.sources, targets, strict=True)
+            if y
+        ]
+        if not pairs:
+            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        return pairs
+
     def fit(
         self,
         name: str,
@@ -96,47 +135,121 @@ class DialectTrial:
 
         stacks  its further decoder stacks
         """
-        s = self.setup
-        longest = self.task.max_target_length
-        config = Seq2SeqConfig(
-            vocab_size=self.task.vocab_size,
-            d_model=s.width,
-            n_heads=4,
-            d_ff=2 * s.width,
-            encoder_layers=s.layers,
-            decoder_layers=s.layers,
-            max_positions=2 * longest + 12,
-            lengths=longest + 1,
-            stacks=stacks or {},
-        )
-        model = Seq2Seq.create(config, torch.Generator().manual_seed(s.seed + len(name)))
-        # A poor teacher may write nothing, or too much.
-        pairs = [(x, y[:longest]) for x, y in zip(self.sources, targets, strict=True) if y]
-        if not pairs:
-            raise TinyspecError(f"the teacher of {name} says nothing at all: more --steps")
+        pairs = self.pair_sources(name, targets)
         source, target = pad_sequences([x for x, _ in pairs]), pad_sequences([y for _, y in pairs])
+        config = self.make_config(stacks=stacks or {})
 
-        def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
-            """Draw as many pairs of each dialect: a model prefers one that it meets more often."""
-            first = torch.randint(
-                max(1, len(source) // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
-            )
-            rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=len(source) - 1)
-            return source[rows], target[rows]
+        def take(numbers: Sequence[int]) -> tuple[Tensor, ...]:
+            return source[numbers], target[numbers]
 
-        steps = steps or s.steps
-        settings = TrainSettings(
+        model = Seq2Seq.create(config, self.seed_weights(name))
+        return self.train_model(name, model, len(pairs), take, loss, steps)
+
+    def fit_card(
+        self,
+        name: str,
+        card: Card,
+        targets: Sequence[Sequence[int]],
+        teacher: Seq2Seq | None = None,
+        settings: Any = None,
+    ) -> Seq2Seq:
+        """Return a model of a technique, trained as `train mt` trains it, on the pairs that fit.
+
+        settings  what it is trained for; None: the card's defaults
+        """
+        trained = card.translator
+        assert trained is not None
+        settings = trained.settings() if settings is None else settings
+        plan = TranslationRecipe(
+            name,
+            self.shape_for(trained),
+            self.make_settings(),
+            card.name,
+            self.task.vocab_size,
+            dropout=0.0,
+            smoothing=0.0,
+            teacher="" if teacher is None else AR,
+            translator=asdict(settings),
+        )
+        pairs = self.pair_sources(name, targets)
+        task = make_student_task(plan, pairs, [], teacher)
+
+        def loss(model: Seq2Seq, *batch: Tensor) -> Tensor:
+            seed = int(torch.randint(1 << 62, ()))  # the trainer has seeded torch for this step
+            return task.loss(model, batch, torch.Generator().manual_seed(seed))
+
+        config = plan.config(self.task.vocab_size)
+        config = replace(config, extra={**config.extra, **count_in_pairs(plan, pairs)})
+        first = Seq2Seq.create(config, self.seed_weights(name))
+        trained.begin(first.weights)
+        return self.train_model(name, first, len(task.pairs), task.batch, loss, 0, task.before_step)
+
+    def shape_for(self, trained: TrainedTranslator) -> dict[str, Any]:
+        """Return section [shape] of a recipe: the common one, with what the card asks for.
+
+        Where a model has no decoder, its encoder has the decoder's layers too.
+        """
+        common, layers = self.make_config(), self.setup.layers
+        names = ("d_model", "n_heads", "d_ff", "encoder_layers", "decoder_layers", "max_positions")
+        shape = {name: getattr(common, name) for name in names} | dict(trained.shape)
+        if shape.get("lengths"):
+            shape["lengths"] = common.lengths
+        if shape.get("stacks"):
+            shape["stacks"] = dict.fromkeys(shape["stacks"], layers)
+        if not shape["decoder_layers"]:
+            shape["encoder_layers"] = 2 * layers
+        return shape
+
+    def make_settings(self, steps: int = 0) -> TrainSettings:
+        """Return how every model is trained; 0 steps: as many as the others."""
+        steps = steps or self.setup.steps
+        return TrainSettings(
             steps,
-            s.lr,
+            self.setup.lr,
             warmup=max(1, steps // 15),
             floor=0.0,
             weight_decay=0.01,
             betas=(0.9, 0.98),
-            seed=s.seed,
+            seed=self.setup.seed,
             save_minutes=1.0,
         )
-        where = self.folder / name.replace(", ", "-")
-        ended = train(model.weights, batches, lambda *batch: loss(model, *batch), settings, where)
+
+    def seed_weights(self, name: str) -> torch.Generator:
+        """Return a generator for the first weights of a model."""
+        return torch.Generator().manual_seed(self.setup.seed + len(name))
+
+    def train_model(
+        self,
+        name: str,
+        model: Seq2Seq,
+        n_pairs: int,
+        take: Callable[[Sequence[int]], tuple[Tensor, ...]],
+        loss: Callable[..., Tensor],
+        steps: int,
+        before_step: Callable[[int, float], None] | None = None,
+    ) -> Seq2Seq:
+        """Train a model on so many pairs, and return it.
+
+        take  numbers of pairs -> the batch that they make
+        """
+        s = self.setup
+
+        def batches(generator: torch.Generator) -> tuple[Tensor, ...]:
+            """Draw as many pairs of each dialect: a model prefers one that it meets more often."""
+            first = torch.randint(
+                max(1, n_pairs // s.modes), (max(1, s.batch // s.modes), 1), generator=generator
+            )
+            rows = (s.modes * first + torch.arange(s.modes)).flatten().clamp(max=n_pairs - 1)
+            return take(rows.tolist())
+
+        ended = train(
+            model.weights,
+            batches,
+            lambda *batch: loss(model, *batch),
+            self.make_settings(steps),
+            self.folder / name.replace(", ", "-"),
+            before_step=before_step,
+        )
         if not ended.finished:
             raise KeyboardInterrupt
         for weight in model.weights.values():
@@ -271,6 +384,27 @@ class DialectTrial:
                 found[f"{name}, T {count}"] = self.judge_outputs(made, count)
         return found
 
+    def run_card(
+        self, card: Card, targets: Mapping[str, Sequence[Sequence[int]]], teacher: Seq2Seq
+    ) -> dict[str, dict[str, Any]]:
+        """Train a technique on each of these targets, and judge it as its card translates.
+
+        targets  by what the row's name has after the technique's
+        """
+        found, trained = dict[str, dict[str, Any]](), card.translator
+        assert trained is not None and trained.translate is not None
+        for ending, taught in targets.items():
+            name, forward_log = card.name + ending, list[ForwardRecord]()
+            model = self.fit_card(name, card, taught, teacher).with_log(forward_log)
+            made, batches = list[list[int]](), 0
+            for at in range(0, len(self.tests), BATCH):
+                part = pad_sequences(self.tests[at : at + BATCH])
+                made += trained.translate(model, trained.settings(), part)
+                batches += 1
+            passes = sum(call.model == model.name for call in forward_log) / batches
+            found[name] = self.judge_outputs(made, passes)
+        return found
+
 
 def translate_greedily(model: Seq2Seq, sources: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return greedy translations of a batch."""
@@ -313,8 +447,11 @@ def measure_dialects(
     kinds = given.kinds
     for kind in kinds:
         make_dialects(given, kind)  # a wrong kind is reported before anything is trained
+    chosen = choose_trained_cards(given.methods)
     settings = {name: value for name, value in asdict(given).items() if name != "kinds"}
     settings |= {"passes": list(given.passes), "lengths": list(given.lengths)}
+    settings |= {"methods": [card.name for card in chosen]}
+    trainings = 3 + sum(_count_trainings(card) for card in chosen)
     done: dict[str, Any] = read_unfinished(
         out, resume, "dialects", settings, lambda found: dict(found["kinds"]), {}
     )
@@ -323,15 +460,15 @@ def measure_dialects(
         shutil.rmtree(parts, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory() as temporary,
-        show_progress_bar("dialects", TRAININGS * len(kinds), quiet) as tick,
+        show_progress_bar("dialects", trainings * len(kinds), quiet) as tick,
     ):
         for kind in kinds:
             if kind not in done:
                 trial = DialectTrial(kind, given, (parts or Path(temporary)) / kind)
-                done[kind] = _measure_kind(trial, tick)
+                done[kind] = _measure_kind(trial, chosen, tick)
                 save_result(out, stamp_result({"settings": settings, "kinds": done}))
             else:
-                for _ in range(TRAININGS):
+                for _ in range(trainings):
                     tick()
     result = stamp_result({"settings": settings, "kinds": {kind: done[kind] for kind in kinds}})
     result["figures"] = summarize_dialects(result)
@@ -341,7 +478,33 @@ def measure_dialects(
     return result
 
 
-def _measure_kind(trial: DialectTrial, tick: Callable[[], None]) -> dict[str, Any]:
+def choose_trained_cards(methods: Sequence[str]) -> list[Card]:
+    """Return the techniques that are trained beside the one of one pass; none named: all.
+
+    Raises TinyspecError for one that trains no translation model of its own.
+    """
+    known = {
+        name: card
+        for name, card in load_techniques().items()
+        if card.kind == "refine" and card.translator is not None and card.translator.translate
+        if name != "parallel"
+    }
+    for method in methods:
+        if find_technique(method).name not in known:
+            raise TinyspecError(
+                f"{method} has no row among dialects: {suggest_nearest(method, known)}"
+            )
+    wanted = {find_technique(method).name for method in methods} or set(known)
+    return [card for name, card in known.items() if name in wanted]
+
+
+def _count_trainings(card: Card) -> int:
+    return 1 if card.name == "mask_predict" else 2
+
+
+def _measure_kind(
+    trial: DialectTrial, cards: Sequence[Card], tick: Callable[[], None]
+) -> dict[str, Any]:
     """Return the arms of one kind, and the floors of its test sentences."""
     floors = [trial.task.entropy_bounds(source) for source in trial.tests]
     mean = {
@@ -360,14 +523,22 @@ def _measure_kind(trial: DialectTrial, tick: Callable[[], None]) -> dict[str, An
     ]
     arms |= trial.run_one_pass(KD, taught)
     tick()
-    arms |= trial.run_groups(SAT, trial.targets)
-    tick()
-    arms |= trial.run_groups(SAT_KD, taught)
-    tick()
-    arms |= trial.run_refinement(trial.setup.passes)
-    tick()
-    arms |= trial.run_mask_predict(trial.setup.passes, trial.setup.lengths)
-    tick()
+    passes, lengths = trial.setup.passes, trial.setup.lengths
+    order = [*RUN_HERE, *(card.name for card in cards)]
+    for card in sorted(cards, key=lambda card: order.index(card.name)):
+        if card.name == "sat":
+            arms |= trial.run_groups(SAT, trial.targets)
+            arms |= trial.run_groups(SAT_KD, taught)
+        elif card.name == "iterative_refinement":
+            arms |= trial.run_refinement(passes)
+        elif card.name == "mask_predict":
+            arms |= trial.run_mask_predict(passes, lengths)
+        else:
+            targets: dict[str, Sequence[Sequence[int]]] = {"": trial.targets}
+            targets[", distilled"] = taught
+            arms |= trial.run_card(card, targets, teacher)
+        for _ in range(_count_trainings(card)):
+            tick()
     return {"floors": mean, "arms": arms}
 
 

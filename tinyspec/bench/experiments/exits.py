@@ -1,31 +1,58 @@
 """`tinyspec bench exits`: measure what early exits save and cost, the survey's second experiment.
 
-CALM's three measures run over a sweep of thresholds. They must beat one fixed exit for all tokens,
-which runs too. There are two ways:
+Every technique of the chapter runs at several settings. They must beat one fixed exit for all
+tokens, which runs too. There are two ways:
 
-    forced  the text goes on as its book does: how often is the exit's token the full model's, after
-            the same text? what is the perplexity of the book?
+    forced  the text goes on as its author wrote it: how often is the exit's token the full model's,
+            after the same text? what is the perplexity of the text?
     free    the model goes on by itself at temperature 0: how much of the text is the full model's?
-            what probability does the full model give it?
+            what probability does the full model give it? what is the BLEU of a translation?
 
-In both ways, earlier tokens have left early, and their states were copied up.
+In both ways, earlier tokens have left early, and their keys and values are what the technique makes
+of them. A lossless technique writes the full model's text, so only its cost is counted.
 
 Work is counted, not timed, and all of it: layers run, keys and values made for skipped layers, and
 products with the vocabulary matrix, which the softmax measure needs at every layer where it may
 exit. Layers per token alone look better than the work is. The unit is multiplications of weights
-over the full model's; those of attention are left out.
+over the full model's; those of attention are left out. A technique may save no work but time in
+which work waits for other work: that is counted in layers that run in a row.
+
+A setting is good if, at equal work, it is above the fixed exits by more than noise: above the line
+through them and the full model, in every 39 of 40 resamples of the texts (`bootstrap.py`). Quality
+is agreement on forced text, and BLEU of a translator.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import median
+from typing import Any
 
 import numpy as np
 
-from tinyspec import data, models
-from tinyspec.bench.arms import disable_eos
+from tinyspec import data
+from tinyspec.bench.bootstrap import Lead, draw_resamples, find_lead, score_resamples
 from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.exit_arms import (
+    COLUMNS,
+    FIXED,
+    FULL,
+    ExitArm,
+    ExitSample,
+    ExitSubject,
+    ExitText,
+    FullModelOutput,
+    TranslatorSubject,
+    WeightCosts,
+    describe_fit,
+    list_exit_arms,
+    list_families,
+    list_fixed_arms,
+    load_exit_subject,
+    name_family,
+    read_classics,
+    run_both_ways,
+    run_full_model,
+)
 from tinyspec.bench.harness import (
     name_dtype,
     read_unfinished,
@@ -34,121 +61,21 @@ from tinyspec.bench.harness import (
     show_progress_bar,
     stamp_result,
 )
+from tinyspec.bench.plan import ArmSpec
 from tinyspec.bench.plot import Chart, Lines
-from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
-from tinyspec.bench.settings import MEASURES, ExitSettings
-from tinyspec.decoding.decode import Decoder
-from tinyspec.decoding.rng import Seeded
-from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.trace import decode
+from tinyspec.bench.report import (
+    Column,
+    Grid,
+    describe_provenance,
+    format_quartiles,
+    make_grid,
+)
+from tinyspec.bench.settings import ExitSettings
+from tinyspec.bench.tally import five_number_summary
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.config import Config
-from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.model import Model
-from tinyspec.technique import Request, find_technique
-from tinyspec.training import corpus
-from tinyspec.tree import TokenTree
+from tinyspec.technique import find_technique
 
-FIXED, FULL = "fixed", "full"
-
-
-def read_classics() -> list[str]:
-    """Return the valid books."""
-    return [corpus.clean_book(book.text) for book in data.read_books("valid")]
-
-
-class Passage(NamedTuple):
-    """A piece of a book: a prompt, and what comes after it."""
-
-    prompt: list[int]
-    rest: list[int]
-
-
-class ExitSample(NamedTuple):
-    """One passage, one way, under one setting.
-
-    right    forced: tokens of the exit that are the full model's; free: tokens that are those of
-             the full model's text
-    bits     forced: of the passage under the exits' distributions; free: of the text under the
-             full model
-    layers   (position, layer) evaluations
-    fills    keys and values copied up
-    heads    products with the vocabulary matrix
-    """
-
-    way: str
-    passage: int
-    tokens: int
-    right: int
-    bits: float
-    layers: float
-    fills: int
-    heads: int
-
-
-def draw_passages(
-    model: Model, texts: Sequence[str], n: int, prompt: int, tokens: int, seed: int
-) -> list[Passage]:
-    """Draw n passages independently. Each place of the texts is as likely as any other."""
-    if prompt + tokens > model.config.max_positions:
-        raise TinyspecError(
-            f"{prompt} tokens of a passage and {tokens} new ones do not fit into the context of "
-            f"{model.name} ({model.config.max_positions}): fewer --tokens or --prompt-tokens"
-        )
-    ids = [model.tokenizer.encode(text) for text in texts]
-    room = [max(len(text) - prompt - tokens + 1, 0) for text in ids]
-    if not sum(room):
-        raise TinyspecError(
-            f"no text has {prompt + tokens} tokens: give longer ones, or fewer --tokens"
-        )
-    random, found = np.random.default_rng(seed), list[Passage]()
-    for place in random.integers(sum(room), size=n).tolist():
-        which = 0
-        while place >= room[which]:
-            place, which = place - room[which], which + 1
-        end = place + prompt
-        found.append(Passage(ids[which][place:end], ids[which][end : end + tokens]))
-    return found
-
-
-def make_exit_decoder(
-    model: Model, tokens: int, forward_log: list[ForwardRecord], knobs: Mapping[str, Any]
-) -> Decoder:
-    """Return a decoder of CALM at temperature 0, with no text yet."""
-    stop = StoppingCriteria(frozenset(model.config.eos), max_new_tokens=tokens)
-    return find_technique("calm").make(
-        Request(
-            model.session(forward_log),
-            sampling=SamplingParams(0.0),
-            stop=stop,
-            forward_log=forward_log,
-        ),
-        **knobs,
-    )
-
-
-def decode_with_exits(
-    model: Model,
-    prompt: Sequence[int],
-    tokens: int,
-    forward_log: list[ForwardRecord],
-    knobs: Mapping[str, Any],
-) -> list[int]:
-    """Return the text that CALM writes at temperature 0."""
-    return decode(make_exit_decoder(model, tokens, forward_log, knobs), prompt, Seeded(0))[0]
-
-
-def count_relative_work(config: Config, layers: float, fills: float, heads: float) -> float:
-    """Return the multiplications of weights, over those of the full model for one token."""
-    shapes = config.shapes()
-    layer = sum(math.prod(shapes[f"0.{part}.weight"]) for part in ("qkv", "out", "up", "down"))
-    head = (len(config.head_ids) or config.vocab_size) * config.d_model
-    kv = 2 * config.kv_dim * config.d_model
-    return (layers * layer + fills * kv + heads * head) / (config.n_layers * layer + head)
-
-
-# ---------------------------------------------------------------------- the experiment
+WORST_PERPLEXITY = 4.0  # where the picture cuts perplexities off, over the full model's
 
 
 def measure_exits(
@@ -158,125 +85,94 @@ def measure_exits(
 
     With `out`, each setting is written when it is done; with `resume`, the run goes on there.
     """
-    thresholds, measures = given.thresholds, given.measures
-    texts = given.texts or read_classics()
-    model = disable_eos(models.load(given.model, dtype=given.dtype))
-    found = draw_passages(
-        model, texts, given.prompts, given.prompt_tokens, given.tokens, given.seed
-    )
-    knobs = {"decay": given.decay, "tau": given.tau, "min_exit": given.min_exit}
-    if missing := [m for m in measures if m not in MEASURES]:
-        raise TinyspecError(f"there is no measure '{missing[0]}': {', '.join(MEASURES)}")
-    for measure in measures:  # a missing classifier is reported before anything is run
-        for threshold in thresholds or (0.5,):
-            make_exit_decoder(model, 1, [], {**knobs, "measure": measure, "threshold": threshold})
+    families = [list_exit_arms(spec, given.thresholds) for spec in list_families(given.methods)]
+    subject = load_exit_subject(given.model, given.dtype)
+    texts, what = _draw_texts(subject, given)
+    fixed = list_fixed_arms(subject.depth)
+    whole = [run_full_model(subject, text) for text in texts]
+    asked, skipped = _select_families(subject, texts, whole, families, given)
     settings = {
-        "model": model.name,
-        "n_layers": model.config.n_layers,
-        "dtype": name_dtype(model.dtype),
-        "prompts": given.prompts,
-        "prompt_tokens": given.prompt_tokens,
-        "tokens": given.tokens,
-        "seed": given.seed,
-        **knobs,
+        "model": subject.model.name,
+        "n_layers": subject.depth,
+        "dtype": name_dtype(subject.model.dtype),
+        "prompts": len(texts),
+        **what,
+        "stages": given.stages,
     }
+    arms = [*fixed, *(arm for family in asked for arm in family)]
     done: dict[str, list[Any]] = read_unfinished(out, resume, "exits", settings, _read_samples, {})
-    asked = dict(_list_arms(measures, thresholds, knobs, model.config.n_layers))
-    calm = find_technique("calm")
-    ran = {label: record_knobs(calm.settings(chosen)) for label, chosen in asked.items()}
     result: dict[str, Any] = {}
-    with show_progress_bar(f"{model.name}: exits", len(asked), quiet) as tick:
-        whole = [_run_full_model(model, passage) for passage in found]
-        for label, chosen in asked.items():
-            if label not in done:
-                done[label] = [
-                    list(s)
-                    for at, p in enumerate(found)
-                    for s in _run_forced_and_free(model, at, p, whole[at], chosen)
-                ]
-            made = {
-                "settings": settings,
-                "knobs": ran,
-                "columns": list(ExitSample._fields),
-                "samples": done,
-            }
-            shape = {name: getattr(model.config, name) for name in SHAPE}
-            result = stamp_result({**made, "config": shape})
+    with show_progress_bar(f"{subject.model.name}: exits", len(arms), quiet) as tick:
+        for arm in arms:
+            if arm.label not in done:
+                samples = run_both_ways(subject, texts, whole, arm, given.stages)
+                done[arm.label] = [sample.as_row() for sample in samples]
+            result = stamp_result(
+                {
+                    "settings": settings,
+                    "knobs": {
+                        one.label: record_knobs(find_technique(one.method).settings(one.knobs))
+                        for one in arms
+                    },
+                    "skipped": skipped,
+                    "untuned": _list_untuned(subject, arms),
+                    "costs": subject.costs._asdict(),
+                    "columns": COLUMNS,
+                    "samples": done,
+                }
+            )
             save_result(out, result)
             tick()
-    result["figures"] = summarize_exits(result, model.config)
+    result["figures"] = summarize_exits(result)
     save_result(out, result)
     return result
 
 
-def _list_arms(
-    measures: Sequence[str], thresholds: Sequence[float], knobs: Mapping[str, Any], depth: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the full model, fixed exits, and each measure at each threshold, by their names."""
-    yield FULL, {"threshold": math.inf}
-    for layer in range(1, depth):  # every token reaches threshold 0, at the first exit allowed
-        yield f"{FIXED} {layer}", {"threshold": 0.0, "decay": "constant", "min_exit": layer}
-    for measure in measures:
-        for threshold in thresholds:
-            yield f"{measure} {threshold:g}", {**knobs, "measure": measure, "threshold": threshold}
+def _draw_texts(subject: Any, given: ExitSettings) -> tuple[list[ExitText], dict[str, Any]]:
+    """Return the texts, and the settings that they follow from."""
+    if isinstance(subject, TranslatorSubject):
+        pairs = data.read_multi30k("test", given.data_folder)
+        return subject.draw_texts(pairs, given.prompts), {"texts": "test_2016_flickr"}
+    books = given.texts or read_classics()
+    sizes = {"prompt_tokens": given.prompt_tokens, "tokens": given.tokens, "seed": given.seed}
+    drawn = subject.draw_texts(books, given.prompts, given.prompt_tokens, given.tokens, given.seed)
+    return drawn, sizes
 
 
-SHAPE = ("vocab_size", "d_model", "n_layers", "n_heads", "n_kv_heads", "head_dim", "d_ff")
+def _select_families(
+    subject: ExitSubject,
+    texts: Sequence[ExitText],
+    whole: Sequence[FullModelOutput],
+    families: Sequence[list[ExitArm]],
+    given: ExitSettings,
+) -> tuple[list[list[ExitArm]], dict[str, str]]:
+    """Return the families that run on this model, and why the others do not.
+
+    Each is tried on the first text. If a user asked for one that does not run, that is an error.
+    """
+    asked, skipped = list[list[ExitArm]](), dict[str, str]()
+    for family in families:
+        try:
+            for _ in run_both_ways(subject, texts[:1], whole[:1], family[0], given.stages):
+                pass
+        except TinyspecError as error:
+            if given.methods:
+                raise
+            skipped[name_family(family[0].label)] = str(error)
+            continue
+        asked.append(family)
+    return asked, skipped
 
 
-class FullModelOutput(NamedTuple):
-    """The full model on a passage: its prediction of each token of it, and its own text."""
-
-    words: list[int]
-    text: list[int]
-
-
-def _run_full_model(model: Model, passage: Passage) -> FullModelOutput:
-    rows = model.logits([*passage.prompt, *passage.rest])[len(passage.prompt) - 1 : -1]
-    knobs = {"threshold": math.inf}
-    text = decode_with_exits(model, passage.prompt, len(passage.rest), [], knobs)
-    return FullModelOutput(rows.argmax(-1).tolist(), text)
-
-
-def _run_forced_and_free(
-    model: Model, at: int, passage: Passage, whole: FullModelOutput, knobs: Mapping[str, Any]
-) -> Iterator[ExitSample]:
-    """Run a passage both ways: forced, and free."""
-    n, forward_log = len(passage.rest), list[ForwardRecord]()
-    target = make_exit_decoder(model, n, forward_log, knobs).target
-    target.extend(passage.prompt)
-    right, bits = 0, 0.0
-    for word, token in zip(whole.words, passage.rest, strict=True):
-        row = target.score(TokenTree()).logits[0].double()
-        right, bits = right + (int(row.argmax()) == word), bits + _bits(row, token)
-        target.commit((), token)
-    yield ExitSample("forced", at, n, right, bits, *count_work(forward_log))
-    forward_log.clear()
-    text = decode_with_exits(model, passage.prompt, n, forward_log, knobs)
-    rows = model.logits([*passage.prompt, *text])[len(passage.prompt) - 1 : -1].double()
-    same = sum(a == b for a, b in zip(text, whole.text, strict=True))
-    bits = sum(_bits(row, token) for row, token in zip(rows, text, strict=True))
-    yield ExitSample("free", at, n, same, bits, *count_work(forward_log))
-
-
-def _bits(row: Any, token: int) -> float:
-    return float(row.logsumexp(0) - row[token]) / math.log(2)
-
-
-def count_work(forward_log: Sequence[ForwardRecord]) -> tuple[float, int, int]:
-    """Return layers, fills and head products after the prompt."""
-    calls = [call for call in forward_log if not call.prefill]
-    return (
-        sum(c.row_layers for c in calls),
-        sum(c.fills for c in calls),
-        sum(c.head_rows for c in calls),
-    )
+def _list_untuned(subject: ExitSubject, arms: Sequence[ExitArm]) -> list[str]:
+    methods = dict.fromkeys(arm.method for arm in arms)
+    return [note for method in methods if (note := describe_fit(subject, method))]
 
 
 def _read_samples(found: dict[str, Any]) -> dict[str, list[Any]]:
     """Return the settings that an interrupted run has finished."""
     return {
-        str(label): [list(ExitSample(*row)) for row in rows]
+        str(label): [ExitSample.from_row(row).as_row() for row in rows]
         for label, rows in found["samples"].items()
     }
 
@@ -284,94 +180,306 @@ def _read_samples(found: dict[str, Any]) -> dict[str, list[Any]]:
 # ---------------------------------------------------------------------- what follows from it
 
 
-def summarize_exits(result: Mapping[str, Any], config: Config) -> dict[str, Any]:
+def summarize_exits(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures by setting and way, from the samples alone.
 
-    front  whether no cheaper setting agrees as often
+    front  whether no cheaper setting is as good
+    lead   over the fixed exits at equal work, with its interval; None: the setting is one of them
     """
-    found: dict[str, Any] = {}
-    for label, rows in result["samples"].items():
-        samples = [ExitSample(*row) for row in rows]
-        found[label] = {
-            way: _average_samples([s for s in samples if s.way == way], config)
+    costs = WeightCosts(**result["costs"])
+    by_label = {
+        label: {
+            way: [one for one in map(ExitSample.from_row, rows) if one.way == way]
             for way in ("forced", "free")
         }
-    for one in found.values():
-        mine = one["forced"]
-        better = [f["forced"] for f in found.values() if f["forced"]["work"] <= mine["work"]]
-        one["front"] = all(
-            other["agreement"] <= mine["agreement"] or other is mine for other in better
-        )
+        for label, rows in result["samples"].items()
+    }
+    found: dict[str, Any] = {
+        label: {way: _average_samples(samples, costs) for way, samples in ways.items()}
+        for label, ways in by_label.items()
+    }
+    chosen = "free" if _has_references(by_label) else "forced"
+    curves = {label: _resample_curve(ways[chosen], costs) for label, ways in by_label.items()}
+    rivals = [label for label in curves if label == FULL or name_family(label) == FIXED]
+    for label, one in found.items():
+        work, quality = curves[label]
+        better = [of for of in curves.values() if of[0][0] <= work[0]]
+        one["front"] = all(other[1][0] <= quality[0] for other in better)
+        one["lead"] = None
+        if label not in rivals:
+            fixed = _interpolate_fixed([curves[rival] for rival in rivals], work)
+            one["lead"] = list(find_lead(quality, fixed))
     return found
 
 
-def _average_samples(samples: Sequence[ExitSample], config: Config) -> dict[str, float]:
-    n = sum(s.tokens for s in samples)
-    layers, fills, heads = (
-        sum(getattr(s, name) for s in samples) / n for name in ("layers", "fills", "heads")
+def _has_references(by_label: Mapping[str, Mapping[str, Sequence[ExitSample]]]) -> bool:
+    return any(sample.counts for ways in by_label.values() for sample in ways["free"])
+
+
+Curve = tuple[Any, Any]
+"""Work and quality of a setting: on all texts, then on each resample, [1 + RESAMPLES] each."""
+
+
+def _resample_curve(samples: Sequence[ExitSample], costs: WeightCosts) -> Curve:
+    drawn = draw_resamples(len(samples))
+    sums = drawn @ np.array(
+        [[one.tokens, one.right, one.layers, one.fills, one.heads] for one in samples], dtype=float
     )
+    tokens, right, *parts = sums.T
+    work: Any = costs.relative_work(*parts)  # of arrays
+    if samples[0].counts:
+        return work / tokens, np.array(score_resamples([one.counts for one in samples]))
+    return work / tokens, right / tokens
+
+
+def _interpolate_fixed(fixed: Sequence[Curve], work: Any) -> Any:
+    """Return the quality that fixed exits have at this work, in each resample.
+
+    Between two of them, tokens may be shared out. No rival is below a cheaper one.
+    """
+    found = np.empty(len(work))
+    for at in range(len(work)):
+        points = sorted((float(of[0][at]), float(of[1][at])) for of in fixed)
+        heights = np.maximum.accumulate([quality for _, quality in points])
+        found[at] = np.interp(work[at], [spent for spent, _ in points], heights)
+    return found
+
+
+def _average_samples(samples: Sequence[ExitSample], costs: WeightCosts) -> dict[str, Any]:
+    n = sum(one.tokens for one in samples)
+    longest = sum(one.tokens if one.longest is None else one.longest for one in samples)
+    layers, fills, heads = (
+        sum(getattr(one, name) for one in samples) / n for name in ("layers", "fills", "heads")
+    )
+    pairs = [(one.plain, one.seconds) for one in samples]
+    ratios = [plain / seconds for plain, seconds in pairs if plain and seconds]
+    counts = [one.counts for one in samples]
     return {
         "layers": layers,
         "fills": fills,
         "heads": heads,
-        "work": count_relative_work(config, layers, fills, heads),
-        "agreement": sum(s.right for s in samples) / n,
-        "perplexity": 2 ** (sum(s.bits for s in samples) / n),
+        "work": costs.relative_work(layers, fills, heads),
+        "agreement": sum(one.right for one in samples) / longest,
+        "perplexity": 2 ** (sum(one.bits for one in samples) / n),
+        "in_a_row": _mean_of([one.in_a_row for one in samples], n),
+        "clock": _mean_of([one.clock for one in samples], n),
+        "milliseconds": 1000 * median(one.seconds / one.tokens for one in samples if one.seconds)
+        if ratios
+        else None,
+        "speedup": five_number_summary(ratios) if ratios else None,
+        "bleu": round(score_resamples(counts)[0], 4) if all(counts) else None,
     }
 
 
-COLUMNS = (
-    Column("layers per token", ("forced", "layers"), ".2f"),
-    Column("K/V fills", ("forced", "fills"), ".2f"),
-    Column("head products", ("forced", "heads"), ".2f"),
-    Column("work", ("forced", "work"), ".2f"),
-    Column("agreement", ("forced", "agreement"), ".1%"),
-    Column("perplexity", ("forced", "perplexity"), ".2f"),
-    Column("free: work", ("free", "work"), ".2f"),
-    Column("same text", ("free", "agreement"), ".1%"),
-    Column("perplexity, full model's", ("free", "perplexity"), ".2f"),
-)
+def _mean_of(values: Sequence[float | None], tokens: int) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / tokens if len(known) == len(values) else None
+
+
+# ---------------------------------------------------------------------- what is shown
+
+
+def write_exit_lead(lead: Sequence[float] | None, scale: float) -> str:
+    """Return a lead over fixed exits with its interval, in points.
+
+    >>> write_exit_lead([0.021, 0.004, 0.04], 100), write_exit_lead(None, 100)
+    ('+2.1 (+0.4 to +4.0)', '-')
+    """
+    if lead is None:
+        return "-"
+    middle, low, high = (scale * value for value in lead)
+    return f"{middle:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def _is_translation(result: Mapping[str, Any]) -> bool:
+    return result["figures"][FULL]["free"].get("bleu") is not None
+
+
+def list_exit_columns(result: Mapping[str, Any]) -> list[Column]:
+    """Return the columns of the table of settings."""
+    translates = _is_translation(result)
+    scale = 1 if translates else 100
+    points = "BLEU" if translates else "points"
+    bleu = [Column("BLEU", ("free", "bleu"), ".2f")] if translates else []
+    return [
+        Column("layers per token", ("forced", "layers"), ".2f"),
+        Column("K/V fills", ("forced", "fills"), ".2f"),
+        Column("head products", ("forced", "heads"), ".2f"),
+        Column("layers in a row", ("forced", "in_a_row"), ".2f"),
+        Column("work", ("forced", "work"), ".2f"),
+        Column("agreement", ("forced", "agreement"), ".1%"),
+        Column("perplexity", ("forced", "perplexity"), ".2f"),
+        Column("free: work", ("free", "work"), ".2f"),
+        Column("same text", ("free", "agreement"), ".1%"),
+        *bleu,
+        Column("perplexity, full model's", ("free", "perplexity"), ".2f"),
+        Column(f"above fixed exits, {points}", "lead", lambda lead: write_exit_lead(lead, scale)),
+        Column("on more processors", ("free", "clock"), ".2f"),
+        Column("ms per token", ("free", "milliseconds"), ".2f"),
+        Column("times as fast", ("free", "speedup"), format_quartiles),
+    ]
+
+
+def choose_best_rows(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return, for each family, the setting that leads the fixed exits most surely."""
+    found: dict[str, tuple[str, Any]] = {}
+    for label, of in result["figures"].items():
+        if of["lead"] is None:
+            continue
+        family = name_family(label)
+        if family not in found or of["lead"][1] > found[family][1]["lead"][1]:
+            found[family] = label, of
+    return dict(found.values())
+
+
+def merge_equal_rows(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the rows of a table. Settings of a family that run alike have one row together.
+
+    >>> same = {way: {"work": 0.5, "speedup": None} for way in ("forced", "free")}
+    >>> list(merge_equal_rows({"calm 0.1": same, "calm 0.2": same, "free 0.2": same}))
+    ['calm 0.1 to 0.2', 'free 0.2']
+    """
+    found: list[tuple[str, str, Any]] = []  # the first label, the last, and the figures
+    for label, of in figures.items():
+        if found and name_family(label) == name_family(found[-1][0]):
+            first, _, before = found[-1]
+            if _leave_out_times(of) == _leave_out_times(before):
+                found[-1] = first, label, before
+                continue
+        found.append((label, label, of))
+    return {
+        first if first == last else f"{first} to {last.rpartition(' ')[2]}": of
+        for first, last, of in found
+    }
+
+
+def _leave_out_times(of: Mapping[str, Any]) -> list[dict[str, Any]]:
+    timed = ("milliseconds", "speedup")
+    return [
+        {name: value for name, value in of[way].items() if name not in timed}
+        for way in ("forced", "free")
+    ]
 
 
 def tabulate_exits(result: Mapping[str, Any]) -> list[Grid]:
-    """Return the table of settings."""
-    rows = {label + (" *" if of["front"] else ""): of for label, of in result["figures"].items()}
+    """Return the verdict on each technique, and the table of settings."""
+    rows = {
+        label + (" *" if of["front"] else ""): of
+        for label, of in merge_equal_rows(result["figures"]).items()
+    }
     model = result["settings"]["model"]
     title = (
         f"Early exits of {model}: work over the full model's; * nothing is cheaper and agrees more"
     )
-    return [make_grid(title, rows, COLUMNS)]
+    translates = _is_translation(result)
+    way, scale = ("free", 1) if translates else ("forced", 100)
+    quality = (
+        Column("BLEU", ("free", "bleu"), ".2f")
+        if translates
+        else Column("agreement", ("forced", "agreement"), ".1%")
+    )
+    verdict = make_grid(
+        f"Each technique of {model} at its best setting, against fixed exits at equal work",
+        choose_best_rows(result),
+        [
+            Column("work", (way, "work"), ".2f"),
+            quality,
+            Column("above fixed exits", "lead", lambda lead: write_exit_lead(lead, scale)),
+            Column("verdict", "lead", lambda lead: Lead(*lead).verdict),
+        ],
+    )
+    return [*([verdict] if verdict.rows else []), make_grid(title, rows, list_exit_columns(result))]
+
+
+def note_exits(result: Mapping[str, Any]) -> list[str]:
+    """Return what a reader of the tables must know."""
+    stages = result["settings"].get("stages")
+    lines = [
+        "Work: layers, fills and head products together. Above fixed exits: at equal work, with "
+        "the 95 % interval of the paired bootstrap over texts. Layers in a row: those of a pass "
+        "count once, however many positions it has. Times as fast: than plain decoding of the "
+        "same text, "
+        "right before or after; one text at a time.",
+    ]
+    if any(of["free"].get("clock") for of in result["figures"].values()):
+        lines.append(
+            "On more processors: layer-steps of a token by a simulated clock, "
+            f"{stages} stages of a pipeline (ee_llm), one processor for each guess and one more "
+            "(ppd)."
+        )
+    lines += [f"{note}." for note in result.get("untuned", ())]
+    lines += [f"No row of {name}: {reason}" for name, reason in result.get("skipped", {}).items()]
+    return lines
 
 
 def chart_exits(result: Mapping[str, Any]) -> Chart:
-    """Draw agreement and perplexity on forced text over the work, a line for each measure."""
+    """Draw quality and perplexity over the work, and quality over the layers in a row.
+
+    Each technique has a line through its settings that none of its own beats; the fixed exits have
+    one too.
+    """
     of, settings = result["figures"], result["settings"]
+    translates = _is_translation(result)
+    way, figure = ("free", "bleu") if translates else ("forced", "agreement")
     full = of[FULL]["forced"]["perplexity"]
-    agreement, perplexity = dict[str, dict[float, float]](), dict[str, dict[float, float]]()
+    points = dict[str, list[tuple[float, float, float, float | None]]]()
     for label, row in of.items():
         if label != FULL:
-            name, forced = label.partition(" ")[0], row["forced"]
+            name = ArmSpec.parse(name_family(label)).name
             name = "one exit for all tokens" if name == FIXED else name
-            agreement.setdefault(name, {})[forced["work"]] = forced["agreement"]
-            perplexity.setdefault(name, {})[forced["work"]] = min(forced["perplexity"] / full, 4.0)
+            perplexity = min(row["forced"]["perplexity"] / full, WORST_PERPLEXITY)
+            points.setdefault(name, []).append(
+                (row[way]["work"], row[way][figure], perplexity, row[way]["in_a_row"])
+            )
+    fronts = {name: find_front([(x, y) for x, y, *_ in own]) for name, own in points.items()}
+    worse = {name: find_front([(x, -y) for x, _, y, _ in own]) for name, own in points.items()}
+    in_a_row = {
+        name: find_front([(x, y) for _, y, _, x in own if x is not None])
+        for name, own in points.items()
+    }
     across: dict[str, Any] = {"x_label": "work of a token, over the full model's", "vertical": 1}
+    what = "BLEU" if translates else "agreement with the full model"
+    top = None if translates else 1.0
+    panels = [
+        Lines(what, fronts, top=top, **across),
+        Lines(
+            f"perplexity over the full model's, to {WORST_PERPLEXITY:g}",
+            {name: {x: -y for x, y in line.items()} for name, line in worse.items()},
+            top=WORST_PERPLEXITY,
+            **across,
+        ),
+    ]
+    if all(in_a_row.values()):
+        label = "layers of a token in a row"
+        panels.append(Lines(what, in_a_row, x_label=label, vertical=settings["n_layers"], top=top))
+    texts = f"{settings['prompts']} sentences"
+    if not translates:
+        texts = f"{settings['prompts']} passages of {settings['tokens']} tokens"
     return Chart(
         f"{settings['model']}: what early exits save, and what they cost",
-        [
-            Lines("agreement with the full model", agreement, top=1.0, **across),
-            Lines("perplexity over the full model's, to 4", perplexity, top=4.0, **across),
-        ],
+        panels,
         [
             "Work: layers, fills and head products of a token, all together; the upright line is "
-            "the full model.",
-            f"{settings['prompts']} passages of {settings['tokens']} tokens; threshold "
-            f"{settings['decay']}; {settings['dtype']}; {describe_provenance(result)}",
+            "the full model. A line joins the settings of a technique that none of its own beats.",
+            f"{texts}; {settings['dtype']}; {describe_provenance(result)}",
         ],
         "; ".join(
-            f"{name}: agreement {max(line.values()):.2f} at best"
-            for name, line in agreement.items()
+            f"{name}: {what} {max(line.values()):.2f} at best" for name, line in fronts.items()
         ),
     )
 
 
-EXPERIMENT = Experiment(measure_exits, tabulate_exits, chart_exits)
+def find_front(points: Sequence[tuple[float, float]]) -> dict[float, float]:
+    """Return the points above every cheaper one, from the cheapest up.
+
+    >>> find_front([(2.0, 0.5), (1.0, 0.6), (3.0, 0.9)])
+    {1.0: 0.6, 3.0: 0.9}
+    """
+    found = dict[float, float]()
+    for x, y in sorted(points, key=lambda point: (point[0], -point[1])):
+        if not found or y > max(found.values()):
+            found[x] = y
+    return found
+
+
+EXPERIMENT = Experiment(measure_exits, tabulate_exits, chart_exits, note_exits, note_exits)

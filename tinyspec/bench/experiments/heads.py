@@ -44,7 +44,7 @@ from tinyspec.technique import Guarantee, find_technique, load_techniques
 from tinyspec.tree import ROOT
 
 BESIDE = ("llma", "speculative_decoding")
-DEPTHS = 5  # columns of the table
+SHOWN_DEPTHS = 5  # columns of the table
 SMALL_TREE = 7  # nodes of what counts as a small tree in the note on sizes
 
 
@@ -225,7 +225,7 @@ def count_depths(rounds: Iterable[Round], counts: "Counter[Any]") -> None:
 
 def summarize_counts(counts: "Counter[Any]") -> dict[str, Any]:
     """Return tokens and nodes per pass, and the accepted share of each depth."""
-    tested = [counts["tested", depth] for depth in range(1, DEPTHS + 1)]
+    tested = [counts["tested", depth] for depth in range(1, SHOWN_DEPTHS + 1)]
     return {
         "tau": counts["tokens"] / counts["passes"],
         "nodes": counts["nodes"] / counts["passes"],
@@ -272,7 +272,7 @@ def tabulate_heads(result: Mapping[str, Any]) -> list[Grid]:
     columns = [
         Column("tokens per pass", "tau", ".2f"),
         Column("draft tokens", "nodes", ".1f"),
-        *map(show_depth, range(DEPTHS)),
+        *map(show_depth, range(SHOWN_DEPTHS)),
         Column("MB", "megabytes", ".1f"),
         Column("minutes", "minutes", ".0f"),
     ]

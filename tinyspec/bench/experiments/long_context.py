@@ -28,7 +28,7 @@ from tinyspec.bench.arms import (
     make_synchronizer,
 )
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.exits import draw_passages, read_classics
+from tinyspec.bench.experiments.exit_arms import draw_passages, read_classics
 from tinyspec.bench.harness import (
     read_unfinished,
     record_knobs,

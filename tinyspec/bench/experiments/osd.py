@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from tinyspec import models
 from tinyspec.bench.arms import disable_eos, list_draft_names
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments.exits import draw_passages, read_classics
+from tinyspec.bench.experiments.exit_arms import draw_passages, read_classics
 from tinyspec.bench.harness import (
     name_dtype,
     read_unfinished,

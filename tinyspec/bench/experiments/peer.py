@@ -25,7 +25,7 @@ from tinyspec.bench.tasks import spread_evenly, tokenize_question
 from tinyspec.lm.model import Model
 
 GAP = 1e-3  # logits closer than this count as a tie between two float32 programs
-SHARE = 0.01  # of all tokens that may be ties
+MOST_TIES = 0.01  # of all tokens that may be ties
 
 
 Peer = Callable[[list[int], int], list[int]]
@@ -77,7 +77,7 @@ def list_mismatches(
 
 
 def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
-    """Compare on questions of Spec-Bench, spread over it. `passed`: GAP and SHARE hold."""
+    """Compare on questions of Spec-Bench, spread over it. `passed`: GAP and MOST_TIES hold."""
     name, tokens, methods = given.model, given.tokens, given.methods
     model = models.load(name, dtype="float32")
     theirs = PEERS[given.against](model, name)
@@ -109,7 +109,7 @@ def measure_peer(given: PeerSettings, quiet: bool = False) -> dict[str, Any]:
             "gap": GAP,
             "identical": sum(not row["mismatches"] for row in rows),
             "mismatches": len(wrong),
-            "passed": all(m["gap"] < GAP for m in wrong) and len(wrong) <= SHARE * total,
+            "passed": all(m["gap"] < GAP for m in wrong) and len(wrong) <= MOST_TIES * total,
             "rows": rows,
         }
     )

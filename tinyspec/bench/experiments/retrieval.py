@@ -29,7 +29,7 @@ from tinyspec.technique import find_technique
 
 VOCABULARY, PHRASES = 49_152, 20_000
 APPENDED, ASKED, LONGEST = 500, 400, 40  # tokens and questions in a round; tokens of a question
-CHUNK = 100_000  # tokens that are added together
+APPENDED_TOKENS = 100_000  # tokens that are added together
 
 
 class LookupIndex(NamedTuple):
@@ -64,8 +64,8 @@ def make_zipf_text(n: int, seed: int = 0) -> NDArray[np.int32]:
 
 def append_all(append: Callable[[Sequence[int]], object], tokens: NDArray[np.int32]) -> None:
     """Add tokens to an index, many at a time."""
-    for at in range(0, len(tokens), CHUNK):
-        append(tokens[at : at + CHUNK].tolist())
+    for at in range(0, len(tokens), APPENDED_TOKENS):
+        append(tokens[at : at + APPENDED_TOKENS].tolist())
 
 
 def build_ngram_index(known: NDArray[np.int32]) -> LookupIndex:

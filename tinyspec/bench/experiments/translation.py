@@ -5,6 +5,10 @@ the same load of the machine. Samples are sums over blocks of sentences, BLEU's 
 interrupted run goes on at the next block. Then each arm translates the first sentences in large
 batches, where parallel decoding has least to gain. There are two experiments: a table of all
 methods, and the survey's third, Mask-Predict by its iterations.
+
+A technique that writes in few passes must beat two rows. One is the base, `parallel`: blocks are
+drawn again (the paired bootstrap) to tell a lead from noise. The other is an autoregressive model
+with a shallow decoder.
 """
 
 import time
@@ -15,14 +19,17 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from tinyspec import data
+from tinyspec.bench.bootstrap import Lead, compare_bleu
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.experiments.translators import (
+    BASE,
     EXPERIMENTS,
     PLAIN,
     Ids,
     Translated,
     TranslatorArm,
     label_mask_predict,
+    list_absent_translators,
     load_translators_by_role,
     make_translator_arms,
 )
@@ -47,9 +54,16 @@ from tinyspec.bench.settings import TranslationSettings
 from tinyspec.bench.tally import five_number_summary
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.checkpoint import hash_weights
-from tinyspec.training.bleu import ORDER, BleuCounts, count_ngrams, load_bleu
+from tinyspec.training.bleu import (
+    ORDER,
+    BleuCounts,
+    count_characters,
+    count_ngrams,
+    load_bleu,
+    score_characters,
+)
 
-BLOCK = 20  # sentences of a sample
+BLOCK = 20  # sentences of a sample, and of a unit that the bootstrap draws
 ROWS = 1024  # most rows of a batch: a source with s candidates is s of them
 Clock = Callable[[], float]
 
@@ -57,7 +71,8 @@ Clock = Callable[[], float]
 class BlockSample(NamedTuple):
     """An arm's sums over a block of sentences; seconds at batch 1.
 
-    counts  n-grams found in the reference, then all n-grams, of 1 to ORDER words
+    counts      n-grams found in the reference, then all n-grams, of 1 to ORDER words
+    characters  the counts of chrF; older files have none
     """
 
     arm: str
@@ -71,6 +86,7 @@ class BlockSample(NamedTuple):
     teacher: int
     wanted: int
     counts: list[int]
+    characters: list[int]
 
     @property
     def bleu_counts(self) -> BleuCounts:
@@ -78,18 +94,20 @@ class BlockSample(NamedTuple):
 
     def as_row(self) -> list[Any]:
         """Return the sample as a file has it: the counts one by one."""
-        return [*self[:-1], *self.counts]
+        return [*self[:-2], *self.counts, *self.characters]
 
     @classmethod
     def from_row(cls, row: Sequence[Any]) -> "BlockSample":
         """Return the sample of a row of a file."""
-        first = len(cls._fields) - 1
-        return cls._make([*row[:first], list(row[first:])])
+        first = len(cls._fields) - 2
+        last = first + 2 * ORDER
+        return cls._make([*row[:first], list(row[first:last]), list(row[last:])])
 
 
 COLUMNS = [
-    *BlockSample._fields[:-1],
+    *BlockSample._fields[:-2],
     *(f"{what}_{n}" for what in ("hits", "all") for n in range(1, ORDER + 1)),
+    *(f"characters_{what}_{n}" for n in range(1, 7) for what in ("all", "wanted", "hits")),
 ]
 
 
@@ -141,6 +159,7 @@ def measure_translation(
         made = {
             "settings": settings,
             "knobs": {arm.label: record_knobs(arm.knobs) for arm in asked},
+            "absent": list_absent_translators(found),
             "columns": COLUMNS,
             "samples": [one.as_row() for one in samples],
             "batches": batches,
@@ -194,7 +213,8 @@ def _translate_block(
     samples = []
     for arm in asked:
         own = made[arm.label]
-        found = count_ngrams([one.text for one in own], [german for _, german in block])
+        texts, references = [one.text for one in own], [german for _, german in block]
+        found = count_ngrams(texts, references)
         samples.append(
             BlockSample(
                 arm=arm.label,
@@ -208,6 +228,7 @@ def _translate_block(
                 teacher=sum(one.teacher for one in own),
                 wanted=found.reference_length,
                 counts=[*found.matches, *found.totals],
+                characters=[*count_characters(texts, references)],
             )
         )
         tick()
@@ -227,7 +248,8 @@ def _time_batches(arm: TranslatorArm, sources: Sequence[Ids], batch: int, clock:
 def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
     """Return figures by arm, from the samples alone.
 
-    Times as fast as plain decoding are ratios within a block, and for batches within a round.
+    Times as fast as plain decoding are ratios within a block, and for batches within a round. The
+    lead over the base is in BLEU, with its interval.
     """
     by_arm: dict[str, dict[int, BlockSample]] = {}
     for row in result["samples"]:
@@ -237,12 +259,18 @@ def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
     for label, blocks in by_arm.items():
         own, plain, batches = list(blocks.values()), by_arm[PLAIN], result["batches"]
         score = sum((one.bleu_counts for one in own[1:]), own[0].bleu_counts).bleu
+        characters = [sum(of) for of in zip(*(one.characters for one in own), strict=True)]
+        lead = None
+        if BASE in by_arm and label != BASE:
+            lead = list(compare_bleu(_list_counts(blocks), _list_counts(by_arm[BASE])))
         many, tokens = sum(one.sentences for one in own), sum(one.tokens for one in own)
         ratios = [plain[block].seconds / one.seconds for block, one in blocks.items()]
         pairs = list(zip(batches.get(PLAIN, ()), batches.get(label, ()), strict=False))
         found[label] = {
             "bleu": score.score,
             "signature": score.signature,
+            "chrf": score_characters(characters)._asdict() if characters else None,
+            "lead": lead,
             **{
                 f"{what}_passes": sum(getattr(one, what) for one in own) / many
                 for what in ("decoder", "encoder", "teacher")
@@ -259,6 +287,11 @@ def summarize_translation(result: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def _list_counts(blocks: Mapping[int, BlockSample]) -> list[list[int]]:
+    """Return the counts of BLEU of each block, in the order of the blocks."""
+    return [[*blocks[at].counts, blocks[at].wanted] for at in sorted(blocks)]
+
+
 def _read_samples(found: dict[str, Any]) -> tuple[list[BlockSample], dict[str, list[float]]]:
     """Return the samples and batches of an interrupted run."""
     batches = {str(label): [float(x) for x in taken] for label, taken in found["batches"].items()}
@@ -270,6 +303,8 @@ def tabulate_translation(result: Mapping[str, Any]) -> list[Grid]:
     settings = result["settings"]
     columns = [
         Column("BLEU", "bleu", ".2f"),
+        Column(f"above {BASE}", "lead", write_lead),
+        Column("chrF", lambda of: of["chrf"] and of["chrf"]["score"], ".1f"),
         Column("decoder passes", "decoder_passes", ".1f"),
         Column("encoder", "encoder_passes", ".0f"),
         Column("teacher", "teacher_passes", ".0f"),
@@ -283,16 +318,48 @@ def tabulate_translation(result: Mapping[str, Any]) -> list[Grid]:
     return [make_grid(title, result["figures"], columns)]
 
 
+def write_lead(lead: Sequence[float] | None) -> str:
+    """Return a lead in BLEU with its interval.
+
+    >>> write_lead([1.26, 0.9, 1.6]), write_lead([0.2, -0.1, 0.5]), write_lead(None)
+    ('+1.3 (+0.9 to +1.6)', '+0.2 (-0.1 to +0.5), no difference', '-')
+    """
+    if lead is None:
+        return "-"
+    of = Lead(*lead)
+    noise = f", {of.verdict}" if of.verdict == "no difference" else ""
+    return f"{of.lead:+.1f} ({of.low:+.1f} to {of.high:+.1f}){noise}"
+
+
 def describe_translation(result: Mapping[str, Any]) -> list[str]:
     """Return what stands below a table: how BLEU was computed, the models, and the machine."""
     machine, settings = result["machine"], result["settings"]
-    signature = next(iter(result["figures"].values()))["signature"]
+    plain = next(iter(result["figures"].values()))
     models = ", ".join(name for name, _ in settings["models"].values())
-    return [
-        f"BLEU: sacrebleu, raw text, {signature}. Times as fast: medians (quartiles) against "
-        f"`{PLAIN}` in the same turn.",
+    notes = [
+        f"BLEU: sacrebleu, raw text, {plain['signature']}. Times as fast: medians (quartiles) "
+        f"against `{PLAIN}` in the same turn.",
         f"Models: {models}; {settings['dtype']}, {machine['threads']} threads, "
         f"{describe_provenance(result)}.",
+    ]
+    if plain["chrf"]:
+        notes.insert(1, f"chrF: sacrebleu, {plain['chrf']['signature']}.")
+    if BASE in result["figures"]:
+        notes.append(
+            f"Above {BASE}: difference in BLEU, with the 95 % interval of the paired bootstrap "
+            f"over blocks of {settings['block']} sentences."
+        )
+    return notes
+
+
+def note_translation(result: Mapping[str, Any]) -> list[str]:
+    """Return the same, and the rows that are missing because no model was trained for them."""
+    return [
+        *describe_translation(result),
+        *(
+            f"No row of {name}, which is not trained here: `{command}`."
+            for name, command in result.get("absent", {}).items()
+        ),
     ]
 
 
@@ -349,5 +416,9 @@ def chart_translation(result: Mapping[str, Any]) -> Chart:
 
 
 EXPERIMENT = Experiment(
-    measure_translation, tabulate_translation, chart_translation, describe_translation
+    measure_translation,
+    tabulate_translation,
+    chart_translation,
+    notes=note_translation,
+    closing=note_translation,
 )

@@ -1,5 +1,10 @@
-"""Make the arms of `tinyspec bench translation`: every way to translate one sentence, and many."""
+"""Make the arms of `tinyspec bench translation`: every way to translate one sentence, and many.
 
+A technique that rewrites has a row as soon as a model was trained for it, by its card. Those in
+`ROLES` have more rows than one, or rows with knobs of their own.
+"""
+
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,18 +21,20 @@ from tinyspec.nonautoregressive.nar_crf import trained_transitions
 from tinyspec.nonautoregressive.nat import NatRefiner
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
 from tinyspec.pairing import advised_knobs
-from tinyspec.technique import RefineRequest, find_technique
+from tinyspec.technique import RefineRequest, find_technique, load_techniques
 from tinyspec.training import distilled
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.distilled import BeamSettings
 from tinyspec.translation import TranslationStatistics, translate
 
 SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than the teacher's
+BASE = "parallel"  # the plainest model of one pass: others are compared with it
 ROLES = (
-    *("teacher", SHALLOW, "nat", "nat, fine-tuned", "parallel", "sat"),
+    *("teacher", SHALLOW, "nat", "nat, fine-tuned", BASE, "sat"),
     *("iterative_refinement", "nar_crf", "nag_bert", "synst", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
+EXITS = "exits"  # a left-to-right model whose layers are exits: `bench exits` has its rows
 LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
 WORD_BEAM = CHUNK_BEAM = 4  # texts of sat, and sequences of chunks of synst: the teacher's beam
 LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
@@ -73,12 +80,7 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
     found: dict[str, Seq2Seq] = {}
     for name in names or models.list_translators():
         model = models.load_translator(name)
-        role = str(model.config.extra.get("trained_for", models.TEACHER))
-        role += ", fine-tuned" if "finetuned" in model.config.extra else ""
-        role += ", frozen" if model.config.extra.get("frozen") else ""
-        role += f", K {model.config.extra['k']}" if role == "sat" else ""
-        if role == models.TEACHER and "teacher" in model.config.extra:
-            role = SHALLOW
+        role = find_role(model)
         if role in found and names:
             raise TinyspecError(
                 f"{name} and {found[role].name} were both trained for {role}: name one of them"
@@ -89,12 +91,50 @@ def load_translators_by_role(names: Sequence[str]) -> dict[str, Seq2Seq]:
             "there is no autoregressive teacher to compare with: name it in --models, or train it "
             "(train mt)"
         )
-    return {
-        role: model
-        for known in ROLES
-        for role, model in found.items()
-        if role == known or role.startswith(f"{known}, K ")
-    }
+    order = [*dict.fromkeys((*ROLES, *load_techniques()))]
+
+    def place(role: str) -> tuple[int, str]:
+        known = role if role in order else role.partition(",")[0]
+        return (order.index(known) if known in order else len(order)), role
+
+    return {role: found[role] for role in sorted(found, key=place) if role != EXITS}
+
+
+def find_role(model: Seq2Seq) -> str:
+    """Return what a translation model was trained for, with what tells it from others of its kind.
+
+    raw  it has a teacher's tokens, but learnt from people's translations
+    """
+    extra = model.config.extra
+    role = str(extra.get("trained_for", models.TEACHER))
+    if role == models.TEACHER:
+        if "teacher" in extra:
+            return SHALLOW
+        return EXITS if "exits" in extra else role
+    role += ", fine-tuned" if "finetuned" in extra else ""
+    role += ", frozen" if extra.get("frozen") else ""
+    role += f", K {extra['k']}" if role == "sat" else ""
+    card = load_techniques().get(role.partition(",")[0])
+    rewrites = card is not None and card.kind == "refine"
+    is_raw = rewrites and "teacher" in extra and "distilled" not in extra
+    return role + (", raw" if is_raw else "")
+
+
+def list_absent_translators(found: Mapping[str, Seq2Seq]) -> dict[str, str]:
+    """Return the models that would have rows and are not trained here: name -> how to train each.
+
+    They are those of the zoo's recipes for translation models. A model for exits has no row.
+    """
+    there, cards = {model.name for model in found.values()}, load_techniques()
+    absent = dict[str, str]()
+    for name, recipe in models.list_untrained().items():
+        plan = tomllib.loads(recipe.read_text(encoding="utf-8"))
+        method = str(plan.get("method", ""))
+        has_rows = method in ROLES or (method in cards and cards[method].kind == "refine")
+        command = models.read_training_command(recipe)
+        if has_rows and "exits" not in plan and "train mt" in command and name not in there:
+            absent[name] = command
+    return absent
 
 
 def make_translator_arms(
@@ -136,6 +176,9 @@ def make_translator_arms(
                 for count in samples
             ]
         made += _make_further_arms(found, iterations)
+        for role, model in found.items():
+            if _has_card_arms(role):
+                made += _make_card_arms(role, model, teacher)
     if "mask_predict" in found:
         made += [
             _make_refine_arm(
@@ -159,13 +202,8 @@ def _make_further_arms(
     made = list[TranslatorArm]()
     if SHALLOW in found:
         made.append(_make_greedy_arm("shallow decoder, greedy", found[SHALLOW]))
-    if "parallel" in found:
-        model, beam = found["parallel"], {"lengths": LENGTH_BEAM, "around": True}
-        label = f"parallel, {count_things(LENGTH_BEAM, 'length')}"
-        made.append(_make_refine_arm("parallel", "parallel", model))
-        made.append(
-            _make_refine_arm(label, "parallel", model, LENGTH_BEAM, found["teacher"], **beam)
-        )
+    if BASE in found:
+        made += _make_card_arms(BASE, found[BASE], found["teacher"])
     for role, model in found.items():
         if role.startswith("sat, "):
             made.append(_make_refine_arm(role, "sat", model))
@@ -184,15 +222,18 @@ def _make_further_arms(
 def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
     """Return the arms of models whose words a CRF joins, and of the words without it."""
     made = list[TranslatorArm]()
-    if "nar_crf" in found:
-        model, method = found["nar_crf"], "nar_crf"
+    method = "nar_crf"
+    for role in (method, f"{method}, raw"):
+        if role not in found:
+            continue
+        model = found[role]
         trained = trained_transitions(model)
         made += [
-            _make_refine_arm(f"{method}, {kind}", method, model, transitions=kind)
+            _make_refine_arm(f"{role}, {kind}", method, model, transitions=kind)
             for kind in dict.fromkeys((trained, "static", "none"))
         ]
         knobs = {"transitions": trained, "lengths": LENGTH_BEAM, "around": True}
-        label = f"{method}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
+        label = f"{role}, {trained}, {count_things(LENGTH_BEAM, 'length')}"
         made.append(_make_refine_arm(label, method, model, LENGTH_BEAM, found["teacher"], **knobs))
     if "nag_bert" in found:
         method, model = "nag_bert", found["nag_bert"]
@@ -205,6 +246,29 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
         made.append(_make_refine_arm(method, method, model))
         label = f"{method}, beam {CHUNK_BEAM}"
         made.append(_make_refine_arm(label, method, model, CHUNK_BEAM, beam=CHUNK_BEAM))
+    return made
+
+
+def _has_card_arms(role: str) -> bool:
+    """Return whether a role's rows are those of its card: it rewrites, and has no others here."""
+    card = load_techniques().get(role.partition(",")[0])
+    is_known = role in ROLES or role.startswith(("sat, ", "nar_crf, "))
+    return not is_known and card is not None and card.kind == "refine"
+
+
+def _make_card_arms(role: str, model: Seq2Seq, teacher: Seq2Seq) -> list[TranslatorArm]:
+    """Return the arms of any other technique that rewrites: as its card says.
+
+    If a teacher may choose among several lengths, that is a second arm.
+    """
+    card = find_technique(role.partition(",")[0])
+    made = [_make_refine_arm(role, card.name, model)]
+    if card.teacher and any(knob.name == "lengths" for knob in card.knobs):
+        label = f"{role}, {count_things(LENGTH_BEAM, 'length')}"
+        knobs: dict[str, Any] = {"lengths": LENGTH_BEAM}
+        if any(knob.name == "around" for knob in card.knobs):
+            knobs["around"] = True
+        made.append(_make_refine_arm(label, card.name, model, LENGTH_BEAM, teacher, **knobs))
     return made
 
 

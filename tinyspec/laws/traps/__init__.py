@@ -84,16 +84,18 @@ def begin_decoder(
     sampling: SamplingParams = GREEDY,
     max_new_tokens: int | None = None,
     eos: frozenset[int] = frozenset(),
+    positions: int | None = None,
     **knobs: Any,
 ) -> Decoder:
     """Return a technique's decoder that has read a prompt.
 
-    models  the target, and the drafts; one forward log is kept for all of them
+    models     the target, and the drafts; one forward log is kept for all of them
+    positions  tokens that the target's context holds; None: no limit
     """
     forward_log: list[Any] = []
     target, *drafts = [model.session(forward_log) for model in models]
     stop = StoppingCriteria(eos=eos, max_new_tokens=max_new_tokens)
-    request = Request(target, drafts, sampling, stop, forward_log=forward_log)
+    request = Request(target, drafts, sampling, stop, positions=positions, forward_log=forward_log)
     decoder = build(request, **knobs)
     decoder.extend(prompt)
     return decoder

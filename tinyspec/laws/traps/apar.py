@@ -29,7 +29,7 @@ ONCE = "every token is computed once, and streams share passes"
 CAPS = "bounds hold, and waiting changes no text"
 EXAMPLES = "an example trains what its own stream writes"
 
-FORK, CHILD = 3, 4
+FORK_ID, CHILD_ID = 3, 4
 JOINT_TOKENS = 3  # of each stream: so many that a detail and its main text draw at one position
 PROMPT: Tokens = (0, 1)
 NETWORKS = (1, 10, 11, 13, 25, 30)
@@ -49,7 +49,7 @@ def begin_answer(
     """Return a decoder that has read PROMPT; each stream writes so many tokens."""
     stop = StoppingCriteria(max_new_tokens=tokens)
     request = StreamRequest(model, sampling=sampling, stop=stop)
-    decoder = kind(request, FORK, CHILD, forks, streams)
+    decoder = kind(request, FORK_ID, CHILD_ID, forks, streams)
     decoder.extend(PROMPT)
     return decoder
 
@@ -64,9 +64,9 @@ def make_reference(model: Model, sampling: SamplingParams, may_fork: bool = True
 
     def row(text: Tokens) -> Any:
         logits = run_dense(model, list(text)).logits[-1].copy()
-        logits[CHILD] = -inf
-        if not may_fork or text[-1] in (FORK, CHILD):
-            logits[FORK] = -inf
+        logits[CHILD_ID] = -inf
+        if not may_fork or text[-1] in (FORK_ID, CHILD_ID):
+            logits[FORK_ID] = -inf
         return logits
 
     return Reference(row, sampling)
@@ -91,8 +91,8 @@ def write_serially(plain: Reference, text: Tokens, n: int, rng: Any) -> SerialAn
     for done in range(1, n + 1):
         text = (*text, noise.draw_at(plain.next(text), len(text)))
         answer.append(text[-1])
-        if text[-1] == FORK:
-            below = write_serially(plain, (*text, CHILD), n, rng.split("fork", next(forks)))
+        if text[-1] == FORK_ID:
+            below = write_serially(plain, (*text, CHILD_ID), n, rng.split("fork", next(forks)))
             answer += below.tokens
             streams += below.streams
             passes = max(passes, min(done + 1, n) + below.passes)
@@ -108,10 +108,10 @@ def tokens_keep_apart(kind: Decoders) -> Iterator[int]:
         list(decoder.run(Seeded(seed)))
         for text in list_texts(decoder):
             for before, token in pairwise(text):
-                wrong = token == FORK and before in (FORK, CHILD)
-                if wrong or (token == CHILD and before != FORK):
+                wrong = token == FORK_ID and before in (FORK_ID, CHILD_ID)
+                if wrong or (token == CHILD_ID and before != FORK_ID):
                     accuse(TOKENS_APART, "an allowed token", token, network=seed, text=text)
-        if CHILD in decoder.new:
+        if CHILD_ID in decoder.new:
             accuse(TOKENS_APART, "no [Child]", decoder.new, network=seed)
         yield 0
 
@@ -155,10 +155,10 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
             joint = dict[Tokens, float]()
             for token, mass in enumerate(rows[forks].next(text)):
                 if mass > 0:
-                    here, more = (*text, token), 0 if token == FORK else forks
+                    here, more = (*text, token), 0 if token == FORK_ID else forks
                     below = (
-                        distribution((*here, CHILD), JOINT_TOKENS, more)
-                        if token == FORK
+                        distribution((*here, CHILD_ID), JOINT_TOKENS, more)
+                        if token == FORK_ID
                         else {(): 1.0}
                     )
                     for (a, p), (b, q) in product(
@@ -195,7 +195,7 @@ def tokens_are_computed_once(kind: Decoders) -> Iterator[int]:
         expected = write_serially(make_reference(model, SAMPLED), PROMPT, n, Seeded(seed))
         # The last token of a stream is not run, and [Child] is. A [Fork] that ends a stream runs in
         # the detail's.
-        last = sum(stream.decoder.context[-1] == FORK for stream in decoder.begun)
+        last = sum(stream.decoder.context[-1] == FORK_ID for stream in decoder.begun)
         total = len(PROMPT) + (n - 1) + (expected.streams - 1) * n + last
         case = {"network": seed, "streams": expected.streams, "tokens of each": n}
         expect_equal(ONCE, total, sum(passes), **case, compared="rows of all passes")
@@ -235,7 +235,7 @@ def bounds_hold(kind: Decoders) -> Iterator[int]:
         for forks in (0, 1, 2):
             decoder = begin_answer(kind, forking_network(seed), SAMPLED, 4, forks=forks)
             list(decoder.run(Seeded(seed)))
-            expect_equal(CAPS, True, decoder.new.count(FORK) <= forks, network=seed, forks=forks)
+            expect_equal(CAPS, True, decoder.new.count(FORK_ID) <= forks, network=seed, forks=forks)
         yield 0
 
 
@@ -245,12 +245,12 @@ def examples_train_their_own_stream(make: Callable[..., Any]) -> Iterator[int]:
     question, end = [9], 0
     for n in (1, 2, 3):
         pairs = [([10 + i, 20 + i], [30 + i] * (i + 1)) for i in range(n)]
-        main = [token for root, _ in pairs for token in (*root, FORK)]
+        main = [token for root, _ in pairs for token in (*root, FORK_ID)]
         expected = [([*question, *main, end], [*main, end])]
         for i, (_, detail) in enumerate(pairs):
-            before = [*question, *main[: 3 * (i + 1)], CHILD]
+            before = [*question, *main[: 3 * (i + 1)], CHILD_ID]
             expected.append(([*before, *detail, end], [*detail, end]))
-        made = make(question, pairs, FORK, CHILD, end)
+        made = make(question, pairs, FORK_ID, CHILD_ID, end)
         got = [(list(ids), list(ids[first:])) for ids, first in made]
         expect_equal(EXAMPLES, expected, got, pairs=pairs)
         yield 0

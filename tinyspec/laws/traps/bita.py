@@ -1,6 +1,6 @@
 """BiTA (Lin et al. 2024): the right group of masks, one pass a round, and rows left alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -29,10 +29,15 @@ def masked_network(seed: int, vocabulary: int = 4) -> Model:
 
 
 @collect_evidence(ONE_PASS)
-def every_round_drafts(build: Build) -> Iterator[int]:
-    """Check that no round is spent on masks alone, and that a round is one pass."""
+def every_round_drafts(
+    build: Build, network: Callable[[int], Model] = masked_network
+) -> Iterator[int]:
+    """Check that no round is spent on masks alone, and that a round is one pass.
+
+    network  (seed) -> a model with what the technique needs
+    """
     for seed in range(4):
-        decoder = begin_decoder(build, [masked_network(seed)], (0, 1, 2), max_new_tokens=12)
+        decoder = begin_decoder(build, [network(seed)], (0, 1, 2), max_new_tokens=12)
         rounds = run_all_rounds(decoder)
         # The last token leaves no place for a draft.
         drafted = [not all(round.tree.probe) for round in rounds if round.tree.tokens]
@@ -43,11 +48,13 @@ def every_round_drafts(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(ALONE)
-def rows_stay_as_they_are(build: Build) -> Iterator[int]:
+def rows_stay_as_they_are(
+    build: Build, network: Callable[[int], Model] = masked_network
+) -> Iterator[int]:
     """Check the rows of the newest token and of every draft token against a dense pass."""
     for seed in range(4):
-        model = masked_network(seed)
-        decoder = begin_decoder(build, [model], (0, 1, 2), max_new_tokens=12, candidates=2)
+        model = network(seed)
+        decoder = begin_decoder(build, [model], (0, 1, 2), max_new_tokens=12)
         text = list(decoder.context)
         for round in run_all_rounds(decoder):
             nodes = [node for node, probe in enumerate(round.tree.probe) if not probe]
@@ -76,7 +83,7 @@ TRAPS = [
     Trap(PLACED, check_bita_drafts, card("bita")),
     Trap(ONE_PASS, every_round_drafts, card("bita")),
     Trap(AIMED, masks_are_trained_with_the_prefix, lambda: bita_loss),
-    Trap(ALONE, rows_stay_as_they_are, card("bita")),
+    Trap(ALONE, rows_stay_as_they_are, lambda: partial(card("bita")(), candidates=2)),
 ]
 
 _bita = partial(Toy, technique="bita")

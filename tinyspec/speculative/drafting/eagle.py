@@ -83,7 +83,7 @@ from tinyspec.technique import (
 )
 from tinyspec.tree import ROOT, Probs, TokenTree
 
-DEPTHS = 5  # levels of the paper's tree, and so of the table of ranks
+RANKED_DEPTHS = 5  # levels of the paper's tree, and so of the table of ranks
 TOKEN_LOSS = 0.1  # weight of the cross-entropy against that of the states
 NOISE = 0.2  # width of the noise on states, for texts of NOISE_TOKENS tokens
 NOISE_TOKENS = 512  # the authors' code: noise is inversely proportional to the text's length
@@ -172,7 +172,7 @@ TRAINED = Trained(
     lambda config, settings: (config.n_layers,),
     eagle_shapes,
     begin_eagle,
-    lambda weights: DEPTHS,
+    lambda weights: RANKED_DEPTHS,
     predict_eagle,
     eagle_loss,
     small=HeadSettings(),

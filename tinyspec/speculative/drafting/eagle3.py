@@ -63,7 +63,7 @@ from tinyspec.technique import (
     technique,
 )
 
-DEPTHS = 7  # steps of the authors' training, and rows of the table of ranks
+TRAINED_STEPS = 7  # steps of the authors' training, and rows of the table of ranks
 DECAY = 0.8  # of a step's loss against the step before it
 EMBEDDING_NORM = f"layers.0.{INPUT_NORM}.weight"
 STATE_NORM = "layers.0.hidden_norm.weight"
@@ -78,7 +78,7 @@ class Eagle3Settings(HeadSettings):
     steps  of the training-time test: how deep a draft is trained
     """
 
-    steps: int = DEPTHS
+    steps: int = TRAINED_STEPS
 
 
 def feature_layers(config: Config, settings: Eagle3Settings) -> tuple[int, ...]:
@@ -234,7 +234,7 @@ class Eagle3Drafter(Eagle2Drafter):
         feature_layers,
         eagle3_shapes,
         begin_eagle3,
-        lambda weights: DEPTHS,
+        lambda weights: TRAINED_STEPS,
         predict_eagle3,
         eagle3_loss,
         small=Eagle3Settings(steps=3),
