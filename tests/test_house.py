@@ -161,7 +161,7 @@ CODE_LINES = {
     "laws": 17700,
     "museum": 3555,
     "training": 3362,
-    "bench": 8064,
+    "bench": 8065,
     "grade": 4397,
     "cli": 2651,
 }
