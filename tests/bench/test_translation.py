@@ -3,6 +3,7 @@
 import gzip
 import json
 import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.nonautoregressive.flowseq import FlowSeqSettings
+from tinyspec.nonautoregressive.latent_transformer import LatentSettings
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import corpus_bleu
@@ -51,6 +54,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "iterative_refinement": {"lengths": 30, "stacks": {"refiner": 1}},
     "nar_crf": {"lengths": 30},
     "nag_bert": {"decoder_layers": 0},
+    "latent_transformer": {
+        "stacks": {"prior": 1},
+        "extra": {"trained_for": "latent_transformer", **asdict(LatentSettings())},
+    },
+    "flowseq": {
+        "stacks": {"posterior": 1},
+        "extra": {"trained_for": "flowseq", **asdict(FlowSeqSettings())},
+    },
 }
 
 
@@ -165,6 +176,11 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert passes["nar_crf, dynamic"] == passes["nar_crf, static"] == (1, 1, 0)
     assert passes["nar_crf, dynamic, 9 lengths"] == (1, 1, 2)
     assert passes["nag_bert, ratio 1.0"] == passes["nag_bert, ratio 0.5"] == (1, 1, 0)
+    codes, _, judged = passes["latent_transformer, 10 samples"]
+    assert passes["latent_transformer"] == (codes, 1, 0) and 2 < codes < 9 and judged == 2
+    assert passes["flowseq"] == (1, 1, 0) and passes["flowseq, 9 lengths"] == (1, 1, 2)
+    assert passes["flowseq, 10 samples, teacher"] == (1, 1, 2)
+    assert passes["flowseq, 10 samples, importance"] == (2, 1, 0)
     assert passes["sat, K 3"][0] < passes["shallow decoder, greedy"][0]
     assert all(encoder == 1 for _, encoder, _ in passes.values())
     assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]

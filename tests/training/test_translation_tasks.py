@@ -28,7 +28,10 @@ def train_once(
     return model, float(trained.loss(training, batch, torch.Generator().manual_seed(0)))
 
 
-METHODS = ("iterative_refinement", "mask_predict", "nag_bert", "nar_crf", "nat", "parallel", "sat")
+METHODS = (
+    *("flowseq", "iterative_refinement", "latent_transformer", "mask_predict", "nag_bert"),
+    *("nar_crf", "nat", "parallel", "sat"),
+)
 
 
 @pytest.mark.parametrize("method", METHODS)
