@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nonautoregressive.test_nat import fit
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.errors import TinyspecError
@@ -46,6 +47,7 @@ from tinyspec.nonautoregressive.flowseq import (
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import Guarantee, RefineRequest, TranslatorTraining, find_technique
 from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.dialects import Dialects
 from tinyspec.training.recipe import read_translation_recipe
 
 RECIPE = Path(__file__).parents[2] / "models/multi30k-flowseq/recipe.toml"
@@ -294,3 +296,21 @@ def test_the_card_and_the_recipe() -> None:
 
 
 # ---------------------------------------------------------------------- the paper's idea
+
+
+def train_on_dialects(settings: FlowSeqSettings, steps: int) -> tuple[Dialects, Seq2Seq, Any]:
+    """Return a task whose sources have two translations, a trained model, and held-out sources."""
+    task = Dialects(("lex",), modes=2, words=12, shortest=4, longest=6)
+    pairs = task.sample_pairs(4000, 1)
+    held = [p.source for p in task.sample_pairs(100, 2, {p.source for p in pairs})]
+    config = Seq2SeqConfig(task.vocab_size, 32, 4, 64, 1, 1, 24, stacks={POSTERIOR: 1})
+    config = flowseq_config(config, settings)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
+    done = iter(range(steps))
+
+    def loss(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
+        training = TranslatorTraining(model, None, settings, 0.0, 0.0, next(done) / steps)
+        return train_flowseq(training, batch, generator)
+
+    fit(loss, model, [(p.source, p.target) for p in pairs], steps)
+    return task, model, held

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.nonautoregressive.test_nat import fit
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
@@ -31,12 +32,15 @@ from tinyspec.nonautoregressive.latent_transformer import (
     BOOK,
     COMMITMENT,
     COUNTS,
+    PRIOR,
     SUMS,
     TABLE,
     LatentRefiner,
     LatentSettings,
     begin_codebook,
+    code_logits,
     compress_words,
+    expand_codes,
     find_nearest,
     fits_places,
     join_digits,
@@ -44,6 +48,7 @@ from tinyspec.nonautoregressive.latent_transformer import (
     latent_terms,
     lay_out_places,
     look_up_entries,
+    prior_states,
     quantize_slices,
     split_codes,
     train_latent,
@@ -51,9 +56,11 @@ from tinyspec.nonautoregressive.latent_transformer import (
     translate_through_codes,
     update_codebook,
 )
+from tinyspec.nonautoregressive.nat import write_until_end
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import Guarantee, RefineRequest, TranslatorTraining, find_technique
 from tinyspec.training.bitext import pad_sequences
+from tinyspec.training.dialects import Dialects
 from tinyspec.training.recipe import read_translation_recipe
 
 RECIPE = Path(__file__).parents[2] / "models/multi30k-latent/recipe.toml"
@@ -303,3 +310,73 @@ def test_the_card_and_the_recipe() -> None:
 
 
 # ---------------------------------------------------------------------- the paper's idea
+
+
+def train_on_dialects(settings: LatentSettings, steps: int) -> tuple[Dialects, Seq2Seq, Any]:
+    """Return a task whose sources have four translations, a trained model, and held-out sources."""
+    task = Dialects(("lex",), modes=4, words=12, shortest=4, longest=6)
+    pairs = task.sample_pairs(4000, 1)
+    held = [p.source for p in task.sample_pairs(100, 2, {p.source for p in pairs})]
+    config = Seq2SeqConfig(task.vocab_size, 48, 4, 96, 1, 1, 24, stacks={PRIOR: 1})
+    config = latent_config(config, settings)
+    model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
+    done = iter(range(steps))
+
+    def loss(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
+        training = TranslatorTraining(model, None, settings, 0.0, 0.0, next(done) / steps)
+        return train_latent(training, batch, generator)
+
+    fit(loss, model, [(p.source, p.target) for p in pairs], steps)
+    return task, model, held
+
+
+def read_all_words(
+    model: Seq2Seq, settings: LatentSettings, sources: Any, codes: torch.Tensor
+) -> list[list[int]]:
+    """Return what these codes [B, M] say, for sources with as many codes each."""
+    memory = model.encode(pad_sequences(sources))
+    digits = split_codes(codes, settings)
+    vectors = look_up_entries(digits, model.weights[BOOK])
+    read = expand_codes(model, vectors, memory, settings.halvings)
+    slots = torch.ones(read.shape[:2], dtype=torch.bool)
+    logits = model.logits(model.decode(model.place(read), memory, slots=slots))
+    canvas = write_until_end(model, logits, slots)
+    return [canvas.text(row) for row in range(len(codes))]
+
+
+def write_likeliest_codes(
+    model: Seq2Seq, sources: Any, count: int, in_parallel: bool = False
+) -> torch.Tensor:
+    """Return the codes [B, M] that the prior writes; in parallel, each without those before."""
+    memory = model.encode(pad_sequences(sources))
+    codes = torch.zeros(len(sources), 0, dtype=torch.long)
+    for _ in range(count):
+        states = prior_states(model, 0 * codes if in_parallel else codes, memory)[:, -1]
+        codes = torch.cat((codes, code_logits(model, states).argmax(-1)[:, None]), dim=1)
+    return codes
+
+
+@pytest.mark.slow
+def test_the_codes_decide_among_four_dialects_and_shuffled_codes_mix_them() -> None:
+    """The paper's idea, and its ablations on the same weights. Raw data: no teacher has chosen."""
+    settings = LatentSettings(1, 6, 2, 1.5, 0.97, 0.1)
+    task, model, held = train_on_dialects(settings, 700)
+    valid, used = dict[str, list[bool]](), set[int]()
+    for count in {int(settings.count_codes(torch.tensor(len(x)), 24)) for x in held}:
+        own = [x for x in held if int(settings.count_codes(torch.tensor(len(x)), 24)) == count]
+        codes = write_likeliest_codes(model, own, count)
+        used |= set(codes.flatten().tolist())
+        order = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)).argsort(0)
+        for name, given in (
+            ("codes", codes),
+            ("shuffled", codes.gather(0, order)),
+            ("in parallel", write_likeliest_codes(model, own, count, in_parallel=True)),
+        ):
+            made = read_all_words(model, settings, own, given)
+            marks = [task.judge_output(x, y)[0] for x, y in zip(own, made, strict=True)]
+            valid.setdefault(name, []).extend(marks)
+    found = {name: sum(marks) for name, marks in valid.items()}
+    print(found, len(used))
+    assert found["codes"] >= 90
+    assert found["shuffled"] <= 30 and found["in parallel"] <= found["codes"] - 20
+    assert len(used) >= 8

@@ -311,7 +311,7 @@ def lay_out_places(
     """
     lengths = (target != config.pad).sum(dim=1, keepdim=True)
     room = int(codes.max()) * width
-    longer = F.pad(target, (0, max(0, room + 1 - target.shape[1])), value=config.pad)
+    longer = F.pad(target, (0, max(1, room + 1 - target.shape[1])), value=config.pad)
     labels = longer.scatter(1, lengths, config.eos)[:, :room]
     return labels, torch.arange(room, device=target.device) < codes[:, None] * width
 
