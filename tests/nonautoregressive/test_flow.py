@@ -50,7 +50,7 @@ def test_padding_changes_nothing() -> None:
     for settings in SHAPES:
         model = random_flower(1, settings)
         flow = flow_of(Flow, model, SOURCES[2], settings)
-        length, room = settings.multiple, 4 * settings.multiple
+        length, room = settings.multiple, 3 * settings.multiple
         z = random_latents(0, 1, room, WIDTH)
         slots = torch.arange(room)[None] < length
         other = torch.where(slots[..., None], z, 99.0)
