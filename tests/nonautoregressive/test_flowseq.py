@@ -54,8 +54,8 @@ RECIPE = Path(__file__).parents[2] / "models/multi30k-flowseq/recipe.toml"
 NOISY: dict[str, Any] = {"lengths": 2, "samples": 2, "temperature": 0.9}
 
 
-def run(model: Seq2Seq, source: Any, judge: Seq2Seq | None = None, **knobs: Any) -> Refinement:
-    request = RefineRequest(model, judge)
+def run(model: Seq2Seq, source: Any, critic: Seq2Seq | None = None, **knobs: Any) -> Refinement:
+    request = RefineRequest(model, critic)
     refiner = find_technique("flowseq").refiner(request, **knobs)
     made = refine(request.model, source, refiner, Seeded(0), request.forward_log)
     assert list(made)

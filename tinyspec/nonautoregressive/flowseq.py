@@ -533,9 +533,9 @@ def flowseq(
     settings = read_settings_of_flow(model)
     if samples > 1 and not temperature:
         raise TinyspecError(f"{samples} samples without noise are equal: set temperature above 0")
-    if lengths * samples == 1:
-        return FlowSeqRefiner(model, settings)
     drawn = lengths, samples, temperature
+    if lengths * samples == 1:
+        return FlowSeqRefiner(model, settings, None, *drawn)
     if judge == "importance":
         return FlowSeqRefiner(model, settings, None, *drawn, estimates)
     candidates = f"{lengths} lengths and {samples} samples"

@@ -20,7 +20,7 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement, teacher_score
 from tinyspec.laws.plain_lists import run_plain_pass, word_logits, word_vector
-from tinyspec.laws.rewriting_laws import numbers_differ, random_translator
+from tinyspec.laws.rewriting_laws import random_translator
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -69,7 +69,15 @@ def random_flower(seed: int, settings: FlowSeqSettings, positions: int = 13) -> 
         if name.startswith(("flow_scale", "flow_shift", "coupling")) and weight.ndim == 1:
             drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             weight.copy_(drawn / 2)
+    model.weights[f"{POSTERIOR}.spread.weight"].div_(10)  # standard deviations near 1
     return model
+
+
+def numbers_part(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Return whether two lists of numbers of any size differ by more than rounding."""
+    return len(a) != len(b) or not all(
+        math.isclose(x, y, rel_tol=1e-8, abs_tol=1e-8) for x, y in zip(a, b, strict=True)
+    )
 
 
 def random_critic(seed: int) -> Seq2Seq:
@@ -274,9 +282,9 @@ def noise_is_inverted(make: type[Flow]) -> Iterator[int]:
             expected, total = noise_by_hand(model, source, settings, rows)
             got = noise[row, :length].flatten().tolist()
             flat = [x for own in expected for x in own]
-            if numbers_differ(flat, got):
+            if numbers_part(flat, got):
                 accuse(INVERTED, flat, got, **case, length=length, beside=lengths)
-            if numbers_differ([total], [float(logdet[row])]):
+            if numbers_part([total], [float(logdet[row])]):
                 accuse(INVERTED, total, float(logdet[row]), **case, of="log-determinants")
             yield 0
 
@@ -414,7 +422,7 @@ def candidates_are_ranked(build: Build) -> Iterator[int]:
         run = run_refinement(build, request, source, lengths=2, samples=2, temperature=0.9, **knobs)
         assert run.canvas is not None
         case = {"model": seed, "source": source, "levels": settings.levels, "k": estimates}
-        if numbers_differ(ranks, run.canvas.extra.tolist()):
+        if numbers_part(ranks, run.canvas.extra.tolist()):
             accuse(RANKED, ranks, run.canvas.extra.tolist(), **case)
         best = ranks.index(max(ranks))
         expect_equal(RANKED, (best, found[best][2]), (run.chosen, run.tokens), **case)
@@ -451,7 +459,7 @@ def loss_is_the_bound(terms: Callable[..., Any]) -> Iterator[int]:
         with torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
             got = [float(x) for x in terms(model, (source, target), settings, generator)]
-        if numbers_differ([*expected, sum(lengths)], got):
+        if numbers_part([*expected, sum(lengths)], got):
             accuse(BOUND, [*expected, sum(lengths)], got, levels=settings.levels, pairs=PAIRS)
         yield 0
 
