@@ -155,13 +155,13 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3360,
     "_core": 957,
-    "lm": 5449,
+    "lm": 5464,
     "decoding": 1719,
-    "chapters": 10847,
-    "laws": 15641,
+    "chapters": 11680,
+    "laws": 16515,
     "museum": 3555,
     "training": 3382,
-    "bench": 7117,
+    "bench": 7145,
     "grade": 4232,
     "cli": 2651,
 }

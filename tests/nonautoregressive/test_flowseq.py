@@ -25,7 +25,7 @@ from tinyspec.laws.traps.flowseq import (
     lengths_by_hand,
     random_critic,
     random_flower,
-    word_rows,
+    rows_of_latents,
 )
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -79,7 +79,7 @@ def test_printed_algorithm_is_what_runs() -> None:
             return latents_by_hand(model, source, s, rows)
 
         def read(latents: Any, model: Any = model, source: Any = source) -> list[int]:
-            rows = torch.tensor(word_rows(model, source, latents))
+            rows = torch.tensor(rows_of_latents(model, source, latents))
             rows[:, [0, 1, 3]] = -torch.inf
             rows[0, EOS] = -torch.inf
             return rows.argmax(dim=-1).tolist()

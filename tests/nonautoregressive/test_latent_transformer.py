@@ -24,7 +24,7 @@ from tinyspec.laws.traps.latent_transformer import (
     plain_count,
     random_coder,
     random_rescorer,
-    word_rows,
+    rows_of_codes,
 )
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -86,7 +86,7 @@ def test_printed_algorithm_is_what_runs() -> None:
             codes: list[int], model: Any = model, source: Any = source, settings: Any = settings
         ) -> list[int]:
             vectors = [entry_vector(model, settings, code) for code in codes]
-            rows = word_rows(model, settings, source, torch.tensor(vectors).double())
+            rows = rows_of_codes(model, settings, source, torch.tensor(vectors).double())
             rows[:, [0, 1, 3]] = -torch.inf
             rows[0, EOS] = -torch.inf
             return rows.argmax(dim=-1).tolist()

@@ -19,7 +19,7 @@ from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement, teacher_score
-from tinyspec.laws.plain_lists import run_plain_pass, word_logits, word_vector
+from tinyspec.laws.plain_lists import read_until_end, run_plain_pass, word_logits, word_vector
 from tinyspec.laws.rewriting_laws import random_translator
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.config import Seq2SeqConfig
@@ -45,7 +45,7 @@ CHOSEN = "the teacher chooses among lengths and samples"
 RANKED = "candidates are ranked by their importance-weighted likelihood, per position"
 BOUND = "the loss is the bound for one latent vector from the posterior, and the length's"
 
-EOS, FIRST_WORD, WIDTH = 2, 4, 4
+EOS, WIDTH = 2, 4
 SHAPES = (
     FlowSeqSettings(1, 1, 4),
     FlowSeqSettings(1, 2, 4),
@@ -210,23 +210,16 @@ def lengths_by_hand(
     return [one for one in found if 1 <= one[0] <= longest and one[0] % multiple == 0][:count]
 
 
-def word_rows(model: Seq2Seq, source: Sequence[int], latents: Any) -> list[list[float]]:
+def rows_of_latents(model: Seq2Seq, source: Sequence[int], latents: Any) -> list[list[float]]:
     """Return the logits of all words at every position, given its latent vector."""
     inputs = torch.tensor(latents, dtype=torch.float64) @ model.weights[LATENT].T
     states = run_plain_pass(model, source, inputs.tolist(), lambda t, s: True)
     return [word_logits(model, state) for state in states]
 
 
-def read_text(model: Seq2Seq, source: Sequence[int], latents: Any) -> list[int]:
+def text_of_latents(model: Seq2Seq, source: Sequence[int], latents: Any) -> list[int]:
     """Return the likeliest words, up to the first end."""
-    words = list[int]()
-    for t, row in enumerate(word_rows(model, source, latents)):
-        allowed = range(FIRST_WORD, len(row)) if t == 0 else [EOS, *range(FIRST_WORD, len(row))]
-        best = max(allowed, key=lambda word: row[word])
-        if best == EOS:
-            break
-        words.append(best)
-    return words
+    return read_until_end(model, rows_of_latents(model, source, latents))[0]
 
 
 def posterior_by_hand(
@@ -255,7 +248,9 @@ def cost_by_hand(
     base, logdet = noise_by_hand(model, source, settings, z.tolist())
     flat = [x for row in base for x in row]
     log_p = logdet - sum(x * x + math.log(2 * math.pi) for x in flat) / 2
-    rows = torch.tensor(word_rows(model, source, z.tolist()), dtype=torch.float64).log_softmax(-1)
+    rows = torch.tensor(
+        rows_of_latents(model, source, z.tolist()), dtype=torch.float64
+    ).log_softmax(-1)
     cost = -sum(float(row[word]) for row, word in zip(rows, words, strict=True))
     return cost, log_q - log_p
 
@@ -348,7 +343,9 @@ def words_are_read_off(build: Build) -> Iterator[int]:
             if temperature:
                 drawn = torch.special.ndtri(torch.tensor(stream.uniforms(length * WIDTH)))
                 noise = (temperature * drawn).view(length, WIDTH).tolist()
-            expected = read_text(model, source, latents_by_hand(model, source, settings, noise))
+            expected = text_of_latents(
+                model, source, latents_by_hand(model, source, settings, noise)
+            )
             run = run_refinement(build, request, source, rng, temperature=temperature)
             case = {"model": seed, "source": source, "levels": settings.levels}
             expect_equal(READ_OFF, expected, run.tokens, **case, temperature=temperature)
@@ -374,7 +371,7 @@ def candidates_by_hand(
                 drawn = torch.special.ndtri(torch.tensor(own)) * temperature
                 noise = drawn.view(length, WIDTH).tolist()
             latents = latents_by_hand(model, source, settings, noise)
-            found.append((length, logprob, read_text(model, source, latents)))
+            found.append((length, logprob, text_of_latents(model, source, latents)))
             number += 1
     return found
 

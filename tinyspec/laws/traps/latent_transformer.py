@@ -18,7 +18,7 @@ from tinyspec.decoding.rng import Exhaustive
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement, teacher_score
-from tinyspec.laws.plain_lists import position_vector, run_plain_pass
+from tinyspec.laws.plain_lists import position_vector, read_until_end, run_plain_pass
 from tinyspec.laws.rewriting_laws import REFINE_TOLERANCE, numbers_differ, random_translator
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.config import Seq2SeqConfig
@@ -43,7 +43,7 @@ AVERAGED = "an entry is the moving average of the vectors that chose it"
 STRAIGHT = "the gradient of a code goes to its vector as it is, and none to the codebook"
 TERMS = "the loss is that of words, of codes given those before, and of the distance to the entries"
 
-EOS, FIRST_WORD = 2, 4
+EOS = 2
 SOURCES = ((4,), (6, 5), (4, 7, 5), (5, 5, 4, 6, 7))
 SHAPES = (  # (c, log2 K, n_d)
     LatentSettings(1, 2, 1, 1.5),
@@ -118,7 +118,7 @@ def attend_plainly(model: Seq2Seq, source: Sequence[int], rows: Tensor, name: st
     return torch.cat(heads, dim=1) @ w[f"{name}.out.weight"].T
 
 
-def word_rows(
+def rows_of_codes(
     model: Seq2Seq, settings: LatentSettings, source: Sequence[int], vectors: Tensor
 ) -> Tensor:
     """Return the logits of all words at every place, of vectors [M, d] in place of codes."""
@@ -162,20 +162,12 @@ def nearest_code(model: Seq2Seq, settings: LatentSettings, vector: Sequence[floa
     return min(range(len(found)), key=lambda code: math.dist(found[code], vector))
 
 
-def read_text(
+def text_of_codes(
     model: Seq2Seq, settings: LatentSettings, source: Sequence[int], codes: Sequence[int]
 ) -> tuple[list[int], list[float]]:
     """Return the words that codes stand for, up to the first end, and their log-probabilities."""
     vectors = code_vectors(model, settings, codes)
-    words, scores = list[int](), list[float]()
-    for t, row in enumerate(word_rows(model, settings, source, vectors).tolist()):
-        allowed = range(FIRST_WORD, len(row)) if t == 0 else [EOS, *range(FIRST_WORD, len(row))]
-        best = max(allowed, key=lambda word: row[word])
-        if best == EOS:
-            break
-        words.append(best)
-        scores.append(row[best] - math.log(sum(math.exp(row[word]) for word in allowed)))
-    return words, scores
+    return read_until_end(model, rows_of_codes(model, settings, source, vectors).tolist())
 
 
 def likeliest_codes(model: Seq2Seq, source: Sequence[int], count: int) -> list[int]:
@@ -196,7 +188,7 @@ def words_of_likeliest_codes(build: Build) -> Iterator[int]:
     for seed, settings, source in product(range(4), SHAPES, SOURCES):
         model = random_coder(seed, settings)
         count = plain_count(settings, len(source), model.config.max_positions)
-        expected = read_text(model, settings, source, likeliest_codes(model, source, count))
+        expected = text_of_codes(model, settings, source, likeliest_codes(model, source, count))
         request = RefineRequest(model, forward_log=[])
         run = run_refinement(build, request, source, samples=1)
         case = {"model": seed, "source": source, "c": settings.halvings, "n_d": settings.slices}
@@ -223,7 +215,7 @@ def further_codes_are_drawn(build: Build) -> Iterator[int]:
                 next_code_logprobs(model, source, codes[:i])[code] for i, code in enumerate(codes)
             )
             sequences[codes] = math.exp(sum(steps))
-        texts = {codes: read_text(model, settings, source, codes)[0] for codes in sequences}
+        texts = {codes: text_of_codes(model, settings, source, codes)[0] for codes in sequences}
         score = {codes: teacher_score(teacher, source, text) for codes, text in texts.items()}
         first = tuple(likeliest_codes(model, source, count))
         expected = dict[tuple[int, ...], float]()
@@ -335,13 +327,13 @@ def word_cost(model: Seq2Seq, settings: LatentSettings, vectors: Sequence[Tensor
     """Return the mean cost of the words and ends of all targets, given vectors [M, d] of each."""
     costs = list[Tensor]()
     for (x, y), own in zip(PAIRS, vectors, strict=True):
-        rows = word_rows(model, settings, x, own).log_softmax(dim=-1)
+        rows = rows_of_codes(model, settings, x, own).log_softmax(dim=-1)
         costs += [-row[label] for row, label in zip(rows, [*y, EOS], strict=False)]
     return torch.stack(costs).mean()
 
 
 @collect_evidence(TERMS)
-def loss_has_three_terms(terms: Callable[..., Any]) -> Iterator[int]:
+def loss_has_its_terms(terms: Callable[..., Any]) -> Iterator[int]:
     """Check every term of a batch, text by text; before the prior is trained there are two."""
     for seed, settings in product(range(3), SHAPES):
         model, batch = random_batch(seed, settings)
@@ -405,7 +397,7 @@ TRAPS = [
     Trap(DRAWN, further_codes_are_drawn, refine_card("latent_transformer")),
     Trap(NEAREST, slices_are_quantized, lambda: module.find_nearest),
     Trap(AVERAGED, entries_are_moving_averages, lambda: module.update_codebook),
-    Trap(TERMS, loss_has_three_terms, lambda: module.latent_terms),
+    Trap(TERMS, loss_has_its_terms, lambda: module.latent_terms),
     Trap(STRAIGHT, gradient_goes_straight, lambda: module.latent_terms),
 ]
 
