@@ -30,6 +30,7 @@ from tinyspec.laws.traps.flowseq import (
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.flowseq import (
+    BEGUN,
     DIFFERENCE,
     POSTERIOR,
     FlowSeqRefiner,
@@ -199,35 +200,43 @@ def test_the_bound_rises_with_the_latent_vectors_of_an_estimate() -> None:
 
 
 def test_the_cost_of_latent_vectors_weighs_more_and_more() -> None:
-    settings = replace(SHAPES[0], warmup=0.4)
+    settings = replace(SHAPES[0], startup=0.2, warmup=0.4)
     model = random_flower(0, SHAPES[0])
     batch = torch.tensor([[4, 5]]), torch.tensor([[5, 6]])
 
-    def loss(progress: float) -> float:
-        weights = {name: w.clone() for name, w in model.weights.items()}
-        own = Seq2Seq(model.config, weights)
-        training = TranslatorTraining(own, None, settings, 0.0, 0.0, progress)
+    def loss(progress: float) -> tuple[float, float]:
+        training = TranslatorTraining(model, None, settings, 0.0, 0.0, progress)
         with torch.no_grad():
-            return float(train_flowseq(training, batch, torch.Generator().manual_seed(0)))
+            got = float(train_flowseq(training, batch, torch.Generator().manual_seed(0)))
+            generator = torch.Generator().manual_seed(0)
+            terms = flowseq_terms(model, batch, settings, generator, progress)
+        weight = max(0.0, min(1.0, (progress - 0.2) / 0.4))
+        expected = (terms.words + weight * terms.latents + terms.length) / terms.places
+        assert got == pytest.approx(float(expected))
+        return float(terms.words), float(terms.latents)
 
-    with torch.no_grad():
-        terms = flowseq_terms(model, batch, settings, torch.Generator().manual_seed(0))
-    words, latents, length, places = (float(x) for x in terms)
-    for progress, weight in ((0.1, 0.25), (0.2, 0.5), (0.4, 1.0), (1.0, 1.0)):
-        expected = (words + weight * latents + length) / places
-        assert loss(progress) == pytest.approx(expected)
+    early, first, late = loss(0.1), loss(0.3), loss(1.0)
+    assert early[1] == 0 != first[1] and first == late and early[0] != late[0]
+    assert replace(settings, warmup=0).latent_weight(0.2) == 1
+    assert replace(settings, warmup=0).latent_weight(0.1) == 0
 
 
-def test_the_first_step_of_a_training_begins_the_flow_and_no_later_one_does() -> None:
+def test_the_first_step_with_latent_costs_begins_the_flow_and_no_later_one_does() -> None:
     batch = torch.tensor([[4, 5], [6, 4]]), torch.tensor([[5, 6], [4, 4]])
     found = random_flower(0, SHAPES[0])
-    for progress, moved in ((0.0, True), (0.01, False)):
-        weights = {name: w.clone() for name, w in found.weights.items()}
-        model = Seq2Seq(found.config, weights)
+    weights = {name: w.clone() for name, w in found.weights.items()}
+    weights[BEGUN].zero_()
+    model, seen = Seq2Seq(found.config, weights), []
+    for progress in (0.0, 0.1, 0.2, 0.3):
+        before = weights["flow_scale_0"].clone()
         training = TranslatorTraining(model, None, SHAPES[0], 0.0, 0.0, progress)
+        if progress == 0.2:
+            with torch.no_grad():  # a validation begins nothing
+                train_flowseq(training, batch, torch.Generator().manual_seed(0))
+            assert torch.equal(before, weights["flow_scale_0"])
         train_flowseq(training, batch, torch.Generator().manual_seed(0))
-        same = torch.equal(weights["flow_scale_0"], found.weights["flow_scale_0"])
-        assert same != moved
+        seen.append(not torch.equal(before, weights["flow_scale_0"]))
+    assert seen == [False, False, True, False] and float(weights[BEGUN]) == 1
 
 
 def test_gradients_reach_every_weight() -> None:
@@ -238,7 +247,7 @@ def test_gradients_reach_every_weight() -> None:
     terms = flowseq_terms(model, batch, SHAPES[2], torch.Generator().manual_seed(0))
     (terms.words + terms.latents + terms.length).backward()
     without = [name for name, w in weights.items() if w.grad is None or not w.grad.any()]
-    assert without == []
+    assert without == [BEGUN]
 
 
 # ---------------------------------------------------------------------- bad input, and the card
@@ -274,6 +283,7 @@ def test_bad_settings_are_named() -> None:
     for given, message in (
         ({"levels": 0}, "levels is 0: it must be a whole number from 1 to 4"),
         ({"steps": True}, "steps is True: it must be a whole number from 1 to 16"),
+        ({"startup": -1}, "startup is -1: it must be from 0 to 1"),
         ({"warmup": 2}, "warmup is 2: it must be from 0 to 1"),
         ({"levels": 3, "longest": 2}, "longest is 2: with 3 levels it must be at least 4"),
         ({"levels": 3}, "3 levels need more than 4 positions: lower levels"),

@@ -344,39 +344,45 @@ def read_all_words(
     return [canvas.text(row) for row in range(len(codes))]
 
 
-def write_likeliest_codes(
-    model: Seq2Seq, sources: Any, count: int, in_parallel: bool = False
+def draw_codes(
+    model: Seq2Seq, sources: Any, count: int, temperature: float, in_parallel: bool = False
 ) -> torch.Tensor:
-    """Return the codes [B, M] that the prior writes; in parallel, each without those before."""
-    memory = model.encode(pad_sequences(sources))
+    """Return codes [B, M] that the prior draws; in parallel, each without those before it."""
+    memory, generator = model.encode(pad_sequences(sources)), torch.Generator().manual_seed(0)
     codes = torch.zeros(len(sources), 0, dtype=torch.long)
     for _ in range(count):
         states = prior_states(model, 0 * codes if in_parallel else codes, memory)[:, -1]
-        codes = torch.cat((codes, code_logits(model, states).argmax(-1)[:, None]), dim=1)
+        logits = code_logits(model, states)
+        probs = (logits / max(temperature, 1e-3)).softmax(dim=-1)
+        codes = torch.cat((codes, torch.multinomial(probs, 1, generator=generator)), dim=1)
     return codes
 
 
 @pytest.mark.slow
 def test_the_codes_decide_among_four_dialects_and_shuffled_codes_mix_them() -> None:
-    """The paper's idea, and its ablations on the same weights. Raw data: no teacher has chosen."""
+    """The paper's idea, and its ablations on the same weights. Raw data: no teacher has chosen.
+
+    Right translations of 100: FIGURES. A minute of one core.
+    """
     settings = LatentSettings(1, 6, 2, 1.5, 0.97, 0.1)
-    task, model, held = train_on_dialects(settings, 700)
-    valid, used = dict[str, list[bool]](), set[int]()
-    for count in {int(settings.count_codes(torch.tensor(len(x)), 24)) for x in held}:
-        own = [x for x in held if int(settings.count_codes(torch.tensor(len(x)), 24)) == count]
-        codes = write_likeliest_codes(model, own, count)
+    task, model, held = train_on_dialects(settings, 500)
+    outputs = translate_by_likeliest_codes(model, settings, pad_sequences(held))
+    valid, used = {"likeliest": 100 * task.measure_quality(held, outputs).valid}, set[int]()
+    counts = settings.count_codes(torch.tensor([len(x) for x in held]), 24).tolist()
+    for count in set(counts):
+        own = [x for x, n in zip(held, counts, strict=True) if n == count]
+        codes = draw_codes(model, own, count, 1.0)
         used |= set(codes.flatten().tolist())
         order = torch.rand(codes.shape, generator=torch.Generator().manual_seed(0)).argsort(0)
         for name, given in (
-            ("codes", codes),
+            ("drawn", codes),
             ("shuffled", codes.gather(0, order)),
-            ("in parallel", write_likeliest_codes(model, own, count, in_parallel=True)),
+            ("in parallel", draw_codes(model, own, count, 1.0, in_parallel=True)),
         ):
             made = read_all_words(model, settings, own, given)
             marks = [task.judge_output(x, y)[0] for x, y in zip(own, made, strict=True)]
-            valid.setdefault(name, []).extend(marks)
-    found = {name: sum(marks) for name, marks in valid.items()}
-    print(found, len(used))
-    assert found["codes"] >= 90
-    assert found["shuffled"] <= 30 and found["in parallel"] <= found["codes"] - 20
+            valid[name] = valid.get(name, 0) + sum(marks)
+    print(valid, len(used))
+    assert valid["likeliest"] >= 90 and valid["drawn"] >= 80
+    assert valid["shuffled"] <= 25 and valid["in parallel"] <= valid["drawn"] - 30
     assert len(used) >= 8

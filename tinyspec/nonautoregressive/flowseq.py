@@ -15,9 +15,10 @@ reads the target and tells which latent vectors it may come from.
     L         = - log p(y | z, x) + w (log q(z | x, y) - log p(z | x)) - log p(T | x),   z ~ q
     rank      = log mean over k of p(y | z_k, x) p(z_k | x) / q(z_k | x, y),   z_k ~ q
 
-Training. Everything at once, on people's translations or a teacher's. The weight w rises from 0 to
-1 in the first part of the training (`warmup`). The posterior reads the target without a fifth of
-its words. T - S is classified from the mean of the encoder's states.
+Training. On people's translations or a teacher's. In the first part (`startup`) the reconstruction
+alone is trained, from the posterior's mean; then w rises from 0 to 1 (`warmup`). The posterior
+reads the target without a fifth of its words. T - S is classified from the mean of the encoder's
+states.
 
 Decoding. Without noise (temperature 0) the flow gives one z: that is the paper's argmax decoding.
 With several lengths or samples in one batch, a teacher chooses (*noisy parallel decoding*), or the
@@ -33,9 +34,8 @@ inverse, its log-determinant by Jacobians; the bound; four dialects; latent vect
 shuffled).
 Additions of ours: of several samples the first one has no noise, whoever judges (in the code, for
 the estimate alone); a target is filled up with ends to a length that the levels divide.
-Left out: the 30,000 steps that train the reconstruction alone; the couplings in a step are four in
-place of twelve, between which every other channel stays too; the convolutional and recurrent
-couplings; weight normalization.
+Left out: eight of the twelve couplings of a step, of which four let every other channel stay; the
+convolutional and recurrent couplings; weight normalization.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,6 +69,7 @@ from tinyspec.technique import (
 POSTERIOR = "posterior"  # the stack that reads the target
 LATENT = "latent.weight"  # z -> what the decoder reads
 DIFFERENCE = "length_difference"  # the classifier of T - S
+BEGUN = "flow_begun"  # 0 until the flow has its first weights, then 1
 HIDDEN_WORDS = 0.2  # share of the target's words that the posterior does not see
 LEAST_UNIFORM = 1e-12  # a uniform is taken to be no less: its normal value is finite
 REMEDY = "train a model from models/multi30k-flowseq/recipe.toml (tinyspec train mt)"
@@ -111,13 +112,15 @@ class FlowSeqSettings:
     levels   of the flow: after each but the last, half of the channels are noise
     steps    of each level
     longest  the largest |T - S| that is predicted
-    warmup   share of the training in which the weight of the latent vectors' cost rises to 1
+    startup  share of the training that trains the reconstruction alone, from the posterior's mean
+    warmup   share of the training after it in which the weight of the latent vectors' cost rises
     """
 
     levels: int = 2
     steps: int = 1
     longest: int = 16
-    warmup: float = 0.3
+    startup: float = 0.2
+    warmup: float = 0.2
 
     def __post_init__(self) -> None:
         for name, high in (("levels", 4), ("steps", 16), ("longest", 1024)):
@@ -126,15 +129,25 @@ class FlowSeqSettings:
                 raise TinyspecError(
                     f"{name} is {value}: it must be a whole number from 1 to {high}"
                 )
-        share = self.warmup
-        number = isinstance(share, (int, float)) and not isinstance(share, bool)
-        if not (number and 0 <= share <= 1):
-            raise TinyspecError(f"warmup is {share}: it must be from 0 to 1")
+        for name in ("startup", "warmup"):
+            share = getattr(self, name)
+            number = isinstance(share, (int, float)) and not isinstance(share, bool)
+            if not (number and 0 <= share <= 1):
+                raise TinyspecError(f"{name} is {share}: it must be from 0 to 1")
 
     @property
     def multiple(self) -> int:
         """Return what divides every length."""
         return 1 << self.levels - 1
+
+    def latent_weight(self, progress: float) -> float:
+        """Return the weight w of the latent vectors' cost.
+
+        >>> [FlowSeqSettings().latent_weight(x) for x in (0.1, 0.2, 0.25, 0.4)]
+        [0.0, 0.0, 0.25, 1.0]
+        """
+        since = round(progress - self.startup, 9)
+        return max(0.0, min(1.0, since / self.warmup)) if self.warmup else float(since >= 0)
 
 
 def flowseq_config(config: Seq2SeqConfig, settings: FlowSeqSettings) -> Seq2SeqConfig:
@@ -155,6 +168,7 @@ def flowseq_config(config: Seq2SeqConfig, settings: FlowSeqSettings) -> Seq2SeqC
         f"{POSTERIOR}.mean.weight": (d, d),
         f"{POSTERIOR}.spread.weight": (d, d),
         DIFFERENCE: (2 * settings.longest + 1, d),
+        BEGUN: (1,),
         **flow_heads(config, steps),
     }
     return replace(config, heads=heads, stacks={**config.stacks, **coupling_stacks(steps)})
@@ -270,48 +284,48 @@ def flowseq_terms(
     batch: tuple[Tensor, ...],
     settings: FlowSeqSettings,
     generator: torch.Generator,
+    progress: float = 1.0,
     dropout: float = 0.0,
     smoothing: float = 0.0,
-    begins: bool = False,
 ) -> FlowSeqTerms:
     """Return the terms of the loss of a batch, for one z from the posterior.
 
-    batch   sources [B, S] and targets [B, T], padded at the end
-    begins  whether the flow's first weights are chosen by this batch
+    batch     sources [B, S] and targets [B, T], padded at the end
+    progress  of the training: before `startup` z is the posterior's mean, and costs nothing. The
+              first batch after it gives the flow its first weights
     """
     source, target = batch
     config, memory = model.config, model.encode(source, dropout)
     words, slots = fill_up(target, config.pad, config.eos, settings.multiple)
     draws = torch.rand(words.shape, generator=generator, device=words.device)
     mean, log_std = posterior_of(model, words, slots, memory, dropout, draws < HIDDEN_WORDS)
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device, dtype=mean.dtype)
-    z = mean + noise * log_std.exp()
-    log_q = normal_log_density(noise, slots, log_std)
-    log_p = make_flow(model, settings, memory, dropout, begins).log_density(z, slots)
+    z, latents = mean, mean.new_zeros(())
+    if progress >= settings.startup:
+        shape, kind = mean.shape, {"device": mean.device, "dtype": mean.dtype}
+        noise = torch.randn(shape, generator=generator, **kind)
+        z = mean + noise * log_std.exp()
+        log_q = normal_log_density(noise, slots, log_std)
+        begins = torch.is_grad_enabled() and not bool(model.weights[BEGUN])
+        flow = make_flow(model, settings, memory, dropout, begins)
+        latents = (log_q - flow.log_density(z, slots)).sum()
+        if begins:
+            model.weights[BEGUN].data.fill_(1.0)
     states = read_latents(model, z, slots, memory, dropout)
     cost = F.cross_entropy(
         score_words(model, states[slots]), words[slots], reduction="sum", label_smoothing=smoothing
     )
     difference = slots.sum(dim=1) - memory.mask.sum(dim=1) + settings.longest
     length = F.cross_entropy(difference_logits(model, memory), difference, reduction="sum")
-    return FlowSeqTerms(cost, (log_q - log_p).sum(), length, slots.sum())
+    return FlowSeqTerms(cost, latents, length, slots.sum())
 
 
 def train_flowseq(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return the loss of a batch of the trainer, per position."""
-    settings, progress = training.settings, training.progress
-    terms = flowseq_terms(
-        training.model,
-        batch,
-        settings,
-        generator,
-        training.dropout,
-        training.smoothing,
-        begins=progress == 0,
-    )
-    weight = 1.0 if progress >= settings.warmup else progress / settings.warmup
+    options = training.progress, training.dropout, training.smoothing
+    terms = flowseq_terms(training.model, batch, training.settings, generator, *options)
+    weight = training.settings.latent_weight(training.progress)
     return (terms.words + weight * terms.latents + terms.length) / terms.places
 
 

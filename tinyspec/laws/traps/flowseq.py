@@ -27,6 +27,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import flowseq as module
 from tinyspec.nonautoregressive.flow import Flow
 from tinyspec.nonautoregressive.flowseq import (
+    BEGUN,
     DIFFERENCE,
     HIDDEN_WORDS,
     LATENT,
@@ -69,6 +70,7 @@ def random_flower(seed: int, settings: FlowSeqSettings, positions: int = 13) -> 
         if name.startswith(("flow_scale", "flow_shift", "coupling")) and weight.ndim == 1:
             drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
             weight.copy_(drawn / 2)
+    model.weights[BEGUN].fill_(1)
     model.weights[f"{POSTERIOR}.spread.weight"].div_(10)  # standard deviations near 1
     return model
 
@@ -532,8 +534,8 @@ TOYS = [
     ),
     _flowseq(
         "an autoencoder without a cost of its latent vectors",
-        "(log_q - log_p).sum()",
-        "0 * (log_q - log_p).sum()",
+        "latents = (log_q - flow.log_density(z, slots)).sum()",
+        "latents = 0 * log_q.sum()",
         module.flowseq_terms,
         law=BOUND,
     ),
