@@ -64,7 +64,7 @@ RECIPES = {
     ),
     "latent": (
         "latent_transformer",
-        STUDENT + "[translator]\nhalvings = 1\nbits = 4\n",
+        STUDENT + "[translator]\nhalvings = 1\nbits = 4\nplaces = 8.0\n",
         "stacks = { prior = 1 }",
     ),
     "flowseq": (

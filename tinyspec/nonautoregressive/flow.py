@@ -161,10 +161,10 @@ class Flow:
 
         A head is neighbouring channels in even steps, and every h-th channel in odd ones.
         """
-        h = self.model.config.n_heads
+        heads, each = self.model.config.n_heads, len(matrix)
         if step % 2:
-            return (matrix @ x.unflatten(-1, (-1, h))).flatten(-2)
-        return (x.unflatten(-1, (h, -1)) @ matrix.T).flatten(-2)
+            return (matrix @ x.reshape(*x.shape[:-1], each, heads)).flatten(-2)
+        return (x.reshape(*x.shape[:-1], heads, each) @ matrix.T).flatten(-2)
 
     def _run_coupling(self, number: int, x: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return which entries stay [T, d], and log scale and shift of the others [B, T, d]."""

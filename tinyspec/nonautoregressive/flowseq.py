@@ -301,8 +301,7 @@ def flowseq_terms(
     mean, log_std = posterior_of(model, words, slots, memory, dropout, draws < HIDDEN_WORDS)
     z, latents = mean, mean.new_zeros(())
     if progress >= settings.startup:
-        shape, kind = mean.shape, {"device": mean.device, "dtype": mean.dtype}
-        noise = torch.randn(shape, generator=generator, **kind)
+        noise = torch.empty_like(mean).normal_(generator=generator)
         z = mean + noise * log_std.exp()
         log_q = normal_log_density(noise, slots, log_std)
         begins = torch.is_grad_enabled() and not bool(model.weights[BEGUN])
@@ -325,7 +324,7 @@ def train_flowseq(
     """Return the loss of a batch of the trainer, per position."""
     options = training.progress, training.dropout, training.smoothing
     terms = flowseq_terms(training.model, batch, training.settings, generator, *options)
-    weight = training.settings.latent_weight(training.progress)
+    weight: float = training.settings.latent_weight(training.progress)
     return (terms.words + weight * terms.latents + terms.length) / terms.places
 
 
@@ -337,7 +336,7 @@ def normal_noise(rng: RandomSource, length: int, width: int) -> Tensor:
     uniforms = rng.uniforms(length * width)
     if uniforms is None:
         raise TinyspecError("flowseq draws real numbers: its outcomes cannot be walked")
-    drawn = torch.special.ndtri(torch.tensor(uniforms).clamp(min=LEAST_UNIFORM))
+    drawn: Tensor = torch.special.ndtri(torch.tensor(uniforms).clamp(min=LEAST_UNIFORM))
     return drawn.view(length, width)
 
 

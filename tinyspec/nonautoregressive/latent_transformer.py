@@ -217,12 +217,17 @@ def compress_words(
     return x
 
 
+def split_last(x: Tensor, parts: int) -> Tensor:
+    """Return x [..., d] as [..., parts, d / parts]."""
+    return x.reshape(*x.shape[:-1], parts, -1)
+
+
 def expand_codes(model: Seq2Seq, vectors: Tensor, memory: EncoderOutput, halvings: int) -> Tensor:
     """Return what the decoder reads [B, M 2^c, d] of vectors [B, M, d]; each doubling sees x."""
     x = model.place(vectors)
     for i in range(halvings):
         both = linear(memory.states, model.weights[f"expand.{i}.cross.kv.weight"]).chunk(2, dim=-1)
-        k, v = (part.unflatten(-1, (model.config.n_heads, -1)) for part in both)
+        k, v = (split_last(part, model.config.n_heads) for part in both)
         x = x + model.attend_source(i, x, (k, v), memory.mask[:, None], "expand")
         x = linear(x.relu() if i else x, model.weights[f"expand.{i}.weight"])
         x = x.reshape(len(x), -1, model.config.d_model)
@@ -237,7 +242,7 @@ def find_nearest(vectors: Tensor, book: Tensor, slices: int) -> Tensor:
 
     book  [n_d entries, d / n_d] the entries of all codebooks
     """
-    own = vectors.unflatten(-1, (slices, -1))
+    own = split_last(vectors, slices)
     books = book.view(slices, -1, book.shape[-1])
     return (books.square().sum(-1) - 2 * torch.einsum("...jw,jkw->...jk", own, books)).argmin(-1)
 
@@ -269,7 +274,7 @@ def begin_codebook(
 ) -> None:
     """Make the entries slices of the vectors [N, d] of a batch, each as if chosen once."""
     rows = len(weights[BOOK]) // slices
-    own = vectors.detach().unflatten(-1, (slices, -1))  # [N, n_d, w]
+    own = split_last(vectors.detach(), slices)  # [N, n_d, w]
     for j in range(slices):
         chosen = torch.randint(len(own), (rows,), generator=generator, device=own.device)
         weights[BOOK][j * rows : (j + 1) * rows] = own[chosen, j]
@@ -289,7 +294,7 @@ def update_codebook(
     """
     slices, rows = digits.shape[-1], len(weights[BOOK])
     hits = F.one_hot(digits, rows // slices).to(vectors.dtype)  # [N, n_d, entries]
-    own = vectors.detach().unflatten(-1, (slices, -1))
+    own = split_last(vectors.detach(), slices)
     weights[COUNTS].lerp_(hits.sum(0).flatten(), 1 - decay)
     weights[SUMS].lerp_(torch.einsum("njk,njw->jkw", hits, own).flatten(0, 1), 1 - decay)
     counts = weights[COUNTS].view(slices, -1)

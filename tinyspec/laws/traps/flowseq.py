@@ -104,14 +104,10 @@ def flow_of(make: type[Flow], model: Seq2Seq, source: Sequence[int], settings: A
 
 def split_places(number: int, length: int) -> list[tuple[int, int]]:
     """Return the entries (position, channel) that a coupling changes."""
-    half = WIDTH // 2
-    changed = {
-        0: lambda t, i: i >= half,
-        1: lambda t, i: i < half,
-        2: lambda t, i: t % 2 == 1,
-        3: lambda t, i: t % 2 == 0,
-    }[number % 4]
-    return [(t, i) for t in range(length) for i in range(WIDTH) if changed(t, i)]
+    every = [(t, i) for t in range(length) for i in range(WIDTH)]
+    if number % 4 < 2:  # one half of the channels
+        return [(t, i) for t, i in every if (i >= WIDTH // 2) == (number % 4 == 0)]
+    return [(t, i) for t, i in every if (t % 2 == 1) == (number % 4 == 2)]
 
 
 def coupling_by_hand(
@@ -176,10 +172,11 @@ def noise_by_hand(
 
 
 def latents_by_hand(
-    model: Seq2Seq, source: Sequence[int], settings: FlowSeqSettings, rows: Any, level: int = 0
+    model: Seq2Seq, source: Sequence[int], settings: FlowSeqSettings, noise: Any, level: int = 0
 ) -> list[list[float]]:
     """Return the latent vectors of noise: all that `noise_by_hand` does, undone in turn."""
-    rows, half = [list(row) for row in rows], WIDTH // 2
+    half = WIDTH // 2
+    rows: list[list[float]] = [list(row) for row in noise]
     if level + 1 < settings.levels:
         deeper = [rows[t][half:] + rows[t + 1][half:] for t in range(0, len(rows), 2)]
         rest = latents_by_hand(model, source, settings, deeper, level + 1)
@@ -245,8 +242,8 @@ def cost_by_hand(
     """Return - log p(y | z, x) and log q(z | x, y) - log p(z | x), for z of this noise."""
     mean, log_std = posterior_by_hand(model, source, read)
     z = mean + noise * log_std.exp()
-    normal = torch.distributions.Normal(mean, log_std.exp())
-    log_q = float(normal.log_prob(z).sum())
+    square = (z - mean).square() / (2 * log_std.exp().square())
+    log_q = -float((square + log_std + math.log(2 * math.pi) / 2).sum())
     base, logdet = noise_by_hand(model, source, settings, z.tolist())
     flat = [x for row in base for x in row]
     log_p = logdet - sum(x * x + math.log(2 * math.pi) for x in flat) / 2
@@ -327,8 +324,8 @@ def positions_depend_on_each_other(make: type[Flow]) -> Iterator[int]:
         expect_equal(DEPENDENT, [[True] * length] * length, moved.tolist(), **case)
         other = flow_of(make, model, SOURCES[3], settings)
         slots = torch.ones(1, length, dtype=torch.bool)
-        noises = [one.to_noise(z[None], slots)[0] for one in (flow, other)]
-        expect_equal(DEPENDENT, False, torch.allclose(*noises), **case, asked="another source")
+        here, there = (one.to_noise(z[None], slots)[0] for one in (flow, other))
+        expect_equal(DEPENDENT, False, torch.allclose(here, there), **case, asked="another source")
         yield 0
 
 

@@ -72,7 +72,7 @@ def random_rescorer(seed: int) -> Seq2Seq:
 
 def plain_count(settings: LatentSettings, source: int, positions: int) -> int:
     """Return how many codes the translations of a source have."""
-    width = 2**settings.halvings
+    width = 1 << settings.halvings
     return max(1, min(math.ceil(source * settings.places / width), positions // width))
 
 
