@@ -6,10 +6,10 @@ The laws are in tinyspec.laws.
 from collections.abc import Sequence
 from typing import Any
 
-from tinyspec.laws.exact.law import JointLaw, exact_law
+from tinyspec.laws.exact.joint import JointDistribution, exact_distribution
 from tinyspec.laws.exact.tables import TableModel, TableSession
 
-__all__ = ["JointLaw", "Table", "exact_law"]
+__all__ = ["JointDistribution", "Table", "exact_distribution"]
 
 
 class Table(TableSession):

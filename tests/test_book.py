@@ -191,7 +191,7 @@ def test_notebook_holds_what_a_lesson_prints_and_draws(
     printed = "".join(
         "".join(output["text"]) for output in outputs if output.get("name") == "stdout"
     )
-    assert "target_instead_of_residual\nbroken: joint law" in printed
+    assert "target_instead_of_residual\nbroken: joint distribution" in printed
     assert not any(output.get("name") == "stderr" for output in outputs)
     told = "".join(
         "".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "markdown"

@@ -52,7 +52,15 @@ def test_it_prints_what_was_proved() -> None:
     result = run("laws", "autoregressive", "llma")
     assert result.exit_code == 0, result.output
     assert "\x1b" not in result.output
-    for word in ("autoregressive", "llma", "exact", "joint law", "cases", "outcomes", "seconds"):
+    for word in (
+        "autoregressive",
+        "llma",
+        "exact",
+        "joint distribution",
+        "cases",
+        "outcomes",
+        "seconds",
+    ):
         assert word in result.output
 
 
@@ -76,8 +84,8 @@ def test_an_accusation_is_in_the_words_of_the_task_and_ends_with_code_1(biased: 
     result = run("laws", biased)
     assert result.exit_code == 1
     for word in (
-        "ACCUSED: joint law",
-        "broken: joint law",
+        "ACCUSED: joint distribution",
+        "broken: joint distribution",
         "p along the text",
         "q along the text",
         "expected",
@@ -86,7 +94,7 @@ def test_an_accusation_is_in_the_words_of_the_task_and_ends_with_code_1(biased: 
         assert word in result.output
     result = run("laws", biased, "--json")
     assert result.exit_code == 1
-    assert json.loads(result.stdout)["methods"][0]["accused"]["law"] == "joint law"
+    assert json.loads(result.stdout)["methods"][0]["accused"]["law"] == "joint distribution"
 
 
 def test_the_thorough_profile_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -135,21 +143,26 @@ def test_the_matrices_are_printed(
     name, group = what[:-1], "law" if what == "mutants" else "technique"
     killed = {
         name: "always accepts",
-        group: "the joint law",
-        "killed_by": "joint law",
+        group: "the joint distribution",
+        "killed_by": "joint distribution",
         "counterexample": {"case": {"p": "[1, 0]"}, "expected": "1", "got": "0"},
     }
     monkeypatch.setattr(module, function, lambda watch: [killed, killed])
     result = run("laws", f"--{what}")
     assert result.exit_code == 0, result.output
-    assert result.output == f"the joint law: 2 of 2 killed\n2 of 2 {what} killed\n"
+    assert result.output == f"the joint distribution: 2 of 2 killed\n2 of 2 {what} killed\n"
     result = run("laws", f"--{what}", "--verbose")
     assert "always accepts" in result.output
-    assert "joint law" in result.output
+    assert "joint distribution" in result.output
     assert "expected 1, got 0" in result.output
     assert f"2 of 2 {what} killed" in result.output
     assert json.loads(run("laws", f"--{what}", "--json").stdout) == [killed, killed]
-    lives = {name: "drifts", group: "the joint law", "killed_by": None, "counterexample": None}
+    lives = {
+        name: "drifts",
+        group: "the joint distribution",
+        "killed_by": None,
+        "counterexample": None,
+    }
     monkeypatch.setattr(module, function, lambda watch: [killed, lives])
     for options in ((), ("--verbose",)):
         result = run("laws", f"--{what}", *options)

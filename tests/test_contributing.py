@@ -63,7 +63,7 @@ def test_every_law_holds_of_it() -> None:
     assert "Guarantee:" in card.doc
     assert "left out" in card.doc.lower()
     evidence = {found.law: found.cases for found in prove_technique(card, CI)}
-    assert "joint law" in evidence
+    assert "joint distribution" in evidence
     assert all(evidence.values())
     assert CONTRACTS in evidence or len(evidence) > 3
 

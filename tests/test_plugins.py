@@ -103,7 +103,7 @@ def test_an_exact_technique_file_is_proved_from_wherever_it_stands(tmp_path: Pat
     (report,) = json.loads(result.stdout)["methods"]
     assert (report["method"], report["accused"], report["broken"]) == ("mine", None, [])
     assert [found["law"] for found in report["proved"]] == [
-        "joint law", "the laws of a round", "greedy equality", "the contracts of a drafter",
+        "joint distribution", "the laws of a round", "greedy equality", "the contracts of a drafter",
     ]  # fmt: skip
 
 
@@ -112,14 +112,14 @@ def test_a_slip_is_named_by_law_case_and_method_and_the_other_laws_run(tmp_path:
     result = run("laws", write(tmp_path, SLIP))
     assert result.exit_code == 1
     for words in (
-        "ACCUSED: joint law",
-        "mine, case: V = 2, two tokens\nbroken: joint law\n",
+        "ACCUSED: joint distribution",
+        "mine, case: V = 2, two tokens\nbroken: joint distribution\n",
         "expected",
         "got",
     ):
         assert words in result.output
     (report,) = json.loads(run("laws", write(tmp_path, SLIP), "--json").stdout)["methods"]
-    assert report["accused"]["law"] == "joint law"
+    assert report["accused"]["law"] == "joint distribution"
     assert "the contracts of a drafter" in [found["law"] for found in report["proved"]]
 
 

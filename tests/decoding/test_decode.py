@@ -3,7 +3,7 @@
 import pytest
 
 from tests.lm import small
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -102,10 +102,10 @@ def test_a_finished_text_takes_no_further_step() -> None:
 
 
 def test_every_adversary_keeps_the_distribution() -> None:
-    plain = exact_law(lambda: decoder(), tokens=3)
+    plain = exact_distribution(lambda: decoder(), tokens=3)
     assert sum(plain.values()) == 1
     for tokens in ((0,), (1, 1), (2, 0, 1)):
-        assert exact_law(lambda tokens=tokens: decoder(Always(*tokens)), tokens=3) == plain  # type: ignore[misc]
+        assert exact_distribution(lambda tokens=tokens: decoder(Always(*tokens)), tokens=3) == plain  # type: ignore[misc]
 
 
 def test_plain_decoding_makes_one_token_a_forward_pass() -> None:

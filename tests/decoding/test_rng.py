@@ -127,13 +127,15 @@ def test_positions_have_uniforms_of_their_own():
 
 def test_exhaustive_order_is_plackett_luce():
     row = [F(1, 2), F(1, 3), F(1, 6)]
-    distribution = Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement(row, 2)))
+    distribution = Exhaustive.distribution(
+        lambda rng: tuple(rng.sample_without_replacement(row, 2))
+    )
     assert distribution == {
         (a, b): row[a] * row[b] / (1 - row[a]) for a in range(3) for b in range(3) if a != b
     }
-    assert Exhaustive.law(lambda rng: tuple(rng.sample_without_replacement([F(0), F(1)], 2))) == {
-        (1,): 1
-    }
+    assert Exhaustive.distribution(
+        lambda rng: tuple(rng.sample_without_replacement([F(0), F(1)], 2))
+    ) == {(1,): 1}
 
 
 def test_exhaustive_walks_every_branch_once_and_none_of_probability_zero():

@@ -71,7 +71,7 @@ def test_a_chain_with_its_distribution_declared_keeps_the_joint_distribution(ps,
             tokens += (source.draw(draft_probs[-1]),)
         return TokenTree.chain(tokens, draft_probs)
 
-    assert Exhaustive.law(rounds(propose, p, 3)) == p.joint(3)
+    assert Exhaustive.distribution(rounds(propose, p, 3)) == p.joint(3)
 
 
 @given(st.lists(WEIGHTS, min_size=3, max_size=3), WEIGHTS, st.booleans())
@@ -91,7 +91,7 @@ def test_several_drafts_with_and_without_replacement_keep_the_distribution(ps, w
         n = len(tokens)
         return TokenTree((*tokens, child), (*(-1,) * n, 0), (*draft_probs, q), (False,) * (n + 1))
 
-    assert Exhaustive.law(rounds(propose, p, 2)) == p.joint(2)
+    assert Exhaustive.distribution(rounds(propose, p, 2)) == p.joint(2)
 
 
 @given(
@@ -101,7 +101,7 @@ def test_several_drafts_with_and_without_replacement_keep_the_distribution(ps, w
 def test_a_tree_without_distributions_keeps_the_targets_whatever_it_holds(ps, tokens):
     p = Table([exact(x) for x in ps])
     tree = TokenTree(tokens, (-1, -1, 0, 1), (None,) * 4, (False,) * 4)
-    assert Exhaustive.law(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
+    assert Exhaustive.distribution(rounds(lambda text, source: tree, p, 3)) == p.joint(3)
 
 
 @given(
@@ -116,8 +116,8 @@ def test_matching_decides_as_the_walk_over_point_masses(ps, nodes):
     probe = [is_probe for _, _, is_probe in nodes]
     tree = TokenTree([token for _, token, _ in nodes], parents, (None,) * n, probe)
     rows = {node: p(tree.tokens_on(tree.path(node))) for node in range(-1, n)}
-    matched = Exhaustive.law(lambda rng: verify_tree(tree, rows, rng))
-    walked = Exhaustive.law(lambda rng: Verdict(*EXACT.verify_tree(tree, rows, rng)))
+    matched = Exhaustive.distribution(lambda rng: verify_tree(tree, rows, rng))
+    walked = Exhaustive.distribution(lambda rng: Verdict(*EXACT.verify_tree(tree, rows, rng)))
     assert matched == walked
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tests.lm.small import GPT2, LLAMA, close, same_cache
 from tests.lm.small import model as network
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
@@ -152,11 +152,11 @@ def test_printed_algorithm_is_what_runs(exit: int, gamma: int) -> None:
 def test_the_joint_distribution_is_the_whole_models(
     sampling: SamplingParams, exit: int, gamma: int
 ) -> None:
-    reference = exact_law(
+    reference = exact_distribution(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
     assert (
-        exact_law(
+        exact_distribution(
             lambda: CARD.make(Request(Table(1), sampling=sampling), exit=exit, gamma=gamma), 2
         )
         == reference

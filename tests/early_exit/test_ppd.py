@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import tinyspec
 from tests.lm.small import GPT2, LLAMA, same_cache
 from tests.lm.small import model as network
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.pipeline import Upcoming
@@ -31,7 +31,7 @@ from tinyspec.early_exit.ppd import (
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.checking.generators import EnumeratedGenerator
-from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.joint import Reference
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.exit_laws import likeliest_drafts
 from tinyspec.laws.traps import Trap
@@ -100,11 +100,13 @@ def test_trap_the_technique_passes_it(trap: Trap) -> None:
 def test_the_joint_distribution_is_the_whole_models(
     sampling: SamplingParams, layer: int, k: int
 ) -> None:
-    reference = exact_law(
+    reference = exact_distribution(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
     assert (
-        exact_law(lambda: CARD.make(Request(Table(1), sampling=sampling), layer=layer, k=k), 2)
+        exact_distribution(
+            lambda: CARD.make(Request(Table(1), sampling=sampling), layer=layer, k=k), 2
+        )
         == reference
     )
 
@@ -203,7 +205,7 @@ def test_over_all_outcomes_the_clock_is_the_theorems(
 
     outcomes = list(Exhaustive.walk(run))
     got = tuple(sum(Fraction(cost[i]) * mass for cost, mass in outcomes) for i in (0, 1))
-    texts = Reference(model.row, sampling).law(tokens - 1, (0,))
+    texts = Reference(model.row, sampling).distribution(tokens - 1, (0,))
     held = sum(
         mass
         * sum(

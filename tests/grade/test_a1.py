@@ -543,7 +543,7 @@ def from_the_start(session: Any, text: Any, drafted: Any) -> None:
 def draft_not_rewound(
     target: Any, draft: Any, prompt: Any, n: int, gamma: int, eos: Any, knobs: Any, chance: Any
 ) -> Any:
-    """Only the target's cache is cleaned: the joint law is right all the same."""
+    """Only the target's cache is cleaned: the joint distribution is right all the same."""
 
     def clean(session: Any, text: Any, drafted: Any) -> None:
         if session is target:

@@ -26,7 +26,7 @@ def judge_ratio(function: Any, cases: Cases) -> Evidence:
     for p, q in list(distribution_pairs((2,), 5))[: 20 * cases.times]:
         for token in range(2):
             if q[token]:
-                law = Exhaustive.law(lambda chance: function(p, q, token, chance))  # noqa: B023
+                law = Exhaustive.distribution(lambda chance: function(p, q, token, chance))  # noqa: B023
                 expected, got = min(Fraction(1), p[token] / q[token]), law.get(True, Fraction(0))
                 seen += 1
                 if got != expected or set(law) - {True, False}:

@@ -406,23 +406,23 @@ def walk(
 
 
 DEEP_TREES: dict[str, tuple[Callable[..., Verdict], str]] = {
-    "residual restarts at the third sibling": (walk(restarts=True), "joint law"),
+    "residual restarts at the third sibling": (walk(restarts=True), "joint distribution"),
     "third sibling accepted free": (
         walk(accepts=lambda ratio, place, depth: 1 if place == 2 else ratio),
-        "joint law",
+        "joint distribution",
     ),
     "a node at depth 3 accepted free": (
         walk(accepts=lambda ratio, place, depth: 1 if depth == 3 else ratio),
-        "joint law",
+        "joint distribution",
     ),
     "probes verified as drafts": (walk(tests_probes=True), "tokens of a round"),
     "a point mass after a drawn sibling judged by p": (
         walk(point=lambda row, fresh, x: fresh[x]),
-        "joint law",
+        "joint distribution",
     ),
     "bonus without the sampling settings": (
         walk(bonus=lambda p, node: p.probs_under(node, SamplingParams())),
-        "joint law",
+        "joint distribution",
     ),
 }
 """Mistakes of a verifier of trees that two siblings do not show, and the law that sees each."""

@@ -51,7 +51,7 @@ def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None
     )
     assert result.evidence[0].cases > 100
     assert result.evidence[0].branches > 4 * 100
-    assert "joint law: kept in" in str(result)
+    assert "joint distribution: kept in" in str(result)
     assert (result.evidence[0].notes[0] == "exactly") == (verifier in EXACTLY)
     if verifier is published.with_epsilon:
         assert "ends in ValueError: probabilities contain NaN" in result.evidence[0].notes[-1]
@@ -116,7 +116,7 @@ def test_a_published_mistake_is_found_in_a_small_case(name: str) -> None:
 def test_the_smallest_case_in_the_words_of_the_task() -> None:
     found = accused(verifier=WRONG_VERIFIERS["always accept"])
     assert str(found) == (
-        "broken: joint law\n  p = [[0, 1], [0, 1]]\n  q = [[1, 0]]\n  draft = [0]\n"
+        "broken: joint distribution\n  p = [[0, 1], [0, 1]]\n  q = [[1, 0]]\n  draft = [0]\n"
         "  compared = the distribution of the first token\nexpected [0, 1]\ngot      [1, 0]"
     )
     assert found.as_dict()["expected"] == ["0", "1"]
@@ -146,7 +146,9 @@ def test_a_uniform_of_exactly_zero_must_not_bring_out_what_p_forbids(name: str) 
 def test_mistakes_of_a_whole_decoding_function(name: str) -> None:
     found = accused(generate=WRONG_DECODING[name])
     assert found.case["n"] == 2
-    assert found.law == ("tokens asked for" if name == "one token too few" else "joint law")
+    assert found.law == (
+        "tokens asked for" if name == "one token too few" else "joint distribution"
+    )
 
 
 @pytest.mark.parametrize("name", WRONG_DRAFTERS)
@@ -175,7 +177,7 @@ def test_a_drafter_with_a_model_of_its_own() -> None:
 
 @pytest.mark.parametrize("name", [name for name in DEEP_VERIFIERS if "100,000" not in name])
 def test_a_mistake_of_long_chains_many_tokens_or_rare_ones_is_found(name: str) -> None:
-    assert accused(verifier=DEEP_VERIFIERS[name]).law == "joint law"
+    assert accused(verifier=DEEP_VERIFIERS[name]).law == "joint distribution"
 
 
 def test_a_mistake_of_floats_alone_says_so() -> None:
@@ -187,15 +189,15 @@ def test_a_fault_that_begins_late_is_found_by_many_runs() -> None:
     """With the default of ten seconds on a machine that makes 100,000 runs in that time."""
     late = published.late(ratio=published.accept_all, begins=100_000)
     found = check(late, seconds=60).counterexample
-    assert found is not None and found.law == "joint law"
+    assert found is not None and found.law == "joint distribution"
 
 
 def test_time_that_runs_out_is_no_proof() -> None:
     result = check(published.slow_and_wrong, seconds=2)
     assert not result
     assert result.counterexample is None
-    assert str(result).startswith("joint law: not proved, time ran out; nothing wrong in ")
-    assert repr(result) == "<CheckResult not proved: joint law>"
+    assert str(result).startswith("joint distribution: not proved, time ran out; nothing wrong in ")
+    assert repr(result) == "<CheckResult not proved: joint distribution>"
 
 
 @pytest.mark.parametrize("name", DEEP_TREES)
@@ -209,7 +211,7 @@ def test_the_right_walk_beside_them_is_not_accused() -> None:
 
 
 def test_a_mistake_of_the_fourth_round_is_found() -> None:
-    assert accused(generate=published.wrong_from_round(4)).law == "joint law"
+    assert accused(generate=published.wrong_from_round(4)).law == "joint distribution"
     assert check(generate=published.wrong_from_round(99), seconds=4)
 
 
@@ -271,7 +273,7 @@ def test_a_verifier_whose_path_is_none_is_accused() -> None:
         return Verdict((len(tree.tokens) - 1,), 0)
 
     found = accused(verifier=last)
-    assert "path" in str(found.expected) or found.law == "joint law"
+    assert "path" in str(found.expected) or found.law == "joint distribution"
 
 
 # ------------------------------------------------------------------- no verdict where there is none
@@ -376,8 +378,8 @@ def test_check_prints_a_proof_and_returns_it(capsys: pytest.CaptureFixture[str])
     assert result
     assert result.counterexample is None
     assert capsys.readouterr().out == f"{result}\n"
-    assert str(result).startswith("joint law: kept in 690 cases, ")
-    assert repr(result) == "<CheckResult kept: joint law>"
+    assert str(result).startswith("joint distribution: kept in 690 cases, ")
+    assert repr(result) == "<CheckResult kept: joint distribution>"
 
 
 def test_check_prints_a_counterexample_and_returns_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -385,14 +387,14 @@ def test_check_prints_a_counterexample_and_returns_it(capsys: pytest.CaptureFixt
     assert not result
     assert result.counterexample is not None
     assert capsys.readouterr().out == f"{result.counterexample}\n"
-    assert repr(result) == "<CheckResult broken: joint law>"
+    assert repr(result) == "<CheckResult broken: joint distribution>"
 
 
 def test_the_laws_kept_before_a_counterexample_are_named_too() -> None:
     wrong = WRONG_DRAFTERS["proposed only if token 0"]
     result = check(published.textbook, drafter=wrong, seconds=3)
     assert not result
-    assert str(result).startswith("joint law: kept in ")
+    assert str(result).startswith("joint distribution: kept in ")
     assert "\nbroken: presence\n" in str(result)
 
 

@@ -43,7 +43,7 @@ from tinyspec.laws.contracts import (
     find_violations,
 )
 from tinyspec.laws.evidence import LawViolated
-from tinyspec.laws.exact.law import exact_law
+from tinyspec.laws.exact.joint import exact_distribution
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Siblings
 from tinyspec.technique import Request
@@ -142,7 +142,7 @@ def emitted(
             drafter(draft.session(), gamma, frozenset()), verifier
         )
 
-    return exact_law(make_decoder, tokens)
+    return exact_distribution(make_decoder, tokens)
 
 
 def test_keep_only_token_0_emits_it_with_three_quarters() -> None:
@@ -183,8 +183,10 @@ def test_block_verification_and_examined_tokens_29_128_instead_of_3_16() -> None
 
 def test_block_verification_keeps_the_distribution_of_fresh_drafts() -> None:
     target, draft = TableModel(4), TableModel(5, zeros=False)
-    plain = exact_law(lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3)
-    fast = exact_law(
+    plain = exact_distribution(
+        lambda: Request(target.session()).decoder(BaseDrafter(), verify_tree), 3
+    )
+    fast = exact_distribution(
         lambda: Request(target.session()).decoder(Drafted(draft.session(), 2), block), 3
     )
     assert fast == plain

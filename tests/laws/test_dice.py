@@ -27,7 +27,7 @@ LAW = (
 
 
 def outcomes(function: Callable[[EnumeratedGenerator], Any]) -> dict[Any, Any]:
-    return Exhaustive.law(lambda source: function(EnumeratedGenerator(source)))
+    return Exhaustive.distribution(lambda source: function(EnumeratedGenerator(source)))
 
 
 INVERSIONS = {
@@ -112,7 +112,7 @@ def test_a_pinned_uniform_is_zero_and_may_meet_its_boundary() -> None:
         u = LazyUniform(UniformSpan(source, pinned=True))
         return u < 0, u <= 0, u > 0, u >= 0, u == 0, 1 - u <= 1, u + 1 < 1, int(5 * u)
 
-    assert Exhaustive.law(ask) == {(False, True, False, True, True, True, False, 0): 1}
+    assert Exhaustive.distribution(ask) == {(False, True, False, True, True, True, False, 0): 1}
 
 
 def test_nan_is_neither_above_nor_below() -> None:
@@ -154,7 +154,7 @@ def in_torch(function: Callable[[], Any]) -> dict[Any, Any]:
         with replace_torch_generators(EnumeratedGenerator(source)):
             return tuple(bool(x) for x in function())
 
-    return Exhaustive.law(run)
+    return Exhaustive.distribution(run)
 
 
 @pytest.mark.parametrize("way", ASKED_IN_TORCH)

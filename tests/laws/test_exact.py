@@ -18,14 +18,14 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
 from tinyspec.laws.evidence import LawViolated
-from tinyspec.laws.exact.law import (
+from tinyspec.laws.exact.joint import (
     JOINT,
     QUIET,
     REPEATS,
     Reference,
     apply_warpers,
-    compare_laws,
-    exact_law,
+    compare_distributions,
+    exact_distribution,
 )
 from tinyspec.laws.exact.tables import TableModel, TableSession
 from tinyspec.lm.forward import Plan
@@ -61,14 +61,17 @@ def same(
     factory: Callable[[], Decoder], model: TableModel = P, tokens: int = 3, **options: Any
 ) -> None:
     sampling = options.pop("sampling", SamplingParams())
-    compare_laws(Reference(model.row, sampling).law(tokens), exact_law(factory, tokens, **options))
+    compare_distributions(
+        Reference(model.row, sampling).distribution(tokens),
+        exact_distribution(factory, tokens, **options),
+    )
 
 
 # ---------------------------------------------------------------------- exactness
 
 
 def test_the_reference_is_the_product_of_conditionals() -> None:
-    joint = Reference(P.row).law(3, prompt=(1,))
+    joint = Reference(P.row).distribution(3, prompt=(1,))
     assert sum(joint.values()) == 1
     for text in product(range(3), repeat=3):
         by_hand = (
@@ -79,11 +82,11 @@ def test_the_reference_is_the_product_of_conditionals() -> None:
 
 def test_the_reference_stops_where_a_text_ends() -> None:
     stop = StoppingCriteria(eos=frozenset({2}), sequences=((0, 1),), max_new_tokens=3)
-    joint = Reference(P.row, stop=stop).law(9)
+    joint = Reference(P.row, stop=stop).distribution(9)
     assert sum(joint.values()) == 1
     assert all(2 not in text[:-1] and (0, 1) not in pairwise(text[:-1]) for text in joint)
     assert {len(text) for text in joint} == {1, 2, 3}
-    assert {len(text) for text in Reference(P.row, limit=3).law(9)} == {2}
+    assert {len(text) for text in Reference(P.row, limit=3).distribution(9)} == {2}
 
 
 @pytest.mark.parametrize("sampling", WARPS, ids=str)
@@ -119,7 +122,7 @@ def test_the_judges_warpers_are_those_of_the_house(
 
 
 def test_merging_changes_nothing_but_the_work() -> None:
-    merged, whole = exact_law(drafted, 3), exact_law(drafted, 3, merge=False)
+    merged, whole = exact_distribution(drafted, 3), exact_distribution(drafted, 3, merge=False)
     assert merged == whole
     assert merged.branches < whole.branches / 2
     assert merged.states < whole.states
@@ -127,15 +130,15 @@ def test_merging_changes_nothing_but_the_work() -> None:
 
 def test_a_distribution_is_exact_after_a_prompt_of_any_length_and_after_a_stop() -> None:
     stop = StoppingCriteria(eos=frozenset({1}), max_new_tokens=3)
-    compare_laws(
-        Reference(P.row, stop=stop).law(3, (2, 0, 1)),
-        exact_law(lambda: drafted(stop=stop), 3, (2, 0, 1)),
+    compare_distributions(
+        Reference(P.row, stop=stop).distribution(3, (2, 0, 1)),
+        exact_distribution(lambda: drafted(stop=stop), 3, (2, 0, 1)),
     )
-    assert exact_law(lambda: plain(stop=StoppingCriteria(max_new_tokens=0)), 3) == {(): 1}
+    assert exact_distribution(lambda: plain(stop=StoppingCriteria(max_new_tokens=0)), 3) == {(): 1}
 
 
 def test_one_round_alone() -> None:
-    joint = exact_law(drafted, 9, rounds=1)
+    joint = exact_distribution(drafted, 9, rounds=1)
     assert sum(joint.values()) == 1
     assert {len(text) for text in joint} == {1, 2, 3}
 
@@ -147,8 +150,8 @@ def test_distributions_in_floats_agree_to_twelve_digits() -> None:
         SamplingParams(repetition_penalty=1.3),
         SamplingParams(0.7, top_p=0.8, repetition_penalty=0.8),
     ):
-        got = exact_law(lambda sampling=sampling: drafted(p, q, sampling=sampling), 3)  # type: ignore[misc]
-        compare_laws(Reference(p.row, sampling).law(3), got, within=1e-12)
+        got = exact_distribution(lambda sampling=sampling: drafted(p, q, sampling=sampling), 3)  # type: ignore[misc]
+        compare_distributions(Reference(p.row, sampling).distribution(3), got, within=1e-12)
         assert got.branches > len(got)
 
 
@@ -315,7 +318,7 @@ def test_a_counter_blocks_merging_and_its_distribution_is_right() -> None:
         return Decoder(P.session(), Counts(), verify_tree)
 
     same(counts)
-    assert exact_law(counts, 3).states > exact_law(plain, 3).states
+    assert exact_distribution(counts, 3).states > exact_distribution(plain, 3).states
 
 
 def test_it_sees_global_noise() -> None:
@@ -390,10 +393,10 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
     for plan in (Plan(last=1), Plan(last=2), Plan(skip=frozenset({2, 3})), Plan()):
         same(exits(plan))
         target = TableSession(P, plan=plan)
-        right = Reference(lambda context, plan=plan: P.row(context, plan)).law(2)  # type: ignore[misc]
-        compare_laws(
+        right = Reference(lambda context, plan=plan: P.row(context, plan)).distribution(2)  # type: ignore[misc]
+        compare_distributions(
             right,
-            exact_law(
+            exact_distribution(
                 lambda plan=plan: Decoder(TableSession(P, plan=plan), BaseDrafter(), verify_tree), 2
             ),
         )  # type: ignore[misc]
@@ -406,7 +409,7 @@ def test_it_sees_a_wrong_exit_layer_and_a_wrong_skip() -> None:
 
 def test_the_smallest_text_that_differs_is_reported() -> None:
     with pytest.raises(LawViolated) as caught:
-        compare_laws(
+        compare_distributions(
             {(0,): F(1, 2), (1,): F(1, 2)}, {(0,): F(1, 3), (1,): F(2, 3)}, p=[F(1, 2), F(1, 2)]
         )
     counterexample = caught.value.counterexample

@@ -23,7 +23,7 @@ from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import feature_laws
 from tinyspec.laws.contracts import MakeDecoder
 from tinyspec.laws.evidence import Evidence, LawViolated
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.feature_laws import (
     DRAFT_OF_TEXT,
@@ -139,7 +139,7 @@ def test_layerskip_keeps_the_feature_laws() -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.change.name)
 def test_no_older_law_sees_a_misplaced_state(mutant: HeadMutant) -> None:
-    """The joint law, the contracts, greedy equality and the laws of a round: all are kept."""
+    """The joint distribution, the contracts, greedy equality and the laws of a round: all are kept."""
     questions = list_questions(find_technique(mutant.drafter), CI)
     older = [case for _, case in questions if case.law not in FEATURE_LAWS]
     with mutant.change.applied():

@@ -7,7 +7,7 @@ import pytest
 from tinyspec._core import reference
 from tinyspec.decoding.verify import residual, verify_tree
 from tinyspec.laws import museum
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.judges import all_judges
 from tinyspec.laws.museum.catalogue import CATALOGUE, WAITING
 from tinyspec.laws.museum.patching import Patch, apply_patches, replace_once, show_diff, unwrap

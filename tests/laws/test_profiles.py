@@ -11,7 +11,7 @@ from tests.laws.test_suites import BROKEN, SPECULATIVE
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.prove import (
     CI,
     FIVE_SECONDS,

@@ -14,7 +14,7 @@ from tests.test_tutorials import TUTORIALS, read_cells, stage  # noqa: F401 (a f
 LESSON, PAGE = TUTORIALS / "09_prove_your_own.md", TUTORIALS / "what_others_got_wrong.md"
 
 SOFTMAX = """\
-broken: joint law
+broken: joint distribution
   p = [[0, 1], [0, 1]]
   q = [[1, 0]]
   draft = [0]
@@ -23,10 +23,10 @@ expected [0, 1]
 got      [0.268941, 0.731059]
 """
 MENDED = """\
-joint law: kept in 690 cases, 4483 outcomes, # s (in floating point, to 4e-16; V 2-8, gamma 1-5)
+joint distribution: kept in 690 cases, 4483 outcomes, # s (in floating point, to 4e-16; V 2-8, gamma 1-5)
 """
 ONE_NUMBER = """\
-broken: joint law
+broken: joint distribution
   p = [[1/2, 1/2], [1/2, 1/2], [0, 1]]
   q = [[0, 1], [0, 1]]
   draft = [1, 1]
@@ -54,16 +54,16 @@ expected tokens drawn from the declared distribution
 got      [1, 0]
 """
 DOORS = (
-    "joint law: kept in 690 cases, 4483 outcomes, # s (in floating point, to 4e-16; V 2-8, gamma 1-5)\n",
-    "joint law: kept in 630 cases, 3552 outcomes, # s (a chain drawn from q, its distributions declared; exactly; "
+    "joint distribution: kept in 690 cases, 4483 outcomes, # s (in floating point, to 4e-16; V 2-8, gamma 1-5)\n",
+    "joint distribution: kept in 630 cases, 3552 outcomes, # s (a chain drawn from q, its distributions declared; exactly; "
     "V 2-4, gamma 1-5, 7 sampling settings)\n  the same on float64 rows: 638 cases\n",
-    "joint law: kept in 171 cases, 2235 outcomes, # s (a chain without distributions: each token is judged as a point "
+    "joint distribution: kept in 171 cases, 2235 outcomes, # s (a chain without distributions: each token is judged as a point "
     "mass; exactly; V 2-4, gamma 1-4, 7 sampling settings)\n",
-    "joint law: kept in 177 cases, 3589 outcomes, # s (siblings drawn from q, independently; exactly; "
+    "joint distribution: kept in 177 cases, 3589 outcomes, # s (siblings drawn from q, independently; exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
-    "joint law: kept in 177 cases, 1354 outcomes, # s (siblings drawn from q without replacement; exactly; "
+    "joint distribution: kept in 177 cases, 1354 outcomes, # s (siblings drawn from q without replacement; exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
-    "joint law: kept in 219 cases, 2667 outcomes, # s (drawn siblings, point masses and probes side by side; exactly; "
+    "joint distribution: kept in 219 cases, 2667 outcomes, # s (drawn siblings, point masses and probes side by side; exactly; "
     "V 2-4, gamma 1-4, 2-4 siblings, 7 sampling settings)\n",
     """\
 rng.gumbel cannot be enumerated: draw with rng.random(), rng.uniform(), rng.choice(n, p=row), \
@@ -71,7 +71,7 @@ rng.integers() or rng.multinomial()
 """,
 )
 COUNTED_EVERYWHERE = """\
-broken: joint law
+broken: joint distribution
   p = [[0, 1], [0, 1], [0, 1]]
   q = [[1, 0], [1/2, 1/2]]
   draft = {(0, 0): 1/2, (0, 1): 1/2}
@@ -81,7 +81,7 @@ expected [0, 1]
 got      [1/2, 1/2]
 """
 ROW_BEHIND = """\
-broken: joint law
+broken: joint distribution
   p = [[0, 1], [1, 0]]
   q = [[1/2, 1/2]]
   draft = {(0,): 1/2, (1,): 1/2}
@@ -91,7 +91,7 @@ expected [0, 1]
 got      [1/2, 1/2]
 """
 BONUS_OF_THE_DRAFT = """\
-broken: joint law
+broken: joint distribution
   p = [[0, 1], [1, 0]]
   q = [[0, 1]]
   draft = [1]
@@ -100,7 +100,7 @@ expected {(1, 0): 1, (1, 1): 0}
 got      {(1, 0): 0, (1, 1): 1}
 """
 NOISE_KEPT = """\
-broken: joint law
+broken: joint distribution
   p = {any context: [1/2, 1/2]}
   q = {any context: [0, 1]}
   gamma = 1

@@ -9,7 +9,7 @@ from tests.laws import strangers
 from tests.laws.strangers import CHAIN_VERIFIERS, DECODERS, DRAFTERS, TREE_VERIFIERS
 from tinyspec.laws import check
 
-JOINT, TRUTHFUL = "joint law", "truthful drafter"
+JOINT, TRUTHFUL = "joint distribution", "truthful drafter"
 
 LAWS: dict[Callable[..., Any], str] = {
     strangers.slice_siblings: "tokens of a round",
@@ -19,7 +19,7 @@ LAWS: dict[Callable[..., Any], str] = {
     strangers.drop_unlikely_token: "presence",
     strangers.declare_set_of_followers: TRUTHFUL,
 }
-"""The law that refutes a function; the joint law if none is named."""
+"""The law that refutes a function; the joint distribution if none is named."""
 
 BY_FORM = [
     *(("verifier", function) for function in (*CHAIN_VERIFIERS, *TREE_VERIFIERS)),

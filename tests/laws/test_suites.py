@@ -19,7 +19,7 @@ from tinyspec.decoding.verify import Verdict, sample_inverse_cdf, verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import rewriting_laws, suites
 from tinyspec.laws.evidence import Evidence, LawViolated
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.museum.rows import Mutant
 from tinyspec.laws.museum.verification import WIDE_AND_DEEP
 from tinyspec.laws.parts import Siblings

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tinyspec.laws import museum
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Trap, traps
 from tinyspec.speculative.integrated.llma import LlmaDrafter

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import generate, load, translate
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -226,7 +226,7 @@ def test_an_adversary_who_knows_the_text_cannot_change_it() -> None:
 )
 def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     for init, block, tokens in (("pad", 3, 3), ("random", 2, 2)):
-        expected = exact_law(
+        expected = exact_distribution(
             lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), tokens
         )
 
@@ -237,7 +237,7 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
                 init=init,
             )
 
-        assert exact_law(ours, tokens) == expected
+        assert exact_distribution(ours, tokens) == expected
 
 
 def test_the_penalty_is_part_of_the_system_that_is_solved() -> None:
@@ -269,7 +269,7 @@ def test_jacobi_decoder_drafts_for_another_exactly() -> None:
         inner = CARD.make(Request(Table(4), stop=StoppingCriteria()), block=3)
         return Decoder(Table(3), NestedDrafter(inner, 2), verify_tree)
 
-    assert exact_law(cascade, 2) == exact_law(
+    assert exact_distribution(cascade, 2) == exact_distribution(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
     )
 
@@ -535,7 +535,9 @@ def test_sampled_translations_follow_the_teachers_distribution() -> None:
                 else request.decoder(BaseDrafter(), verify_tree)
             )
 
-        return exact_law(make, 3, prompt=[host.config.bos], outside=lambda decoder: (given,))
+        return exact_distribution(
+            make, 3, prompt=[host.config.bos], outside=lambda decoder: (given,)
+        )
 
     ours, plainly = joint(True), joint(False)
     assert ours.keys() == plainly.keys()

@@ -19,7 +19,7 @@ Outcomes = dict[Any, Any]
 
 def outcomes_of(function: Callable[..., Any], *given: Any) -> Outcomes:
     """Return the exact probability of every result of a function whose last argument is `rng`."""
-    return Exhaustive.law(lambda rng: function(*given, EnumeratedGenerator(rng)))
+    return Exhaustive.distribution(lambda rng: function(*given, EnumeratedGenerator(rng)))
 
 
 def compare_on_chains(printed: Callable[..., Any], runs: TreeVerifier) -> int:
@@ -58,7 +58,7 @@ def compare_on_siblings(
         for tokens, dists in every_draft(draft, q, k):
             n = len(tokens)
             tree = TokenTree(tokens, (ROOT,) * n, dists, (False,) * n)
-            expected = Exhaustive.law(lambda rng: _first(runs, tree, p, rng))  # noqa: B023
+            expected = Exhaustive.distribution(lambda rng: _first(runs, tree, p, rng))  # noqa: B023
             assert outcomes_of(printed, list(p), dists, list(tokens)) == expected, (p, q, tokens)
             compared += len(expected)
     return compared
@@ -73,7 +73,7 @@ def every_draft(
         tokens, dists = draft(q, k, rng)
         return tuple(tokens), tuple(None if x is None else tuple(x) for x in dists)
 
-    for tokens, dists in Exhaustive.law(draw):
+    for tokens, dists in Exhaustive.distribution(draw):
         yield tokens, [None if x is None else list(x) for x in dists]
 
 

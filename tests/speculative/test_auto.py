@@ -19,7 +19,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import Verdict, verify_tree
-from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.joint import Reference
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.stage import choose_every_way
@@ -110,9 +110,11 @@ def every_policy(
         mass = sum(distribution.values())
         whole: dict[tuple[int, ...], Any] = {}
         for output, probability in distribution.items():
-            for rest, more in reference.law(left - len(output), (*before, *output)).items():
+            for rest, more in reference.distribution(
+                left - len(output), (*before, *output)
+            ).items():
                 whole[(*output, *rest)] = whole.get((*output, *rest), 0) + probability / mass * more
-        assert whole == reference.law(left, before)
+        assert whole == reference.distribution(left, before)
     return len(distributions)
 
 
@@ -130,7 +132,7 @@ def test_the_joint_distribution_holds_under_every_policy(
         (0, 1),
     )
     assert seen > (50 if draft else 15)  # pairs of a past and a choice
-    assert isinstance(next(iter(reference.law(1, (0, 1)).values())), Fraction)
+    assert isinstance(next(iter(reference.distribution(1, (0, 1)).values())), Fraction)
 
 
 def test_a_choice_that_sees_the_token_being_drawn_is_detected() -> None:

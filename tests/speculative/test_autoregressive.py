@@ -3,7 +3,7 @@
 from fractions import Fraction as F
 
 from tests.speculative.printed import outcomes_of
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.speculative.autoregressive import generate_tokens
 from tinyspec.technique import Request, find_technique
 
@@ -20,5 +20,5 @@ def test_printed_algorithm_is_what_runs() -> None:
             return [F(x, sum(weights)) for x in weights]
 
         printed = outcomes_of(lambda *given: tuple(generate_tokens(*given)), p, [0], 3)
-        decoder = exact_law(lambda seed=seed: CARD.make(Request(Table(seed))), 3, (0,))  # type: ignore[misc]
+        decoder = exact_distribution(lambda seed=seed: CARD.make(Request(Table(seed))), 3, (0,))  # type: ignore[misc]
         assert printed == dict(decoder)

@@ -9,7 +9,7 @@ import pytest
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.speculative.printed import outcomes_of
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -83,7 +83,7 @@ def test_printed_algorithm_is_what_runs(fallback: float, rollback: float) -> Non
         printed = outcomes_of(
             lambda *given: tuple(write_turn(*given)), *rows, [0], fallback, rollback, 2
         )
-        assert printed == Exhaustive.law(turn)
+        assert printed == Exhaustive.distribution(turn)
 
 
 def distribution(table: Table, text: list[int]) -> list[F]:
@@ -150,9 +150,11 @@ def test_the_safe_rollback_keeps_what_the_large_model_writes_too_and_reads_on() 
 def test_rollback_0_gives_the_large_models_distribution(
     rule: str, sampling: SamplingParams
 ) -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    plain = exact_distribution(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
+    )
     assert (
-        exact_law(
+        exact_distribution(
             lambda: make_decoder(sampling=sampling, rollback=0.0, rule=rule, fallback=0.0, gamma=2),
             2,
         )
@@ -161,9 +163,11 @@ def test_rollback_0_gives_the_large_models_distribution(
 
 
 def test_at_fallback_1_the_small_model_writes_nothing() -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
+    plain = exact_distribution(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
     assert (
-        exact_law(lambda: make_decoder(Table(1), Fixed(0, 0, 1), fallback=1.0, rollback=20.0), 3)
+        exact_distribution(
+            lambda: make_decoder(Table(1), Fixed(0, 0, 1), fallback=1.0, rollback=20.0), 3
+        )
         == plain
     )
 

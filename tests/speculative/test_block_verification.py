@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.speculative.printed import compare_on_chains
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -131,7 +131,7 @@ def test_the_joint_distribution_over_several_rounds_is_the_targets(
     for p, q in ((1, 2), (3, 4)):
         made = lambda p=p, q=q: CARD.make(Request(Table(p), [Table(q)], sampling), gamma=2)  # noqa: E731
         plain = lambda p=p: Decoder(Table(p), BaseDrafter(), verify_tree, sampling=sampling)  # noqa: E731
-        assert exact_law(made, 3) == exact_law(plain, 3)
+        assert exact_distribution(made, 3) == exact_distribution(plain, 3)
 
 
 def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() -> None:
@@ -159,7 +159,9 @@ def test_examined_draft_token_may_not_be_proposed_again_with_its_distribution() 
             self.tail = list(round.tree.tokens[rejected[0] + 1 :]) if rejected else []
 
     def probability_of_1_0(verifier, declared):
-        return exact_law(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[1, 0]
+        return exact_distribution(lambda: Decoder(Constant(0, 2), Leftover(declared), verifier), 2)[
+            1, 0
+        ]
 
     assert (
         probability_of_1_0(verify_tree, declared=True)
@@ -191,7 +193,7 @@ def test_none_is_a_point_mass() -> None:
         p = (HALF, F(1, 3), F(1, 6))
         masses = [tuple(F(int(x == token)) for x in range(3)) for token in tokens]
         declared, points = (
-            Exhaustive.law(
+            Exhaustive.distribution(
                 lambda rng, draft_probs=draft_probs: verify_tree_by_block(
                     TokenTree.chain(tokens, draft_probs),  # noqa: B023
                     [p] * 3,  # noqa: B023

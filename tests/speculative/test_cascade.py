@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -110,9 +110,9 @@ def test_what_k_predicts_by_hand() -> None:
 @pytest.mark.parametrize("horizontal", [True, False])
 def test_four_ablations_keep_the_distribution(vertical: bool, horizontal: bool) -> None:
     knobs = {"vertical": vertical, "horizontal": horizontal}
-    assert exact_law(lambda: make_decoder("1,1/1", 1, 2, **knobs), 2) == exact_law(
-        lambda: plain(1), 2
-    )
+    assert exact_distribution(
+        lambda: make_decoder("1,1/1", 1, 2, **knobs), 2
+    ) == exact_distribution(lambda: plain(1), 2)
 
 
 def test_each_ablation_changes_what_its_knob_says() -> None:
@@ -143,14 +143,14 @@ def test_each_ablation_changes_what_its_knob_says() -> None:
     "sampling", [SamplingParams(0.0), SamplingParams(0.5), SamplingParams(top_k=2)], ids=str
 )
 def test_three_levels_and_max_gram_keep_the_joint_distribution(sampling: SamplingParams) -> None:
-    got = exact_law(lambda: make_decoder("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
-    assert got == exact_law(lambda: plain(1, sampling), 2)
+    got = exact_distribution(lambda: make_decoder("2,0,1/1,0/1", 1, 2, 3, sampling=sampling), 2)
+    assert got == exact_distribution(lambda: plain(1, sampling), 2)
 
 
 @pytest.mark.parametrize("lenience", [1.0, 2.0, 3.0])
 def test_lenience_between_drafts_changes_no_distribution(lenience: float) -> None:
-    got = exact_law(lambda: make_decoder("2,1/1", 1, 2, lenience=lenience), 2)
-    for text, probability in exact_law(lambda: plain(1), 2).items():
+    got = exact_distribution(lambda: make_decoder("2,1/1", 1, 2, lenience=lenience), 2)
+    for text, probability in exact_distribution(lambda: plain(1), 2).items():
         assert float(got[text]) == pytest.approx(float(probability), abs=1e-12)
 
 

@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -129,8 +129,10 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: Samp
     def copying() -> Decoder:
         return CARD.make(Request(Table(3), sampling=sampling, references=references), k=2)
 
-    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
-    assert exact_law(copying, 3) == plain
+    plain = exact_distribution(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3
+    )
+    assert exact_distribution(copying, 3) == plain
 
 
 def test_rewinding_takes_the_text_out_of_the_index() -> None:

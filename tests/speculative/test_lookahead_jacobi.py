@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -45,9 +45,11 @@ def test_trap_window_finds_what_the_text_does_not_contain_yet() -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
 def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
-    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
+    plain = exact_distribution(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4
+    )
     assert (
-        exact_law(
+        exact_distribution(
             lambda: CARD.make(
                 Request(Table(3), sampling=sampling, stop=StoppingCriteria(max_new_tokens=6)),
                 **SMALL,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import Seeded
@@ -244,10 +244,10 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(
             Request(Table(3), sampling=sampling), decoding_length=3, branch_length=2, price=price
         )
 
-    plain = exact_law(
+    plain = exact_distribution(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3, (0, 1, 0)
     )
-    assert exact_law(looking, 3, (0, 1, 0)) == plain
+    assert exact_distribution(looking, 3, (0, 1, 0)) == plain
 
 
 def test_a_model_keeps_its_trie_and_a_batch_keeps_none() -> None:

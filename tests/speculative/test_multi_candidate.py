@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.speculative.printed import compare_on_siblings
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -65,10 +65,10 @@ def test_trap_three_candidates_keep_the_joint_distribution(
 ) -> None:
     """The best k judged by q, sorted draws, a forgotten rejection: each gives another
     distribution (laws/traps/multi_candidate.py)."""
-    got = exact_law(
+    got = exact_distribution(
         lambda: make_decoder(sampling=sampling, configuration="3", replacement=replacement), 2
     )
-    assert got == exact_law(lambda: plain(sampling=sampling), 2)
+    assert got == exact_distribution(lambda: plain(sampling=sampling), 2)
 
 
 def test_all_tokens_without_replacement_accept() -> None:

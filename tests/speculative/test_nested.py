@@ -5,7 +5,7 @@ Its own text follows the outer one.
 
 import pytest
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Seeded
@@ -45,7 +45,7 @@ def three(
     "sampling", [SamplingParams(), SamplingParams(0.0), SamplingParams(top_p=0.7)], ids=str
 )
 def test_three_levels_keep_the_targets_joint_distribution(sampling: SamplingParams) -> None:
-    assert exact_law(lambda: three(sampling), 2) == exact_law(
+    assert exact_distribution(lambda: three(sampling), 2) == exact_distribution(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 

@@ -105,7 +105,7 @@ def test_the_joint_distribution_is_the_targets_in_every_state(sampling: Sampling
     for seed in range(3):
         knobs = {"nodes": 7, "prompts": 2}
         stage = Stage(CARD, seed=seed, knobs=knobs, deep=True, vocabulary=4, sampling=sampling)
-        expected, got = stage.reference().law(3, stage.prompt), stage.law(3)
+        expected, got = stage.reference().distribution(3, stage.prompt), stage.distribution(3)
         stage.judge(expected, got, stage.prompt, NETWORK_TOLERANCE)
 
 

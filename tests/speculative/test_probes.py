@@ -64,7 +64,7 @@ class Probs(dict[int, Any]):
 
 def outcomes(rule: Rule, tree: TokenTree) -> dict[Any, Any]:
     """Return the exact probability of every output."""
-    return Exhaustive.law(lambda rng: rule(tree, Probs(tree), rng).output_tokens(tree))
+    return Exhaustive.distribution(lambda rng: rule(tree, Probs(tree), rng).output_tokens(tree))
 
 
 @pytest.mark.parametrize("name", [*CHAINS, *TREES])

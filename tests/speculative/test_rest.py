@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tests.zoo import Zoo, run, tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -61,7 +61,7 @@ def test_trap_the_tree_is_the_heaviest_beginnings_by_brute_force() -> None:
 
 
 def test_trap_two_continuations_keep_the_distribution() -> None:
-    traps.law_of_two_continuations(CARD.make)
+    traps.distribution_of_two_continuations(CARD.make)
 
 
 def test_released_sampling_branch_has_the_bias_of_the_docstring() -> None:
@@ -72,7 +72,7 @@ def test_released_sampling_branch_has_the_bias_of_the_docstring() -> None:
         return CARD.make(request, shortest=1, length=1)
 
     with find_toy("rest", "a draw a path").applied():
-        found = exact_law(biased, 1, (2,))
+        found = exact_distribution(biased, 1, (2,))
     assert [round(float(found[(token,)]), 4) for token in range(3)] == [0.675, 0.255, 0.07]
 
 
@@ -86,9 +86,11 @@ class Constant(Table):
 )
 def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
     references = [[0, 1, 2, 0, 0, 1], [1, 1, 2]]
-    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3)
+    plain = exact_distribution(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3
+    )
     assert (
-        exact_law(
+        exact_distribution(
             lambda: CARD.make(
                 Request(Table(3), sampling=sampling, references=references), shortest=1
             ),

@@ -11,7 +11,7 @@ import pytest
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
 from tests.speculative.printed import outcomes_of
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -73,7 +73,7 @@ def test_printed_algorithm_is_what_runs(threshold: float) -> None:
         return tuple(decoder.drafter.propose([0], 9, SamplingParams(), rng).tokens)
 
     printed = outcomes_of(lambda *given: tuple(draft_until_unsure(*given)), q, [0], threshold, 3)
-    assert printed == Exhaustive.law(draft)
+    assert printed == Exhaustive.distribution(draft)
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
@@ -88,8 +88,13 @@ def test_trap_the_technique_passes_it(trap: Trap) -> None:
 def test_the_joint_distribution_is_the_whole_models(
     sampling: SamplingParams, threshold: float
 ) -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
-    assert exact_law(lambda: make_decoder(1, sampling, gamma=2, threshold=threshold), 2) == plain
+    plain = exact_distribution(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
+    )
+    assert (
+        exact_distribution(lambda: make_decoder(1, sampling, gamma=2, threshold=threshold), 2)
+        == plain
+    )
 
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), GREEDY, SamplingParams(0.5)], ids=str)

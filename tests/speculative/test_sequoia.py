@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -221,10 +221,10 @@ def test_a_target_that_agrees_makes_the_tree_a_chain() -> None:
     "sampling", [SamplingParams(), SamplingParams(top_k=2), SamplingParams(0.0)], ids=str
 )
 def test_the_joint_distribution_with_given_figures(sampling: SamplingParams) -> None:
-    got = exact_law(
+    got = exact_distribution(
         lambda: make_decoder(sampling=sampling, nodes=2, accepts="0.5,0.4", costs="0,1,1,1"), 2
     )
-    assert got == exact_law(
+    assert got == exact_distribution(
         lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
     )
 

@@ -12,7 +12,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import likeliest_token, small_network
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import joint_law_of_self_drafting
+from tinyspec.laws.traps import joint_distribution_of_self_drafting
 from tinyspec.laws.traps import space as traps
 from tinyspec.lm.model import Model
 from tinyspec.speculative.integrated.space import (
@@ -42,7 +42,7 @@ def test_trap_the_loss_has_the_texts_own_labels() -> None:
 
 
 def test_trap_a_rejected_candidate_is_not_drawn_again() -> None:
-    assert joint_law_of_self_drafting(CARD.make, masks=2).branches > 50
+    assert joint_distribution_of_self_drafting(CARD.make, masks=2).branches > 50
 
 
 # ---------------------------------------------------------------------- the algorithm

@@ -91,7 +91,7 @@ def test_a_token_that_is_not_allowed_leaves_the_distribution_as_it_is() -> None:
             decoder = traps.forced_draft(CARD.make, token, SamplingParams(), beta=2, tau=0.0)
             return decoder.step(rng).tokens[0]
 
-        got = Exhaustive.law(first_token)
+        got = Exhaustive.distribution(first_token)
         assert [float(got.get(x, 0)) for x in range(5)] == pytest.approx(p, abs=1e-12)
 
 

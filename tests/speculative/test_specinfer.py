@@ -15,7 +15,7 @@ import torch
 
 from tests.lm.small import LLAMA, model
 from tests.speculative.printed import compare_on_siblings
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tests.zoo import TEXT, failed, run, tiny_zoo
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
@@ -108,10 +108,12 @@ def test_trap_colliding_proposals_of_different_models_are_tested_one_by_one() ->
 
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(temperature=0.5)], ids=str)
 def test_the_joint_distribution_under_two_models_and_one(sampling: SamplingParams) -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    plain = exact_distribution(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
+    )
     for qs, expansion in (((2, 3), "1"), ((2,), "1x2")):
         assert (
-            exact_law(
+            exact_distribution(
                 lambda qs=qs, expansion=expansion: make_decoder(
                     1, qs, sampling, expansion=expansion
                 ),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.speculative.printed import compare_on_siblings
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Replay, Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -170,7 +170,7 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
     made = lambda: CARD.make(  # noqa: E731
         Request(Table(1, 2), [Table(2, 2, zeros=False)], sampling), k=k, gamma=gamma
     )
-    assert exact_law(made, 3) == exact_law(
+    assert exact_distribution(made, 3) == exact_distribution(
         lambda: Decoder(Table(1, 2), BaseDrafter(), verify_tree, sampling=sampling), 3
     )
 
@@ -195,9 +195,9 @@ def test_groups_of_equal_distributions_follow_on_the_residual() -> None:
     """Also in the groups' own order: the drafts of q are judged together, whatever stands between
     them.
     """
-    assert exact_law(lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2) == exact_law(
-        lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2
-    )
+    assert exact_distribution(
+        lambda: Decoder(Table(3), Any3(), verify_tree_k_seq), 2
+    ) == exact_distribution(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 2)
 
 
 def test_siblings_without_replacement_are_exact() -> None:
@@ -222,9 +222,9 @@ def test_where_draft_and_target_agree_the_first_draft_is_taken() -> None:
 def test_where_they_share_no_token_p_is_drawn_from() -> None:
     q = [F(0), F(1)]
     tree = TokenTree([1, 1, 1], (ROOT,) * 3, (q,) * 3, (False,) * 3)
-    assert Exhaustive.law(lambda source: verify_tree_k_seq(tree, {ROOT: [F(1), F(0)]}, source)) == {
-        ((), 0, (0, 1, 2)): 1
-    }
+    assert Exhaustive.distribution(
+        lambda source: verify_tree_k_seq(tree, {ROOT: [F(1), F(0)]}, source)
+    ) == {((), 0, (0, 1, 2)): 1}
 
 
 def test_floats_decide_as_fractions_do_where_rho_is_the_same() -> None:

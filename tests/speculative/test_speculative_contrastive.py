@@ -10,7 +10,7 @@ import torch
 
 from tests.lm.small import LLAMA
 from tests.lm.small import model as network
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Exhaustive, Seeded
@@ -65,17 +65,17 @@ def test_trap_plain_speculative_decoding_is_not_contrastive() -> None:
         return request.decoder(ModelDrafter(request.drafts[0], gamma), verify_tree)
 
     with pytest.raises(AssertionError, match="contrast"):
-        traps.joint_law_of_the_contrast(speculative)
+        traps.joint_distribution_of_the_contrast(speculative)
 
 
 def test_without_contrast_and_plausibility_it_is_speculative_decoding_of_the_expert() -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
-    assert exact_law(lambda: make_decoder(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
+    plain = exact_distribution(lambda: Decoder(Table(1), BaseDrafter(), verify_tree), 3)
+    assert exact_distribution(lambda: make_decoder(beta=0.0, plausibility=0.0, gamma=2), 3) == plain
 
 
 def test_the_draft_changes_nothing_against_plain_contrastive_decoding() -> None:
     knobs = {"beta": 1.0, "plausibility": 0.2}
-    assert exact_law(lambda: make_decoder(gamma=2, **knobs), 3) == exact_law(
+    assert exact_distribution(lambda: make_decoder(gamma=2, **knobs), 3) == exact_distribution(
         lambda: make_decoder(gamma=0, **knobs), 3
     )
 
@@ -222,7 +222,7 @@ def test_a_cascade_with_deferral_is_a_joint_target() -> None:
             JointTarget([Table(1), small], deferring), ModelDrafter(Table(2), gamma), verify_tree
         )
 
-    assert exact_law(lambda: decoder(2), 3) == exact_law(lambda: decoder(0), 3)
+    assert exact_distribution(lambda: decoder(2), 3) == exact_distribution(lambda: decoder(0), 3)
 
 
 def test_a_grammar_is_a_joint_target_of_one() -> None:
@@ -232,13 +232,13 @@ def test_a_grammar_is_a_joint_target_of_one() -> None:
         last = (*text, *path)[-1]
         return [F(0) if x == last else weight for x, weight in enumerate(rows[0])]
 
-    drafted = exact_law(
+    drafted = exact_distribution(
         lambda: Decoder(
             JointTarget([Table(1, zeros=False)], mask), ModelDrafter(Table(2), 2), verify_tree
         ),
         3,
     )
-    plain = exact_law(
+    plain = exact_distribution(
         lambda: Decoder(JointTarget([Table(1, zeros=False)], mask), BaseDrafter(), verify_tree), 3
     )
     assert drafted == plain

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.lm.small import PROMPT, model
 from tests.speculative.printed import compare_on_chains
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec import _core
 from tinyspec.decoding.decode import BaseDrafter, Decoder, TargetProbs
 from tinyspec.decoding.modeldraft import ModelDrafter
@@ -70,9 +70,9 @@ def test_the_joint_distribution_of_three_tokens_is_the_targets(
     sampling: SamplingParams, gamma: int
 ) -> None:
     for p, q in ((1, 2), (3, 4)):
-        assert exact_law(
+        assert exact_distribution(
             lambda p=p, q=q: make_decoder(p, q, sampling, gamma=gamma), 3
-        ) == exact_law(lambda p=p: plain(p, sampling), 3)  # type: ignore[misc]
+        ) == exact_distribution(lambda p=p: plain(p, sampling), 3)  # type: ignore[misc]
 
 
 def test_printed_algorithm_is_proved_exact() -> None:
@@ -94,8 +94,8 @@ def test_trap_greedy_draft_with_its_soft_distribution_is_biased() -> None:
             q = Table(2, zeros=False).row(context)
             return TokenTree.chain([q.index(max(q))], [q])
 
-    toy = exact_law(lambda: Decoder(Table(1), Greedy(), verify_tree), 2)
-    assert toy != exact_law(lambda: plain(1), 2)
+    toy = exact_distribution(lambda: Decoder(Table(1), Greedy(), verify_tree), 2)
+    assert toy != exact_distribution(lambda: plain(1), 2)
 
 
 def test_the_bonus_token_follows_a_draft_that_passes_whole() -> None:
@@ -207,8 +207,10 @@ def test_leviathan_a5_lenience_caps_every_probability(lenience: float) -> None:
     one token.
     """
     for p, q in ((1, 2), (3, 4), (5, 6)):
-        lenient = exact_law(lambda p=p, q=q: make_decoder(p, q, gamma=1, lenience=lenience), 1)  # type: ignore[misc]
-        exact = exact_law(lambda p=p: plain(p), 1)  # type: ignore[misc]
+        lenient = exact_distribution(
+            lambda p=p, q=q: make_decoder(p, q, gamma=1, lenience=lenience), 1
+        )  # type: ignore[misc]
+        exact = exact_distribution(lambda p=p: plain(p), 1)  # type: ignore[misc]
         assert sum(lenient.values()) == pytest.approx(1)
         for text, probability in lenient.items():
             assert float(probability) <= float(exact.get(text, 0)) / lenience + 1e-12

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, PROMPT, model
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding import sampling
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
@@ -107,7 +107,7 @@ def test_a_judged_guess_follows_the_draft_and_is_kept_as_often_as_the_two_agree(
         guess = rng.draw(g)
         return guess, judge_guess(q, (guess, g), rng)
 
-    law = Exhaustive.law(play)
+    law = Exhaustive.distribution(play)
     got = [sum(p for (_, token), p in law.items() if token == x) for x in range(len(q))]
     assert got == q
     kept = sum(p for (guess, token), p in law.items() if token == guess)
@@ -128,7 +128,7 @@ def test_guesses_are_sampled_from_the_n_grams_under_the_requests_settings(
         assert computed.guesses == {(1,): (token, g)}
         return token
 
-    assert Exhaustive.law(play) == {token: p for token, p in enumerate(g) if p}
+    assert Exhaustive.distribution(play) == {token: p for token, p in enumerate(g) if p}
 
 
 def test_trap_the_second_stage_keeps_the_distribution_of_the_tree() -> None:
@@ -144,9 +144,12 @@ def test_trap_the_second_stage_keeps_the_distribution_of_the_tree() -> None:
     "sampling", [SamplingParams(), SamplingParams(0.5), SamplingParams(0.0)], ids=str
 )
 def test_the_joint_distribution_is_the_targets(children: str, sampling: SamplingParams) -> None:
-    plain = exact_law(lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2)
+    plain = exact_distribution(
+        lambda: Decoder(Table(1), BaseDrafter(), verify_tree, sampling=sampling), 2
+    )
     assert (
-        exact_law(lambda: make_decoder(sampling=sampling, children=children, budget=3), 2) == plain
+        exact_distribution(lambda: make_decoder(sampling=sampling, children=children, budget=3), 2)
+        == plain
     )
 
 

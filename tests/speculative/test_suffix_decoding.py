@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec._core import Forest
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Seeded
@@ -160,10 +160,10 @@ def test_the_joint_distribution_is_the_targets_at_any_temperature(
     def suffixes() -> Decoder:
         return CARD.make(Request(Table(3), sampling=sampling), most=3, depth=5, price=price)
 
-    plain = exact_law(
+    plain = exact_distribution(
         lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 3, (0, 1, 0)
     )
-    assert exact_law(suffixes, 3, (0, 1, 0)) == plain
+    assert exact_distribution(suffixes, 3, (0, 1, 0)) == plain
 
 
 def test_outputs_stay_bounded_over_requests() -> None:

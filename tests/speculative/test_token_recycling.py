@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -71,8 +71,13 @@ def test_no_tree_of_its_size_is_worth_more_than_the_static_tree() -> None:
     "sampling", [SamplingParams(), GREEDY, SamplingParams(temperature=0.5, top_k=2)], ids=str
 )
 def test_the_joint_distribution_is_the_targets_at_any_temperature(sampling: SamplingParams) -> None:
-    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4)
-    assert exact_law(lambda: CARD.make(Request(Table(3), sampling=sampling), **SMALL), 4) == plain
+    plain = exact_distribution(
+        lambda: Decoder(Table(3), BaseDrafter(), verify_tree, sampling=sampling), 4
+    )
+    assert (
+        exact_distribution(lambda: CARD.make(Request(Table(3), sampling=sampling), **SMALL), 4)
+        == plain
+    )
 
 
 def test_the_authors_tree_has_their_80_nodes() -> None:
@@ -127,8 +132,8 @@ def test_learning_the_prompt_changes_no_distribution() -> None:
     def recycling() -> Decoder:
         return CARD.make(Request(Table(3)), **SMALL, learn_prompt=True)
 
-    plain = exact_law(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 3, (0, 1, 0))
-    assert exact_law(recycling, 3, (0, 1, 0)) == plain
+    plain = exact_distribution(lambda: Decoder(Table(3), BaseDrafter(), verify_tree), 3, (0, 1, 0))
+    assert exact_distribution(recycling, 3, (0, 1, 0)) == plain
 
 
 def test_the_static_tree_is_imbalanced_and_as_large_as_asked_for() -> None:

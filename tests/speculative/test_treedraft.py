@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.table import Table, exact_law
+from tests.table import Table, exact_distribution
 from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.decoding.sampling import SamplingParams, top_k_rows
@@ -101,8 +101,10 @@ def test_verified_tree_keeps_the_joint_distribution(
     sampling: SamplingParams, mode: dict[str, Any]
 ) -> None:
     for children in ((2, 1), (1, 2)):
-        got = exact_law(lambda children=children: decoder(children, sampling=sampling, **mode), 2)  # type: ignore[misc]
-        assert got == exact_law(lambda: plain(sampling=sampling), 2)
+        got = exact_distribution(
+            lambda children=children: decoder(children, sampling=sampling, **mode), 2
+        )  # type: ignore[misc]
+        assert got == exact_distribution(lambda: plain(sampling=sampling), 2)
 
 
 def test_one_pass_of_the_model_a_depth_and_leaves_are_never_run() -> None:

@@ -22,7 +22,7 @@ from tinyspec.laws.museum import find_toy
 from tinyspec.laws.traps.triforce import (
     drafts_beyond_its_context,
     finds_the_needle,
-    joint_law_of_three_levels,
+    joint_distribution_of_three_levels,
 )
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
@@ -133,8 +133,8 @@ def test_trap_small_model_of_a_short_context_drafts_at_positions_of_its_own() ->
 
 
 def test_trap_middle_that_samples_again_after_a_rejection_is_biased() -> None:
-    assert joint_law_of_three_levels(CARD.make).cases == 3
-    with pytest.raises(AssertionError, match="joint law"):
+    assert joint_distribution_of_three_levels(CARD.make).cases == 3
+    with pytest.raises(AssertionError, match="joint distribution"):
         find_toy("triforce", "the middle draws again").check()
 
 

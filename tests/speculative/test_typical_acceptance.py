@@ -137,7 +137,7 @@ def test_a_sampled_bonus_is_typical_and_depends_on_the_seed() -> None:
 def test_a_sampled_bonus_follows_p_without_the_tokens_below_the_threshold() -> None:
     p = np.array([0.5, 0.3, 0.15, 0.05])
     assert 0.05 < typical_threshold(p, 0.3, 0.3) < 0.15
-    law = Exhaustive.law(
+    law = Exhaustive.distribution(
         lambda rng: typical_verifier(0.3, 0.3, "typical")(TokenTree(), {ROOT: p}, rng).next  # type: ignore[arg-type]
     )
     assert law == pytest.approx({0: 0.5 / 0.95, 1: 0.3 / 0.95, 2: 0.15 / 0.95})
@@ -163,7 +163,7 @@ def test_at_infinity_nothing_is_accepted_and_the_next_token_is_a_sample(knobs: A
         assert round.tree.tokens and len(round.tokens) == 1
         return round.tokens[0]
 
-    law, p = Exhaustive.law(first), SAMPLED.probs(model.logits([0, 1])[-1].numpy())
+    law, p = Exhaustive.distribution(first), SAMPLED.probs(model.logits([0, 1])[-1].numpy())
     assert [law.get(token, 0) for token in range(8)] == pytest.approx(p, abs=NETWORK_TOLERANCE)
 
 

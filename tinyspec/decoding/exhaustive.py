@@ -74,7 +74,7 @@ class Exhaustive:
             choices = [choice for choice, _ in trail[:-1]] + [trail[-1][0] + 1]
 
     @staticmethod
-    def law(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
+    def distribution(function: Callable[["Exhaustive"], T]) -> dict[T, Any]:
         """Return the probability of each outcome; outcomes must be hashable."""
         total: dict[T, Any] = {}
         for outcome, probability in Exhaustive.walk(function):

@@ -1,6 +1,6 @@
 """Laws of `generate` of assignment A1: the whole loop, on every outcome of its random decisions.
 
-The joint distribution must be that of plain decoding, which `laws.exact.law` calculates from the
+The joint distribution must be that of plain decoding, which `laws.exact.joint` calculates from the
 target's rows. A cache that is left dirty can hide from it: a draft that reads rejected tokens is
 only a worse draft. So the sessions remember what was asked of them, and three more laws read that:
 what stood in the caches, whether each token comes from a forward pass, and how often the target
@@ -24,7 +24,7 @@ from tinyspec.grade.props_a1 import Session, find_row
 from tinyspec.grade.task import Cases, Function, Task, expect_close, graded_law, is_close, is_token
 from tinyspec.laws.checking.cases import CheckCase, SmallModel, cases_of_kind, shrink_case
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.law import Reference, apply_warpers
+from tinyspec.laws.exact.joint import Reference, apply_warpers
 from tinyspec.laws.exact.rational import Exact
 
 STOPS = "the text ends after n tokens or at the end token, wherever in a block that is"
@@ -213,7 +213,7 @@ def forward_passes(session: Session) -> tuple[tuple[Text, Text], ...]:
 
 def run_distribution(generate: Function, given: LoopInput, law: str) -> dict[LoopRun, Any]:
     """Return the probability of each way a run can go."""
-    return Exhaustive.law(partial(run_loop, generate, given, law))
+    return Exhaustive.distribution(partial(run_loop, generate, given, law))
 
 
 # ---------------------------------------------------------------------- the laws
@@ -236,7 +236,7 @@ def plain_decoding(given: LoopInput) -> dict[Text, Any]:
     """Return the distribution of the text under plain decoding."""
     stop = StoppingCriteria(eos=frozenset(() if given.eos is None else (given.eos,)))
     reference = Reference(partial(given.row, "p"), given.sampling, stop)
-    return dict(reference.law(given.case.tokens, given.prompt))
+    return dict(reference.distribution(given.case.tokens, given.prompt))
 
 
 @graded_law(9, JOINT)

@@ -22,7 +22,7 @@ from tinyspec.grade.task import (
     require_number,
 )
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.law import apply_warpers
+from tinyspec.laws.exact.joint import apply_warpers
 from tinyspec.laws.exact.rational import Exact, distribution_pairs, distributions, overlap_mass
 
 Knobs = tuple[Fraction, int | None, Fraction | None]

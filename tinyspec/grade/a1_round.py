@@ -59,7 +59,7 @@ def run_round(verify: Function, given: RoundInput, rng: Exhaustive) -> Text:
 
 def round_distribution(verify: Function, given: RoundInput) -> dict[Text, Any]:
     """Return the probability of each output."""
-    return Exhaustive.law(partial(run_round, verify, given))
+    return Exhaustive.distribution(partial(run_round, verify, given))
 
 
 def draw_rounds(cases: Cases) -> Iterator[CheckCase]:
@@ -144,7 +144,7 @@ def round_has_the_joint_distribution(verify: Function, cases: Cases) -> Iterator
         return RunOutcome(draft, run_round(verify, make_input(case, draft), rng))
 
     def judge(case: CheckCase) -> Counterexample | None:
-        outcomes: OutcomeProbs = Exhaustive.law(partial(play, case))
+        outcomes: OutcomeProbs = Exhaustive.distribution(partial(play, case))
         return form.judge(case, outcomes)
 
     for case in draw_rounds(cases):

@@ -144,7 +144,7 @@ def find_outcomes(law: str, siblings: Function, p: Exact, q: Exact, k: int) -> O
         return tuple(candidates), run_siblings(law, siblings, p, q, list(candidates), rng)
 
     found: Outcomes = {}
-    for (candidates, outcome), mass in Exhaustive.law(play).items():
+    for (candidates, outcome), mass in Exhaustive.distribution(play).items():
         found.setdefault(candidates, {})[outcome] = mass
     return known.setdefault((p, q, k), found)  # type: ignore[no-any-return]
 
@@ -213,7 +213,7 @@ def accepts_points_with_probability_p(siblings: Function, cases: Cases) -> Itera
 
         places: dict[int, int] = {token: place for place, token in enumerate(candidates)}
         expected = {(places.get(token), token): x for token, x in enumerate(p) if x}
-        got = Exhaustive.law(play)
+        got = Exhaustive.distribution(play)
         if not is_close(expected, got):
             case: dict[str, Any] = {"p": p, "q": None, "candidates": list(candidates)}
             case["compared"] = "the distribution of (place, token)"

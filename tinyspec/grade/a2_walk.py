@@ -160,7 +160,7 @@ class WalkForm(Form):
         """Return the probability of each outcome."""
         known = known_results(self.function)
         if case not in known:
-            known[case] = Exhaustive.law(lambda rng: self.outcome(case, rng))
+            known[case] = Exhaustive.distribution(lambda rng: self.outcome(case, rng))
         return known[case]  # type: ignore[no-any-return]
 
     def shown(self, case: TreeCase) -> dict[str, Any]:
@@ -213,7 +213,9 @@ class WalkForm(Form):
             return len(verify_tree(tree, target_probs, rng).accepted)
 
         zero: Any = Fraction(0)
-        expected = sum((n * mass for n, mass in Exhaustive.law(count_accepted).items()), zero)
+        expected = sum(
+            (n * mass for n, mass in Exhaustive.distribution(count_accepted).items()), zero
+        )
         got = sum(((len(o.tokens) - 1) * mass for o, mass in outcomes.items()), zero)
         if is_at_least(expected, got):
             return None

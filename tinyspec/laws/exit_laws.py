@@ -28,7 +28,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.calm import ConfidenceRule, decay_threshold, find_measure
 from tinyspec.early_exit.ppd import count_layer_steps
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import Reference, compare_laws, exact_law
+from tinyspec.laws.exact.joint import Reference, compare_distributions, exact_distribution
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, logits_of_states, run_dense, small_network
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
@@ -223,10 +223,10 @@ def compare_exit_law(
         request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
         return build(request, **knobs)
 
-    expected = Reference(find_row, sampling, stop).law(tokens, EXIT_PROMPT)
-    got = exact_law(make, tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
+    expected = Reference(find_row, sampling, stop).distribution(tokens, EXIT_PROMPT)
+    got = exact_distribution(make, tokens, EXIT_PROMPT, outside=lambda decoder: (model,))
     case = {"model": repr(model), "sampling": sampling, "prompt": EXIT_PROMPT, **knobs}
-    compare_laws(expected, got, within, law, **case)
+    compare_distributions(expected, got, within, law, **case)
     return got.branches
 
 

@@ -20,7 +20,13 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.checking.uniforms import Name, Noise
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
-from tinyspec.laws.exact.law import JOINT, JointLaw, Reference, exact_law, first_differing_text
+from tinyspec.laws.exact.joint import (
+    JOINT,
+    JointDistribution,
+    Reference,
+    exact_distribution,
+    first_differing_text,
+)
 from tinyspec.laws.exact.models import FunctionDrafter, Reciter
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.parts import Parts
@@ -111,12 +117,14 @@ class LoopCase:
             return parts.trees(small, (ROOT, ROOT, 0), False)
         return parts.siblings(small, 2, self.draft == BOTH)
 
-    def expected(self, n: int) -> JointLaw:
+    def expected(self, n: int) -> JointDistribution:
         """Return the distribution of the first n tokens of plain decoding."""
         if isinstance(self.sampling, HalvingParams):
             sampling = self.sampling
-            return Reference(lambda text: sampling.probs(normalize_weights(self.p[0]), text)).law(n)
-        return table_reference(self.p, self.sampling).law(n)
+            return Reference(
+                lambda text: sampling.probs(normalize_weights(self.p[0]), text)
+            ).distribution(n)
+        return table_reference(self.p, self.sampling).distribution(n)
 
     def shown(self) -> dict[str, Any]:
         """Return the case for a counterexample."""
@@ -188,11 +196,11 @@ def enumerate_tokens(
             decoder.step(noise)
         return tuple(decoder.new[:tokens])
 
-    return Exhaustive.law(run), branches
+    return Exhaustive.distribution(run), branches
 
 
 def expect_distribution(
-    law: str, expected: JointLaw, got: dict[tuple[int, ...], Any], **case: Any
+    law: str, expected: JointDistribution, got: dict[tuple[int, ...], Any], **case: Any
 ) -> None:
     """Raise LawViolated for this case unless two distributions of texts are equal.
 
@@ -204,7 +212,7 @@ def expect_distribution(
         accuse(law, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
 
 
-def joint_law_of_parts(parts: Parts) -> Evidence:
+def joint_distribution_of_parts(parts: Parts) -> Evidence:
     """Check that the tokens of several rounds are distributed as the target's own.
 
     Noise that is used twice is seen too.
@@ -242,7 +250,7 @@ def chance_ledger(parts: Parts) -> Evidence:
     return Evidence(name, 4)
 
 
-LAWS = {JOINT: joint_law_of_parts, "chance ledger": chance_ledger}
+LAWS = {JOINT: joint_distribution_of_parts, "chance ledger": chance_ledger}
 
 
 STOP_LETTERS = "abc"
@@ -397,7 +405,7 @@ def committed_text(parts: Parts) -> Evidence:
 STOP_LAWS = {"stop": stop_law, "room": room_law, "committed text": committed_text}
 
 
-LEVELS = "joint law of three levels"
+LEVELS = "joint distribution of three levels"
 
 HALF_TABLE, THIRD_TABLE, OTHER_TABLE = ((1, 1),), ((1, 2),), ((2, 1),)
 CASCADE_CASES: tuple[tuple[Table, Table, Table], ...] = (
@@ -422,10 +430,12 @@ def three_levels(parts: Parts) -> Evidence:
     """Check the joint distribution of the first two tokens of a cascade of three levels."""
     branches = 0
     for tables in CASCADE_CASES:
-        got = exact_law(partial(make_cascade, parts, tables), 2)
+        got = exact_distribution(partial(make_cascade, parts, tables), 2)
         branches += got.branches
         shown = dict(zip(("p", "middle", "small"), map(format_table, tables), strict=True))
-        expect_distribution(LEVELS, table_reference(tables[0]).law(2), got, **shown, gamma=2)
+        expect_distribution(
+            LEVELS, table_reference(tables[0]).distribution(2), got, **shown, gamma=2
+        )
     return Evidence(LEVELS, len(CASCADE_CASES), branches)
 
 
@@ -522,7 +532,7 @@ def tree_tables(drafts: int, most: int = 3) -> Iterator[tuple[Table, list[Table]
         yield TREE_TARGET, list(TREE_DRAFTS[:drafts])
 
 
-def tree_joint_law(
+def tree_joint_distribution(
     build: Build,
     wide: Sequence[dict[str, Any]],
     deep: Sequence[dict[str, Any]] = (),
@@ -555,7 +565,9 @@ def tree_joint_law(
             case = {"p": format_table(p), "q": [format_table(q) for q in qs], **setting}
             if sampling != SamplingParams():
                 case["sampling"] = sampling
-            expect_distribution(JOINT, table_reference(p, sampling).law(tokens), got, **case)
+            expect_distribution(
+                JOINT, table_reference(p, sampling).distribution(tokens), got, **case
+            )
     return Evidence(JOINT, seen, branches)
 
 

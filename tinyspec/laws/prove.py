@@ -1,7 +1,7 @@
 """Hold a technique to its guarantee, and say what was looked at.
 
     from tinyspec.laws.prove import prove
-    prove(find("speculative_decoding"))     # [Evidence(law='joint law', cases=38, branches=1012,
+    prove(find("speculative_decoding"))     # [Evidence(law='joint distribution', cases=38, branches=1012,
                                             ...), ...]
 
 A profile says which cases are looked at, on how many seeds. Nothing is random: the same profile

@@ -35,7 +35,7 @@ from tinyspec.laws.session_laws import FAMILIES, SESSION_TOLERANCE, family_model
 
 IDENTITIES = "trace identities"
 ORIGINS = "origins name what happened"
-OUTPUT_PROBS = "round laws are the targets"
+OUTPUT_PROBS = "round distributions are the targets"
 LOGPROBS = "logprobs are the targets"
 SAME_SEED = "same seed same output"
 NO_GLOBAL_RANDOMNESS = "global randomness is untouched"
@@ -225,7 +225,7 @@ def requests_are_independent(parts: Parts) -> Iterator[int]:
         walked, got = 0, dict[Any, Any]()
         for texts, mass in Exhaustive.walk(run):
             walked, got[texts] = walked + 1, got.get(texts, 0) + mass
-        alone = table_reference(p).law(2)
+        alone = table_reference(p).distribution(2)
         expected = {(a, b): alone[a] * alone[b] for a, b in product(alone, repeat=2)}
         case = format_case(p, q, gamma, compared="the texts of two tokens of both requests")
         expect_equal(INDEPENDENT, dict(sorted(expected.items())), dict(sorted(got.items())), **case)

@@ -17,12 +17,12 @@ import numpy as np
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import apply_warpers
+from tinyspec.laws.exact.joint import apply_warpers
 from tinyspec.laws.parts import Parts
 from tinyspec.tree import ROOT, TokenTree
 
 WARP = "warp is its definition"
-RESIDUAL = "residual is a law"
+RESIDUAL = "residual is a distribution"
 SUPPORT = "support"
 VOCABULARY = "vocabulary"
 LOOKUP = "lookup is a search"

@@ -17,12 +17,12 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse
-from tinyspec.laws.exact.law import (
+from tinyspec.laws.exact.joint import (
     JOINT,
-    JointLaw,
+    JointDistribution,
     Reference,
     Tokens,
-    exact_law,
+    exact_distribution,
     first_differing_text,
 )
 from tinyspec.laws.exact.models import add_random_head, likeliest_token, small_network
@@ -144,16 +144,21 @@ class Stage:
         """Return the plain decoding that the technique must equal."""
         return Reference(self.row, self.sampling, self.stop, self.positions)
 
-    def law(self, tokens: int, rounds: int | None = None) -> JointLaw:
+    def distribution(self, tokens: int, rounds: int | None = None) -> JointDistribution:
         """Return the exact distribution of what comes after the prompt."""
         # The weights of an online draft are state.
         models = () if self.card.persistent else (self.target, *self.drafts)
-        return exact_law(
+        return exact_distribution(
             self.decoder, tokens, self.prompt, rounds=rounds, outside=lambda decoder: models
         )
 
     def judge(
-        self, expected: JointLaw, got: JointLaw, prompt: Tokens, within: float, name: str = JOINT
+        self,
+        expected: JointDistribution,
+        got: JointDistribution,
+        prompt: Tokens,
+        within: float,
+        name: str = JOINT,
     ) -> None:
         """Raise LawViolated unless the distributions agree.
 

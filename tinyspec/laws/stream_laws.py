@@ -16,7 +16,7 @@ from torch import Tensor
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.streams import EditedTarget
-from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.joint import Reference
 from tinyspec.laws.exact.models import run_dense
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model

@@ -33,7 +33,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws, rewriting_laws
 from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
-from tinyspec.laws.exact.law import JOINT, JointLaw, Tokens
+from tinyspec.laws.exact.joint import JOINT, JointDistribution, Tokens
 from tinyspec.laws.exact.models import (
     NETWORK_TOLERANCE,
     FunctionDrafter,
@@ -219,7 +219,7 @@ def cost_is_monotone(stage: Stage, values: Sequence[Any]) -> Evidence:
 
 
 SAME_TOKENS = "same noise, same tokens"
-RACE_LAW = "a race has the law of its row"
+RACE_LAW = "a race has the distribution of its row"
 PATH_TOKENS, PATH_SEEDS = 8, 12
 PATH_SAMPLINGS = (SamplingParams(), SamplingParams(0.0), SamplingParams(0.7, top_p=0.9))
 
@@ -542,7 +542,7 @@ def _joint_case(
     def run() -> Evidence:
         begun = perf_counter()
         prompt = (*stage.prompt, *correction)
-        expected, got = stage.reference().law(tokens, prompt), stage.law(tokens)
+        expected, got = stage.reference().distribution(tokens, prompt), stage.distribution(tokens)
         stage.judge(expected, got, prompt, _within(stage))
         return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
 
@@ -563,13 +563,17 @@ def _single_round_case(stage: Stage, title: str) -> SuiteCase:
 
     def run() -> Evidence:
         begun = perf_counter()
-        got = stage.law(9, rounds=1)
+        got = stage.distribution(9, rounds=1)
         longest, reference = max(map(len, got)), stage.reference()
-        whole = JointLaw()
+        whole = JointDistribution()
         for text, probability in got.items():
-            for rest, more in reference.law(longest - len(text), (*stage.prompt, *text)).items():
+            for rest, more in reference.distribution(
+                longest - len(text), (*stage.prompt, *text)
+            ).items():
                 whole[(*text, *rest)] = whole.get((*text, *rest), 0) + probability * more
-        stage.judge(reference.law(longest, stage.prompt), whole, stage.prompt, _within(stage))
+        stage.judge(
+            reference.distribution(longest, stage.prompt), whole, stage.prompt, _within(stage)
+        )
         return Evidence(JOINT, 1, got.branches, perf_counter() - begun)
 
     return SuiteCase(JOINT, title, run)

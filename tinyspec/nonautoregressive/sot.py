@@ -34,7 +34,7 @@ the answer is plain decoding's.
 Pitfall: a loop over the points, which saves nothing; points that read the answers of others; one
 noise for all points; an empty answer where the skeleton has no points (the released code); nothing
 that decides when not to.
-Tests: tests/nonautoregressive/test_sot.py (`answer_by_skeleton` against what runs; joint law of two
+Tests: tests/nonautoregressive/test_sot.py (`answer_by_skeleton` against what runs; joint distribution of two
 points against the product; passes and rows counted; the router; no points).
 Left out: the paper's demonstrations and its prompts for single models, of which we have our own
 wording; the RoBERTa router; several requests whose streams share passes with each other.

@@ -45,7 +45,7 @@ from tinyspec.laws.evidence import (
     LawViolated,
     format_value,
 )
-from tinyspec.laws.exact.law import REPEATS, walk_below
+from tinyspec.laws.exact.joint import REPEATS, walk_below
 
 GIVE_UP = 25
 """Cases that may raise before the first that does not; then the function does not fit its form."""

@@ -223,7 +223,7 @@ class Form:
     rare: str = ""  # what happens too rarely to count
     lost: float = 0.0  # probability of the runs of this case that were not followed to their end
     what = "function"
-    law = "joint law"
+    law = "joint distribution"
     about = ""  # a note for the evidence
     limits = ""  # what no case covers
     numbers = NUMBERS  # what rows may be made of

@@ -26,7 +26,7 @@ from tinyspec.laws.checking.cases import (
     make_round_case,
     texts_up_to,
 )
-from tinyspec.laws.exact.law import apply_warpers
+from tinyspec.laws.exact.joint import apply_warpers
 from tinyspec.laws.exact.rational import without_token
 from tinyspec.tree import ROOT, TokenTree
 

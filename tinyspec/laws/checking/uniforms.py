@@ -69,7 +69,7 @@ class LazyUniform:
     >>> def twice(rng):
     ...     u = LazyUniform(UniformSpan(rng))
     ...     return u < half, 2 * u < half
-    >>> for answers, probability in sorted(Exhaustive.law(twice).items()):
+    >>> for answers, probability in sorted(Exhaustive.distribution(twice).items()):
     ...     print(answers, probability)
     (False, False) 1/2
     (True, False) 1/4
@@ -242,7 +242,7 @@ class Noise(Exhaustive):
     reads  the name of every uniform, in the order of use
 
     >>> def twice(noise): return noise.split("a", 0).accept(0.5), noise.split("a", 0).accept(0.5)
-    >>> sorted(Exhaustive.law(lambda rng: twice(Noise(rng))))
+    >>> sorted(Exhaustive.distribution(lambda rng: twice(Noise(rng))))
     [(False, False), (True, True)]
     """
 

@@ -7,7 +7,7 @@ containers, closures and defaults of functions, data of classes, and the globals
 names. What cannot be seen through is an error, never skipped. Shared objects are numbered, so that
 two names for one list differ from two equal lists; floats are rounded to 1e-12.
 
-Not followed: modules, the standard library and the numerical libraries (`exact_law` compares their
+Not followed: modules, the standard library and the numerical libraries (`exact_distribution` compares their
 global random states before and after), and what the caller names as `outside`, such as logs.
 """
 

@@ -13,7 +13,7 @@ from tinyspec._core.reference_trie import NgramIndex
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.laws import theorems
 from tinyspec.laws.contracts import EXAMINED, PRESENCE, TRUTHFUL
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
 from tinyspec.laws.parts import PARTS
@@ -107,7 +107,7 @@ if node != ROOT:
         law=JOINT,
     ),
     Mutant(
-        "unlikely paths cut, laws kept",
+        "unlikely paths cut, distributions kept",
         "return TokenTree(tokens, parents, rows, (False,) * len(tokens))",
         """sure = [q is None or 3 * q[x] > 1 for x, q in zip(tokens, rows, strict=True)]
 n = [*sure, False].index(False)
@@ -122,7 +122,7 @@ return TokenTree(tokens[:n], parents[:n], rows[:n], (False,) * n)""",
         law=PRESENCE,
     ),
     _tree(
-        "parent's token avoided, its law declared",
+        "parent's token avoided, its distribution declared",
         DRAWN,
         f"""if node != ROOT:
     left = [0 * x if token == probs.tree.tokens[node] else x for token, x in enumerate(q)]
@@ -265,7 +265,7 @@ EQUIVALENT = [
         "q = probs.probs_under(tip, SamplingParams())",
         ModelDrafter.propose,
         bug="B6",
-        proof="The walk is exact for every declared law that is positive where it proposes: the "
+        proof="The walk is exact for every declared distribution that is positive where it proposes: the "
         "ratio and the residual are made of the law the guess was drawn from, whichever it is. "
         "Only "
         "the acceptance falls.",
@@ -278,7 +278,7 @@ EQUIVALENT = [
         ModelDrafter.observe,
         bug="B19",
         proof="The guesses come from a law that is conditioned on the wrong text, and that law is "
-        "the one declared; the walk is exact for every declared law.",
+        "the one declared; the walk is exact for every declared distribution.",
         laws=(JOINT,),
     ),
 ]

@@ -14,14 +14,14 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics
 from tinyspec.laws import suites
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Mutant
 from tinyspec.laws.request_laws import ALL_CALLS, INDEPENDENT
 
 _probs = partial(Mutant, law="warp is its definition", function=HostKernels.probs)
 _truncate = partial(Mutant, law="warp is its definition", function=reference.filter_tokens)
-_residual = partial(Mutant, law="residual is a law", function=HostKernels.residual)
+_residual = partial(Mutant, law="residual is a distribution", function=HostKernels.residual)
 _streams = partial(Mutant, law=JOINT, function=Decoder.step)
 _step = partial(Mutant, law="stop", function=Decoder.step)
 _stop = partial(Mutant, law="stop", function=StoppingCriteria.cut)
@@ -242,11 +242,11 @@ self.drafter.observe(round)""",
         law="room",
     ),
     _step(
-        "laws of a round one late",
+        "distributions of a round one late",
         "(ROOT, *verdict.accepted)[:n_kept]",
         "(*verdict.accepted, ROOT)[:n_kept]",
         bug="B16",
-        law="round laws are the targets",
+        law="round distributions are the targets",
     ),
     _stop("end of text ignored", "if token in self.eos:", "if False:", bug="S11"),
     _stop("only one end token known", "in self.eos:", "in sorted(self.eos)[:1]:", bug="B28"),
@@ -339,7 +339,7 @@ return said + [0.0] * (len(round.tokens) - len(said))""",
         bug="B42",
     ),
     _logprobs(
-        "log-probabilities of the warped law",
+        "log-probabilities of the warped distribution",
         ROWS,
         """laws = zip(round.output_probs, round.tokens, strict=True)
 return [math.log(law[token]) for law, token in laws]""",

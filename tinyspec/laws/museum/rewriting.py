@@ -254,7 +254,7 @@ FERTILITIES = [
         DRAWN.replace("append(", "append(drawn[0] if drawn else "),
     ),
     _proposals(
-        "every word's fertility from the last word's law",
+        "every word's fertility from the last word's distribution",
         DRAWN,
         DRAWN.replace("draw(row)", "draw(probs[-1])"),
     ),

@@ -6,7 +6,7 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder
 from tinyspec.decoding.kernels import Kernels
 from tinyspec.decoding.modeldraft import ModelDrafter, SharedSessionDrafter
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.museum.verification import MIDDLE, WALKED
@@ -427,7 +427,7 @@ return request.decoder(ModelDrafter(request.drafts[0], sum(k[0])), verify_tree)"
     ),
     _cascade("recursion without quotas", "if not horizontal:", "if True:", law=cascade_traps.CALLS),
     _cascade(
-        "the law of the smallest model",
+        "the distribution of the smallest model",
         "dists += round.output_probs if self.is_exact else [None] * len(round.tokens)",
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)

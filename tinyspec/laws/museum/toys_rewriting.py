@@ -11,7 +11,7 @@ from tinyspec.early_exit import calm, layerskip
 from tinyspec.early_exit.calibrate import calibrate
 from tinyspec.early_exit.exits import ExitTarget
 from tinyspec.early_exit.ppd import PipelinedTarget
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exit_laws import (
     CALIBRATED,
     EXIT_MEASURES,

@@ -7,7 +7,7 @@ from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.kernels import Kernels
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.laws import theorems
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.loop_laws import OWN_CHILDREN
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
@@ -200,7 +200,7 @@ return TokenTree(
         law=JOINT,
     ),
     _specinfer(
-        "one model's law for all proposals",
+        "one model's distribution for all proposals",
         MERGED,
         f"""first = dict(zip(parents[::-1], draft_probs[::-1], strict=True))
 each = zip(tokens, parents, draft_probs, strict=True)

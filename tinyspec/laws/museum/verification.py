@@ -9,7 +9,7 @@ from tinyspec.decoding.decode import Decoder, TargetProbs
 from tinyspec.decoding.kernels import HostKernels, Kernels
 from tinyspec.decoding.verify import match_tree, verify_tree
 from tinyspec.laws import loop_laws, theorems
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.loop_laws import LEVELS
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Equivalent, Mutant
@@ -134,7 +134,7 @@ LAST_TOKENS = [
         law=theorems.ROUND_TOKENS,
     ),
     _walk(
-        "bonus from the draft's law",
+        "bonus from the draft's distribution",
         "draw(row)",
         "draw(draft_probs[accepted[-1]] or row if accepted and not siblings else row)",
     ),
@@ -659,7 +659,7 @@ if self.positions is not None and len(text) > self.positions:""",
         NestedDrafter.follow,
         bug="B19",
         proof="The middle is exact for its own law after whatever text it holds, and declares that "
-        "law; the target's walk is exact for every declared law. Only the acceptance falls.",
+        "law; the target's walk is exact for every declared distribution. Only the acceptance falls.",
         laws=(LEVELS,),
     ),
     Equivalent(

@@ -22,7 +22,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import Evidence, collect_evidence
-from tinyspec.laws.exact.law import JOINT, Reference, exact_law
+from tinyspec.laws.exact.joint import JOINT, Reference, exact_distribution
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import Table, enumerate_tokens, expect_distribution, table_model
 from tinyspec.technique import Request, find_technique
@@ -107,7 +107,7 @@ def run_all_rounds(decoder: Decoder) -> list[Round]:
     return rounds
 
 
-def check_joint_law(
+def check_joint_distribution(
     build: Build,
     models: Sequence[Any],
     case: dict[str, Any],
@@ -128,8 +128,8 @@ def check_joint_law(
         target, *drafts = [model.session() for model in models]
         return build(Request(target, drafts, sampling, references=references), **knobs)
 
-    got = exact_law(make, 2, prompt, outside=lambda decoder: models)
-    expected = Reference(models[0].row, sampling).law(2, prompt)
+    got = exact_distribution(make, 2, prompt, outside=lambda decoder: models)
+    expected = Reference(models[0].row, sampling).distribution(2, prompt)
     expect_distribution(JOINT, expected, got, **case)
     return got.branches
 
@@ -155,16 +155,16 @@ def check_table_law(
         return build(Request(target, drafts, expected.sampling), **knobs)
 
     got, outcomes = enumerate_tokens(make, 2)
-    expect_distribution(law, expected.law(2), got, **case)
+    expect_distribution(law, expected.distribution(2), got, **case)
     return outcomes
 
 
 @collect_evidence(JOINT)
-def joint_law_of_self_drafting(
+def joint_distribution_of_self_drafting(
     build: Build, samplings: Sequence[SamplingParams] = (SAMPLED, GREEDY), **knobs: Any
 ) -> Iterator[int]:
     """Check the first two tokens of a technique that drafts with the target itself."""
     for seed, sampling in product((1, 2, 3), samplings):
         model = TableModel(seed, zeros=False)
         case = {"model": model, "temperature": sampling.temperature, **knobs}
-        yield check_joint_law(build, [model], case, sampling, **knobs)
+        yield check_joint_distribution(build, [model], case, sampling, **knobs)

@@ -13,7 +13,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.streams import StreamDecoder
 from tinyspec.laws.checking.uniforms import Noise
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import Reference, Tokens, compare_laws
+from tinyspec.laws.exact.joint import Reference, Tokens, compare_distributions
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, run_dense, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import GREEDY, SAMPLED, Trap
@@ -170,7 +170,9 @@ def streams_are_independent(kind: Decoders) -> Iterator[int]:
             walked, got[tokens] = walked + 1, got.get(tokens, 0) + mass
         case = {"network": seed, "temperature": sampling.temperature, "top_k": 2, "forks": 1}
         case["tokens of a stream"] = JOINT_TOKENS
-        compare_laws(law(PROMPT, JOINT_TOKENS, 1), got, NETWORK_TOLERANCE, JOINT_TREE, **case)
+        compare_distributions(
+            law(PROMPT, JOINT_TOKENS, 1), got, NETWORK_TOLERANCE, JOINT_TREE, **case
+        )
         yield walked
 
 

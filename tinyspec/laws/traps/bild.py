@@ -12,7 +12,7 @@ from typing import Any
 from tinyspec.decoding.decode import Decoder, Verifier
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.loop_laws import (
     SMALL_TABLES,
     Table,

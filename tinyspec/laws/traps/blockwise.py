@@ -106,7 +106,7 @@ def output_round(begin: Callable[[], Decoder], rng: Exhaustive) -> tuple[int, ..
     return begin().step(rng).tokens
 
 
-def law_of_a_relaxed_round(
+def distribution_of_a_relaxed_round(
     model: Model, sampling: SamplingParams, text: Sequence[int], draft: Sequence[int], rule: str,
     slack: int,
 ) -> dict[tuple[int, ...], float]:  # fmt: skip
@@ -142,7 +142,9 @@ def rules_accept_what_they_allow(build: Build) -> Iterator[int]:
                 knobs: dict[str, Any] = {"rule": rule, "slack": slack, "k": 3}
                 begin = partial(begin_decoder, build, [model], text, sampling, **knobs)
                 draft = begin().drafter.propose(list(text), 2, sampling, Seeded(0)).tokens
-                expected = law_of_a_relaxed_round(model, sampling, text, draft, rule, slack)
+                expected = distribution_of_a_relaxed_round(
+                    model, sampling, text, draft, rule, slack
+                )
                 got = defaultdict[tuple[int, ...], float](float)
                 for tokens, probability in Exhaustive.walk(partial(output_round, begin)):
                     got[tokens] += float(probability)

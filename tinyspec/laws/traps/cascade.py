@@ -9,10 +9,10 @@ from typing import Any
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import Reciter
 from tinyspec.laws.exact.tables import TableModel
-from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card, check_joint_law
+from tinyspec.laws.traps import SAMPLED, Build, Trap, begin_decoder, card, check_joint_distribution
 from tinyspec.speculative.drafting.cascade import MaxGramDrafter, parse_quotas
 
 CALLS = "where all levels agree, each is called as often as K says"
@@ -78,12 +78,12 @@ def called_as_k_says(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(JOINT)
-def joint_law_of_levels(build: Build) -> Iterator[int]:
+def joint_distribution_of_levels(build: Build) -> Iterator[int]:
     """Check two tokens of a cascade of a target, a middle and a small model, and max-gram."""
     for seed, quotas in ((0, "2,1,0/1,0/1"), (3, "2,0,1/1,1/1")):
         models = [TableModel(seed + number, 2, zeros=False) for number in range(3)]
         case = {"seeds": seed, "quotas": quotas}
-        yield check_joint_law(build, models, case, SAMPLED, quotas=quotas, **KNOBS)
+        yield check_joint_distribution(build, models, case, SAMPLED, quotas=quotas, **KNOBS)
 
 
 @collect_evidence(LONGEST)
@@ -109,6 +109,6 @@ def copies_the_longest_gram(make: Callable[[int], MaxGramDrafter]) -> Iterator[i
 
 TRAPS = [
     Trap(CALLS, called_as_k_says, card("cascade")),
-    Trap(JOINT, joint_law_of_levels, card("cascade")),
+    Trap(JOINT, joint_distribution_of_levels, card("cascade")),
     Trap(LONGEST, copies_the_longest_gram, lambda: lambda longest: MaxGramDrafter(longest, None)),
 ]

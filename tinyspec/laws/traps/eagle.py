@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, add_random_head, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.stage import Stage
@@ -90,7 +90,7 @@ def siblings_are_drawn_as_declared(eagle: Card) -> Iterator[int]:
     """Check the joint distribution of two tokens, where siblings are sampled."""
     for seed in range(2):
         stage = Stage(eagle, {"nodes": 3}, deep=True, vocabulary=3, seed=seed, prompt=(0, 1))
-        expected, got = stage.reference().law(2, stage.prompt), stage.law(2)
+        expected, got = stage.reference().distribution(2, stage.prompt), stage.distribution(2)
         stage.judge(expected, got, stage.prompt, NETWORK_TOLERANCE)
         yield got.branches
 

@@ -12,7 +12,7 @@ from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import exit_laws
 from tinyspec.laws.evidence import collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.exit_laws import EXIT_WEIGHTS, LAYER_DROPOUT, ONE_HEAD
 from tinyspec.laws.traps import (
@@ -21,7 +21,7 @@ from tinyspec.laws.traps import (
     Trap,
     begin_decoder,
     card,
-    joint_law_of_self_drafting,
+    joint_distribution_of_self_drafting,
 )
 from tinyspec.lm.forward import Plan
 from tinyspec.training.exit_losses import ExitLossSchedule
@@ -74,7 +74,7 @@ def runs_once(build: Build) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(JOINT, partial(joint_law_of_self_drafting, exit=1, gamma=1), card("layerskip")),
+    Trap(JOINT, partial(joint_distribution_of_self_drafting, exit=1, gamma=1), card("layerskip")),
     Trap(OWN, drafts_are_the_exits, card("layerskip")),
     Trap(ONCE, runs_once, card("layerskip")),
     Trap(LAYER_DROPOUT, exit_laws.layer_dropout, lambda: ExitLossSchedule),

@@ -11,7 +11,7 @@ from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import loop_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.rational import distribution_pairs
 from tinyspec.laws.loop_laws import (
     OWN_CHILDREN,
@@ -29,13 +29,13 @@ SURE = "all tokens without replacement: one is accepted surely"
 CHANCE = "one of k passes with 1 - prod (1 - overlap with what is left of p)"
 
 
-def joint_law_of_siblings(build: Build) -> Evidence:
+def joint_distribution_of_siblings(build: Build) -> Evidence:
     """Check the joint distribution of two tokens, with and without replacement."""
     wide, deep = (
         [{"configuration": c, "replacement": again} for again in (False, True)]
         for c in ("2", "1x2")
     )
-    return loop_laws.tree_joint_law(build, wide, deep)
+    return loop_laws.tree_joint_distribution(build, wide, deep)
 
 
 @collect_evidence(SURE)
@@ -71,7 +71,7 @@ def chance_of_one(formula: Callable[[Any, Any, int], Any]) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(JOINT, joint_law_of_siblings, card("multi_candidate")),
+    Trap(JOINT, joint_distribution_of_siblings, card("multi_candidate")),
     Trap(SURE, accepts_surely, card("multi_candidate")),
     Trap(OWN_CHILDREN, has_its_own_candidates, card("multi_candidate")),
     Trap(CHANCE, chance_of_one, lambda: mcsd.sequential_acceptance),

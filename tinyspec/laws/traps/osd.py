@@ -14,7 +14,7 @@ from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.law import JOINT, Reference, compare_laws, exact_law
+from tinyspec.laws.exact.joint import JOINT, Reference, compare_distributions, exact_distribution
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, small_network
 from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
@@ -131,7 +131,7 @@ def swap_draft_after_rounds(decoder: Decoder, models: Sequence[Model]) -> None:
 
 
 @collect_evidence(JOINT)
-def joint_law_across_updates(build: Build) -> Iterator[int]:
+def joint_distribution_across_updates(build: Build) -> Iterator[int]:
     """Check two tokens after an update, with the draft that learned and while drafts change."""
     for seed, is_swapped in product((1, 2), (False, True)):
         # A copy of the target, so that nothing is known of it; the clock lets drafts outlive.
@@ -153,11 +153,11 @@ def joint_law_across_updates(build: Build) -> Iterator[int]:
         for number in range(4):
             first.step(Seeded(number))
         first.end()
-        expected = Reference(partial(_last_row, target), SAMPLED).law(2, PROMPT)
+        expected = Reference(partial(_last_row, target), SAMPLED).distribution(2, PROMPT)
         make = begin_swapped if is_swapped else begin
-        got = exact_law(make, 2, PROMPT, merge=False)
+        got = exact_distribution(make, 2, PROMPT, merge=False)
         draft_is = "swapped" if is_swapped else "updated"
-        compare_laws(expected, got, NETWORK_TOLERANCE, networks=10 * seed, draft=draft_is)
+        compare_distributions(expected, got, NETWORK_TOLERANCE, networks=10 * seed, draft=draft_is)
         yield got.branches
 
 
@@ -168,7 +168,7 @@ def _last_row(model: Model, context: Sequence[int]) -> Any:
 TRAPS = [
     Trap(GRADIENT, trains_what_was_rejected, card("osd")),
     Trap(ONE_MODEL, drafts_are_of_one_model, card("osd")),
-    Trap(JOINT, joint_law_across_updates, card("osd")),
+    Trap(JOINT, joint_distribution_across_updates, card("osd")),
 ]
 
 _osd = partial(Toy, technique="osd")

@@ -10,11 +10,11 @@ from typing import Any
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import recite_until
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import table_model
-from tinyspec.laws.traps import SAMPLED, Build, Trap, card, check_joint_law
+from tinyspec.laws.traps import SAMPLED, Build, Trap, card, check_joint_distribution
 from tinyspec.technique import Request
 
 LONGEST = "the longest match decides"
@@ -71,18 +71,18 @@ def is_the_heaviest(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(JOINT)
-def law_of_two_continuations(build: Build) -> Iterator[int]:
+def distribution_of_two_continuations(build: Build) -> Iterator[int]:
     """Check the first tokens where both 0 and 1 followed: their distribution is the target's."""
     texts = [[2, 0, 1, 2, 1, 0]]
     knobs: dict[str, Any] = {"shortest": 1, "longest": 2, "length": 2}
     for weights in ((5, 3, 2), (1, 1, 1), (1, 0, 3)):
         model = table_model((weights,))
         case = {"p": weights, "references": texts}
-        yield check_joint_law(build, [model], case, SAMPLED, (2,), texts, **knobs)
+        yield check_joint_distribution(build, [model], case, SAMPLED, (2,), texts, **knobs)
 
 
 TRAPS = [
     Trap(LONGEST, prefers_the_longest, card("rest")),
     Trap(WEIGHED, is_the_heaviest, card("rest")),
-    Trap(JOINT, law_of_two_continuations, card("rest")),
+    Trap(JOINT, distribution_of_two_continuations, card("rest")),
 ]

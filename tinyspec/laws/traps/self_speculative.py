@@ -11,7 +11,7 @@ from typing import Any
 
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import likeliest_token
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.traps import (
@@ -21,7 +21,7 @@ from tinyspec.laws.traps import (
     Trap,
     begin_decoder,
     card,
-    joint_law_of_self_drafting,
+    joint_distribution_of_self_drafting,
 )
 from tinyspec.lm.forward import Plan
 from tinyspec.speculative.drafting.self_speculative import (
@@ -141,7 +141,11 @@ TRAPS = [
     Trap(
         JOINT,
         partial(
-            joint_law_of_self_drafting, samplings=(SAMPLED,), skip="m1", gamma=1, threshold=0.0
+            joint_distribution_of_self_drafting,
+            samplings=(SAMPLED,),
+            skip="m1",
+            gamma=1,
+            threshold=0.0,
         ),
         card("self_speculative"),
     ),

@@ -10,7 +10,7 @@ from typing import Any
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws import loop_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.rational import distribution_pairs
 from tinyspec.laws.theorems import play_siblings, without_replacement
 from tinyspec.laws.traps import Build, Trap, card
@@ -25,7 +25,7 @@ TOKENS = "the tokens of a round are the sum of the path products"
 ACCEPTS = [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2), (0.5, 0.0, 0.3), (1.0, 0.0)]
 
 
-def joint_law_of_two_rounds(build: Build) -> Evidence:
+def joint_distribution_of_two_rounds(build: Build) -> Evidence:
     """Check the joint distribution of two rounds: one round cannot see noise that is used again."""
     knobs: dict[str, Any] = {
         "nodes": 2,
@@ -34,7 +34,7 @@ def joint_law_of_two_rounds(build: Build) -> Evidence:
         "accepts": "0.5,0.4",
         "costs": "0,1,1,1",
     }
-    return loop_laws.tree_joint_law(build, [knobs | {"depth": 1}], [knobs], tokens=3)
+    return loop_laws.tree_joint_distribution(build, [knobs | {"depth": 1}], [knobs], tokens=3)
 
 
 def every_tree(nodes: int, depth: int) -> set[Shape]:
@@ -131,7 +131,7 @@ def tokens_of_a_tree(formula: Callable[[Shape, Sequence[Any]], Any]) -> Iterator
 
 
 TRAPS = [
-    Trap(JOINT, joint_law_of_two_rounds, card("sequoia")),
+    Trap(JOINT, joint_distribution_of_two_rounds, card("sequoia")),
     Trap(BEST, commits_most, lambda: seq.best_tree),
     Trap(VECTOR, shares_of_ranks, lambda: seq.acceptance_by_rank),
     Trap(TOKENS, tokens_of_a_tree, lambda: seq.expected_tree_tokens),

@@ -11,7 +11,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.laws.checking.uniforms import Noise
 from tinyspec.laws.evidence import collect_evidence, expect_equal
-from tinyspec.laws.exact.law import compare_laws
+from tinyspec.laws.exact.joint import compare_distributions
 from tinyspec.laws.exact.models import NETWORK_TOLERANCE, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.stream_laws import decode_plainly, plain_reference, text_network, write_script
@@ -67,10 +67,10 @@ def points_are_independent(kind: Decoders) -> Iterator[int]:
         walked, got = 0, dict[Any, Any]()
         for tokens, mass in Exhaustive.walk(run):
             walked, got[tokens] = walked + 1, got.get(tokens, 0) + mass
-        alone = [plain_reference(model, sampling).law(2, prompt) for prompt in prompts]
+        alone = [plain_reference(model, sampling).distribution(2, prompt) for prompt in prompts]
         expected = {(*a, *b): alone[0][a] * alone[1][b] for a, b in product(*alone)}
         case = {"network": seed, "prompts": prompts, "top_k": sampling.top_k}
-        compare_laws(expected, got, NETWORK_TOLERANCE, INDEPENDENT, **case)
+        compare_distributions(expected, got, NETWORK_TOLERANCE, INDEPENDENT, **case)
         yield walked
 
 

@@ -9,10 +9,10 @@ import torch
 
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.museum.rows import Toy
-from tinyspec.laws.traps import Build, Trap, card, joint_law_of_self_drafting
+from tinyspec.laws.traps import Build, Trap, card, joint_distribution_of_self_drafting
 from tinyspec.laws.traps.bita import ONE_PASS, every_round_drafts
 from tinyspec.speculative.integrated.space import SpaceDrafter, SpaceSettings, sar_loss, space
 from tinyspec.technique import TrainingBatch, Tuning, find_technique
@@ -63,7 +63,7 @@ TRAPS = [
     Trap(PLACED, check_space_drafts, card("space")),
     Trap(ONE_PASS, every_round_drafts, card("space")),
     Trap(LABELLED, loss_is_of_the_texts_tokens, lambda: sar_loss),
-    Trap(JOINT, partial(joint_law_of_self_drafting, masks=2), card("space")),
+    Trap(JOINT, partial(joint_distribution_of_self_drafting, masks=2), card("space")),
 ]
 
 _space = partial(Toy, technique="space")

@@ -11,7 +11,7 @@ from tinyspec.decoding.decode import Verifier
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws import loop_laws
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.rational import distribution_pairs
 from tinyspec.laws.loop_laws import OWN_CHILDREN, TREE_DRAFTS, TREE_TARGET, table_model
 from tinyspec.laws.theorems import play_siblings, rejection_probability, with_replacement
@@ -23,9 +23,11 @@ MERGED = "a prefix that several models propose is run once"
 LEFT = "each draft is tuned on the prompts that no draft before it covers"
 
 
-def joint_law_of_two_models(build: Build) -> Evidence:
+def joint_distribution_of_two_models(build: Build) -> Evidence:
     """Check two models whose distributions differ and whose tokens collide."""
-    return loop_laws.tree_joint_law(build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2)
+    return loop_laws.tree_joint_distribution(
+        build, [{"expansion": "1"}], [{"expansion": "2+1"}], drafts=2
+    )
 
 
 def expands_every_leaf(build: Build) -> Evidence:
@@ -82,7 +84,7 @@ def tunes_on_what_is_left(tune_together: Callable[..., Any]) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(JOINT, joint_law_of_two_models, card("specinfer")),
+    Trap(JOINT, joint_distribution_of_two_models, card("specinfer")),
     Trap(OWN_CHILDREN, expands_every_leaf, card("specinfer")),
     Trap(MERGED, runs_a_prefix_once, card("specinfer")),
     Trap(TESTS, tests_each, lambda: sif.verify_tree_multi_step),

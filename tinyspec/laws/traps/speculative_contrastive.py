@@ -10,7 +10,7 @@ from typing import Any
 
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws.evidence import accuse, collect_evidence
-from tinyspec.laws.exact.law import Reference
+from tinyspec.laws.exact.joint import Reference
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, format_table
 from tinyspec.laws.row_laws import normalize_weights
@@ -24,7 +24,7 @@ from tinyspec.laws.traps import (
     run_all_rounds,
 )
 
-CONTRAST = "the joint law is the contrast's"
+CONTRAST = "the joint distribution is the contrast's"
 ONCE = "the amateur runs each token once"
 
 EXPERT: Table = ((4, 2, 1), (1, 5, 0), (3, 3, 1))
@@ -65,7 +65,7 @@ def _contrast_cases() -> Iterator[tuple[Table, Table, int, float, SamplingParams
 
 
 @collect_evidence(CONTRAST)
-def joint_law_of_the_contrast(build: Build) -> Iterator[int]:
+def joint_distribution_of_the_contrast(build: Build) -> Iterator[int]:
     """Check that two tokens, drafted by the amateur, are distributed as the formula says.
 
     The user's sampling settings apply to the contrast.
@@ -108,6 +108,6 @@ def amateur_runs_once(build: Build) -> Iterator[int]:
 
 
 TRAPS = [
-    Trap(CONTRAST, joint_law_of_the_contrast, card("speculative_contrastive")),
+    Trap(CONTRAST, joint_distribution_of_the_contrast, card("speculative_contrastive")),
     Trap(ONCE, amateur_runs_once, card("speculative_contrastive")),
 ]

@@ -12,7 +12,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.laws import theorems
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT
+from tinyspec.laws.exact.joint import JOINT
 from tinyspec.laws.exact.rational import distribution_pairs, overlap_mass
 from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.loop_laws import SMALL_TABLES, Table, format_table, table_reference
@@ -40,7 +40,7 @@ def _chain_cases() -> Iterator[tuple[Table, Table, int, SamplingParams]]:
 
 
 @collect_evidence(JOINT)
-def joint_law_of_a_chain(build: Build) -> Iterator[int]:
+def joint_distribution_of_a_chain(build: Build) -> Iterator[int]:
     """Check that two tokens, over all their rounds, are distributed as the target's."""
     for p, q, gamma, sampling in _chain_cases():
         case = {"p": format_table(p), "q": format_table(q), "gamma": gamma}
@@ -78,7 +78,7 @@ def alpha_of_paired_rows(acceptance: Callable[[Sequence[tuple[Any, Any]]], float
 
 
 TRAPS = [
-    Trap(JOINT, joint_law_of_a_chain, card("speculative_decoding")),
+    Trap(JOINT, joint_distribution_of_a_chain, card("speculative_decoding")),
     Trap(BONUS, earns_a_bonus, card("speculative_decoding")),
     Trap(PAIRED, alpha_of_paired_rows, lambda: sps.acceptance_rate),
     Trap(theorems.PREDICTION, theorems.predicted_tokens, lambda: sps.expected_tokens),

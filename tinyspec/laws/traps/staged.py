@@ -98,7 +98,7 @@ def trees_are_as_likely(build: Build) -> Iterator[int]:
 
         small = KNOBS | {"budget": 4, "children": "drawn", "sample": 96}
         alone, helped = (
-            Exhaustive.law(partial(play, knobs=small | more, sampling=sampling, eos=eos))
+            Exhaustive.distribution(partial(play, knobs=small | more, sampling=sampling, eos=eos))
             for more in ({"guesses": 0}, {})
         )
         for tree in (*alone, *helped):

@@ -12,7 +12,7 @@ import numpy as np
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
-from tinyspec.laws.exact.law import JOINT, Reference, compare_laws, exact_law
+from tinyspec.laws.exact.joint import JOINT, Reference, compare_distributions, exact_distribution
 from tinyspec.laws.exact.models import (
     ANSWERS,
     NETWORK_TOLERANCE,
@@ -60,7 +60,7 @@ def finds_the_needle(build: Build) -> Iterator[int]:
 
 
 @collect_evidence(JOINT)
-def joint_law_of_three_levels(build: Build) -> Iterator[int]:
+def joint_distribution_of_three_levels(build: Build) -> Iterator[int]:
     """Check the first two tokens of small transformers, of a plain round and a drafted one."""
     for seed in range(3):
         target, draft = small_network(seed, 2, 2), small_network(seed + 10, 2, 2)
@@ -70,7 +70,7 @@ def joint_law_of_three_levels(build: Build) -> Iterator[int]:
             return build(Request(target.session(), [draft.session()]), **knobs)
 
         models = (target, draft)
-        got = exact_law(
+        got = exact_distribution(
             make,
             2,
             (0, 1, 1),
@@ -79,8 +79,8 @@ def joint_law_of_three_levels(build: Build) -> Iterator[int]:
         expected = Reference(
             lambda text, target=target: target.logits(text)[-1].numpy()  # type: ignore[misc]
         )
-        law = expected.law(2, (0, 1, 1))
-        compare_laws(law, got, NETWORK_TOLERANCE, network=seed, draft=seed + 10)
+        law = expected.distribution(2, (0, 1, 1))
+        compare_distributions(law, got, NETWORK_TOLERANCE, network=seed, draft=seed + 10)
         yield got.branches
 
 
@@ -119,5 +119,5 @@ def drafts_beyond_its_context(build: Build) -> Iterator[int]:
 TRAPS = [
     Trap(STREAMING, drafts_beyond_its_context, card("triforce")),
     Trap(NEEDLE, finds_the_needle, card("triforce")),
-    Trap(JOINT, joint_law_of_three_levels, card("triforce")),
+    Trap(JOINT, joint_distribution_of_three_levels, card("triforce")),
 ]

@@ -1,6 +1,6 @@
 """The exact joint distribution of a decoder's first tokens over several rounds.
 
-`exact_law` runs a whole decoder under `Exhaustive` random choices and walks every outcome. After
+`exact_distribution` runs a whole decoder under `Exhaustive` random choices and walks every outcome. After
 each round, branches that reached the same state are merged; sameness is the digest of everything
 the decoder holds. `Reference` is what that distribution must equal: plain decoding, written here
 once more over the target's rows and over sampling settings of its own, so that it shares no line
@@ -31,12 +31,12 @@ Conditional = Callable[[Tokens], Any]
 
 BranchChoice = tuple[int, int]  # which of how many branches
 
-JOINT = "joint law"
+JOINT = "joint distribution"
 QUIET = "global random states untouched"
 REPEATS = "the same choices make the same run"
 
 
-class JointLaw(dict[Tokens, Any]):
+class JointDistribution(dict[Tokens, Any]):
     """The probabilities of texts of new tokens, as Fractions or floats.
 
     branches  outcomes of rounds that were walked
@@ -47,14 +47,14 @@ class JointLaw(dict[Tokens, Any]):
     states = 0
 
 
-def exact_law(
+def exact_distribution(
     factory: Callable[[], Decoder],
     tokens: int = 3,
     prompt: Sequence[int] = (0,),
     merge: bool = True,
     outside: Callable[[Decoder], Iterable[object]] = lambda decoder: (),
     rounds: int | None = None,
-) -> JointLaw:
+) -> JointDistribution:
     """Return the exact joint distribution of the first `tokens` new tokens.
 
     Texts are shorter where the decoder stopped.
@@ -69,7 +69,7 @@ def exact_law(
     neither has an exact distribution.
     """
     noise = _global_noise()
-    joint = JointLaw()
+    joint = JointDistribution()
     # state -> (choices that lead there, probability)
     waiting: dict[Any, tuple[list[BranchChoice], Any]] = {b"": ([], 1)}
     done = 0
@@ -183,9 +183,9 @@ class Reference:
             self._rows[context] = apply_warpers(self.row(context), context, self.sampling)
         return self._rows[context]  # type: ignore[no-any-return]
 
-    def law(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> JointLaw:
+    def distribution(self, tokens: int = 3, prompt: Sequence[int] = (0,)) -> JointDistribution:
         """Return the joint distribution of the first `tokens` new tokens."""
-        joint, prompt = JointLaw(), tuple(prompt)
+        joint, prompt = JointDistribution(), tuple(prompt)
         left = None if self.limit is None else self.limit - len(prompt)
         wanted = min(n for n in (tokens, self.stop.max_new_tokens, left) if n is not None)
         open_texts: list[tuple[Tokens, Any]] = [((), 1)]
@@ -251,7 +251,7 @@ def first_differing_text(
     return None
 
 
-def compare_laws(
+def compare_distributions(
     expected: dict[Tokens, Any],
     got: dict[Tokens, Any],
     within: float = 0.0,
