@@ -155,13 +155,13 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3403,
     "_core": 957,
-    "lm": 5479,
+    "lm": 5494,
     "decoding": 1835,
-    "chapters": 13090,
-    "laws": 17700,
+    "chapters": 13923,
+    "laws": 18567,
     "museum": 3555,
     "training": 3362,
-    "bench": 8065,
+    "bench": 8093,
     "grade": 4397,
     "cli": 2651,
 }

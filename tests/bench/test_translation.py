@@ -3,7 +3,7 @@
 import gzip
 import json
 import xml.etree.ElementTree as ElementTree
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ from tinyspec.cli import main
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.nonautoregressive.flowseq import FlowSeqSettings
+from tinyspec.nonautoregressive.latent_transformer import LatentSettings
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
 from tinyspec.training.bleu import corpus_bleu, load_chrf
@@ -55,6 +57,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "nar_crf": {"lengths": 30},
     "nag_bert": {"decoder_layers": 0},
     "synst": {"stacks": {"parser": 1}, "extra": {"trained_for": "synst", "longest": 12}},
+    "latent_transformer": {
+        "stacks": {"prior": 1},
+        "extra": {"trained_for": "latent_transformer", **asdict(LatentSettings())},
+    },
+    "flowseq": {
+        "stacks": {"posterior": 1},
+        "extra": {"trained_for": "flowseq", **asdict(FlowSeqSettings())},
+    },
 }
 
 
@@ -269,6 +279,11 @@ def test_passes_are_those_of_the_method(result: dict[str, Any]) -> None:
     assert passes["nag_bert, ratio 1.0"] == passes["nag_bert, ratio 0.5"] == (1, 1, 0)
     assert passes["synst"][1:] == (1, 0) and passes["synst"][0] > 2
     assert passes["sat, K 3, beam 4"][0] >= 1
+    codes, _, judged = passes["latent_transformer, 10 samples"]
+    assert passes["latent_transformer"] == (codes, 1, 0) and 2 < codes < 9 and judged == 2
+    assert passes["flowseq"] == (1, 1, 0) and passes["flowseq, 9 lengths"] == (1, 1, 2)
+    assert passes["flowseq, 10 samples, teacher"] == (1, 1, 2)
+    assert passes["flowseq, 10 samples, importance"] == (2, 1, 0)
     assert passes["sat, K 3"][0] < passes["shallow decoder, greedy"][0]
     assert all(encoder == 1 for _, encoder, _ in passes.values())
     assert passes["teacher, jacobi"][0] <= passes[PLAIN][0]

@@ -77,6 +77,16 @@ RECIPES = {
         'start = "../cmlm"\n' + STUDENT + '[translator]\ndecoder_input = "mapping"\n',
         "lengths = 41",
     ),
+    "latent": (
+        "latent_transformer",
+        STUDENT + "[translator]\nhalvings = 1\nbits = 4\nplaces = 8.0\n",
+        "stacks = { prior = 1 }",
+    ),
+    "flowseq": (
+        "flowseq",
+        STUDENT + "[translator]\nlevels = 2\nlongest = 30\n",
+        "stacks = { posterior = 1 }",
+    ),
     "nagbert": ("nag_bert", STUDENT + "[translator]\nrank = 2\npretraining = 0.5\n", ""),
 }
 

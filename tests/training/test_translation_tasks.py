@@ -29,8 +29,8 @@ def train_once(
 
 
 METHODS = (
-    *("depa", "enat", "fcl_nat", "iterative_refinement", "mask_predict", "nag_bert", "nar_crf"),
-    *("nat", "parallel", "sat"),
+    *("depa", "enat", "fcl_nat", "flowseq", "iterative_refinement", "latent_transformer"),
+    *("mask_predict", "nag_bert", "nar_crf", "nat", "parallel", "sat"),
 )
 
 

@@ -82,6 +82,25 @@ def find_likeliest_word(model: Seq2Seq, state: Vector) -> tuple[int, float]:
     return best, row[best] - math.log(sum(math.exp(row[word]) for word in words))
 
 
+def read_until_end(model: Seq2Seq, rows: Sequence[Vector]) -> tuple[list[int], list[float]]:
+    """Return the likeliest words up to the first end, and their log-probabilities.
+
+    rows  logits of all words at every position
+
+    There is at least one word. Of the special tokens, the end alone may be written.
+    """
+    c, found, scores = model.config, list[int](), list[float]()
+    for t, row in enumerate(rows):
+        never = (c.pad, c.bos, c.mask) if t else (c.pad, c.bos, c.mask, c.eos)
+        words = [word for word in range(len(row)) if word not in never]
+        best = max(words, key=lambda word: row[word])
+        if best == c.eos:
+            break
+        found.append(best)
+        scores.append(row[best] - math.log(sum(math.exp(row[word]) for word in words)))
+    return found, scores
+
+
 def copy_evenly(source: Sequence[int], count: int) -> list[int]:
     """Return `count` copies of source words: the nearest to i (S - 1) / (T - 1), for each i.
 

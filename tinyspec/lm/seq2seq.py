@@ -271,11 +271,24 @@ class Seq2Seq:
 
         The parameters are those of `layer_states`.
         """
-        x, blocks = inputs, self.stacks[stack]
+        states = self.run_stack(inputs, memory, self_mask, dropout, slots, stack)
+        self._log_pass("", states, len(self.stacks[stack].layers))
+        return states
+
+    def run_stack(
+        self,
+        inputs: Tensor,
+        memory: EncoderOutput,
+        self_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        slots: Tensor | None = None,
+        stack: str = "decoder",
+    ) -> Tensor:
+        """Run layers as `decode` does, as a part of another pass: nothing is logged."""
+        x = inputs
         for state in self.layer_states(inputs, memory, self_mask, dropout, slots, stack):
             x = state
-        self._log_pass("", x, len(blocks.layers))
-        return blocks.apply_final_norm(x)
+        return self.stacks[stack].apply_final_norm(x)
 
     def layer_states(
         self,
@@ -357,6 +370,12 @@ class Seq2Seq:
                 head_rows=self.forward_log[-1].head_rows + rows
             )
         return linear(states, self.embedding if table is None else table)
+
+    def count_layers(self, row_layers: float) -> None:
+        """Add layers that ran beside a decoder pass to the last pass in the forward log."""
+        if self.forward_log:
+            last = self.forward_log[-1]
+            self.forward_log[-1] = last._replace(row_layers=last.row_layers + row_layers)
 
     def length_logits(self, memory: EncoderOutput) -> Tensor:
         """Return the logits of the target's length: [B, lengths]. 0 is impossible."""

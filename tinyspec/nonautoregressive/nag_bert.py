@@ -54,6 +54,7 @@ from tinyspec.nonautoregressive.crf import (
     word_logprobs,
 )
 from tinyspec.nonautoregressive.nar_crf import check_rank, decode_structured, score_words
+from tinyspec.nonautoregressive.nat import forbid_marks
 from tinyspec.nonautoregressive.refine_many import translate_sources
 from tinyspec.technique import (
     Guarantee,
@@ -127,13 +128,6 @@ def label_states(
     It is the pass of a decoder without layers.
     """
     return model.decode(memory.states[:, :places], memory, dropout=dropout)
-
-
-def forbid_marks(model: Seq2Seq, logits: Tensor) -> Tensor:
-    """Return the logits [..., V] with all special tokens but eos impossible."""
-    c = model.config
-    marks = torch.tensor([c.pad, c.bos, c.mask], device=logits.device)
-    return logits.index_fill(-1, marks, -torch.inf)
 
 
 # ------------------------------ training (section 3.2)

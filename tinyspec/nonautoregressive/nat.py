@@ -120,6 +120,26 @@ def forbid_special_tokens(model: Seq2Seq, logits: Tensor) -> Tensor:
     )
 
 
+def forbid_marks(model: Seq2Seq, logits: Tensor) -> Tensor:
+    """Return the logits [..., V] with all special tokens but eos impossible."""
+    c = model.config
+    marks = torch.tensor([c.pad, c.bos, c.mask], device=logits.device)
+    return logits.index_fill(-1, marks, -torch.inf)
+
+
+def write_until_end(model: Seq2Seq, logits: Tensor, slots: Tensor) -> Canvas:
+    """Return the likeliest words [C, T] of each candidate, up to its first eos: at least one word.
+
+    logits  [C, T, V]
+    slots   [C, T] False at padding
+    """
+    allowed = forbid_marks(model, logits)
+    allowed[:, 0, model.config.eos] = -torch.inf
+    scores, words = allowed.log_softmax(dim=-1).max(dim=-1)
+    mask = slots & ((words == model.config.eos).cumsum(dim=1) == 0)
+    return Canvas(words.masked_fill(~mask, model.config.pad), mask, scores.masked_fill(~mask, 0))
+
+
 def average_fertilities(probs: Tensor) -> Tensor:
     """Return the expected fertilities of p_F [..., S, L], rounded (halves up): [..., S]."""
     counts = torch.arange(probs.shape[-1], dtype=probs.dtype, device=probs.device)

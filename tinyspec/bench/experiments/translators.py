@@ -31,13 +31,16 @@ SHALLOW = "shallow"  # an autoregressive student, whose decoder is smaller than 
 BASE = "parallel"  # the plainest model of one pass: others are compared with it
 ROLES = (
     *("teacher", SHALLOW, "nat", "nat, fine-tuned", BASE, "sat"),
-    *("iterative_refinement", "nar_crf", "nag_bert", "synst", "mask_predict", "specdec"),
+    *("iterative_refinement", "nar_crf", "nag_bert", "latent_transformer", "flowseq"),
+    *("synst", "mask_predict", "specdec"),
     *("blockwise", "blockwise, frozen"),
 )
 EXITS = "exits"  # a left-to-right model whose layers are exits: `bench exits` has its rows
 LENGTH_BEAM = 9  # lengths that the teacher chooses among, of parallel and nar_crf: 4 on either side
 WORD_BEAM = CHUNK_BEAM = 4  # texts of sat, and sequences of chunks of synst: the teacher's beam
 LABELLED_RATIOS = (1.0, 0.5)  # of the positions that nag_bert labels
+LATENT_SAMPLES = 10  # of codes or latent vectors, of which one translation is chosen
+NOISE = 0.5  # standard deviation of the noise in such samples of flowseq
 PLAIN = "teacher, greedy"
 EXPERIMENTS = ("table", "iterations")
 Ids = list[int]
@@ -216,7 +219,7 @@ def _make_further_arms(
             for count in iterations
         ]
         made.append(_make_refine_arm(f"{method}, adaptive", method, model, adaptive=True))
-    return made + _make_structured_arms(found)
+    return made + _make_structured_arms(found) + _make_latent_arms(found)
 
 
 def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
@@ -269,6 +272,29 @@ def _make_card_arms(role: str, model: Seq2Seq, teacher: Seq2Seq) -> list[Transla
         if any(knob.name == "around" for knob in card.knobs):
             knobs["around"] = True
         made.append(_make_refine_arm(label, card.name, model, LENGTH_BEAM, teacher, **knobs))
+    return made
+
+
+def _make_latent_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
+    """Return the arms of models with latent variables: the likeliest ones, and several samples."""
+    made, teacher = list[TranslatorArm](), found["teacher"]
+    samples = {"samples": LATENT_SAMPLES}
+    if "latent_transformer" in found:
+        method, model = "latent_transformer", found["latent_transformer"]
+        label = f"{method}, {LATENT_SAMPLES} samples"
+        made.append(_make_refine_arm(method, method, model))
+        made.append(_make_drawing_arm(label, method, model, teacher, **samples))
+    if "flowseq" in found:
+        method, model = "flowseq", found["flowseq"]
+        label = f"{method}, {count_things(LENGTH_BEAM, 'length')}"
+        made.append(_make_refine_arm(method, method, model))
+        made.append(
+            _make_refine_arm(label, method, model, LENGTH_BEAM, teacher, lengths=LENGTH_BEAM)
+        )
+        for judge, one in (("teacher", teacher), ("importance", None)):
+            label = f"{method}, {LATENT_SAMPLES} samples, {judge}"
+            knobs = {**samples, "temperature": NOISE, "judge": judge}
+            made.append(_make_drawing_arm(label, method, model, one, **knobs))
     return made
 
 
@@ -410,3 +436,11 @@ def _make_refine_arm(
 
     one = _make_one(model, method, teacher, **knobs)
     return TranslatorArm(label, one, many, width, card.settings(knobs))
+
+
+def _make_drawing_arm(
+    label: str, method: str, model: Seq2Seq, teacher: Seq2Seq | None, **knobs: Any
+) -> TranslatorArm:
+    """Return an arm of a technique that draws while it rewrites, so that it has no batches."""
+    one = _make_one(model, method, teacher, **knobs)
+    return TranslatorArm(label, one, None, LATENT_SAMPLES, find_technique(method).settings(knobs))
