@@ -13,6 +13,7 @@ from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Exhaustive, Seeded
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.museum import judge_toy
+from tinyspec.laws.museum.patching import Patch, apply_patches
 from tinyspec.laws.nonautoregressive_laws import teacher_score
 from tinyspec.laws.traps.flowseq import (
     EOS,
@@ -40,8 +41,8 @@ from tinyspec.nonautoregressive.flowseq import (
     fits_difference,
     flowseq_config,
     flowseq_terms,
-    make_flow,
     normal_noise,
+    posterior_of,
     read_latents,
     train_flowseq,
     translate_by_flow,
@@ -341,10 +342,12 @@ def share_of_valid(task: Dialects, held: Any, refiner: FlowSeqRefiner) -> float:
 
 
 @pytest.mark.slow
-def test_the_flow_decides_between_two_dialects_and_shuffled_latent_vectors_mix_them() -> None:
+def test_latent_vectors_decide_between_two_dialects_and_those_of_others_do_not() -> None:
     """The paper's idea. Raw data: no teacher has chosen.
 
-    Right translations of 100: FIGURES
+    Right translations of 100: 86 without noise, 96 with half of the prior's, 95 with all of it, 100
+    for the highest rank of eight. The mean of a target's own latent vectors gives it back in 78,
+    that of the next sentence's in none. A minute of one core.
     """
     task, model, settings, held = train_on_dialects(1000)
     valid = {
@@ -357,36 +360,32 @@ def test_the_flow_decides_between_two_dialects_and_shuffled_latent_vectors_mix_t
         }.items()
     }
     memory = model.encode(pad_sequences(held))
-    slots = torch.ones(len(held), 4, dtype=torch.bool)  # all translations have 4 places
-    generator = torch.Generator().manual_seed(0)
-    noise = torch.randn(len(held), 4, model.config.d_model, generator=generator)
-    z = make_flow(model, settings, memory).from_noise(noise, slots)
-    order = torch.rand(len(held), 4, generator=generator).argsort(dim=0)
-    for name, read in (
-        ("drawn", z),
-        ("shuffled", z.gather(0, order[..., None].expand_as(z))),
-    ):
-        logits = model.logits(read_latents(model, read, slots, memory))
+    right = [task.translate(x, number % 2).target for number, x in enumerate(held)]
+    words, slots = fill_up(pad_sequences(right), 0, EOS, settings.multiple)
+    mean, _ = posterior_of(model, words, slots, memory)
+    for name, z in (("own", mean), ("of the next sentence", mean.roll(1, dims=0))):
+        logits = model.logits(read_latents(model, z, slots, memory))
         canvas = write_until_end(model, logits, slots)
-        outputs = [canvas.text(row) for row in range(len(held))]
-        valid[name] = 100 * task.measure_quality(held, outputs).valid
+        valid[name] = sum(canvas.text(row) == list(y) for row, y in enumerate(right))
     print(valid)
     assert valid["half of the noise"] >= 90 and valid["eight, ranked"] >= 90
-    assert valid["drawn"] >= 80 and valid["shuffled"] <= 40
+    assert valid["the noise"] >= 80
+    assert valid["own"] >= 60 and valid["of the next sentence"] <= 10
 
 
 @pytest.mark.slow
-def test_without_couplings_the_dialects_are_mixed() -> None:
-    """The ablation: the same training, with a prior that is one diagonal scaling and mixes.
+def test_without_latent_vectors_the_dialects_are_mixed_and_without_couplings_they_are_not() -> None:
+    """Two ablations. The decoder reads all latent vectors, so independent ones can decide too.
 
-    Right translations of 100: ABLATED
+    Right translations of 100, at half of the noise: 22 and 90. Twenty seconds for each.
     """
-    (toy,) = [toy for toy in TOYS if "diagonal" in toy.name]
-    with toy.applied():
-        task, model, settings, held = train_on_dialects(1000)
-        valid = [
-            share_of_valid(task, held, FlowSeqRefiner(model, settings, None, 1, 1, temperature))
-            for temperature in (0.0, 0.5, 1.0)
-        ]
+    (diagonal,) = [toy for toy in TOYS if "diagonal" in toy.name]
+    without = Patch(read_latents, "linear(z, model.weights[LATENT])", "0 * z")
+    valid = []
+    for patches in ((without,), ()):
+        with diagonal.applied(), apply_patches(patches):
+            task, model, settings, held = train_on_dialects(1000)
+            refiner = FlowSeqRefiner(model, settings, None, 1, 1, 0.5)
+            valid.append(share_of_valid(task, held, refiner))
     print(valid)
-    assert max(valid) <= 60
+    assert valid[0] <= 50 and valid[1] >= valid[0] + 30
