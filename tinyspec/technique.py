@@ -302,13 +302,13 @@ class Trained(NamedTuple):
     predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, W]:
               row t is of the token t + 2 + depth, given the states up to t and the tokens up to
               t + 1 + depth. Training and the feature laws call it; the drafter does not. None: it
-              guesses no tokens, but decides how much of the target is run
+              drafts no tokens, but decides how much of the target is run
     loss      (weights, target, batch) -> scalar
     small     settings on which the laws are checked
     unroll    (weights, target, ids, states, depths) -> what predict returns at depth 0, 1, ...,
               where a depth goes on from the one before it; None: each depth stands alone
     figures   (weights, target, batch) -> further figures of a validation, by name, each [2]: what
-              is counted, and by what the sum is divided. Of what guesses no tokens
+              is counted, and by what the sum is divided. Of what drafts no tokens
     needed    whether the technique never runs without it. Where it may, its builder says what is
               missing
     """
@@ -332,7 +332,7 @@ class Trained(NamedTuple):
         given, depths = (weights, target, ids, states), self.depths(weights)
         if self.unroll is not None:
             return self.unroll(*given, depths)
-        assert self.predict is not None  # it guesses tokens
+        assert self.predict is not None  # it drafts tokens
         return map(partial(self.predict, *given), range(depths))
 
     def all_shapes(self, config: Config, settings: HeadSettings) -> dict[str, tuple[int, ...]]:

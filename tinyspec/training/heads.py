@@ -216,7 +216,7 @@ class TextBatches:
 def measure_head(
     trained: Trained, weights: HeadWeights, target: FrozenTarget, batches: list[TrainingBatch]
 ) -> tuple[dict[str, float], Tensor | None]:
-    """Return the figures of a head, and its table of ranks; None: it guesses no tokens."""
+    """Return the figures of a head, and its table of ranks; None: it drafts no tokens."""
     if trained.predict is not None:
         ranks, chain = measure_ranks(trained, weights, target, batches)
         return {"top1": float(ranks[0, 0]), "chain": chain}, ranks
