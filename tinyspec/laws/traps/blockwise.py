@@ -325,7 +325,7 @@ TOYS = [
     _blockwise(
         "a predictor that is trained on the token before its own",
         "(0, i), value=config.pad)[:, i:]",
-        "(0, i), value=config.pad)[:, max(i - 1, 0) :][:, : text.shape[1]]",
+        "(0, i), value=config.pad)[:, max(i - 1, 0) :][:, : target.shape[1] + 1]",
         blockwise.translation_labels,
         law=TAUGHT,
     ),
