@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+import re
 import sys
 import threading
 from collections import OrderedDict, deque
@@ -124,7 +125,7 @@ MAKERS: list[Callable[[int], Any]] = [
     lambda n: list(Colour)[n], lambda n: iter([n, 2]), lambda n: SimpleNamespace(a=n),
     lambda n: TableModel(n),
     lambda n: (lambda: n), lambda n: (lambda x=n: x), lambda n: slice(n), lambda n: range(n),
-    lambda n: bytearray([n]),
+    lambda n: bytearray([n]), lambda n: re.compile(f"a{n}", re.ASCII),
     lambda n: [Plain(n), Plain(1)], lambda n: {Pair(0, n): Plain(n)}, lambda n: {"f": [counted(n)]},
 ]  # fmt: skip
 

@@ -12,6 +12,7 @@ compares their global random states before and after), and what the caller names
 as logs.
 """
 
+import copyreg
 import sys
 import threading
 import types
@@ -378,7 +379,8 @@ class _GraphWalk:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
-                state = thing.__reduce_ex__(2)
+                reduce = copyreg.dispatch_table.get(kind)
+                state = thing.__reduce_ex__(2) if reduce is None else reduce(thing)
         except Exception as error:
             raise TinyspecError(
                 f"the digest cannot see into a {kind.__module__}.{kind.__qualname__}, "
