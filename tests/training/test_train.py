@@ -180,7 +180,7 @@ def test_a_clock_budget_ends_the_schedule(tmp_path: Path, monkeypatch: pytest.Mo
     clock = SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: float(next(seconds)))
     monkeypatch.setattr("tinyspec.training.train.time", clock)
     settings = TrainSettings(
-        steps=10**9, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9
+        steps=1000, minutes=2, lr=1e-2, warmup=1, log_every=1, valid_every=10**9
     )
     _, ended = run(tmp_path, settings)
     assert ended.finished

@@ -178,8 +178,8 @@ def committed_slots(session: Session, tolerance: float = 1e-10, run: bool = True
 
     Only the layers it has reached are compared; returns how many (slot, layer) pairs.
 
-    run  also demand that each has been run at all (a draft's session may lag behind its text, a
-         target's may not)
+    run  also demand that each has been run at all (a draft's session may not have run all of its
+         text yet, a target's has)
 
     A token that left early, and one that looked at keys copied up for such a token, is compared as
     far as it was run exactly: such a session does not claim `cache_exact`.

@@ -16,7 +16,7 @@ them (a tick) reads the weights once:
     guess t+2               rep1  rep2  rep3
 
 When a token leaves the last repetition, the model's own next token is known. If it is the guess,
-the guess has r - e repetitions after it. If not, it and all later tokens are dropped.
+the guess has already run r - e repetitions. If not, it and all later tokens are dropped.
 
     ticks(n) = r + sum over the n - 1 later tokens of (e if it was guessed, else r)
 
