@@ -346,8 +346,8 @@ def noisy_parallel(build: Build) -> Iterator[int]:
             for text in {*got, *expected}
         ):
             case = {"source": source, **knobs, "classes of fertility": model.config.fertilities}
-            laws = (dict(sorted(outcome.items())) for outcome in (expected, got))
-            accuse(FERTILITY_RULE, *laws, **case)
+            shown = (dict(sorted(outcome.items())) for outcome in (expected, got))
+            accuse(FERTILITY_RULE, *shown, **case)
         yield outcomes
 
 

@@ -341,8 +341,8 @@ return said + [0.0] * (len(round.tokens) - len(said))""",
     _logprobs(
         "log-probabilities of the warped distribution",
         ROWS,
-        """laws = zip(round.output_probs, round.tokens, strict=True)
-return [math.log(law[token]) for law, token in laws]""",
+        """pairs = zip(round.output_probs, round.tokens, strict=True)
+return [math.log(p[token]) for p, token in pairs]""",
         bug="B42",
     ),
 ]

@@ -576,17 +576,17 @@ best, sizes = solve_tree_dp(""",
 TARGET = "target = JointTarget([request.target, amateur], make_contrast(beta, plausibility))"
 JUDGED = """from tinyspec.decoding.verify import Verdict, residual
 make = make_contrast(beta, plausibility)
-def law(p, which, node):
+def find_probs(p, which, node):
     row = p.scores.logits[node + 1]  # the expert's, then the contrast's
     half = len(row) // 2
     return p.sampling.probs(row[:half] if which == "expert" else row[half:])
 def verify(tree, p, rng):
     n = len(tree.tokens)
     for node, (x, q) in enumerate(zip(tree.tokens, tree.draft_probs, strict=True)):
-        if not rng.accept(law(p, "{}", node - 1)[x] / q[x]):
-            left = residual(law(p, "{}", node - 1), q)
+        if not rng.accept(find_probs(p, "{}", node - 1)[x] / q[x]):
+            left = residual(find_probs(p, "{}", node - 1), q)
             return Verdict(tuple(range(node)), rng.draw(left), (node,))
-    return Verdict(tuple(range(n)), rng.draw(law(p, "{}", n - 1)))
+    return Verdict(tuple(range(n)), rng.draw(find_probs(p, "{}", n - 1)))
 both = lambda rows, text, path: [*rows[0], *make(rows, text, path)]
 joint = replace(request, target=JointTarget([request.target, amateur], both))
 return joint.decoder(SharedSessionDrafter(amateur, gamma), verify)"""

@@ -295,8 +295,8 @@ MASKS = [
         "all probabilities refreshed",
         WRITTEN,
         """states = self.model.decode(self.model.embed(tokens), memory, None, slots=canvas.mask)
-law = self.model.logits(states)[..., 4:].log_softmax(-1)
-now = law.gather(-1, (tokens - 4).clamp(min=0)[..., None])[..., 0]
+log_probs = self.model.logits(states)[..., 4:].log_softmax(-1)
+now = log_probs.gather(-1, (tokens - 4).clamp(min=0)[..., None])[..., 0]
 return Canvas(tokens, canvas.mask, torch.where(again, scores, now), again)""",
         law=MASK_RULE,
     ),

@@ -149,7 +149,7 @@ return [(token, q) for token in top_k_tokens(q, k) if q[token] > 0]""",
         "return drawn",
         """best = sorted((token for token, _ in drawn), key=lambda token: -drawn[0][1][token])
 pairs = zip(best, drawn, strict=True)
-return [(token, law) for token, (_, law) in pairs if law[token] > 0]""",
+return [(token, q) for token, (_, q) in pairs if q[token] > 0]""",
         treedraft.sample_siblings,
         law=JOINT,
     ),
@@ -204,7 +204,7 @@ return TokenTree(
         MERGED,
         f"""first = dict(zip(parents[::-1], draft_probs[::-1], strict=True))
 each = zip(tokens, parents, draft_probs, strict=True)
-draft_probs = [first[up] if first[up][token] > 0 else law for token, up, law in each]
+draft_probs = [first[up] if first[up][token] > 0 else q for token, up, q in each]
 {MERGED}""",
         sif.merge_trees,
         law=JOINT,

@@ -441,13 +441,11 @@ return Verdict(tuple(range(len(tree.tokens))), rng.draw(p[len(tree.tokens) - 1])
 WRITTEN = """return TokenTree.chain(
     *self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)
 )"""
-REWRITTEN = (
-    "tokens, laws = self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)\n"
-)
+REWRITTEN = "tokens, qs = self.write(self.text, min(self.gamma, max_draft_depth), sampling, rng)\n"
 MIDDLE = "self.decoder, self.gamma, self.is_view = decoder, gamma, is_view"
 NESTED = [
     Mutant(
-        "a cascade declares the smallest model's law",
+        "a cascade declares the smallest model's distribution",
         "dists += round.output_probs if self.is_exact else [None] * len(round.tokens)",
         """small = round.tree.draft_probs[0] if round.tree.tokens else None
 each = zip(round.tokens, round.output_probs, strict=True)
@@ -469,15 +467,15 @@ decoder.verifier = verify
     _nested(
         "a cascade declares the distribution after a token",
         WRITTEN,
-        f"{REWRITTEN}return TokenTree.chain(tokens, [*laws[1:], *laws[-1:]])",
+        f"{REWRITTEN}return TokenTree.chain(tokens, [*qs[1:], *qs[-1:]])",
         bug="B16",
     ),
     _nested(
         "a cascade drops what its middle was unsure of",
         WRITTEN,
-        f"""{REWRITTEN}sure = [2 * q[x] >= 1 for x, q in zip(tokens, laws, strict=True)]
+        f"""{REWRITTEN}sure = [2 * q[x] >= 1 for x, q in zip(tokens, qs, strict=True)]
 n = [*sure, False].index(False)
-return TokenTree.chain(tokens[:n], laws[:n])""",
+return TokenTree.chain(tokens[:n], qs[:n])""",
     ),
     _middle(
         "the middle of a cascade rejects nothing",
