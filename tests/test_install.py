@@ -130,7 +130,9 @@ def test_a_wheel_built_from_the_sdist_holds_the_same_files(
     clone: Path, wheel: Path, tmp_path: Path
 ) -> None:
     with tarfile.open(build("sdist", clone, tmp_path)) as archive:
-        archive.extractall(tmp_path, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 and later
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(tmp_path)
     [unpacked] = tmp_path.glob("tinyspec-*/")
     with (
         zipfile.ZipFile(wheel) as one,
