@@ -46,9 +46,9 @@ EXACTLY = (published.textbook, published.by_hand, published.no_bonus, published.
 
 @pytest.mark.parametrize("verifier", RIGHT)
 def test_a_right_verifier_is_never_accused(verifier: Callable[..., Any]) -> None:
-    result = check(
-        verifier, seed=RIGHT.index(verifier), corners=RIGHT.index(verifier) % 2 == 0, seconds=2
-    )
+    at = RIGHT.index(verifier)
+    seconds = 6 if verifier is published.single_precision else 2  # its fixed cases take longest
+    result = check(verifier, seed=at, corners=at % 2 == 0, seconds=seconds)
     assert result.evidence[0].cases > 100
     assert result.evidence[0].branches > 4 * 100
     assert "joint distribution: kept in" in str(result)
