@@ -156,6 +156,36 @@ def test_a_text_has_one_exit_and_its_source_decides_it() -> None:
     assert set(count_layers(make_decoder(bias, predictor="sequence"), [3])) == {3}
 
 
+def test_a_text_has_one_exit_however_its_prompt_was_read() -> None:
+    """In one piece, in two, and over the rest of another prompt, which is forgotten."""
+    weight = torch.zeros(L, D)
+    weight[1, 0], weight[0, 0] = 50.0, -50.0
+    model, found = with_predictors(sequence_weight=weight), set[tuple[int, ...]]()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        prompt = torch.randint(12, (7,), generator=generator).tolist()
+        whole, parts, again = (make_decoder(model, predictor="sequence") for _ in range(3))
+        whole.extend(prompt)
+        parts.extend(prompt[:4])
+        parts.extend(prompt[4:])
+        again.extend([*prompt[:4], 12, 11, 12, 10])
+        again.step(Seeded(0))
+        again.rewind(4)
+        again.extend(prompt[4:])
+        exits = {decoder.step(Seeded(0)).scores.layers[0] for decoder in (whole, parts, again)}
+        assert len(exits) == 1
+        found.add(tuple(exits))
+    assert found == {(1,), (2,)}
+
+
+def test_by_default_a_token_leaves_where_a_stop_is_likelier_than_not() -> None:
+    """The geometric predictor, whose threshold is one half."""
+    for bias, expected in ((0.01, 1), (-0.01, L)):
+        assert set(count_layers(make_decoder(with_predictors(geometric_bias=[bias])), PROMPT)) == {
+            expected
+        }
+
+
 def test_thresholds_of_the_confidence_are_those_of_each_exit() -> None:
     decoder = make_decoder(predictor="confidence", thresholds="1.0,0.0")
     assert set(count_layers(decoder, PROMPT)) == {2}
