@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,11 @@ import torch
 from torch.nn import functional as F
 
 import tinyspec
+from tests.early_exit import decoders
 from tests.lm.small import GPT2, LLAMA, PROMPT
 from tests.lm.small import model as network
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit import consistent_ee
 from tinyspec.early_exit.consistent_ee import (
     LEAD,
@@ -45,7 +45,6 @@ from tinyspec.lm.heads import freeze_target, head_weights
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import (
     Guarantee,
-    Request,
     TrainingBatch,
     TranslatorTraining,
     Tuning,
@@ -54,17 +53,8 @@ from tinyspec.technique import (
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("consistent_ee")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 L = LLAMA.n_layers
-
-
-def make_decoder(
-    model: Any, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
