@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,17 @@ import torch
 from torch.nn import functional as F
 
 import tinyspec
+from tests.early_exit import decoders
 from tests.lm.small import GPT2, LLAMA, PROMPT
 from tests.lm.small import model as network
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.early_exit import consistent_ee
 from tinyspec.early_exit.consistent_ee import (
     LEAD,
     ConsistentSettings,
     PolicySettings,
+    PolicyTraining,
     choose_exit,
     consistent_loss,
     find_memorized_layers,
@@ -43,7 +45,6 @@ from tinyspec.lm.heads import freeze_target, head_weights
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import (
     Guarantee,
-    Request,
     TrainingBatch,
     TranslatorTraining,
     Tuning,
@@ -52,17 +53,8 @@ from tinyspec.technique import (
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("consistent_ee")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 L = LLAMA.n_layers
-
-
-def make_decoder(
-    model: Any, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
@@ -238,9 +230,10 @@ def test_prompts_run_all_layers() -> None:
         depths = torch.where(torch.arange(8)[None] >= first, 1, 4)
         *_, x = tuning.blocks.layer_states(ids, depths=depths)
         rows = tuning.blocks.compute_logits(x[0, first:])
-        expected += float(F.cross_entropy(rows, batch.ids[row, first + 1 :], reduction="sum"))
+        lost = F.cross_entropy(rows, batch.ids[row, first + 1 :], reduction="sum")
+        expected += float(lost.detach())
     n = int(batch.is_answer[:, :-1].sum())
-    got = float(consistent_loss(tuning, batch, torch.Generator()))
+    got = float(consistent_loss(tuning, batch, torch.Generator()).detach())
     assert got == pytest.approx(expected / n, rel=1e-5)
 
 
@@ -280,6 +273,32 @@ def test_exploration_mixes_the_policy_with_a_fair_coin() -> None:
     chance = torch.tensor([0.0, 0.5, 1.0])
     assert mix_with_coin(chance, 0.4).tolist() == pytest.approx([0.2, 0.5, 0.8])
     assert 0 < float(mix_with_coin(chance, 0.0)[0]) < 1e-5
+
+
+def test_as_many_exits_are_drawn_as_the_settings_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list[torch.Size]()
+
+    def record(rewards: torch.Tensor, log_chances: torch.Tensor) -> torch.Tensor:
+        shapes.append(rewards.shape)
+        return reinforce(rewards, log_chances)
+
+    monkeypatch.setattr(consistent_ee, "reinforce", record)
+    consistent_loss(make_tuning(0.0, samples=5), training_batch(), torch.Generator())
+    assert shapes == [(5, int(training_batch().is_answer[:, :-1].sum()))]
+
+
+def test_exploration_falls_to_a_hundredth_in_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list[float]()
+
+    def record(training: Any, eps: float, draw: Any) -> torch.Tensor:
+        found.append(eps)
+        return torch.zeros(())
+
+    monkeypatch.setattr(PolicyTraining, "policy_loss", record)
+    for progress in (0.0, 0.125, 0.25 - 1e-9, 0.5):
+        tuning = make_tuning(progress, rounds=2, explore=0.4)
+        consistent_loss(tuning, training_batch(), torch.Generator())
+    assert found == pytest.approx([0.4, 0.04, 0.004, 0.4])
 
 
 def test_a_policy_learns_to_leave_where_depth_pays_nothing() -> None:
@@ -370,6 +389,25 @@ def test_on_translations_each_phase_moves_its_own_weights_alone() -> None:
         assert of_policy or any(name.startswith("encoder") for name in moved)
 
 
+def test_on_translations_the_models_phase_alone_drops_out_and_reads_no_original() -> None:
+    """The policy's phase has memorized layers, which are those of the model as it was at first."""
+    settings = ConsistentSettings(width=4, rounds=1, alpha=1.0)
+    model, other = make_translator(), make_translator(1)
+    with torch.no_grad():  # the other one is right about its own translations
+        written = tinyspec.translate(other, [5, 6, 7], max_new_tokens=6).tokens
+    pair = torch.tensor([[5, 6, 7]]), torch.tensor([list(written)])
+    for progress, is_dropped, reads_original in ((0.0, False, True), (0.5, True, False)):
+        losses = list[float]()
+        for original, dropout in ((model, 0.0), (model, 0.5), (other, 0.0)):
+            torch.manual_seed(0)
+            training = TranslatorTraining(model, original, settings, dropout, 0.0, progress)
+            generator = torch.Generator().manual_seed(0)
+            loss = train_consistent_translator(training, pair, generator)
+            losses.append(float(loss.detach()))
+        assert (losses[1] != losses[0]) is is_dropped
+        assert (losses[2] != losses[0]) is reads_original
+
+
 def test_a_translators_loss_is_that_of_the_exits_with_which_it_decodes() -> None:
     """The model's phase on a batch, and the decoder on each source, with forced targets."""
     model = make_translator(2)
@@ -392,6 +430,8 @@ def test_a_translators_loss_is_that_of_the_exits_with_which_it_decodes() -> None
     assert n == len(log_probs)
     found = measure_policy(model, made.settings, SOURCE, TARGET, torch.Generator())
     assert float(found["layers"][0]) == pytest.approx(sum(layers) / n)
+    cost = (settings.alpha / 2 * sum(layers) - sum(log_probs)) / n  # a token of middle hardness
+    assert float(found["held_out"][0]) == pytest.approx(cost)
 
 
 def test_a_translator_decodes_with_its_policy() -> None:

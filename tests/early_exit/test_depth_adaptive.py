@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tinyspec
+from tests.early_exit import decoders
 from tests.lm.small import GPT2, LLAMA, PROMPT
 from tests.lm.small import model as network
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.depth_adaptive import (
     LEAD,
     DepthAdaptiveSettings,
@@ -47,26 +47,16 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import (
     Guarantee,
-    Request,
     TrainingBatch,
     TranslatorTraining,
     find_technique,
 )
 
 CARD = find_technique("depth_adaptive")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 PREDICTORS = ("geometric", "multinomial", "sequence", "confidence")
 M = add_random_head(network(LLAMA), CARD, 1)
 L, D = LLAMA.n_layers, LLAMA.d_model
-
-
-def make_decoder(
-    model: Any = M, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
 
 
 def count_layers(decoder: Decoder, prompt: list[int]) -> list[int]:
@@ -156,11 +146,41 @@ def test_a_text_has_one_exit_and_its_source_decides_it() -> None:
     assert set(count_layers(make_decoder(bias, predictor="sequence"), [3])) == {3}
 
 
+def test_a_text_has_one_exit_however_its_prompt_was_read() -> None:
+    """In one piece, in two, and over the rest of another prompt, which is forgotten."""
+    weight = torch.zeros(L, D)
+    weight[1, 0], weight[0, 0] = 50.0, -50.0
+    model, found = with_predictors(sequence_weight=weight), set[tuple[int, ...]]()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(12):
+        prompt = torch.randint(12, (7,), generator=generator).tolist()
+        whole, parts, again = (make_decoder(model, predictor="sequence") for _ in range(3))
+        whole.extend(prompt)
+        parts.extend(prompt[:4])
+        parts.extend(prompt[4:])
+        again.extend([*prompt[:4], 12, 11, 12, 10])
+        again.step(Seeded(0))
+        again.rewind(4)
+        again.extend(prompt[4:])
+        exits = {decoder.step(Seeded(0)).scores.layers[0] for decoder in (whole, parts, again)}
+        assert len(exits) == 1
+        found.add(tuple(exits))
+    assert found == {(1,), (2,)}
+
+
+def test_by_default_a_token_leaves_where_a_stop_is_likelier_than_not() -> None:
+    """The geometric predictor, whose threshold is one half."""
+    for bias, expected in ((0.01, 1), (-0.01, L)):
+        assert set(count_layers(make_decoder(with_predictors(geometric_bias=[bias])), PROMPT)) == {
+            expected
+        }
+
+
 def test_thresholds_of_the_confidence_are_those_of_each_exit() -> None:
-    decoder = make_decoder(predictor="confidence", thresholds="1.0,0.0")
+    decoder = make_decoder(M, predictor="confidence", thresholds="1.0,0.0")
     assert set(count_layers(decoder, PROMPT)) == {2}
     assert parse_thresholds(" 0.5 ", 0.9, 1, "m") == [0.5]
-    assert set(count_layers(make_decoder(predictor="confidence", threshold=1.0), PROMPT)) == {L}
+    assert set(count_layers(make_decoder(M, predictor="confidence", threshold=1.0), PROMPT)) == {L}
 
 
 @pytest.mark.parametrize("predictor", PREDICTORS)
@@ -176,7 +196,7 @@ def test_no_threshold_is_plain_greedy_decoding(predictor: str, dtype: torch.dtyp
 
 def test_a_rewound_text_is_written_again() -> None:
     for predictor in PREDICTORS:
-        straight = make_decoder(predictor=predictor, threshold=0.4)
+        straight = make_decoder(M, predictor=predictor, threshold=0.4)
         straight.extend(PROMPT)
         expected = [straight.step(Seeded(0)).tokens[0] for _ in range(6)]
         straight.rewind(len(PROMPT) + 2)
@@ -413,12 +433,12 @@ def test_translations_are_known_to_their_ends_and_padding_is_not() -> None:
 def test_the_card_promises_and_rejects() -> None:
     assert CARD.promise(threshold=math.inf) is Guarantee.EXACT
     assert CARD.promise() is Guarantee.LOSSY
-    make = partial(make_decoder, predictor="confidence")
+    make = partial(make_decoder, M, predictor="confidence")
     for wrong in ("0.5", "a,b", "0.1,-1", "nan,0.2", "0.1,0.2,0.3"):
         with pytest.raises(TinyspecError, match=r"^thresholds is .* must be 2 numbers"):
             make(thresholds=wrong)
     with pytest.raises(TinyspecError, match="thresholds is for predictor confidence"):
-        make_decoder(thresholds="0.1,0.2")
+        make_decoder(M, thresholds="0.1,0.2")
     for predictor in PREDICTORS[:3]:
         with pytest.raises(TinyspecError, match=r"has no trained predictors: .* confidence$"):
             make_decoder(network(LLAMA), predictor=predictor)

@@ -1,6 +1,7 @@
 """EE-LLM: two ways to finish that give the same tokens, a clock, and the gradients of stages."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tinyspec
+from tests.early_exit import decoders
+from tests.early_exit.decoders import GREEDY
 from tests.lm.small import GPT2, LLAMA, PROMPT, same_cache
 from tests.lm.small import model as network
 from tinyspec.decoding.decode import BaseDrafter, Decoder
@@ -33,22 +36,13 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.exit_laws import exit_of_token, row_after_layers
 from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import ee_llm as traps
-from tinyspec.technique import Guarantee, Request, find_technique
+from tinyspec.technique import Guarantee, find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("ee_llm")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 M = network(LLAMA)
 L = LLAMA.n_layers
-
-
-def make_decoder(
-    model: Any = M, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
 
 
 def finish(decoder: Decoder, prompt: list[int]) -> tuple[list[int], list[int]]:
@@ -99,10 +93,7 @@ def test_printed_algorithm_is_what_runs(exits: Any, threshold: float, cap: int) 
         layers = [decoder.step(rng).scores.layers[0] for _ in range(3)]
         return tuple(decoder.new), tuple(layers)
 
-    paper, decoder = dict[Any, Any](), dict[Any, Any]()
-    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
-        for outcome, mass in Exhaustive.walk(way):
-            probs[outcome] = probs.get(outcome, 0) + mass
+    paper, decoder = map(Exhaustive.distribution, (by_the_paper, by_the_decoder))
     assert paper == decoder and len(paper) > 3
 
 
@@ -163,7 +154,7 @@ def test_the_cache_is_that_of_the_whole_model(way: str) -> None:
 
 def test_a_token_that_is_scored_again_leaves_where_it_left() -> None:
     """It does not wait for itself: a cap of one token is not reached yet."""
-    target: Any = make_decoder(exits="1", threshold=0.0, cap=1).target
+    target: Any = make_decoder(M, exits="1", threshold=0.0, cap=1).target
     target.extend(PROMPT)
     assert [list(target.score(TokenTree()).layers) for _ in range(2)] == [[1], [1]]
     target.commit((), 7)
@@ -198,7 +189,7 @@ def test_a_list_that_is_run_again_costs_more_than_states_that_wait() -> None:
 def test_beyond_every_probability_it_is_plain_decoding() -> None:
     plain = list(tinyspec.generate(M, PROMPT, max_new_tokens=9).tokens)
     for threshold in (1.0, math.inf):
-        assert finish(make_decoder(threshold=threshold), PROMPT)[0] == plain
+        assert finish(make_decoder(M, threshold=threshold), PROMPT)[0] == plain
 
 
 # ---------------------------------------------------------------------- the clock
@@ -291,4 +282,4 @@ def test_the_card_promises_and_rejects() -> None:
     assert parse_exits("", 3) == (1,) and parse_exits("", 1) == ()
     for wrong in ("3", "0", "1,x", "4,8", "1.5"):
         with pytest.raises(TinyspecError, match=r"^exits is '"):
-            make_decoder(exits=wrong)
+            make_decoder(M, exits=wrong)

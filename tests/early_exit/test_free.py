@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -12,9 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tinyspec
+from tests.early_exit import decoders
+from tests.early_exit.decoders import GREEDY, finish
 from tests.lm.small import GPT2, LLAMA, PROMPT, same_cache
 from tests.lm.small import model as network
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -47,28 +49,10 @@ from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuning, find_t
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("free")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD, clock=lambda: 0.0)
 M = network(LLAMA)
 L = LLAMA.n_layers
 GRID = [0.3 + 0.6 * i / 9 for i in range(10)]
-
-
-def make_decoder(
-    model: Any = M, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(
-        model.session(log), sampling=sampling, stop=stop, forward_log=log, clock=lambda: 0.0
-    )
-    return CARD.make(request, **knobs)
-
-
-def finish(decoder: Decoder, prompt: list[int]) -> list[int]:
-    decoder.extend(prompt)
-    while not decoder.finished:
-        decoder.step(Seeded(decoder.rounds))
-    return decoder.new
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
@@ -117,10 +101,7 @@ def test_printed_algorithm_is_what_runs(shallow: int, threshold: float) -> None:
         blocks = [call.rows for call in calls if call.row_layers == call.rows * deep]
         return tuple(decoder.new), tuple(blocks)
 
-    paper, decoder = dict[Any, Any](), dict[Any, Any]()
-    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
-        for outcome, mass in Exhaustive.walk(way):
-            probs[outcome] = probs.get(outcome, 0) + mass
+    paper, decoder = map(Exhaustive.distribution, (by_the_paper, by_the_decoder))
     assert paper == decoder and len(paper) > 3
 
 
@@ -151,7 +132,7 @@ def test_after_every_block_the_cache_is_that_of_the_whole_model(
 def test_beyond_every_confidence_it_is_plain_greedy_decoding() -> None:
     plain = tinyspec.generate(M, PROMPT, max_new_tokens=9).tokens
     for threshold, shallow in product((1.0, math.inf), (0, 1, 2)):
-        got = finish(make_decoder(threshold=threshold, shallow=shallow, adaptive=False), PROMPT)
+        got = finish(make_decoder(M, threshold=threshold, shallow=shallow, adaptive=False), PROMPT)
         assert list(got) == list(plain)
 
 
@@ -163,7 +144,7 @@ def test_below_every_confidence_the_other_layers_never_run() -> None:
         row = cut.view(Plan(last=1)).score(TokenTree()).logits[0]
         expected.append(int(row.argmax()))
         cut.commit((), expected[-1])
-    decoder = make_decoder(threshold=0.0, shallow=1, adaptive=False)
+    decoder = make_decoder(M, threshold=0.0, shallow=1, adaptive=False)
     decoder.extend(PROMPT)
     while not decoder.finished:
         calls = decoder.step(Seeded(0)).calls
@@ -172,7 +153,7 @@ def test_below_every_confidence_the_other_layers_never_run() -> None:
 
 
 def test_the_last_tokens_of_a_text_are_never_finished() -> None:
-    decoder = make_decoder(threshold=0.0, shallow=1, adaptive=False, tokens=3)
+    decoder = make_decoder(M, threshold=0.0, shallow=1, adaptive=False, tokens=3)
     finish(decoder, PROMPT)
     target: Any = decoder.target
     assert len(target.unfilled) == 3
@@ -251,7 +232,7 @@ def test_the_estimator_pays_for_the_rows_that_it_reads() -> None:
 
 def test_each_set_of_knobs_has_its_own_pairs() -> None:
     def find_estimator(**knobs: Any) -> ThresholdEstimator:
-        target: Any = make_decoder(**{"shallow": 1, **knobs}).target
+        target: Any = make_decoder(M, **{"shallow": 1, **knobs}).target
         estimator: ThresholdEstimator = target.rule.find_estimator()
         return estimator
 
@@ -376,4 +357,4 @@ def test_the_card_promises_and_rejects() -> None:
     }  # fmt: skip
     assert resolve_shallow_depth(0, 1) == 1
     with pytest.raises(TinyspecError, match=r"^shallow is 9: .* has 3 layers$"):
-        make_decoder(shallow=9)
+        make_decoder(M, shallow=9)

@@ -1,6 +1,7 @@
 """HashEE: a layer for each id, the keys of tokens that left, and the same hash in training."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tinyspec
+from tests.early_exit import decoders
+from tests.early_exit.decoders import finish
 from tests.lm.small import GPT2, LLAMA, PROMPT
 from tests.lm.small import model as network
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
-from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.hash_ee import (
     HashSettings,
     assign_layers,
@@ -38,28 +39,12 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import TUNED, Config
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuning, find_technique
+from tinyspec.technique import Guarantee, TrainingBatch, Tuning, find_technique
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("hash_ee")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 EMPTY = TokenTree()
-
-
-def make_decoder(
-    model: Any, sampling: SamplingParams = GREEDY, tokens: int = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
-
-
-def finish(decoder: Decoder, prompt: list[int]) -> list[int]:
-    decoder.extend(prompt)
-    while not decoder.finished:
-        decoder.step(Seeded(decoder.rounds))
-    return decoder.new
 
 
 def with_table(plain: Model, table: Any, **settings: Any) -> Model:
@@ -99,10 +84,7 @@ def test_printed_algorithm_is_what_runs(exits: str) -> None:
             decoder.step(rng)
         return tuple(decoder.new)
 
-    paper, decoder = dict[Any, Any](), dict[Any, Any]()
-    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
-        for outcome, mass in Exhaustive.walk(way):
-            probs[outcome] = probs.get(outcome, 0) + mass
+    paper, decoder = map(Exhaustive.distribution, (by_the_paper, by_the_decoder))
     assert paper == decoder and len(paper) > 3
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import tinyspec
+from tests.early_exit import decoders
+from tests.early_exit.decoders import GREEDY
 from tests.lm.small import GPT2, LLAMA, PROMPT
 from tests.lm.small import model as network
-from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.exhaustive import Exhaustive
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -42,7 +44,7 @@ from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuning, find_t
 from tinyspec.tree import TokenTree
 
 CARD = find_technique("skip_decode")
-GREEDY = SamplingParams(temperature=0.0)
+make_decoder = partial(decoders.make_decoder, CARD)
 EMPTY = TokenTree()
 schedules = st.builds(
     lambda speedup, depth, warmup, horizon: plan_depths(
@@ -50,15 +52,6 @@ schedules = st.builds(
     ),
     st.floats(1, 8), st.integers(1, 24), st.integers(0, 3), st.integers(0, 40),
 )  # fmt: skip
-
-
-def make_decoder(
-    model: Any, sampling: SamplingParams = GREEDY, tokens: int | None = 9, **knobs: Any
-) -> Decoder:
-    log: list[Any] = []
-    stop = StoppingCriteria(max_new_tokens=tokens)
-    request = Request(model.session(log), sampling=sampling, stop=stop, forward_log=log)
-    return CARD.make(request, **knobs)
 
 
 @pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
@@ -137,10 +130,7 @@ def test_printed_algorithm_is_what_runs(setting: Any) -> None:
             decoder.step(rng)
         return tuple(decoder.new)
 
-    paper, decoder = dict[Any, Any](), dict[Any, Any]()
-    for probs, way in ((paper, by_the_paper), (decoder, by_the_decoder)):
-        for outcome, mass in Exhaustive.walk(way):
-            probs[outcome] = probs.get(outcome, 0) + mass
+    paper, decoder = map(Exhaustive.distribution, (by_the_paper, by_the_decoder))
     assert paper == decoder and len(paper) > 3
 
 

@@ -25,21 +25,23 @@ smoothed over the text. For a whole text they are averaged:
     q*   = argmax over n of  mean over t of score_t^n  -  lambda n
     loss = -log q(q*) - log q_t(q*_t)      of every predictor; no gradient enters the model
 
-The model comes with trained exits: `tinyspec train lm` or `train mt`, section [exits]. The exits'
-losses have equal weights in the paper's best setting ("uniform").
+The model comes with trained exits: `tinyspec train lm` or `train mt`, section [exits]. With
+weights = "uniform" all losses of the exits weigh the same, one of the paper's settings.
 
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves, whatever the predictor.
 Pitfall: thresholds on the greatest probability alone, under this name; exits without an oracle; a
 gradient of the predictors in the decoder.
 Tests: tests/early_exit/test_depth_adaptive.py (`predict_exit` against what runs, token by token;
-the oracles; trained predictors against random exits of the same depths) and laws/exit_laws.py (the
-exact joint distribution of all four).
+the oracles; predictors trained on made-up states, against random exits of the same depths) and
+laws/exit_laws.py (the exact joint distribution of all four).
 Left out: exits and predictors that are trained together (the paper's), where the model is frozen
-here; "mixed" training, which samples exits and was no better; one output matrix for each exit.
+here; "mixed" training, which samples exits; one output matrix for each exit; random exits on a real
+model: the training prints layers and agreement of each predictor and of the oracle alone.
 Ours: the smoothed score is divided by the sum of k, so that one lambda serves all predictors and
 texts of any length (the paper sums); the three predictors are trained at once, since none changes
 another; without an encoder, s is the mean last state of the prompt, its last token left out. The
-oracles' formulas are from memory: of the paper's text we could read no more than the beginning.
+formulas, the settings and the section numbers are from memory: of the paper's text we could read no
+more than the beginning.
 """
 
 import math
@@ -129,17 +131,19 @@ class SequenceRule(ExitRule):
     def __init__(self, weights: Mapping[str, Any], depth: int):
         self.weight, self.bias = weights["sequence.weight"], weights["sequence.bias"]
         self.layers, self.text_layers = range(1, depth), (depth,)
-        self.source = 0 * self.weight[0]
+        self.read = dict[int, Any]()  # states of the forced text, by position
 
-    def read_text(self, states: Tensor) -> None:
-        if states.shape[1]:
-            self.source = as_doubles(states[0]).mean(axis=0)
+    def read_text(self, states: Tensor, first: int) -> None:
+        self.read.update(enumerate(as_doubles(states[0]), first))
+
+    def forget_text(self, length: int) -> None:
+        self.read = {at: state for at, state in self.read.items() if at < length}
 
     def begin(self, session: Any) -> None:
         of_encoder = getattr(session.model, "source_states", None)
-        if of_encoder is not None:
-            self.source = as_doubles(of_encoder).mean(axis=0)
-        self.exit = 1 + int(np.argmax(self.weight @ self.source + self.bias))
+        states = [*self.read.values()] if of_encoder is None else as_doubles(of_encoder)
+        source = np.mean(states, axis=0) if len(states) else 0 * self.weight[0]
+        self.exit = 1 + int(np.argmax(self.weight @ source + self.bias))
 
     def layers_of(self, token: int, position: int) -> Iterable[int]:
         return [self.exit] if self.exit in self.layers else []
@@ -387,7 +391,7 @@ def predictor_shapes(config: Config, settings: DepthAdaptiveSettings) -> dict[st
 def begin_predictors(
     target: FrozenTarget, settings: DepthAdaptiveSettings, seed: int
 ) -> dict[str, Tensor]:
-    """Return zeros: at first each exit is as likely as the others."""
+    """Return zeros: all choices are equally likely at first, and each stop has chance 1/2."""
     shapes = predictor_shapes(target.config, settings)
     return {name: target.embed.new_zeros(shape) for name, shape in shapes.items()}
 

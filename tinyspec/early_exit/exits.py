@@ -64,8 +64,14 @@ class ExitRule:
     prompt = False
     compares = False
 
-    def read_text(self, states: Tensor) -> None:
-        """Read forced text that has just been run: [layers, n, d]. It is called before `begin`."""
+    def read_text(self, states: Tensor, first: int) -> None:
+        """Read forced text that has just been run: [layers, n, d], from position `first` on.
+
+        It is called before `begin`.
+        """
+
+    def forget_text(self, length: int) -> None:
+        """Forget what was read of the positions from `length` on."""
 
     def begin(self, session: Any) -> None:
         """Prepare for new tokens. Forced text has just been run, but for its last token."""
@@ -189,7 +195,8 @@ class ExitTarget:
         n = len(hidden_layers)
         scores: Scores = self.session.extend(tokens, (*hidden_layers, *self.rule.text_layers))
         if self.rule.text_layers:
-            self.rule.read_text(scores.hidden[n:])
+            read = scores.hidden[n:]
+            self.rule.read_text(read, len(self.session) - 1 - read.shape[1])
             scores = scores._replace(hidden=scores.hidden[:n])
         self.start = len(self.session)
         self._forget_points(())
@@ -245,12 +252,14 @@ class ExitTarget:
     def rewind(self, length: int) -> None:
         """Forget the text after `length` tokens; its last token is run again."""
         self.session.rewind(length)
+        self.rule.forget_text(length - 1)
         self._forget_points([position for position in self.unfilled if position < length - 1])
         self.start = min(self.start, length)
 
     def end(self) -> None:
         """End the request."""
         self.session.end()
+        self.rule.forget_text(0)
         self.start, self.unfilled, self.points = 0, [], {}
 
     def _fill_pending(self) -> None:

@@ -183,8 +183,8 @@ TOYS = [
     ),
     _depth(
         "a text's exit that knows nothing of its source",
-        "self.weight @ self.source",
-        "self.weight @ (0 * self.source)",
+        "self.weight @ source",
+        "self.weight @ (0 * source)",
         SequenceRule.begin,
         law=AS_PREDICTED,
     ),
