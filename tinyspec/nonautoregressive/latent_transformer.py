@@ -467,6 +467,13 @@ class LatentRefiner:
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0 if self.teacher is None else best_candidate(self.teacher, source, canvas)
 
+    def count_rows(self, before: Canvas, after: Canvas) -> int:
+        """Return how many positions the pass between two canvases reads."""
+        if after.extra is None:  # the words are written
+            return after.tokens.numel()
+        codes: Tensor = after.extra[1]
+        return codes.numel()
+
 
 # ------------------------------ the card
 
