@@ -201,7 +201,8 @@ def posterior_of(
     """
     read = model.embed_words(words)
     read = read if hidden is None else read.masked_fill(hidden[..., None], 0)
-    x = model.run_stack(model.place(read), memory, None, dropout, slots, POSTERIOR)
+    inputs = model.place(read)
+    x = model.decode(inputs, memory, None, dropout, slots, POSTERIOR, is_pass=False)
     weights = (model.weights[f"{POSTERIOR}.{part}.weight"] for part in ("mean", "spread"))
     mean, log_std = (linear(x, weight) for weight in weights)
     return mean, log_std
