@@ -9,12 +9,12 @@ import math
 import pkgutil
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -507,6 +507,55 @@ class TrainedTranslator(NamedTuple):
     )
     extends: bool = False
     updates: Callable[[Any], str] = lambda settings: ""
+
+
+def check_settings(
+    settings: Any,
+    whole: Mapping[str, int],
+    numbers: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+) -> None:
+    """Raise TinyspecError unless the settings of a recipe are in their ranges.
+
+    whole    the largest of the whole numbers from 1 that a setting may be, by its name
+    numbers  the least and the largest number that a setting may be, by its name
+    """
+    for name, high in whole.items():
+        value = getattr(settings, name)
+        if type(value) is not int or not 1 <= value <= high:
+            raise TinyspecError(f"{name} is {value}: it must be a whole number from 1 to {high}")
+    for name, (low, most) in numbers.items():
+        value = getattr(settings, name)
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not (is_number and low <= value <= most):
+            raise TinyspecError(f"{name} is {value}: it must be from {low} to {most}")
+
+
+def read_trained_settings(
+    model: Seq2Seq,
+    kind: type[T],
+    equip: Callable[[Seq2SeqConfig, T], Seq2SeqConfig],
+    part: str,
+    remedy: str,
+) -> T:
+    """Return the settings that a model was trained for, as its config.json stores them.
+
+    equip   (config, settings) -> config with the weights that the settings ask for
+    part    what these weights are, and
+    remedy  what to do if the model has others, in an error
+
+    Raises TinyspecError if a setting is missing or wrong, or if the weights have other shapes.
+    """
+    config, extra = model.config, model.config.extra
+    try:
+        settings = kind(**{f.name: extra[f.name] for f in fields(cast(Any, kind))})
+        wanted = equip(config, settings)
+    except (KeyError, TinyspecError) as error:
+        raise TinyspecError(f"{model.name}: config.json: {error}: {remedy}") from None
+    if (dict(config.heads), dict(config.stacks)) != (dict(wanted.heads), dict(wanted.stacks)):
+        raise TinyspecError(
+            f"{model.name}: config.json: heads and stacks are not those of its {part}: {remedy}"
+        )
+    return settings
 
 
 def is_tuned_for(model: Any, method: str) -> bool:

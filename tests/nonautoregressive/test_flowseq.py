@@ -24,10 +24,10 @@ from tinyspec.laws.traps.flowseq import (
     WIDTH,
     latents_by_hand,
     lengths_by_hand,
-    random_critic,
     random_flower,
     rows_of_latents,
 )
+from tinyspec.laws.traps.latent_transformer import random_rescorer
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.flowseq import (
@@ -70,7 +70,7 @@ def run(model: Seq2Seq, source: Any, critic: Seq2Seq | None = None, **knobs: Any
 def test_printed_algorithm_is_what_runs() -> None:
     """With two lengths, two samples of each, and a teacher that ranks them."""
     for seed, settings, source in product(range(2), SHAPES[:3], SOURCES[:3]):
-        model, judge = random_flower(seed, settings), random_critic(seed)
+        model, judge = random_flower(seed, settings), random_rescorer(seed)
         lengths = [n for n, _ in lengths_by_hand(model, settings, source, 2, 12)]
         stream = Seeded(0).split("rewrite", 0)
 
@@ -112,7 +112,7 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
         model = random_flower(seed, settings)
         expected = [run(model, source).tokens for source in SOURCES]
         assert translate_without_noise(model, settings, padded) == expected
-        judge = random_critic(seed)
+        judge = random_rescorer(seed)
         refiner = FlowSeqRefiner(model, settings, judge, 3)
         expected = [run(model, source, judge, lengths=3).tokens for source in SOURCES]
         assert translate_sources(model, padded, refiner) == expected

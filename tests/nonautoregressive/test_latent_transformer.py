@@ -268,7 +268,7 @@ def test_bad_input_is_named() -> None:
         card.refiner(RefineRequest(plain))
     for extra, message in (
         ({}, "config.json: 'halvings'"),
-        ({**model.config.extra, "bits": 3}, "heads are not those of its codes"),
+        ({**model.config.extra, "bits": 3}, "heads and stacks are not those of its codes"),
         ({**model.config.extra, "decay": "x"}, "decay is x: it must be from 0 to 1"),
     ):
         other = Seq2Seq(replace(model.config, extra=extra), model.weights, name="coder")

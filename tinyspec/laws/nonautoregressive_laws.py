@@ -7,7 +7,7 @@ are learned from an aligner, whose EM is compared with plain loops.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from itertools import combinations, pairwise, product
 from typing import Any
@@ -328,27 +328,38 @@ def fertility_runs() -> Iterator[tuple[Seq2Seq, Seq2Seq, tuple[int, ...], dict[s
         yield model, judge, source, {"fertility": "argmax", "temperature": 1.0, **knobs}
 
 
+def expect_translations(
+    law: str,
+    expected: Mapping[tuple[int, ...], float],
+    translate: Callable[[Exhaustive], Refinement],
+    **case: Any,
+) -> int:
+    """Walk all outcomes of a refinement and return how many there are.
+
+    Raises LawViolated for this case unless its translations are distributed as expected.
+    """
+    got, outcomes = dict[tuple[int, ...], float](), 0
+    with torch.inference_mode():
+        for run, probability in Exhaustive.walk(translate):
+            text = tuple(run.tokens)
+            got[text] = got.get(text, 0) + float(probability)
+            outcomes += 1
+    if any(
+        abs(got.get(text, 0) - expected.get(text, 0)) > FERTILITY_TOLERANCE
+        for text in {*got, *expected}
+    ):
+        accuse(law, dict(sorted(expected.items())), dict(sorted(got.items())), **case)
+    return outcomes
+
+
 @collect_evidence(FERTILITY_RULE)
 def noisy_parallel(build: Build) -> Iterator[int]:
     """Check every outcome of every setting, by walking all fertility sequences."""
     for model, judge, source, knobs in fertility_runs():
         expected = expected_translations(model, judge, source, **knobs)
         translate = partial(run_refinement, build, RefineRequest(model, judge), source, **knobs)
-        got: dict[tuple[int, ...], float] = {}
-        outcomes = 0
-        with torch.inference_mode():
-            for run, probability in Exhaustive.walk(translate):
-                text = tuple(run.tokens)
-                got[text] = got.get(text, 0) + float(probability)
-                outcomes += 1
-        if any(
-            abs(got.get(text, 0) - expected.get(text, 0)) > FERTILITY_TOLERANCE
-            for text in {*got, *expected}
-        ):
-            case = {"source": source, **knobs, "classes of fertility": model.config.fertilities}
-            shown = (dict(sorted(outcome.items())) for outcome in (expected, got))
-            accuse(FERTILITY_RULE, *shown, **case)
-        yield outcomes
+        case = {"source": source, **knobs, "classes of fertility": model.config.fertilities}
+        yield expect_translations(FERTILITY_RULE, expected, translate, **case)
 
 
 @collect_evidence(NESTED)

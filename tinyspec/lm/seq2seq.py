@@ -266,29 +266,21 @@ class Seq2Seq:
         dropout: float = 0.0,
         slots: Tensor | None = None,
         stack: str = "decoder",
+        is_pass: bool = True,
     ) -> Tensor:
         """Run the decoder over inputs [B, T, d] of `embed`; return the normed states [B, T, d].
 
-        The parameters are those of `layer_states`.
-        """
-        states = self.run_stack(inputs, memory, self_mask, dropout, slots, stack)
-        self._log_pass("", states, len(self.stacks[stack].layers))
-        return states
+        The other parameters are those of `layer_states`.
 
-    def run_stack(
-        self,
-        inputs: Tensor,
-        memory: EncoderOutput,
-        self_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        slots: Tensor | None = None,
-        stack: str = "decoder",
-    ) -> Tensor:
-        """Run layers as `decode` does, as a part of another pass: nothing is logged."""
-        x = inputs
+        is_pass  whether the forward log gets a record of it; False: it is a part of another pass,
+                 whose record gets its layers by `count_layers`
+        """
+        x, blocks = inputs, self.stacks[stack]
         for state in self.layer_states(inputs, memory, self_mask, dropout, slots, stack):
             x = state
-        return self.stacks[stack].apply_final_norm(x)
+        if is_pass:
+            self._log_pass("", x, len(blocks.layers))
+        return blocks.apply_final_norm(x)
 
     def layer_states(
         self,

@@ -171,9 +171,9 @@ class Flow:
         kept = kept_entries(number, *x.shape[1:]).to(x.device)
         name, stack = f"coupling.{number}", f"flow_{number}"
         read = linear(x.masked_fill(~kept, 0), self.weights[f"{name}.in.weight"])
-        state = self.model.run_stack(
-            self.model.place(read), self.memory, None, self.dropout, slots, stack
-        )
+        inputs = self.model.place(read)
+        options = self.memory, None, self.dropout, slots, stack
+        state = self.model.decode(inputs, *options, is_pass=False)
         weight, bias = self.weights[f"{name}.out.weight"], self.weights[f"{name}.out.bias"]
         a, shift = linear(state, weight, bias).chunk(2, dim=-1)
         return kept, F.logsigmoid(a + 2), shift

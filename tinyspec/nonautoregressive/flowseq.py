@@ -39,9 +39,9 @@ convolutional and recurrent couplings; weight normalization.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from math import log
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,6 +63,8 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
+    check_settings,
+    read_trained_settings,
     technique,
 )
 
@@ -123,17 +125,8 @@ class FlowSeqSettings:
     warmup: float = 0.2
 
     def __post_init__(self) -> None:
-        for name, high in (("levels", 4), ("steps", 16), ("longest", 1024)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= high:
-                raise TinyspecError(
-                    f"{name} is {value}: it must be a whole number from 1 to {high}"
-                )
-        for name in ("startup", "warmup"):
-            share = getattr(self, name)
-            number = isinstance(share, (int, float)) and not isinstance(share, bool)
-            if not (number and 0 <= share <= 1):
-                raise TinyspecError(f"{name} is {share}: it must be from 0 to 1")
+        whole = {"levels": 4, "steps": 16, "longest": 1024}
+        check_settings(self, whole, {"startup": (0, 1), "warmup": (0, 1)})
 
     @property
     def multiple(self) -> int:
@@ -208,7 +201,8 @@ def posterior_of(
     """
     read = model.embed_words(words)
     read = read if hidden is None else read.masked_fill(hidden[..., None], 0)
-    x = model.run_stack(model.place(read), memory, None, dropout, slots, POSTERIOR)
+    inputs = model.place(read)
+    x = model.decode(inputs, memory, None, dropout, slots, POSTERIOR, is_pass=False)
     weights = (model.weights[f"{POSTERIOR}.{part}.weight"] for part in ("mean", "spread"))
     mean, log_std = (linear(x, weight) for weight in weights)
     return mean, log_std
@@ -470,23 +464,6 @@ def fits_difference(
     return 0 < length <= config.max_positions and abs(length - source) <= settings.longest
 
 
-def read_settings_of_flow(model: Seq2Seq) -> FlowSeqSettings:
-    """Return what a model was trained for. Raises TinyspecError if it has no flow."""
-    config, extra = model.config, dict[str, Any](model.config.extra)
-    if DIFFERENCE not in model.weights or POSTERIOR not in config.stacks:
-        raise TinyspecError(f"{model.name} has no flow of latent vectors: {REMEDY}")
-    try:
-        settings = FlowSeqSettings(**{f.name: extra[f.name] for f in fields(FlowSeqSettings)})
-        wanted = flowseq_config(config, settings)
-    except (KeyError, TinyspecError) as error:
-        raise TinyspecError(f"{model.name}: config.json: {error}: {REMEDY}") from None
-    if (dict(config.heads), dict(config.stacks)) != (wanted.heads, dict(wanted.stacks)):
-        raise TinyspecError(
-            f"{model.name}: config.json: heads and stacks are not those of its flow: {REMEDY}"
-        )
-    return settings
-
-
 @technique(
     title="FlowSeq: latent vectors from a normalizing flow",
     summary="reads all words off a flow's latents",
@@ -543,7 +520,9 @@ def flowseq(
 ) -> FlowSeqRefiner:
     """Return a refiner that writes all words in one pass, from the flow's latent vectors."""
     model, teacher = request.model, request.teacher
-    settings = read_settings_of_flow(model)
+    if DIFFERENCE not in model.weights or POSTERIOR not in model.config.stacks:
+        raise TinyspecError(f"{model.name} has no flow of latent vectors: {REMEDY}")
+    settings = read_trained_settings(model, FlowSeqSettings, flowseq_config, "flow", REMEDY)
     if samples > 1 and not temperature:
         raise TinyspecError(f"{samples} samples without noise are equal: set temperature above 0")
     drawn = lengths, samples, temperature

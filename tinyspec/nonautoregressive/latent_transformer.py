@@ -38,8 +38,8 @@ projected slices, semantic hashing and Gumbel softmax, which the paper compares 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,6 +61,8 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
+    check_settings,
+    read_trained_settings,
     technique,
 )
 
@@ -131,21 +133,12 @@ class LatentSettings:
     startup: float = 0.1
 
     def __post_init__(self) -> None:
-        for name, high in (("halvings", 6), ("bits", 16), ("slices", 16)):
-            value = getattr(self, name)
-            if type(value) is not int or not 1 <= value <= high:
-                raise TinyspecError(
-                    f"{name} is {value}: it must be a whole number from 1 to {high}"
-                )
+        numbers = {"places": (0.5, 8), "decay": (0, 1), "startup": (0, 1)}
+        check_settings(self, {"halvings": 6, "bits": 16, "slices": 16}, numbers)
         if self.bits % self.slices:
             raise TinyspecError(
                 f"{self.slices} slices do not divide {self.bits} bits: set bits to a multiple"
             )
-        for name, low, high in (("places", 0.5, 8), ("decay", 0, 1), ("startup", 0, 1)):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not (number and low <= value <= high):
-                raise TinyspecError(f"{name} is {value}: it must be from {low} to {high}")
 
     @property
     def entries(self) -> int:
@@ -467,6 +460,13 @@ class LatentRefiner:
     def choose(self, canvas: Canvas, source: Sequence[int], memory: EncoderOutput) -> int:
         return 0 if self.teacher is None else best_candidate(self.teacher, source, canvas)
 
+    def count_rows(self, before: Canvas, after: Canvas) -> int:
+        """Return how many positions the pass between two canvases reads."""
+        if after.extra is None:  # the words are written
+            return after.tokens.numel()
+        codes: Tensor = after.extra[1]
+        return codes.numel()
+
 
 # ------------------------------ the card
 
@@ -482,23 +482,6 @@ def fits_places(config: Seq2SeqConfig, settings: LatentSettings, source: int, ta
     """Return whether a target and its end fit into the places of its source."""
     codes = int(settings.count_codes(torch.tensor(source), config.max_positions))
     return 0 < target < codes << settings.halvings
-
-
-def read_settings(model: Seq2Seq) -> LatentSettings:
-    """Return what a model was trained for. Raises TinyspecError if it has no codes."""
-    extra: dict[str, Any] = model.config.extra
-    if TABLE not in model.weights or PRIOR not in model.config.stacks:
-        raise TinyspecError(f"{model.name} has no discrete codes: {REMEDY}")
-    try:
-        settings = LatentSettings(**{f.name: extra[f.name] for f in fields(LatentSettings)})
-        wanted = latent_config(model.config, settings).heads
-    except (KeyError, TinyspecError) as error:
-        raise TinyspecError(f"{model.name}: config.json: {error}: {REMEDY}") from None
-    if dict(model.config.heads) != wanted:
-        raise TinyspecError(
-            f"{model.name}: config.json: heads are not those of its codes: {REMEDY}"
-        )
-    return settings
 
 
 @technique(
@@ -534,7 +517,9 @@ def read_settings(model: Seq2Seq) -> LatentSettings:
 def latent_transformer(request: RefineRequest, *, samples: int) -> LatentRefiner:
     """Return a refiner that writes codes, then words; a teacher chooses among samples."""
     model, teacher = request.model, request.teacher
-    settings = read_settings(model)
+    if TABLE not in model.weights or PRIOR not in model.config.stacks:
+        raise TinyspecError(f"{model.name} has no discrete codes: {REMEDY}")
+    settings = read_trained_settings(model, LatentSettings, latent_config, "codes", REMEDY)
     if samples == 1:
         return LatentRefiner(model, settings)
     teacher = require_teacher(model, teacher, f"{samples} samples", "set samples to 1")

@@ -61,6 +61,7 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
+    check_settings,
     technique,
 )
 from tinyspec.translation import default_max_tokens
@@ -114,9 +115,7 @@ class SynstSettings:
     longest: int = 12
 
     def __post_init__(self) -> None:
-        for name, value in (("k", self.k), ("longest", self.longest)):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 256:
-                raise TinyspecError(f"{name} is {value}: it must be a whole number from 1 to 256")
+        check_settings(self, {"k": 256, "longest": 256})
         if self.k > self.longest:
             raise TinyspecError(
                 f"k is {self.k}, and longest {self.longest}: a chunk of k tokens needs an id"

@@ -20,8 +20,9 @@ from tinyspec.laws.museum.patching import Patch
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement, teacher_score
 from tinyspec.laws.plain_lists import read_until_end, run_plain_pass, word_logits, word_vector
-from tinyspec.laws.rewriting_laws import random_translator
+from tinyspec.laws.rewriting_laws import numbers_differ, random_translator
 from tinyspec.laws.traps import Trap, refine_card
+from tinyspec.laws.traps.latent_transformer import PAIRS, SOURCES, random_rescorer
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import flowseq as module
@@ -37,6 +38,7 @@ from tinyspec.nonautoregressive.flowseq import (
     flowseq_config,
 )
 from tinyspec.technique import RefineRequest
+from tinyspec.training.bitext import pad_sequences
 
 INVERTED = "latent vectors come back from their noise, in any batch"
 DETERMINANT = "the log-determinant is that of the flow's Jacobian, over the text's own positions"
@@ -53,8 +55,6 @@ SHAPES = (
     FlowSeqSettings(2, 1, 4),
     FlowSeqSettings(3, 1, 4),
 )
-SOURCES = ((4,), (6, 5), (4, 7, 5), (5, 5, 4, 6, 7))
-PAIRS = (((4, 6), (5, 5, 6)), ((6,), (4,)), ((5, 5, 7), (6, 4)))
 TOLERANCE = 1e-5  # of differences
 
 
@@ -73,18 +73,6 @@ def random_flower(seed: int, settings: FlowSeqSettings, positions: int = 13) -> 
     model.weights[BEGUN].fill_(1)
     model.weights[f"{POSTERIOR}.spread.weight"].div_(10)  # standard deviations near 1
     return model
-
-
-def numbers_part(a: Sequence[float], b: Sequence[float]) -> bool:
-    """Return whether two lists of numbers of any size differ by more than rounding."""
-    return len(a) != len(b) or not all(
-        math.isclose(x, y, rel_tol=1e-8, abs_tol=1e-8) for x, y in zip(a, b, strict=True)
-    )
-
-
-def random_critic(seed: int) -> Seq2Seq:
-    """Return a random autoregressive model over the same words."""
-    return random_translator(Seq2SeqConfig(9, 8, 2, 12, 1, 1, 24), 1000 + seed, 3, "teacher")
 
 
 def random_latents(seed: int, *shape: int) -> Tensor:
@@ -276,9 +264,9 @@ def noise_is_inverted(make: type[Flow]) -> Iterator[int]:
             expected, total = noise_by_hand(model, source, settings, rows)
             got = noise[row, :length].flatten().tolist()
             flat = [x for own in expected for x in own]
-            if numbers_part(flat, got):
+            if numbers_differ(flat, got):
                 accuse(INVERTED, flat, got, **case, length=length, beside=lengths)
-            if numbers_part([total], [float(logdet[row])]):
+            if numbers_differ([total], [float(logdet[row])]):
                 accuse(INVERTED, total, float(logdet[row]), **case, of="log-determinants")
             yield 0
 
@@ -379,7 +367,7 @@ def candidates_by_hand(
 def teacher_chooses_candidates(build: Build) -> Iterator[int]:
     """Check all candidates, and the choice by the teacher's log p of each."""
     for seed, settings, source in product(range(2), SHAPES[:3], SOURCES[:3]):
-        model, teacher = random_flower(seed, settings), random_critic(seed)
+        model, teacher = random_flower(seed, settings), random_rescorer(seed)
         longest = model.config.max_positions - 1
         found = candidates_by_hand(model, settings, source, (2, 2), 0.9, longest)
         request = RefineRequest(model, teacher)
@@ -418,7 +406,7 @@ def candidates_are_ranked(build: Build) -> Iterator[int]:
         run = run_refinement(build, request, source, lengths=2, samples=2, temperature=0.9, **knobs)
         assert run.canvas is not None
         case = {"model": seed, "source": source, "levels": settings.levels, "k": estimates}
-        if numbers_part(ranks, run.canvas.extra.tolist()):
+        if numbers_differ(ranks, run.canvas.extra.tolist()):
             accuse(RANKED, ranks, run.canvas.extra.tolist(), **case)
         best = ranks.index(max(ranks))
         expect_equal(RANKED, (best, found[best][2]), (run.chosen, run.tokens), **case)
@@ -428,10 +416,7 @@ def candidates_are_ranked(build: Build) -> Iterator[int]:
 @collect_evidence(BOUND)
 def loss_is_the_bound(terms: Callable[..., Any]) -> Iterator[int]:
     """Check every term of a batch, text by text, with the same draws."""
-    source, target = (
-        torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in side], batch_first=True)
-        for side in zip(*PAIRS, strict=True)
-    )
+    batch = tuple(map(pad_sequences, zip(*PAIRS, strict=True)))
     for seed, settings in product(range(3), SHAPES):
         model, multiple = random_flower(seed, settings), settings.multiple
         lengths = [-(-len(y) // multiple) * multiple for _, y in PAIRS]
@@ -454,8 +439,8 @@ def loss_is_the_bound(terms: Callable[..., Any]) -> Iterator[int]:
                 expected[i] += value
         with torch.no_grad():
             generator = torch.Generator().manual_seed(seed)
-            got = [float(x) for x in terms(model, (source, target), settings, generator)]
-        if numbers_part([*expected, sum(lengths)], got):
+            got = [float(x) for x in terms(model, batch, settings, generator)]
+        if numbers_differ([*expected, sum(lengths)], got):
             accuse(BOUND, [*expected, sum(lengths)], got, levels=settings.levels, pairs=PAIRS)
         yield 0
 

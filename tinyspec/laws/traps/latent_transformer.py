@@ -14,12 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.rng import Exhaustive
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
-from tinyspec.laws.nonautoregressive_laws import Build, run_refinement, teacher_score
+from tinyspec.laws.nonautoregressive_laws import (
+    Build,
+    expect_translations,
+    run_refinement,
+    teacher_score,
+)
 from tinyspec.laws.plain_lists import position_vector, read_until_end, run_plain_pass
-from tinyspec.laws.rewriting_laws import REFINE_TOLERANCE, numbers_differ, random_translator
+from tinyspec.laws.rewriting_laws import numbers_differ, random_translator
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
@@ -35,6 +39,7 @@ from tinyspec.nonautoregressive.latent_transformer import (
     latent_config,
 )
 from tinyspec.technique import RefineRequest
+from tinyspec.training.bitext import pad_sequences
 
 WRITTEN = "codes are written from left to right, and all words are read off them and the source"
 DRAWN = "further samples draw their codes from the prior, and the teacher chooses"
@@ -226,19 +231,8 @@ def further_codes_are_drawn(build: Build) -> Iterator[int]:
             expected[text] = expected.get(text, 0) + share
         request = RefineRequest(model, teacher)
         translate = partial(run_refinement, build, request, source, samples=samples)
-        got, outcomes = dict[tuple[int, ...], float](), 0
-        with torch.inference_mode():
-            for run, probability in Exhaustive.walk(translate):
-                text = tuple(run.tokens)
-                got[text] = got.get(text, 0) + float(probability)
-                outcomes += 1
-        if any(
-            abs(got.get(text, 0) - expected.get(text, 0)) > REFINE_TOLERANCE
-            for text in {*got, *expected}
-        ):
-            laws = (dict(sorted(outcome.items())) for outcome in (expected, got))
-            accuse(DRAWN, *laws, source=source, samples=samples, model=seed)
-        yield outcomes
+        case = {"source": source, "samples": samples, "model": seed}
+        yield expect_translations(DRAWN, expected, translate, **case)
 
 
 @collect_evidence(NEAREST)
@@ -305,10 +299,7 @@ def random_batch(seed: int, settings: LatentSettings) -> tuple[Seq2Seq, tuple[Te
     """Return a model whose weights are its own, which a loss may change, and the batch of PAIRS."""
     found = random_coder(seed, settings)
     weights = {name: w.clone() for name, w in found.weights.items()}
-    source, target = (
-        torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in side], batch_first=True)
-        for side in zip(*PAIRS, strict=True)
-    )
+    source, target = map(pad_sequences, zip(*PAIRS, strict=True))
     return Seq2Seq(found.config, weights, name="coder"), (source, target)
 
 
