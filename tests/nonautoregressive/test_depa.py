@@ -142,7 +142,7 @@ def test_it_begins_as_identities() -> None:
 # ---------------------------------------------------------------------- training
 
 
-def test_turning_around_twice_is_the_identity_with_padding() -> None:
+def test_reversing_twice_is_the_identity_with_padding() -> None:
     assert torch.equal(reverse_words(reverse_words(TARGET, 0), 0), TARGET)
     assert reverse_words(TARGET, 0).tolist() == [[6, 8, 5, 0, 0], [8, 5, 7, 4, 4]]
 

@@ -107,7 +107,7 @@ def test_at_the_beginning_the_loss_is_the_teachers_and_the_lengths() -> None:
 
 
 def test_the_published_schedule_leaks_and_ours_does_not() -> None:
-    """The released settings open the mask in the midst of the curriculum."""
+    """The released settings open the mask after a twentieth of the curriculum."""
     assert no_answer_is_read(plan_step).cases
     with pytest.raises(LawViolated, match=r"open.*True"):
         no_answer_is_read(lambda settings, progress: plan_step(PUBLISHED, progress))
@@ -153,7 +153,12 @@ def test_one_word_is_written_and_learnt() -> None:
 def test_it_decodes_as_parallel_does() -> None:
     judge = random_reader(50, False, 48)
     for seed, source in product(range(3), ((4,), (6, 5), (8, 7, 4, 6))):
-        for knobs in ({"lengths": 1}, {"lengths": 4}, {"lengths": 4, "judge": "self"}):
+        for knobs in (
+            {"lengths": 1},
+            {"lengths": 4},
+            {"lengths": 4, "judge": "self"},
+            {"lengths": 4, "around": True},
+        ):
             texts = []
             for method in ("fcl_nat", "parallel"):
                 request = RefineRequest(small_translator(seed), judge)
@@ -235,7 +240,8 @@ def test_bad_input_is_named() -> None:
 def test_the_card_and_the_recipe() -> None:
     card = find_technique("fcl_nat")
     assert (card.kind, card.guarantee, card.teacher) == ("refine", Guarantee.APPROX, True)
-    assert {knob.name: knob.default for knob in card.knobs} == {"lengths": 1, "judge": "teacher"}
+    defaults = {"lengths": 1, "judge": "teacher", "around": False}
+    assert {knob.name: knob.default for knob in card.knobs} == defaults
     plan = read_translation_recipe(RECIPE)
     assert plan.settings_of_translator() == FclNatSettings()
     assert plan.config(4800).parameters() < 4.5e6 and plan.inherit == (

@@ -1,7 +1,7 @@
 """DePA: a decoder that learns both directions first, and reads mixtures of target embeddings.
 
 Paper: Zhan, Chen, Chen, Wang, Bai, Gao, IWSLT 2023, arXiv 2203.16266 (dependency-aware decoder).
-What is said of their training was read in the authors' code (github.com/zja-nlp/NAT_with_DAD).
+Both parts were read in the authors' code (github.com/zja-nlp/NAT_with_DAD).
 
 Idea. Words of a target depend on each other, and a decoder that writes them all at once sees none
 of them. DePA makes up for it in two ways. *Forward-backward pre-training*: the decoder is first an
@@ -18,22 +18,25 @@ all target words, and what the decoder reads is the mixture of these.
     L       = - sum of log p(y_t | ..) - log p(T | x)     per word, in every phase
 
 Training. `depa_loss`, on sentences that a teacher translates, from the teacher's weights: its own
-training is the forward phase. In the backward phase a text is turned around within its own length,
-and its end comes after its first word. E is a constant inside the attention, and target words are
+training is the forward phase. In the backward phase a text is reversed within its own length, and
+its end comes after its first word. E is a constant inside the attention, and target words are
 those of the training targets. W_c and W_q begin as identities: position i then reads the source
 words near place i, and of these the nearest target words.
 
 Guarantee: APPROX, with the number of lengths. With both parts off the loss is that of `parallel`,
 bit for bit. Its own rule is proved by an oracle in plain lists.
-Pitfall: a text that is turned around with its padding; two models, one for each direction;
-attention over the source alone, which is a soft copy; attention over words of the source language.
-Tests: tests/nonautoregressive/test_depa.py (`transform_position` against what runs; turning around
-twice; the phases; the two parts on dialects).
+Pitfall: a text that is reversed with its padding; two models, one for each direction; attention
+over the source alone, which is a soft copy; attention over words of the source language.
+Tests: tests/nonautoregressive/test_depa.py (`transform_position` against what runs; a text that is
+reversed twice; the phases; the input transformation on a dialect).
 Left out: positions that are added again before every layer, as the code does: our layers are the
 teacher's, which did not learn them, and their residual stream keeps the first. The optimizer is not
-reset between phases. A LENGTH token tells the length, where the code predicts its difference from
-the source's. The code leaves the mixture of target embeddings as it is; here it is multiplied by
-sqrt(d), as an embedding is. GLAT, the second base model of the paper, is no part of it.
+reset between phases. In the code a position also attends to itself; here the mask of the last phase
+is that of `parallel`. A LENGTH token tells the length, where the code predicts its difference from
+the source's. The code tries the lengths around that one: `around` does so. The code scales no
+embedding; ours are multiplied by sqrt(d), and so is their mixture. What the backward phase is worth
+no test shows: the recipe does, with and without it. GLAT, the second base model of the paper, is
+not here.
 """
 
 import math
@@ -202,7 +205,7 @@ def find_phase(settings: DepaSettings, progress: float) -> str:
 
 
 def reverse_words(words: Tensor, pad: int) -> Tensor:
-    """Return texts [B, T] turned around, each within its own length.
+    """Return texts [B, T] from last word to first, each within its own length.
 
     >>> reverse_words(torch.tensor([[4, 5, 6], [7, 8, 0]]), 0).tolist()
     [[6, 5, 4], [8, 7, 0]]
@@ -278,9 +281,14 @@ class DepaRefiner(ParallelRefiner):
     """
 
     def __init__(
-        self, model: Seq2Seq, transform: bool, teacher: Seq2Seq | None = None, lengths: int = 1
+        self,
+        model: Seq2Seq,
+        transform: bool,
+        teacher: Seq2Seq | None = None,
+        lengths: int = 1,
+        around: bool = False,
     ):
-        super().__init__(model, teacher, lengths)
+        super().__init__(model, teacher, lengths, around)
         self.transform = transform
 
     def read_canvas(self, canvas: Canvas, memory: EncoderOutput) -> Tensor:
@@ -333,7 +341,7 @@ def translate_transformed(
     ),
     knobs=LENGTH_KNOBS,
 )
-def depa(request: RefineRequest, *, lengths: int, judge: str) -> DepaRefiner:
+def depa(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> DepaRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
     model = request.model
     transform = model.config.extra.get("transform")
@@ -341,4 +349,5 @@ def depa(request: RefineRequest, *, lengths: int, judge: str) -> DepaRefiner:
         raise TinyspecError(f"{model.name} was not trained for depa: {REMEDY}")
     if transform:
         find_target_words(model)
-    return DepaRefiner(model, transform, find_judge(request, lengths, judge, REMEDY), lengths)
+    teacher = find_judge(request, lengths, judge, REMEDY)
+    return DepaRefiner(model, transform, teacher, lengths, around)

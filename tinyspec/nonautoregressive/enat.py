@@ -10,10 +10,10 @@ replaced by its most frequent translation. *Embedding mapping*: a matrix W moves
 source words to where target words are. Two losses teach W beside the translation. The mean of the
 moved source is drawn to the mean of the target. And a discriminator D learns to tell moved source
 words from target words, while W learns to fool it. The input is stretched to the target's length,
-as copies are; all else is `parallel`.
+as copies are. Everything else is as in `parallel`.
 
     z          = table(first phrase) .. table(last phrase)                       `look_up_phrases`
-    input at t = e(z_j(t))   or   W e(x_j(t)),       j(t) even, as in parallel
+    input at t = e(z_j(t))   or   W e(x_j(t)),       j(t) as in `parallel`
     L_align    = || mean over j of W e(x_j)  -  mean over t of e(y_t) ||
     J          = - mean over t of log D(e(y_t)) - mean over j of log(1 - D(W e(x_j)))
     D: min J,   W: min  L_parallel + mu L_align - lambda J                mu = 0.1, lambda = 1
@@ -31,12 +31,13 @@ same J; a table that has seen the test sentences.
 Tests: tests/nonautoregressive/test_enat.py (`look_up_phrases` inside what runs, the phrases of a
 pair against all spans, the game's gradients against differences, the ablation on dialects).
 Left out: nothing of the method. Where the paper has a fixed offset to the source's length, and
-lengths around it as candidates, the LENGTH token's likeliest lengths are taken. Here both languages
-share one embedding, so D has less to tell apart; in the game the embeddings are constants, and W
-alone plays against D. Phrases are of tokens, which may be parts of words; the paper's table is that
-of Moses. Phrases of several tokens that were seen fewer than three times are left out, which keeps
-the table small. A token without a phrase is copied. mu, lambda and the layers of D are from memory
-of the paper, or ours.
+lengths around it as candidates, the LENGTH token's likeliest lengths are taken, or with `around`
+those around its likeliest one. Here both languages share one embedding, so D has less to tell
+apart; in the game the embeddings are constants, and W alone plays against D. Phrases are of tokens,
+which may be parts of words; the paper's table is that of Moses. Phrases of several tokens that were
+seen fewer than three times are left out, which keeps the table small. A token without a phrase is
+copied. mu, lambda, the layers of D, the offset and the numbers of the sections are from memory of
+the paper, or ours.
 """
 
 import re
@@ -363,8 +364,9 @@ class EnatRefiner(ParallelRefiner):
         settings: EnatSettings,
         teacher: Seq2Seq | None = None,
         lengths: int = 1,
+        around: bool = False,
     ):
-        super().__init__(model, teacher, lengths)
+        super().__init__(model, teacher, lengths, around)
         self.settings = settings
         is_table = settings.decoder_input == "table"
         self.table = phrase_table(model) if is_table else dict[Phrase, Phrase]()
@@ -434,8 +436,8 @@ def enat_settings(model: Seq2Seq) -> EnatSettings:
     ),
     knobs=LENGTH_KNOBS,
 )
-def enat(request: RefineRequest, *, lengths: int, judge: str) -> EnatRefiner:
+def enat(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> EnatRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
     settings = enat_settings(request.model)
     teacher = find_judge(request, lengths, judge, REMEDY)
-    return EnatRefiner(request.model, settings, teacher, lengths)
+    return EnatRefiner(request.model, settings, teacher, lengths, around)

@@ -1,7 +1,8 @@
 """FCL-NAT: turn a translator that reads its own words into one that reads copies of the source.
 
 Paper: Guo, Tan, Xu, Qin, Chen, Liu, AAAI 2020, arXiv 1911.08717 (fine-tuning by curriculum
-learning). The schedule was read in the authors' code (github.com/lemmonation/fcl-nat).
+learning). Schedule, inputs and masks were read in the authors' code
+(github.com/lemmonation/fcl-nat).
 
 Idea. An autoregressive decoder and a parallel one have the same layers, and differ in two things:
 what they read, and who sees whom. FCL-NAT begins with a trained autoregressive model and moves both
@@ -20,24 +21,26 @@ and so is decoding.
 Training. `fcl_nat_loss`, from the teacher's weights: its own training is the first phase of the
 paper. The targets are the teacher's translations.
 
-The leak. In the authors' settings the mask is opened in the midst of the curriculum, at alpha =
-.45. Inputs are shifted: y_t is what position t + 1 reads. Under the open mask position t sees
-position t + 1, and so it sees the very word it has to write, wherever that word is not yet a copy.
-From then on, until alpha is 1, reading the answer is the best way to lower the loss. Here the mask
-is opened when alpha is 1, and no target word is read any more. `flip = 0.45` is the published
-schedule. The law LEAK (laws/traps/fcl_nat.py) changes y_t and watches the logits of position t.
+The leak. In the authors' settings the mask is opened early: after a twentieth of the curriculum, at
+alpha = .45. Inputs are shifted: y_t is what position t + 1 reads. Under the open mask position t
+sees position t + 1, and so it sees the very word it has to write, wherever that word is not yet a
+copy. From then on, until alpha is 1, reading the answer lowers the loss. Here the mask is opened
+when alpha is 1, and no target word is read any more. `flip = 0.45` is the published schedule. The
+law LEAK (laws/traps/fcl_nat.py) changes y_t and watches the logits of position t.
 
 Guarantee: APPROX, with the number of lengths; decoding is that of `parallel`. Without a curriculum
 the loss is that of `parallel`, bit for bit; at alpha = 0 it is the teacher's, and the length's.
 Pitfall: the leak; a warm start under the name of a curriculum; a share of all positions of a batch,
 padding included.
 Tests: tests/nonautoregressive/test_fcl_nat.py (`mix_inputs` against what runs; both ends of the
-curriculum; shares and schedules; what the leak does to a training, on dialects).
+curriculum; shares and schedules; the leak of the published schedule; the weights that a curriculum
+begins with, on dialects).
 Left out: rows of the mask that are opened one by one (an option of the code). Coins and positions
-are drawn for each sentence, where the code draws once for a batch. A LENGTH token tells the length,
-where the paper adds a fixed offset to the source's length, and tries lengths around it [the offset
-is from memory]. While the mask is causal the text has its end as one more position, as the teacher
-has.
+are drawn for each sentence, where the code draws once for a batch, and counts its padding. A LENGTH
+token tells the length, where the code adds a fixed offset to the source's length. The code tries
+the lengths around that one; here the likeliest are tried, or with `around` those around the
+likeliest. While the mask is causal the text has its end as one more position, as the teacher has.
+The numbers of the sections are from memory of the paper.
 """
 
 import math
@@ -69,7 +72,7 @@ from tinyspec.technique import (
 )
 
 UNITS = 200
-"""Units of 10,000 steps that the curriculum of the authors' code is counted in."""
+"""Length of the curriculum in the authors' code, in units of 10,000 steps."""
 
 RUNGS = 10  # of the ladder
 REMEDY = "train a model from models/multi30k-fcl/recipe.toml (tinyspec train mt)"
@@ -244,6 +247,7 @@ def train_fcl_nat(
     ),
     knobs=LENGTH_KNOBS,
 )
-def fcl_nat(request: RefineRequest, *, lengths: int, judge: str) -> ParallelRefiner:
+def fcl_nat(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> ParallelRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""
-    return ParallelRefiner(request.model, find_judge(request, lengths, judge, REMEDY), lengths)
+    teacher = find_judge(request, lengths, judge, REMEDY)
+    return ParallelRefiner(request.model, teacher, lengths, around)

@@ -12,8 +12,8 @@ two different translations. *Length parallel decoding* translates with several l
 and the autoregressive teacher keeps the translation that it finds likeliest. The lengths are the
 likeliest ones, or with `around` those around the likeliest.
 
-    j(i)        = round(i (S - 1) / (T - 1))                       the word that position i copies
-    p(y | x, T) = product over t of p(y_t | x_j(1) .. x_j(T), x)                one decoder pass
+    j(t)        = round(t (S - 1) / (T - 1))         the word that position t copies, from 0 on
+    p(y | x, T) = product over t of p(y_t | x_j(0) .. x_j(T-1), x)              one decoder pass
     L           = - sum over t of log p(y_t | x, T) - log p(T | x)           `parallel_loss`
 
 Training. Everything, on the sentences as the teacher translates them (sequence-level distillation,
@@ -26,8 +26,8 @@ own copy; candidates that the student judges itself.
 Tests: tests/nonautoregressive/test_parallel.py (`translate_from_copies` against what runs; the
 copies, the mask and the words of every length; who chooses; the loss).
 Left out: the positional attention of the paper. It belongs to the checkpoint ([shape] positional),
-and our recipe has none, so that every layer begins as the teacher's. Special tokens are never
-written.
+and our recipe has none, so that every layer begins as the teacher's. Copies run from the first word
+to the last; the paper's run by round(t S / T) [from memory]. Special tokens are never written.
 """
 
 from collections.abc import Callable, Sequence
@@ -205,13 +205,6 @@ class ParallelRefiner:
 
 # ------------------------------ the card
 
-AROUND = Knob(
-    "around",
-    False,
-    "whether the lengths are those around the likeliest; else they are the likeliest ones",
-    choices=(True, False),
-)
-
 
 def ignore_generator(loss: Callable[..., Tensor]) -> TranslatorLoss:
     """Return a loss (model, batch, dropout, smoothing), which draws nothing, for the trainer."""
@@ -236,6 +229,12 @@ def fits_length_token(config: Seq2SeqConfig, settings: object, source: int, targ
     return 0 < target < config.lengths
 
 
+AROUND = Knob(
+    "around",
+    False,
+    "whether the lengths are those around the likeliest; else they are the likeliest ones",
+    choices=(True, False),
+)
 LENGTH_KNOBS = (
     Knob("lengths", 1, "target lengths tried at once", low=1, high=1024, small=(3, 1)),
     Knob(
@@ -244,8 +243,9 @@ LENGTH_KNOBS = (
         "who chooses among several lengths: the teacher, or the model's own mean",
         choices=("teacher", "self"),
     ),
+    AROUND,
 )
-"""The knobs of length parallel decoding; `find_judge` reads them."""
+"""The knobs of length parallel decoding, which every technique that reads copies has."""
 
 
 def find_judge(request: RefineRequest, lengths: int, judge: str, remedy: str) -> Seq2Seq | None:
@@ -278,7 +278,7 @@ def find_judge(request: RefineRequest, lengths: int, judge: str, remedy: str) ->
         shape={"lengths": 9},
         fits=fits_length_token,
     ),
-    knobs=(*LENGTH_KNOBS, AROUND),
+    knobs=LENGTH_KNOBS,
 )
 def parallel(request: RefineRequest, *, lengths: int, judge: str, around: bool) -> ParallelRefiner:
     """Return a refiner that writes all words in one pass, for the likeliest lengths."""

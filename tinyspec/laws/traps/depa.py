@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
-from tinyspec.laws.nonautoregressive_laws import Build, likeliest_lengths, run_refinement
+from tinyspec.laws.nonautoregressive_laws import Build, run_refinement
 from tinyspec.laws.plain_lists import (
     Vector,
     add_vectors,
@@ -27,6 +27,7 @@ from tinyspec.laws.plain_lists import (
 from tinyspec.laws.rewriting_laws import READER_PAIRS, numbers_differ, reader_of
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.laws.traps.nar_crf import dot
+from tinyspec.laws.traps.parallel import BEAMS, tried_lengths
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import depa
 from tinyspec.nonautoregressive.depa import COPY, QUERY, QUERY_BIAS, DepaRefiner, DepaSettings
@@ -71,17 +72,20 @@ def mix_targets(model: Seq2Seq, source: Sequence[int], count: int) -> list[Vecto
 @collect_evidence(MIXED)
 def words_of_mixtures(build: Build) -> Iterator[int]:
     """Check the words and log-probabilities of every candidate, transformed or not."""
-    for seed, source, lengths, transform in product(range(3), SOURCES, (1, 4), (True, False)):
+    cases = product(range(3), SOURCES, BEAMS, (True, False))
+    for seed, source, (lengths, around), transform in cases:
         request = RefineRequest(small_mixer(seed, transform))
         model = request.model
-        run = run_refinement(build, request, source, lengths=lengths, judge="self")
+        knobs = {"lengths": lengths, "judge": "self", "around": around}
+        run = run_refinement(build, request, source, **knobs)
         assert run.canvas is not None
-        for row, count in enumerate(likeliest_lengths(model, source, lengths)):
+        for row, count in enumerate(tried_lengths(model, source, lengths, around)):
             copies = [word_vector(model, word) for word in copy_evenly(source, count)]
             inputs = mix_targets(model, source, count) if transform else copies
             states = run_plain_pass(model, source, inputs, lambda t, s: t != s)
             best = [find_likeliest_word(model, state) for state in states]
-            case = {"source": source, "length": count, "transform": transform, "reader": seed}
+            case = {"source": source, "length": count, "reader": seed, **knobs}
+            case["transform"] = transform
             expect_equal(MIXED, [word for word, _ in best], run.canvas.text(row), **case)
             expected = [score for _, score in best]
             got = run.canvas.scores[row][run.canvas.mask[row]].tolist()
@@ -190,7 +194,7 @@ TOYS = [
         law=MIXED,
     ),
     _depa(
-        "padding turned around too",
+        "padding reversed too",
         "torch.where(i < ends, ends - 1 - i, i)",
         "words.shape[1] - 1 - i",
         depa.reverse_words,

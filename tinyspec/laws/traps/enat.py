@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
-from tinyspec.laws.nonautoregressive_laws import Build, likeliest_lengths, run_refinement
+from tinyspec.laws.nonautoregressive_laws import Build, run_refinement
 from tinyspec.laws.plain_lists import (
     Vector,
     copy_evenly,
@@ -27,10 +27,12 @@ from tinyspec.laws.plain_lists import (
 )
 from tinyspec.laws.rewriting_laws import numbers_differ, reader_of
 from tinyspec.laws.traps import Trap, refine_card
+from tinyspec.laws.traps.parallel import BEAMS, tried_lengths
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import enat
 from tinyspec.nonautoregressive.enat import (
     DOWN,
+    INPUTS,
     MAP,
     PHRASES,
     UP,
@@ -95,16 +97,17 @@ def rough_vectors(model: Seq2Seq, source: Sequence[int], count: int, kind: str) 
 @collect_evidence(ROUGH)
 def words_of_rough_inputs(build: Build) -> Iterator[int]:
     """Check the words and log-probabilities of every candidate, for both kinds of input."""
-    for seed, source, lengths, kind in product(range(3), SOURCES, (1, 4), ("table", "mapping")):
+    for seed, source, (lengths, around), kind in product(range(3), SOURCES, BEAMS, INPUTS):
         request = RefineRequest(rough_reader(seed, kind))
         model = request.model
-        run = run_refinement(build, request, source, lengths=lengths, judge="self")
+        knobs = {"lengths": lengths, "judge": "self", "around": around}
+        run = run_refinement(build, request, source, **knobs)
         assert run.canvas is not None
-        for row, count in enumerate(likeliest_lengths(model, source, lengths)):
+        for row, count in enumerate(tried_lengths(model, source, lengths, around)):
             inputs = rough_vectors(model, source, count, kind)
             states = run_plain_pass(model, source, inputs, lambda t, s: t != s)
             best = [find_likeliest_word(model, state) for state in states]
-            case = {"source": source, "length": count, "input": kind, "reader": seed}
+            case = {"source": source, "length": count, "input": kind, "reader": seed, **knobs}
             expect_equal(ROUGH, [word for word, _ in best], run.canvas.text(row), **case)
             expected = [score for _, score in best]
             got = run.canvas.scores[row][run.canvas.mask[row]].tolist()

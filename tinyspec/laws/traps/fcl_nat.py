@@ -13,7 +13,13 @@ from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.plain_lists import copy_evenly, run_plain_pass, word_logits, word_vector
 from tinyspec.laws.traps import Trap, refine_card
-from tinyspec.laws.traps.parallel import ONE_PASS, small_translator, words_of_one_pass
+from tinyspec.laws.traps.parallel import (
+    LENGTHS,
+    ONE_PASS,
+    best_length_is_chosen,
+    small_translator,
+    words_of_one_pass,
+)
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive import fcl_nat, nat
 from tinyspec.nonautoregressive.fcl_nat import PACINGS, FclNatSettings, curriculum_states
@@ -25,7 +31,6 @@ BOTH_ENDS = "the curriculum begins with the teacher's loss and ends with paralle
 
 SOURCE = torch.tensor([[4, 6, 5, 7], [7, 5, 0, 0]])
 TARGET = torch.tensor([[5, 8, 6, 0, 0], [4, 4, 7, 5, 8]])
-LENGTHS = (3, 5)
 GRID = [step / 20 for step in range(21)]  # of the progress
 TOLERANCE = 1e-9
 
@@ -45,7 +50,7 @@ def no_answer_is_read(plan: Plan) -> Iterator[int]:
             return model.logits(states)
 
         before = logits(TARGET)
-        for row, length in enumerate(LENGTHS):
+        for row, length in enumerate((TARGET != 0).sum(dim=1).tolist()):
             for t in range(length):
                 changed = TARGET.clone()
                 changed[row, t] = 4 + (changed[row, t] - 3) % 5
@@ -140,6 +145,7 @@ TRAPS = [
     Trap(SCHEDULE, alpha_rises, lambda: fcl_nat.plan_step),
     Trap(BOTH_ENDS, loss_at_both_ends, lambda: fcl_nat.fcl_nat_loss),
     Trap(ONE_PASS, words_of_one_pass, refine_card("fcl_nat")),
+    Trap(LENGTHS, best_length_is_chosen, refine_card("fcl_nat")),
 ]
 
 _fcl = partial(Toy, technique="fcl_nat")
@@ -208,5 +214,12 @@ return model.decode(model.embed(mixed), memory, causal, dropout, slots), target"
         "others = torch.ones(read.shape[1], read.shape[1], dtype=torch.bool).tril(-1)",
         nat.decode_parallel,
         law=ONE_PASS,
+    ),
+    _fcl(
+        "the likeliest lengths under the name of those around",
+        "teacher, lengths, around)",
+        "teacher, lengths)",
+        fcl_nat.fcl_nat,
+        law=LENGTHS,
     ),
 ]

@@ -38,6 +38,8 @@ WORDS_AND_LENGTH = "the loss is that of the words and of the length (Gu et al. 2
 
 SOURCES = ((4,), (6, 5), (4, 7, 5), (8, 4, 6, 5, 7))
 TOLERANCE = 1e-9
+BEAMS = ((1, False), (4, False), (4, True))
+"""How many lengths are tried, and whether they are those around the likeliest."""
 
 
 def small_translator(seed: int) -> Seq2Seq:
@@ -62,6 +64,11 @@ def nearest_lengths(model: Seq2Seq, source: tuple[int, ...], count: int) -> list
     return [likeliest + step for step in steps if 1 <= likeliest + step <= most][:count]
 
 
+def tried_lengths(model: Seq2Seq, source: tuple[int, ...], count: int, around: bool) -> list[int]:
+    """Return the lengths to try: the likeliest ones, or those around the likeliest."""
+    return (nearest_lengths if around else likeliest_lengths)(model, source, count)
+
+
 @collect_evidence(ONE_PASS)
 def words_of_one_pass(build: Build) -> Iterator[int]:
     """Check the words and log-probabilities of every candidate."""
@@ -84,9 +91,7 @@ def best_length_is_chosen(build: Build) -> Iterator[int]:
     """Check which lengths are tried, and the choice of the teacher and of the model itself."""
     for seed, source, lengths, around in product(range(3), SOURCES, (1, 2, 5), (False, True)):
         model, judge = small_translator(seed), random_reader(9 + seed, False, 48)
-        counts = likeliest_lengths(model, source, lengths)
-        if around:
-            counts = nearest_lengths(model, source, lengths)
+        counts = tried_lengths(model, source, lengths, around)
         texts = [write_from_copies(model, source, count) for count in counts]
         for who in ("teacher", "self"):
             run = run_refinement(
