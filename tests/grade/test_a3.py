@@ -792,6 +792,7 @@ PATHS: dict[str, tuple[Callable[..., Any], str]] = {
     "candidates from 1": (lambda lattice: [a + 1 for a in search()(lattice)], a3_viterbi.PATH),
     "from left to right": (search(keep=1), a3_viterbi.BEST),
     "a beam of two": (search(keep=2), a3_viterbi.BEST),
+    "a beam of three": (search(keep=3), a3_viterbi.BEST),
     "emissions alone": (search(lambda *given: 0), a3_viterbi.BEST),
     "transitions alone": (search(emission=lambda *given: 0), a3_viterbi.BEST),
     "transitions the other way": (
