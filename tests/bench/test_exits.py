@@ -317,6 +317,16 @@ def test_between_two_fixed_exits_tokens_are_shared_out() -> None:
     assert exits._interpolate_fixed(curves, np.array([9.0]))[0] == 0.8
 
 
+def test_the_rival_is_drawn_again_with_the_technique() -> None:
+    """In each resample the fixed exits have the work and the quality of that resample."""
+    curves = [
+        (np.array([0.2, 0.2]), np.array([0.4, 0.0])),
+        (np.array([0.6, 0.6]), np.array([0.8, 1.0])),
+    ]
+    found = exits._interpolate_fixed(curves, np.array([0.4, 0.3]))
+    assert found == pytest.approx([0.6, 0.25])
+
+
 def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> None:
     rows = {label: of["forced"] for label, of in result["figures"].items()}
     for label, of in result["figures"].items():
