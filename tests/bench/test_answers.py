@@ -9,6 +9,7 @@ from tinyspec.bench.answers import (
     describe_ceilings,
     describe_run_with_peers,
     list_ratios,
+    list_unmeasured,
     mean_over_tasks,
     tabulate_copying_tasks,
     tabulate_pass_costs,
@@ -140,3 +141,14 @@ def test_the_pass_furthest_over_its_floor_is_named() -> None:
 
 def test_the_ceilings_tell_who_reads_how_fast() -> None:
     assert "us 2.0, them 3.0" in describe_ceilings(result(1.0)["curve_figures"])
+
+
+def test_a_method_with_a_row_on_any_page_is_measured() -> None:
+    """The labels of early exits and of translators begin with the method."""
+    chapter = {"figures": {"overall": {"autoregressive": {"mean": 1}, "rest:price=0": {"mean": 2}}}}
+    exits = {"figures": {"full": {}, "free 0.5": {}, "ee_llm:inference=pipeline 0.9": {}}}
+    texts = {"figures": {"teacher, greedy": {}, "sat, K 4": {}, "enat": {}}}
+    before = list_unmeasured([], [])
+    now = list_unmeasured([chapter], [exits, texts])
+    assert set(before) - set(now) == {"`rest`", "`free`", "`ee_llm`", "`sat`", "`enat`"}
+    assert "`planner`" not in before and "`autoregressive`" not in before and "`calm`" not in before

@@ -287,6 +287,26 @@ def test_a_lead_must_be_more_than_noise() -> None:
     assert judge(lucky=False)["fixed 1"]["lead"] is None
 
 
+def test_the_best_setting_of_a_family_has_the_surest_lead() -> None:
+    """Not the greatest: that may be luck. A fixed exit is no family of its own."""
+    figures = {
+        "fixed 1": {"lead": None},
+        "calm 0.1": {"lead": [0.9, -0.1, 1.0]},
+        "calm 0.5": {"lead": [0.2, 0.1, 0.3]},
+        "calm 0.9": {"lead": [0.1, 0.0, 0.2]},
+        "free 0.5": {"lead": [-0.2, -0.3, -0.1]},
+    }
+    assert list(exits.choose_best_rows({"figures": figures})) == ["calm 0.5", "free 0.5"]
+
+
+def test_notes_say_that_the_best_setting_was_chosen_after_looking(result: dict[str, Any]) -> None:
+    notes = "\n".join(exits.note_exits(result))
+    assert "chosen after all of them were measured, on the same texts" in notes
+    assert "before all columns and rows of today" not in notes
+    old = {**result, "columns": result["columns"][:8]}
+    assert "before all columns and rows of today" in "\n".join(exits.note_exits(old))
+
+
 def test_between_two_fixed_exits_tokens_are_shared_out() -> None:
     """At half way in work the rival has half way in quality; no rival is below a cheaper one."""
     curves = [(np.array([0.2]), np.array([0.4])), (np.array([0.6]), np.array([0.8]))]
@@ -295,6 +315,16 @@ def test_between_two_fixed_exits_tokens_are_shared_out() -> None:
     assert found[0] == pytest.approx(0.4)
     assert exits._interpolate_fixed(curves, np.array([0.4]))[0] == pytest.approx(0.6)
     assert exits._interpolate_fixed(curves, np.array([9.0]))[0] == 0.8
+
+
+def test_the_rival_is_drawn_again_with_the_technique() -> None:
+    """In each resample the fixed exits have the work and the quality of that resample."""
+    curves = [
+        (np.array([0.2, 0.2]), np.array([0.4, 0.0])),
+        (np.array([0.6, 0.6]), np.array([0.8, 1.0])),
+    ]
+    found = exits._interpolate_fixed(curves, np.array([0.4, 0.3]))
+    assert found == pytest.approx([0.6, 0.25])
 
 
 def test_the_front_holds_what_nothing_cheaper_beats(result: dict[str, Any]) -> None:

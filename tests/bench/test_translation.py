@@ -188,6 +188,10 @@ def test_a_lead_over_the_base_has_an_interval(result: dict[str, Any]) -> None:
             assert low <= lead + 1e-9 and lead - 1e-9 <= high
     notes = "\n".join(translation.note_translation(result))
     assert "paired bootstrap over blocks of 4 sentences" in notes
+    assert f"no model of `{BASE}`" not in notes
+    without = {label: of for label, of in figures.items() if label != BASE}
+    notes = "\n".join(translation.note_translation({**result, "figures": without}))
+    assert f"no model of `{BASE}`" in notes and "paired bootstrap" not in notes
 
 
 def test_the_same_translations_lead_by_nothing(result: dict[str, Any]) -> None:

@@ -27,9 +27,8 @@ from tinyspec.bench.tasks import COPYING, SPEC_BENCH
 from tinyspec.technique import load_techniques
 
 Result = Mapping[str, Any]
-GOOD_AGREEMENT = (
-    0.95  # of tokens on which an early exit must agree with the full model to be quoted
-)
+GOOD_AGREEMENT = 0.95
+"""Share of the tokens on which an early exit must agree with the full model to be quoted."""
 LOOKUP = "transformers:lookup, best setting"
 
 
@@ -196,9 +195,15 @@ def tabulate_reported(chat: Result, tales: Result) -> str:
     return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
 
 
-def list_unmeasured(*results: Result) -> list[str]:
-    """Return the methods that have no row in these results of a chapter, nor on another page."""
-    rows = {ArmSpec.parse(label).name for of in results for label in list_speedups(of)}
+def list_unmeasured(chapters: Sequence[Result], others: Sequence[Result]) -> list[str]:
+    """Return the methods that have no row in these results, nor on another page.
+
+    chapters  results of `tinyspec bench --chapter`
+    others    results whose labels begin with a method: "free 0.5", "sat, K 4"
+    """
+    labels = [label for of in chapters for label in list_speedups(of)]
+    labels += [label.partition(" ")[0].rstrip(",") for of in others for label in of["figures"]]
+    rows = {ArmSpec.parse(label).name for label in labels}
     return [
         f"`{name}`"
         for name, card in load_techniques().items()
@@ -206,8 +211,8 @@ def list_unmeasured(*results: Result) -> list[str]:
     ]
 
 
-MEASURED_ELSEWHERE = ("calm", "layerskip", "kangaroo", "ppd", "jacobi", "nat", "mask_predict")
-"""Methods of chapters 2 and 3 that another page measures (kangaroo: heads.md)."""
+MEASURED_ELSEWHERE = ("calm", "layerskip", "kangaroo", "ppd", "jacobi")
+"""Methods that another page measures (kangaroo: heads.md), or that have other labels there (calm)."""
 
 
 def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:

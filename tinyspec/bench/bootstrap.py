@@ -1,10 +1,20 @@
 """Compare two arms by the paired bootstrap: draw the same units again for both, many times.
 
+Paper: Koehn, EMNLP 2004 (W04-3250).
+
 A unit is a passage or a block of sentences. Every score here is a function of sums over units, so a
 resample is a matrix product: how often each unit was drawn, times the units' sums. Both arms get
 the same draws. What makes a unit easy or hard for both then cancels in their difference.
 
-Koehn, EMNLP 2004 (W04-3250).
+    interval = [the 2.5 % quantile, the 97.5 % quantile] of the difference over all resamples
+
+An arm is above another if this interval lies above zero: if it leads in 39 of 40 resamples. Koehn
+asks for 19 of 20, on one side.
+
+Pitfall: the interval is that of one comparison, planned beforehand. The setting that looks best of
+many, on these same units, is partly lucky, and its interval lies too high. Whoever prints such a
+verdict says so (`experiments/exits.py`).
+Tests: tests/bench/test_bootstrap.py.
 """
 
 from collections.abc import Sequence

@@ -425,6 +425,23 @@ def describe_provenance(result: Mapping[str, Any]) -> str:
     )
 
 
+def describe_old_columns(result: Mapping[str, Any], columns: Collection[str]) -> list[str]:
+    """Return a note if a result lacks samples' columns that are measured today; else nothing.
+
+    >>> old = {"columns": ["tokens"], "date": "2026-01-01"}
+    >>> describe_old_columns(old, ["tokens", "seconds"])[0].partition(":")[0]
+    'Measured on 2026-01-01, before all columns and rows of today existed'
+    >>> describe_old_columns(old, ["tokens"])
+    []
+    """
+    if set(columns) <= set(result["columns"]):
+        return []
+    return [
+        f"Measured on {result['date']}, before all columns and rows of today existed: a column "
+        'that shows "-" in every row was not measured, and a technique without a row did not run.'
+    ]
+
+
 # ---------------------------------------------------------------------- charts of a run
 
 

@@ -46,6 +46,7 @@ from tinyspec.bench.report import (
     Column,
     Grid,
     count_things,
+    describe_old_columns,
     describe_provenance,
     format_quartiles,
     make_grid,
@@ -353,9 +354,12 @@ def describe_translation(result: Mapping[str, Any]) -> list[str]:
 
 
 def note_translation(result: Mapping[str, Any]) -> list[str]:
-    """Return the same, and the rows that are missing because no model was trained for them."""
+    """Return the same, and which columns and rows are missing, and why."""
+    alone = f"Above {BASE}: not known, since this run had no model of `{BASE}`."
     return [
         *describe_translation(result),
+        *([] if BASE in result["figures"] else [alone]),
+        *describe_old_columns(result, COLUMNS),
         *(
             f"No row of {name}, which is not trained here: `{command}`."
             for name, command in result.get("absent", {}).items()
