@@ -153,16 +153,16 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3403,
+    "root + show": 3434,
     "_core": 957,
-    "lm": 5494,
+    "lm": 5485,
     "decoding": 1835,
-    "chapters": 13923,
-    "laws": 18567,
-    "museum": 3555,
-    "training": 3362,
-    "bench": 8093,
-    "grade": 4397,
+    "chapters": 13908,
+    "laws": 18574,
+    "museum": 3554,
+    "training": 3371,
+    "bench": 8106,
+    "grade": 4400,
     "cli": 2651,
 }
 """The most code lines that each room may have, as `make size` counts them.

@@ -509,7 +509,7 @@ class TrainedTranslator(NamedTuple):
     updates: Callable[[Any], str] = lambda settings: ""
 
 
-def check_settings(
+def check_ranges(
     settings: Any,
     whole: Mapping[str, int],
     numbers: Mapping[str, tuple[float, float]] = MappingProxyType({}),

@@ -63,7 +63,7 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
-    check_settings,
+    check_ranges,
     read_trained_settings,
     technique,
 )
@@ -126,7 +126,7 @@ class FlowSeqSettings:
 
     def __post_init__(self) -> None:
         whole = {"levels": 4, "steps": 16, "longest": 1024}
-        check_settings(self, whole, {"startup": (0, 1), "warmup": (0, 1)})
+        check_ranges(self, whole, {"startup": (0, 1), "warmup": (0, 1)})
 
     @property
     def multiple(self) -> int:

@@ -61,7 +61,7 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
-    check_settings,
+    check_ranges,
     read_trained_settings,
     technique,
 )
@@ -134,7 +134,7 @@ class LatentSettings:
 
     def __post_init__(self) -> None:
         numbers = {"places": (0.5, 8), "decay": (0, 1), "startup": (0, 1)}
-        check_settings(self, {"halvings": 6, "bits": 16, "slices": 16}, numbers)
+        check_ranges(self, {"halvings": 6, "bits": 16, "slices": 16}, numbers)
         if self.bits % self.slices:
             raise TinyspecError(
                 f"{self.slices} slices do not divide {self.bits} bits: set bits to a multiple"

@@ -61,7 +61,7 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
-    check_settings,
+    check_ranges,
     technique,
 )
 from tinyspec.translation import default_max_tokens
@@ -115,7 +115,7 @@ class SynstSettings:
     longest: int = 12
 
     def __post_init__(self) -> None:
-        check_settings(self, {"k": 256, "longest": 256})
+        check_ranges(self, {"k": 256, "longest": 256})
         if self.k > self.longest:
             raise TinyspecError(
                 f"k is {self.k}, and longest {self.longest}: a chunk of k tokens needs an id"

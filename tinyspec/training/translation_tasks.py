@@ -23,6 +23,7 @@ from tinyspec.training.distilled import BeamSettings
 from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
+from tinyspec.training.train_lm import autocast
 
 Pairs = Sequence[SentencePair]
 Ids = Sequence[int]
@@ -66,9 +67,10 @@ def make_teacher_task(
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         source, target = batch
-        losses = teacher_forcing_losses(
-            model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
-        )
+        with autocast(model.device):
+            losses = teacher_forcing_losses(
+                model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
+            )
         total = sum(
             weight * losses[at] for at, weight in enumerate(schedule.loss_weights) if weight
         )

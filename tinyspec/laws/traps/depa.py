@@ -76,7 +76,7 @@ def words_of_mixtures(build: Build) -> Iterator[int]:
     for seed, source, (lengths, around), transform in cases:
         request = RefineRequest(small_mixer(seed, transform))
         model = request.model
-        knobs = {"lengths": lengths, "judge": "self", "around": around}
+        knobs: dict[str, Any] = {"lengths": lengths, "judge": "self", "around": around}
         run = run_refinement(build, request, source, **knobs)
         assert run.canvas is not None
         for row, count in enumerate(tried_lengths(model, source, lengths, around)):

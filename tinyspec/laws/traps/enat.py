@@ -100,7 +100,7 @@ def words_of_rough_inputs(build: Build) -> Iterator[int]:
     for seed, source, (lengths, around), kind in product(range(3), SOURCES, BEAMS, INPUTS):
         request = RefineRequest(rough_reader(seed, kind))
         model = request.model
-        knobs = {"lengths": lengths, "judge": "self", "around": around}
+        knobs: dict[str, Any] = {"lengths": lengths, "judge": "self", "around": around}
         run = run_refinement(build, request, source, **knobs)
         assert run.canvas is not None
         for row, count in enumerate(tried_lengths(model, source, lengths, around)):
