@@ -11,7 +11,6 @@ from tinyspec.bench.experiments.dialects import REFINED, DialectSettings, Dialec
 from tinyspec.decoding.refine import Pass, Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import find_toy, judge_toy, toys
 from tinyspec.laws.nonautoregressive_laws import likeliest_lengths
 from tinyspec.laws.traps.iterative_refinement import damaged_references, small_reviser
 from tinyspec.laws.traps.parallel import small_translator
@@ -67,13 +66,6 @@ def test_printed_algorithm_is_what_runs(iterations: int, adaptive: bool) -> None
         written = refine_translation(*decoders(model, source, length), iterations, adaptive)
         _, passes = run(model, source, iterations=iterations, adaptive=adaptive)
         assert [step.after.text(0) for step in passes] == written
-
-
-@pytest.mark.parametrize(
-    "name", [toy.name for toy in toys() if toy.technique == "iterative_refinement"]
-)
-def test_look_alikes_are_distinguished(name: str) -> None:
-    assert judge_toy(find_toy("iterative_refinement", name))["killed_by"]
 
 
 def test_one_iteration_is_the_first_decoder_alone() -> None:

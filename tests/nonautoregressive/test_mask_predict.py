@@ -12,7 +12,6 @@ import torch
 from tinyspec.decoding.refine import Pass, Refinement, blank_canvas, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import find_toy, judge_toy, toys
 from tinyspec.laws.nonautoregressive_laws import (
     chooses_best_length,
     follows_mask_predict,
@@ -74,11 +73,6 @@ def test_printed_algorithm_is_what_runs(iterations: int, lengths: int) -> None:
 
 def test_any_number_of_words_is_hidden_and_other_ones_each_time() -> None:
     assert hides_uniformly(hide_tokens).cases > 0
-
-
-@pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "mask_predict"])
-def test_look_alikes_are_distinguished(name: str) -> None:
-    assert judge_toy(find_toy("mask_predict", name))["killed_by"]
 
 
 # ---------------------------------------------------------------------- the rule

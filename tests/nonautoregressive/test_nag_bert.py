@@ -13,7 +13,6 @@ import torch
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import judge_toy
 from tinyspec.laws.traps.nag_bert import (
     EOS,
     LABELS,
@@ -21,7 +20,6 @@ from tinyspec.laws.traps.nag_bert import (
     RATIOS,
     SIZES,
     SOURCES,
-    TOYS,
     TRAPS,
     count_places,
     random_labeller,
@@ -81,11 +79,6 @@ def test_printed_algorithm_is_what_runs(beam: int) -> None:
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.law)
 def test_it_passes_its_traps(trap: Any) -> None:
     assert trap.check(trap.real()).cases > 0
-
-
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
-def test_look_alikes_fall_into_a_trap(toy: Any) -> None:
-    assert judge_toy(toy)["killed_by"] == toy.law
 
 
 def test_a_source_gets_masks_for_a_longer_translation_and_two_ends() -> None:

@@ -12,13 +12,11 @@ from tests.nonautoregressive.test_nat import fit
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import judge_toy
 from tinyspec.laws.nonautoregressive_laws import teacher_score
 from tinyspec.laws.rewriting_laws import random_translator
 from tinyspec.laws.traps.nar_crf import (
     SIZES,
     SOURCES,
-    TOYS,
     TRAPS,
     random_structured,
     read_blank,
@@ -73,11 +71,6 @@ def test_printed_algorithm_is_what_runs(transitions: str, beam: int) -> None:
 @pytest.mark.parametrize("trap", TRAPS, ids=lambda trap: trap.law)
 def test_it_passes_its_traps(trap: Any) -> None:
     assert trap.check(trap.real()).cases > 0
-
-
-@pytest.mark.parametrize("toy", TOYS, ids=lambda toy: toy.name)
-def test_look_alikes_fall_into_a_trap(toy: Any) -> None:
-    assert judge_toy(toy)["killed_by"] == toy.law
 
 
 def test_without_transitions_each_position_takes_its_likeliest_word() -> None:

@@ -10,7 +10,6 @@ import torch
 from tinyspec.decoding.refine import Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import find_toy, judge_toy, toys
 from tinyspec.laws.nonautoregressive_laws import likeliest_lengths, teacher_score
 from tinyspec.laws.plain_lists import copy_evenly
 from tinyspec.laws.rewriting_laws import random_reader, reader_of
@@ -71,11 +70,6 @@ def test_the_copies_are_those_of_the_oracle() -> None:
         words = list(range(source))
         places, _ = copy_uniformly(torch.tensor([source]), torch.tensor([target]))
         assert places[0].tolist() == copy_evenly(words, target)
-
-
-@pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "parallel"])
-def test_look_alikes_are_distinguished(name: str) -> None:
-    assert judge_toy(find_toy("parallel", name))["killed_by"]
 
 
 def test_a_batch_of_sources_is_translated_as_each_alone() -> None:

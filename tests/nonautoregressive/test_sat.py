@@ -18,7 +18,6 @@ from tinyspec.decoding.beam import beam_search
 from tinyspec.decoding.refine import Pass, Refinement, refine
 from tinyspec.decoding.rng import Seeded
 from tinyspec.errors import TinyspecError
-from tinyspec.laws.museum import find_toy, judge_toy, toys
 from tinyspec.laws.rewriting_laws import random_reader
 from tinyspec.laws.traps.sat import group_writer, most_words, write_groups
 from tinyspec.lm.config import Seq2SeqConfig
@@ -83,11 +82,6 @@ def test_cached_groups_are_the_dense_pass(k: int) -> None:
     rows = Lockstep(model, memory, room)
     cached = torch.cat([rows.append(inputs[:, at : at + k]) for at in range(0, room, k)], dim=1)
     torch.testing.assert_close(cached, dense, rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("name", [toy.name for toy in toys() if toy.technique == "sat"])
-def test_look_alikes_are_distinguished(name: str) -> None:
-    assert judge_toy(find_toy("sat", name))["killed_by"]
 
 
 def test_one_word_per_group_is_the_teachers_mask_inputs_and_loss() -> None:

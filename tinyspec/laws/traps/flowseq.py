@@ -276,8 +276,8 @@ def measure_jacobian(flow: Flow, z: Tensor, step: float = 1e-5) -> Tensor:
     size = z.numel()
     moves = step * torch.eye(size, dtype=z.dtype).view(size, *z.shape)
     slots = torch.ones(size, len(z), dtype=torch.bool)
-    ahead, behind = (flow.to_noise(z + sign * moves, slots)[0] for sign in (1, -1))
-    return ((ahead - behind) / (2 * step)).view(size, size).T
+    above, below = (flow.to_noise(z + sign * moves, slots)[0] for sign in (1, -1))
+    return ((above - below) / (2 * step)).view(size, size).T
 
 
 @collect_evidence(DETERMINANT)
