@@ -21,7 +21,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ import torch
 from rich.console import Console
 from rich.progress import TextColumn
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyspec.errors import TinyspecError
 from tinyspec.progress import progress_bar
@@ -121,8 +120,7 @@ def train(
             if before_step is not None:
                 before_step(run.step, run.progress)
             batch = batches(generator)
-            with _choose_attention(run.device):
-                value = _accumulate_gradients(loss, batch, settings.pieces, seed)
+            value = _accumulate_gradients(loss, batch, settings.pieces, seed)
             losses.append(ranks.add_gradients(run.tensors, value))
             run.apply_gradients(batch[0].numel())
             run.seconds = clock() - started
@@ -158,18 +156,6 @@ def train(
     if finished := run.progress >= 1:
         run.restore_best()
     return TrainingResult(finished, run.step, run.tokens, run.seconds, run.best, run.log)
-
-
-def _choose_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Compute attention in separate steps on a CPU.
-
-    The fused kernel of torch 2.13 is several times slower there in the backward pass, if texts are
-    short.
-    """
-    context: AbstractContextManager[None] = nullcontext()
-    if device.type == "cpu":
-        context = sdpa_kernel(SDPBackend.MATH)
-    return context
 
 
 def _accumulate_gradients(loss: Loss, batch: Batch, pieces: int, seed: int) -> Tensor:
