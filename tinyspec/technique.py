@@ -485,6 +485,8 @@ class TrainedTranslator(NamedTuple):
                stores it beside the settings
     extends    whether it begins as its teacher, whose shape it has, and adds weights to it
     updates    settings -> prefix of the names of the weights that are trained; empty: all of them
+    float32    whether its loss needs float32 in all products; the others are computed in bfloat16
+               where the device multiplies it
     """
 
     loss: TranslatorLoss
@@ -507,6 +509,7 @@ class TrainedTranslator(NamedTuple):
     )
     extends: bool = False
     updates: Callable[[Any], str] = lambda settings: ""
+    float32: bool = False
 
 
 def check_ranges(

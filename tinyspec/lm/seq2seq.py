@@ -361,7 +361,7 @@ class Seq2Seq:
             self.forward_log[-1] = self.forward_log[-1]._replace(
                 head_rows=self.forward_log[-1].head_rows + rows
             )
-        return linear(states, self.embedding if table is None else table)
+        return _linear_logits(states, self.embedding if table is None else table)
 
     def count_layers(self, row_layers: float) -> None:
         """Add layers that ran beside a decoder pass to the last pass in the forward log."""
@@ -375,7 +375,7 @@ class Seq2Seq:
             raise TinyspecError(
                 f"{self.name} was made without a LENGTH token: it cannot tell a length"
             )
-        logits = linear(memory.summary, self.weights["lengths"])
+        logits = _linear_logits(memory.summary, self.weights["lengths"])
         return torch.cat((torch.full_like(logits[:, :1], -torch.inf), logits[:, 1:]), dim=-1)
 
     def fertility_logits(self, memory: EncoderOutput) -> Tensor:
@@ -384,7 +384,7 @@ class Seq2Seq:
             raise TinyspecError(
                 f"{self.name} was made without a fertility head: it cannot tell fertilities"
             )
-        return linear(
+        return _linear_logits(
             memory.states, self.weights["fertility.weight"], self.weights["fertility.bias"]
         )
 
@@ -445,6 +445,12 @@ class Seq2Seq:
                     self.name + part, rows, float(rows * layers), 0, prefill=part == "/encoder"
                 )
             )
+
+
+def _linear_logits(states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return logits, in float32 where products are in bfloat16: a loss needs more digits."""
+    logits = linear(states, weight, bias)
+    return logits.float() if logits.dtype is torch.bfloat16 else logits
 
 
 def sinusoidal_positions(positions: int, width: int) -> Tensor:

@@ -481,6 +481,7 @@ def fits_difference(
         settings=FlowSeqSettings,
         fits=fits_difference,
         equip=flowseq_config,
+        float32=True,
     ),
     knobs=(
         Knob("lengths", 1, "target lengths tried at once", low=1, high=128, small=(1, 3)),

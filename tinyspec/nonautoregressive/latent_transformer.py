@@ -502,6 +502,7 @@ def fits_places(config: Seq2SeqConfig, settings: LatentSettings, source: int, ta
         settings=LatentSettings,
         fits=fits_places,
         equip=latent_config,
+        float32=True,
     ),
     knobs=(
         Knob(

@@ -324,6 +324,7 @@ class NagBertRefiner:
         equip=lambda config, settings: replace(
             config, heads=static_heads(config.vocab_size, settings.rank)
         ),
+        float32=True,
     ),
     knobs=(
         Knob(

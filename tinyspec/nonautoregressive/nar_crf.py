@@ -298,6 +298,7 @@ class NarCrfRefiner:
         settings=NarCrfSettings,
         fits=fits_length_token,
         equip=lambda config, settings: replace(config, heads=crf_heads(config, settings)),
+        float32=True,
     ),
     knobs=(
         Knob(

@@ -128,7 +128,7 @@ def sat_loss(
     states = model.decode(model.embed(inputs), model.encode(source, dropout), mask, dropout)
     is_token = labels != model.config.pad
     return F.cross_entropy(
-        model.logits(states[is_token]).float(), labels[is_token], label_smoothing=smoothing
+        model.logits(states[is_token]), labels[is_token], label_smoothing=smoothing
     )
 
 

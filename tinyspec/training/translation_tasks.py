@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, add_ends
@@ -24,7 +23,6 @@ from tinyspec.training.distilled import BeamSettings
 from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule
 from tinyspec.training.recipe import TranslationRecipe
 from tinyspec.training.train import Batch
-from tinyspec.training.train_lm import autocast
 
 Pairs = Sequence[SentencePair]
 Ids = Sequence[int]
@@ -68,11 +66,9 @@ def make_teacher_task(
 
     def loss(model: Seq2Seq, batch: Batch, generator: torch.Generator) -> Tensor:
         source, target = batch
-        # The fused attention of a CPU takes eight times as long for short texts in bfloat16.
-        with autocast(model.device), sdpa_kernel(SDPBackend.MATH):
-            losses = teacher_forcing_losses(
-                model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
-            )
+        losses = teacher_forcing_losses(
+            model, source, target, plan.dropout, plan.smoothing, schedule.loss_weights
+        )
         total = sum(
             weight * losses[at] for at, weight in enumerate(schedule.loss_weights) if weight
         )
@@ -247,7 +243,7 @@ def teacher_forcing_losses(
     losses = dict[int, Tensor]()
     for layer, x in enumerate(states):
         if weights[layer]:
-            rows = model.logits(model.decoder.apply_final_norm(x[is_token])).float()
+            rows = model.logits(model.decoder.apply_final_norm(x[is_token]))
             losses[layer] = F.cross_entropy(rows, labels[is_token], label_smoothing=smoothing)
     return losses
 
