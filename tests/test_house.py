@@ -153,14 +153,14 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3434,
+    "root + show": 3435,
     "_core": 957,
-    "lm": 5485,
+    "lm": 5488,
     "decoding": 1835,
-    "chapters": 13908,
+    "chapters": 13912,
     "laws": 18574,
     "museum": 3554,
-    "training": 3365,
+    "training": 3371,
     "bench": 8106,
     "grade": 4400,
     "cli": 2651,

@@ -212,7 +212,7 @@ def list_unmeasured(chapters: Sequence[Result], others: Sequence[Result]) -> lis
 
 
 MEASURED_ELSEWHERE = ("calm", "layerskip", "kangaroo", "ppd", "jacobi")
-"""Methods that another page measures (kangaroo: heads.md), or that have other labels there (calm)."""
+"""Methods that another page measures, or that have other labels there (calm)."""
 
 
 def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:

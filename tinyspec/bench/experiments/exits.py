@@ -13,8 +13,8 @@ of them. A lossless technique writes the full model's text, so only its cost is 
 
 Work is counted, not timed, and all of it: layers run, keys and values made for skipped layers, and
 products with the vocabulary matrix, which the softmax measure needs at every layer where it may
-exit. Layers per token alone make the work look smaller than it is. The unit is multiplications of weights
-over the full model's; those of attention are left out. A technique may save no work, and
+exit. Layers per token alone make the work look smaller than it is. The unit is multiplications of
+weights over the full model's; those of attention are left out. A technique may save no work, and
 time nevertheless: it runs layers of several tokens side by side. That shows in the layers in a row.
 
 A setting is good if, at equal work, it is above the fixed exits by more than noise: above the line
