@@ -160,7 +160,7 @@ CODE_LINES = {
     "chapters": 13912,
     "laws": 18574,
     "museum": 3554,
-    "training": 3371,
+    "training": 3368,
     "bench": 8106,
     "grade": 4400,
     "cli": 2651,

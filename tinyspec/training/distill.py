@@ -44,8 +44,7 @@ from tinyspec.training.imitation import (
 from tinyspec.training.on_policy import DraftTexts
 from tinyspec.training.recipe import Recipe, build_config, read_recipe
 from tinyspec.training.text_cache import HELD
-from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.train_lm import autocast
+from tinyspec.training.train import Batch, TrainingResult, autocast
 
 JUDGED = 24  # held-out texts that the final figures use
 

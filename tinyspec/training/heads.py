@@ -42,8 +42,7 @@ from tinyspec.training.imitation import most_frequent_tokens
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import HeadRecipe, read_head_recipe
 from tinyspec.training.text_cache import HELD
-from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.train_lm import autocast
+from tinyspec.training.train import Batch, TrainingResult, autocast
 
 
 def head_recipe(

@@ -2,8 +2,8 @@
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon). The step is scaled to AdamW's as in
 Liu et al. 2025, arXiv 2502.16982, so that both optimizers share one learning rate. torch's own Muon
-iterates in bfloat16, which is slow on a processor that only emulates it. Here it runs in float32,
-on all matrices of one shape at once.
+iterates in bfloat16, which is slow on a processor that only emulates it. Here autocast decides (see
+train.py), and all matrices of one shape are iterated at once.
 """
 
 from collections import defaultdict

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from tinyspec.training.driver import RecipeRun, RunOptions, inherit_weights
 from tinyspec.training.exit_losses import ExitLosses, ExitLossSchedule, exit_logits
 from tinyspec.training.own_texts import OwnTexts, apply_repetition_penalty, write_own_texts
 from tinyspec.training.recipe import Recipe, read_recipe
-from tinyspec.training.train import Batches, Loss, TrainingResult
+from tinyspec.training.train import Batches, Loss, TrainingResult, autocast
 
 
 def distillation_loss(p_logits: Tensor, q_logits: Tensor) -> Tensor:
@@ -197,19 +197,6 @@ def _load_models(
             else:
                 tokenizer = corpus.train_tokenizer(texts, size, run.state)
     return replace(plan, vocab_size=size), tokenizer, teacher, parent
-
-
-def autocast(device: torch.device) -> torch.autocast:
-    """Compute in bfloat16 if the device multiplies it.
-
-    A processor that emulates bfloat16 takes ten times as long as in float32.
-    """
-    fast = device.type != "cpu"
-    if not fast:
-        # Absent before torch 2.12: then float32.
-        able: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-        fast = any(able.get(name) for name in ("avx512_bf16", "amx_bf16"))
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=fast)
 
 
 def _make_loss(

@@ -28,8 +28,7 @@ from tinyspec.training.bitext import SentencePair
 from tinyspec.training.bleu import corpus_bleu, load_bleu
 from tinyspec.training.driver import RecipeRun, RunOptions, find_beside, inherit_weights
 from tinyspec.training.recipe import TranslationRecipe, read_translation_recipe
-from tinyspec.training.train import Batch, TrainingResult
-from tinyspec.training.train_lm import autocast
+from tinyspec.training.train import Batch, TrainingResult, autocast
 from tinyspec.training.translation_tasks import (
     count_in_pairs,
     make_task,

@@ -37,8 +37,7 @@ from tinyspec.training.driver import RecipeRun, RunOptions, find_beside
 from tinyspec.training.heads import TextBatches, measure_ranks, prepare_texts
 from tinyspec.training.outputs import TargetOutput
 from tinyspec.training.recipe import read_head_recipe
-from tinyspec.training.train import TrainingResult
-from tinyspec.training.train_lm import autocast
+from tinyspec.training.train import TrainingResult, autocast
 
 BOOK_CHARACTERS = 20_000  # of each book whose perplexity is measured
 WINDOW = 512  # tokens of the context in which the perplexity is measured
