@@ -20,6 +20,7 @@ not pay at all.
 """
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -118,19 +119,20 @@ def count_method(
 
 
 def set_tree_size(method: str, size: int) -> ArmSpec | None:
-    """Return the arm of a method whose draft has so many tokens; None: it has no such knob.
+    """Return the arm of a method whose draft has so many tokens; None: it cannot have as many.
 
     >>> set_tree_size("medusa", 5).label, set_tree_size("blockwise", 3).label
     ('medusa:nodes=5', 'blockwise:k=4')
-    >>> set_tree_size("llma", 5)
+    >>> set_tree_size("llma", 5), set_tree_size("parallel_prompt", 1)
+    (None, None)
     """
     card = find_technique(method)
-    if card.trained is None:
+    name, value = ("k", size + 1) if card.head_method == "blockwise" else ("nodes", size)
+    knob = next((knob for knob in card.knobs if knob.name == name), None)
+    if card.trained is None or knob is None:
         return None
-    knobs = {knob.name for knob in card.knobs}
-    if "nodes" in knobs:
-        return ArmSpec(method, (("nodes", size),))
-    return ArmSpec(method, (("k", size + 1),)) if card.head_method == "blockwise" else None
+    is_possible = (knob.low or 0) <= value <= (knob.high or math.inf)
+    return ArmSpec(method, ((name, value),)) if is_possible else None
 
 
 def count_tree_sizes(
@@ -143,7 +145,7 @@ def count_tree_sizes(
     """
     pass_seconds = None if given.curve is None else read_curve(given.curve, model.name)
     sizes, arms = sorted(set(given.sizes)), dict[str, Any]()
-    methods = [*dict.fromkeys(spec.name for spec in specs if set_tree_size(spec.name, 1))]
+    methods = [*dict.fromkeys(spec.name for spec in specs if set_tree_size(spec.name, sizes[-1]))]
     if not methods:
         raise TinyspecError("no method here has a tree of a size to choose, such as medusa")
     steps = len(methods) * len(sizes) * given.prompts
@@ -152,7 +154,8 @@ def count_tree_sizes(
             drafted = 0.0
             for size in sizes:
                 spec = set_tree_size(method, size)
-                assert spec is not None
+                if spec is None:
+                    continue
                 found = summarize_counts(count_method(given, model, spec, tick))
                 if found["nodes"] <= drafted:
                     break
