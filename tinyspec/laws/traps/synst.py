@@ -309,12 +309,11 @@ return model.decode(model.place(inputs), memory, causal, dropout, layout != PADD
     ),
     _synst(
         "the shortest sequence of chunks, not the likeliest",
-        "chunks = [state.search.candidates_of(n)[0].text for n in range(len(state.most_words))]",
-        """chunks = [
-    min(state.search.candidates_of(n), key=lambda one: len(one.text)).text
-    for n in range(len(state.most_words))
+        "best = search.list_candidates()[:: self.beam]",
+        """best = [
+    min(search.candidates_of(n), key=lambda one: len(one.text)) for n in range(len(search.limits))
 ]""",
-        SynstRefiner.write_words,
+        SynstRefiner.lay_out_best,
         law=SEARCHED,
     ),
     _synst(
