@@ -134,15 +134,16 @@ def chunks_then_words(build: Build) -> Iterator[int]:
         accuse(CHUNKED, "translations of several numbers of chunks", counts)
 
 
+SEARCHES = ((1, 4, WIDE), (2, 4, WIDE), (3, 12, 2), (3, 12, 3))  # longest, positions, beam
+
+
 @collect_evidence(SEARCHED)
 def searches_over_chunks(build: Build) -> Iterator[int]:
     """Check the words that stand in the chunks that are found, by the mean with their end.
 
     A beam that holds all sequences finds the likeliest; a narrow one, what the rule finds.
     """
-    for seed, source, (longest, positions), beam in product(
-        range(4), SOURCES[:2], ((1, 4), (2, 4)), (2, WIDE)
-    ):
+    for seed, source, (longest, positions, beam) in product(range(4), SOURCES[:2], SEARCHES):
         model = chunk_writer(seed, longest, positions)
         after = cache(partial(score_next_chunks, model, source, longest))
         limit = limit_words(model, source)
