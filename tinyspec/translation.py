@@ -30,7 +30,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.models import (
     find_students_of,
     load_translator,
@@ -403,6 +403,11 @@ def default_max_tokens(source: int) -> int:
     26
     """
     return source + source // 2 + 11
+
+
+def limit_lengths(memory: EncoderOutput, most: int) -> list[int]:
+    """Return the most tokens of the translation of each source: the default, or `most`."""
+    return [min(default_max_tokens(length), most) for length in memory.mask.sum(dim=1).tolist()]
 
 
 def check_source_type(source: Any, name: str = "source") -> Source:

@@ -29,12 +29,12 @@ from tinyspec.nonautoregressive.sat import (
     SatSettings,
     fits_groups,
     group_mask,
-    sat_loss,
     shift_by_group,
+    train_sat,
     translate_batch_in_groups,
     translate_in_groups,
 )
-from tinyspec.technique import Guarantee, RefineRequest, find_technique
+from tinyspec.technique import Guarantee, RefineRequest, TranslatorTraining, find_technique
 from tinyspec.training.bitext import pad_sequences
 from tinyspec.training.recipe import read_translation_recipe
 from tinyspec.training.translation_tasks import teacher_forcing_loss
@@ -91,9 +91,12 @@ def test_one_word_per_group_is_the_teachers_mask_inputs_and_loss() -> None:
     inputs, labels = shift_by_group(model.config, target, 1)
     assert inputs.tolist() == [[1, 5, 6, 7], [1, 8, 0, 0]]
     assert labels.tolist() == [[5, 6, 7, 2], [8, 2, 0, 0]]
-    for smoothing in (0.0, 0.1):
-        ours = sat_loss(model, (source, target), 1, 0.0, smoothing)
-        assert torch.equal(ours, teacher_forcing_loss(model, source, target, 0.0, smoothing))
+    for dropout, smoothing in ((0.0, 0.0), (0.0, 0.1), (0.3, 0.1)):
+        training = TranslatorTraining(model, None, SatSettings(1), dropout, smoothing, 1.0)
+        torch.manual_seed(0)
+        ours = train_sat(training, (source, target), torch.Generator())
+        torch.manual_seed(0)
+        assert torch.equal(ours, teacher_forcing_loss(model, source, target, dropout, smoothing))
 
 
 def test_inputs_are_shifted_by_a_group_and_filled_up() -> None:
@@ -127,13 +130,14 @@ def test_an_end_inside_a_group_cuts_it_and_so_does_the_limit() -> None:
     assert cut and limited
 
 
-def test_a_translation_tells_why_it_ended() -> None:
+@pytest.mark.parametrize("beam", [1, 2])
+def test_a_translation_tells_why_it_ended(beam: int) -> None:
     reasons = set()
     for seed, source in product(range(5), SOURCES):
-        model = group_writer(seed, 2)
-        done = translate(model, source, method="sat")
+        model = group_writer(seed, 2, 8)
+        done = translate(model, source, method="sat", beam=beam)
         assert not isinstance(done, list)
-        is_full = len(done.tokens) == most_words(model, source, 2)
+        is_full = len(done.tokens) == 7  # of eight positions, the end takes one
         assert done.finish_reason == ("length" if is_full else "eos")
         reasons.add(done.finish_reason)
     assert len(reasons) == 2

@@ -158,6 +158,14 @@ class BeamSearch(NamedTuple):
         live = [one for one in self.live if one.source == source]
         return sorted(live or self.ended[source], key=lambda one: -one.score)
 
+    def list_candidates(self) -> list[BeamText]:
+        """Return `beam` texts of each source, the best first; one that is missing is empty."""
+        texts = list[BeamText]()
+        for source in range(len(self.limits)):
+            found = self.candidates_of(source)[: self.beam]
+            texts += found + [BeamText(source)] * (self.beam - len(found))
+        return texts
+
 
 def beam_search(
     rows: BatchDecoder,

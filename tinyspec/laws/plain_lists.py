@@ -109,3 +109,42 @@ def copy_evenly(source: Sequence[int], count: int) -> list[int]:
     """
     exact = [i * (len(source) - 1) / max(count - 1, 1) for i in range(count)]
     return [source[math.floor(place + 0.5)] for place in exact]
+
+
+def score_all_texts(
+    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int
+) -> dict[tuple[int, ...], float]:
+    """Return the mean log-probability of the words and the end of every text."""
+    sums: dict[tuple[int, ...], float] = {(): 0.0}
+    found = dict[tuple[int, ...], float]()
+    for _ in range(limit + 1):
+        rows = {text: after(text) for text in sums}
+        found |= {text: (sums[text] + row[eos]) / (len(text) + 1) for text, row in rows.items()}
+        sums = {
+            (*text, word): sums[text] + score
+            for text, row in rows.items()
+            for word, score in enumerate(row)
+            if word != eos and len(text) < limit and score > -math.inf
+        }
+    return found
+
+
+def search_by_rule(
+    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int, beam: int
+) -> tuple[int, ...]:
+    """Return the text that a beam search finds: word by word, all continuations compared."""
+    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    ended = list[tuple[float, tuple[int, ...]]]()
+    while live and len(ended) < beam:
+        longer = [
+            (total + score, text, word)
+            for total, text in live
+            for word, score in enumerate(after(text))
+            if score > -math.inf and (word == eos or len(text) < limit)
+        ]
+        longer.sort(reverse=True)
+        ended += [
+            (score / (len(text) + 1), text) for score, text, word in longer[:beam] if word == eos
+        ]
+        live = [(score, (*text, word)) for score, text, word in longer if word != eos][:beam]
+    return max(ended)[1]

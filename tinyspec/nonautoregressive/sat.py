@@ -19,33 +19,33 @@ added one after another, and after each the likeliest texts are selected. So two
 know of each other in the pass are still compared as a pair.
 
 Training. Cross-entropy, from the teacher's weights, on the sentences as the teacher translates
-them (sequence-level distillation). The target with its end is filled up to a multiple of K; what
-is filled up has no label.
+them (sequence-level distillation). The target with its end is padded to a multiple of K; padding
+has no label.
 
 Guarantee: APPROX, with the K of the checkpoint. At K = 1 its text is greedy decoding's and its
 loss the teacher's, bit for bit. Its own rule is proved by an oracle in plain lists, and beam
 search by an enumeration of all texts.
 Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state,
-which is blockwise decoding; an end that is looked for in the last word of a group alone.
+which is blockwise decoding; looking for the end only in the last word of a group.
 Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against what runs; K = 1 against
 the teacher; the mask; the cache against dense passes for every K; ends and limits inside a group;
 beam search against all texts).
-Ours: of the texts that beam search ends with, the one with the best mean log-probability is
-chosen, as of the teacher's (decoding/beam.py), and the end counts as a word; so a text may be one
-word shorter.
+Ours: beam search chooses the text with the best mean log-probability, as it does for the teacher
+(decoding/beam.py). There the end counts as a word, so where the positions run out, a text has one
+word less than in greedy search.
 Left out: the authors' length penalty.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.decoding.beam import BeamSearch, BeamText
+from tinyspec.decoding.beam import BeamSearch
 from tinyspec.decoding.refine import Canvas, blank_canvas
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
@@ -58,9 +58,10 @@ from tinyspec.technique import (
     RefineRequest,
     TrainedTranslator,
     TranslatorTraining,
+    check_ranges,
     technique,
 )
-from tinyspec.translation import default_max_tokens
+from tinyspec.translation import limit_lengths
 
 
 def translate_in_groups(
@@ -120,7 +121,7 @@ def sat_loss(
 
     batch  sources [B, S] and targets [B, T], padded at the end
 
-    Nothing is padded within the last group of a target: it reads the words of the group before.
+    No position with a label sees padding: the last group reads the words of the group before it.
     """
     source, target = batch
     inputs, labels = shift_by_group(model.config, target, k)
@@ -153,20 +154,20 @@ class GroupState(NamedTuple):
 class SatRefiner:
     """Add a group of k words to the canvas in each pass. `extra` of its canvas is a GroupState."""
 
+    beam = 1  # candidates of a source
+
     def __init__(self, model: Seq2Seq, k: int):
         self.model, self.k = model, k
 
     def start(self, source: object, memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return a canvas without slots."""
-        empty = torch.zeros(1, 0, dtype=torch.long, device=self.model.device)
+        empty = torch.zeros(self.beam, 0, dtype=torch.long, device=self.model.device)
         return Canvas(empty, empty.bool(), empty.to(self.model.dtype))
 
     def begin(self, memory: EncoderOutput) -> GroupState:
         """Return the state before the first group, whose input is k start symbols."""
         c, k = self.model.config, self.k
-        longest = min(c.max_positions // k * k, c.max_positions - 1)
-        lengths = memory.mask.sum(dim=1).tolist()
-        limits = [min(default_max_tokens(length), longest) for length in lengths]
+        limits = limit_lengths(memory, min(c.max_positions // k * k, c.max_positions - 1))
         rows = Lockstep(self.model, memory, -(-max(limits) // k) * k)
         device = self.model.device
         return GroupState(
@@ -203,7 +204,7 @@ class SatRefiner:
         return 0
 
     def finish_reason(self, canvas: Canvas) -> str:
-        """Return why the text of a canvas ended: by its own end, or by the limit."""
+        """Return why the first text of a canvas ended: by its own end, or by the limit."""
         is_full = canvas.mask[0].sum() == canvas.extra.limits[0]
         return "length" if bool(is_full) else "eos"
 
@@ -218,6 +219,11 @@ class GroupBeam(NamedTuple):
     rows: Lockstep
     search: BeamSearch
 
+    @property
+    def limits(self) -> Sequence[int]:
+        """Return the most words of each source."""
+        return self.search.limits
+
 
 class SatBeamRefiner(SatRefiner):
     """Keep the `beam` likeliest texts. `extra` of its canvas is a GroupBeam.
@@ -229,20 +235,13 @@ class SatBeamRefiner(SatRefiner):
         super().__init__(model, k)
         self.beam = beam
 
-    def start(self, source: object, memory: EncoderOutput, rng: RandomSource) -> Canvas:
-        """Return a canvas without slots, of `beam` candidates."""
-        one = super().start(source, memory, rng)
-        return Canvas(*(part.expand(self.beam, 0) for part in one[:3]))
-
     def begin_search(self, memory: EncoderOutput) -> GroupBeam:
         """Return the search before the first group.
 
         memory  of one source, or `beam` rows of each
         """
         c, memory = self.model.config, memory.select_rows(range(0, len(memory.mask), self.beam))
-        longest = c.max_positions // self.k * self.k - 1  # the end has a position too
-        lengths = memory.mask.sum(dim=1).tolist()
-        limits = [min(default_max_tokens(length), longest) for length in lengths]
+        limits = limit_lengths(memory, c.max_positions // self.k * self.k - 1)  # and the end
         rows = Lockstep(self.model, memory, (max(limits) // self.k + 1) * self.k)
         return GroupBeam(rows, BeamSearch.begin(c.eos, limits, self.beam))
 
@@ -261,10 +260,7 @@ class SatBeamRefiner(SatRefiner):
                 row_of = row_of[continued]
         if search.live:
             rows.select(row_of)
-        texts = list[BeamText]()
-        for source in range(len(search.limits)):
-            found = search.candidates_of(source)[: self.beam]
-            texts += found + [BeamText(source)] * (self.beam - len(found))
+        texts = search.list_candidates()
         lengths, room = [len(one.text) for one in texts], max(1, canvas.tokens.shape[1])
         blank = blank_canvas(lengths, self.model.config.pad, room=room)
         tokens, mask, scores = blank.tokens, blank.mask, blank.scores.to(self.model.dtype)
@@ -278,11 +274,6 @@ class SatBeamRefiner(SatRefiner):
 
     def finished(self, canvas: Canvas, iteration: int) -> bool:
         return iteration > 0 and not canvas.extra.search.live
-
-    def finish_reason(self, canvas: Canvas) -> str:
-        """Return why the chosen text ended: by its own end, or by the limit."""
-        is_full = canvas.mask[0].sum() == canvas.extra.search.limits[0]
-        return "length" if bool(is_full) else "eos"
 
 
 # ------------------------------ the card
@@ -298,8 +289,7 @@ class SatSettings:
     k: int = 2
 
     def __post_init__(self) -> None:
-        if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:
-            raise TinyspecError(f"k is {self.k}: it must be a whole number of at least 1")
+        check_ranges(self, {"k": 256})
 
 
 def train_sat(
@@ -341,7 +331,7 @@ def fits_groups(config: Seq2SeqConfig, settings: SatSettings, source: int, targe
 )
 def sat(request: RefineRequest, *, beam: int) -> SatRefiner:
     """Return a refiner that adds a group of words in each pass, as many as the model learnt."""
-    model: Any = request.model
+    model = request.model
     k = model.config.extra.get("k")
     if type(k) is not int or not 1 <= k < model.config.max_positions:
         raise TinyspecError(

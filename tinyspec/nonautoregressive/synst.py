@@ -8,7 +8,7 @@ first settles how the sentence is built. A small *parse decoder* predicts its sy
 from left to right: "a noun phrase of 3 tokens, a verb phrase of 1, a prepositional phrase of 4".
 These are few steps. Then the decoder writes all words in one pass. It reads each chunk and, after
 it, a mask for each token of the chunk, and every position sees all. The sizes of the chunks add up
-to the length of the translation, so nobody else has to predict it.
+to the length of the translation, so no other part has to predict it.
 
     p(y | x)   = product over c of p(c_i | c_<i, x)  *  product over t of p(y_t | c, x)
     inputs     = c_1 MASK .. MASK  c_2 MASK .. MASK  ...          size(c_i) masks after c_i
@@ -18,8 +18,8 @@ to the length of the translation, so nobody else has to predict it.
 Training. Chunks come from the tree of the target (chunks.py). For each sentence of a batch, k, the
 most tokens of a chunk, is drawn from 1 to 6; so the model meets fine and coarse chunks, and in use
 it writes what it finds likeliest. (This is an option of the authors' code; its default is 6.) The
-targets are the teacher's (distillation); the layers begin as the teacher's. The words' labels are
-smoothed if the recipe says so, the chunks' are not.
+targets are the teacher's (distillation). The words' labels are smoothed if the recipe says so, the
+chunks' are not.
 
 Guarantee: APPROX. No setting gives the teacher's distribution. Its own rule is proved by an oracle
 in plain lists (laws/traps/synst.py).
@@ -28,8 +28,9 @@ does not read the chunks; scores with the chunks of the reference, which no tran
 Tests: tests/nonautoregressive/test_synst.py (`translate_by_chunks` against what runs; beam search
 over chunks against all of them; the loss; chunks; the ablation on dialects whose trees are known).
 Ours: **the trees are made by a chunker of function words, not by a parser**, because no German
-parser comes with our packages; a chunk longer than `longest` is cut; sizes that pass the limit of
-a translation are impossible; beam search compares the mean log-probability of chunks.
+parser comes with our packages; the layers begin as the teacher's; a chunk longer than `longest` is
+cut; the first chunk is never the end, sizes that pass the limit of a translation are impossible,
+and so are special tokens as words; beam search compares the mean log-probability of chunks.
 Left out: predicting the chunks once more in the last pass, which the authors' decoder does; it
 reads them. Their length penalty. Words of several beams: the words of the best chunks alone are
 written.
@@ -64,7 +65,7 @@ from tinyspec.technique import (
     check_ranges,
     technique,
 )
-from tinyspec.translation import default_max_tokens
+from tinyspec.translation import limit_lengths
 
 PARSER = "parser"  # name of the parse decoder
 CHUNKS = "chunks"  # the table of chunk ids; a name without a dot is trained as an embedding
@@ -106,7 +107,7 @@ class SynstSettings:
     """Section [translator] of a recipe.
 
     k          most tokens of a chunk of several words
-    random_k  whether k is drawn from 1 to `k` for each sentence
+    random_k   whether k is drawn from 1 to `k` for each sentence
     longest    tokens of the longest chunk that has an id
     """
 
@@ -254,7 +255,7 @@ def judge_words_of_right_chunks(
     target: Tensor,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Return the share of each target's words that are written if its chunks are given."""
+    """Return the share of each target's words that are right if its chunks are given."""
     parse, pad = german_chunker(model.tokenizer).parse, model.config.pad
     chunks = cut_targets(target, pad, parse, settings)
     layout = lay_out(chunks, settings.longest).to(source.device)
@@ -271,15 +272,13 @@ def judge_words_of_right_chunks(
 class ChunkState(NamedTuple):
     """What is known beside the canvas.
 
-    rows        keys and values of the live sequences of chunks
-    search      the sequences of chunks
-    most_words  of each source
-    written     whether the words stand on the canvas
+    rows     keys and values of the live sequences of chunks
+    search   the sequences of chunks; its limits count words
+    written  whether the words stand on the canvas
     """
 
     rows: Lockstep
     search: BeamSearch
-    most_words: Sequence[int]
     written: bool = False
 
 
@@ -305,11 +304,9 @@ class SynstRefiner:
 
         memory  a row for each source
         """
-        c = self.model.config
-        lengths = memory.mask.sum(dim=1).tolist()
-        most = [min(default_max_tokens(length), c.max_positions // 2) for length in lengths]
+        most = limit_lengths(memory, self.model.config.max_positions // 2)
         rows = Lockstep(self.model, memory, max(most) + 1, PARSER, self.model.weights[CHUNKS])
-        return ChunkState(rows, BeamSearch.begin(END, most, self.beam), most)
+        return ChunkState(rows, BeamSearch.begin(END, most, self.beam))
 
     def rewrite(
         self, canvas: Canvas, memory: EncoderOutput, iteration: int, rng: RandomSource
@@ -323,10 +320,7 @@ class SynstRefiner:
         begin = len(self.sizes)
         newest = [one.text[-1] if one.text else begin for one in search.live]
         logits = rows.step(torch.tensor(newest))[:, :begin]
-        left = [
-            state.most_words[one.source] - sum(chunk_size(c, self.longest) for c in one.text)
-            for one in search.live
-        ]
+        left = [search.limits[one.source] - self.count_words(one.text) for one in search.live]
         too_long = self.sizes > torch.tensor(left, device=self.sizes.device)[:, None]
         logits = logits.masked_fill(too_long, -torch.inf)
         if iteration == 0:
@@ -334,19 +328,23 @@ class SynstRefiner:
         search, continued, _ = search.advance(logits)
         if search.live:
             rows.select(continued)
-        counts = list[int]()
-        for source in range(len(state.most_words)):
-            found = search.candidates_of(source)[: self.beam]
-            counts += [sum(chunk_size(c, self.longest) for c in one.text) for one in found]
-            counts += [0] * (self.beam - len(found))
+        counts = [self.count_words(one.text) for one in search.list_candidates()]
         room = max(1, canvas.tokens.shape[1])
         blank = blank_canvas(counts, self.model.config.mask, self.model.device, room)
         return blank._replace(extra=state._replace(rows=rows, search=search))
 
+    def count_words(self, chunks: Sequence[int]) -> int:
+        """Return the number of tokens of these chunks."""
+        return sum(chunk_size(chunk, self.longest) for chunk in chunks)
+
+    def lay_out_best(self, search: BeamSearch) -> Tensor:
+        """Return the layout [B, L] of the best chunks of every source."""
+        best = search.list_candidates()[:: self.beam]
+        return lay_out([one.text for one in best], self.longest).to(self.model.device)
+
     def write_words(self, canvas: Canvas, state: ChunkState, memory: EncoderOutput) -> Canvas:
         """Write the words of the best chunks of every source."""
-        chunks = [state.search.candidates_of(n)[0].text for n in range(len(state.most_words))]
-        layout = lay_out(chunks, self.longest).to(self.model.device)
+        layout = self.lay_out_best(state.search)
         states = word_states(self.model, layout, memory)[layout == WORD]
         logits = forbid_special_tokens(self.model, self.model.logits(states))
         best, words = logits.log_softmax(dim=-1).max(dim=-1)
@@ -368,9 +366,7 @@ class SynstRefiner:
         if not after.extra.written:
             fresh = before.extra is None
             return len(before.tokens) // self.beam if fresh else len(before.extra.search.live)
-        search = after.extra.search
-        chunks = [search.candidates_of(n)[0].text for n in range(len(search.limits))]
-        return lay_out(chunks, self.longest).numel()
+        return self.lay_out_best(after.extra.search).numel()
 
 
 # ------------------------------ the card

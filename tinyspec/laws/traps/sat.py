@@ -15,7 +15,13 @@ from tinyspec.decoding.beam import greedy_search
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement
-from tinyspec.laws.plain_lists import run_plain_pass, word_logits, word_vector
+from tinyspec.laws.plain_lists import (
+    run_plain_pass,
+    score_all_texts,
+    search_by_rule,
+    word_logits,
+    word_vector,
+)
 from tinyspec.laws.rewriting_laws import numbers_differ, reader_of
 from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.lm.seq2seq import Lockstep, Seq2Seq
@@ -129,45 +135,6 @@ def score_next_words(
     row = torch.tensor(word_logits(model, states[len(text)]), dtype=torch.float64)
     scores: list[float] = row.log_softmax(dim=-1).tolist()
     return scores
-
-
-def score_all_texts(
-    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int
-) -> dict[tuple[int, ...], float]:
-    """Return the mean log-probability of the words and the end of every text."""
-    sums: dict[tuple[int, ...], float] = {(): 0.0}
-    found = dict[tuple[int, ...], float]()
-    for _ in range(limit + 1):
-        rows = {text: after(text) for text in sums}
-        found |= {text: (sums[text] + row[eos]) / (len(text) + 1) for text, row in rows.items()}
-        sums = {
-            (*text, word): sums[text] + score
-            for text, row in rows.items()
-            for word, score in enumerate(row)
-            if word != eos and len(text) < limit
-        }
-    return found
-
-
-def search_by_rule(
-    after: Callable[[tuple[int, ...]], list[float]], eos: int, limit: int, beam: int
-) -> tuple[int, ...]:
-    """Return the text that a beam search finds: word by word, all continuations compared."""
-    live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
-    ended = list[tuple[float, tuple[int, ...]]]()
-    while live and len(ended) < beam:
-        longer = [
-            (total + score, text, word)
-            for total, text in live
-            for word, score in enumerate(after(text))
-            if word == eos or len(text) < limit
-        ]
-        longer.sort(reverse=True)
-        ended += [
-            (score / (len(text) + 1), text) for score, text, word in longer[:beam] if word == eos
-        ]
-        live = [(score, (*text, word)) for score, text, word in longer if word != eos][:beam]
-    return max(ended)[1]
 
 
 WIDE = 128  # a beam that holds all texts of two words

@@ -15,7 +15,14 @@ from torch import Tensor
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.nonautoregressive_laws import Build, run_refinement
-from tinyspec.laws.plain_lists import Vector, find_likeliest_word, run_plain_pass, word_vector
+from tinyspec.laws.plain_lists import (
+    Vector,
+    find_likeliest_word,
+    run_plain_pass,
+    score_all_texts,
+    search_by_rule,
+    word_vector,
+)
 from tinyspec.laws.plain_lists import word_logits as all_word_logits
 from tinyspec.laws.rewriting_laws import numbers_differ, reader_of
 from tinyspec.laws.traps import Trap, refine_card
@@ -127,26 +134,27 @@ def chunks_then_words(build: Build) -> Iterator[int]:
         accuse(CHUNKED, "translations of several numbers of chunks", counts)
 
 
+SEARCHES = ((1, 4, WIDE), (2, 4, WIDE), (3, 12, 2), (3, 12, 3))  # longest, positions, beam
+
+
 @collect_evidence(SEARCHED)
-def widest_beam_finds_likeliest(build: Build) -> Iterator[int]:
-    """Check the words that stand in the likeliest chunks of all, by the mean with their end."""
-    for seed, source, (longest, positions) in product(range(4), SOURCES[:2], ((1, 4), (2, 4))):
+def searches_over_chunks(build: Build) -> Iterator[int]:
+    """Check the words that stand in the chunks that are found, by the mean with their end.
+
+    A beam that holds all sequences finds the likeliest; a narrow one, what the rule finds.
+    """
+    for seed, source, (longest, positions, beam) in product(range(4), SOURCES[:2], SEARCHES):
         model = chunk_writer(seed, longest, positions)
         after = cache(partial(score_next_chunks, model, source, longest))
-        sums: dict[tuple[int, ...], float] = {(): 0.0}
-        best: tuple[float, tuple[int, ...]] = (-math.inf, ())
-        while sums:
-            longer = dict[tuple[int, ...], float]()
-            for before, total in sums.items():
-                for chunk, score in enumerate(after(before)):
-                    if chunk == 0:
-                        best = max(best, ((total + score) / (len(before) + 1), before))
-                    elif score > -math.inf:
-                        longer[*before, chunk] = total + score
-            sums = longer
-        words, scores, _ = write_given_chunks(model, source, longest, best[1])
-        run = run_refinement(build, RefineRequest(model), source, beam=WIDE)
-        case = {"source": source, "longest": longest, "likeliest chunks": best[1], "reader": seed}
+        limit = limit_words(model, source)
+        if beam == WIDE:
+            means = score_all_texts(after, 0, limit)
+            given = max(means, key=means.__getitem__)
+        else:
+            given = search_by_rule(after, 0, limit, beam)
+        words, scores, _ = write_given_chunks(model, source, longest, given)
+        run = run_refinement(build, RefineRequest(model), source, beam=beam)
+        case = {"source": source, "longest": longest, "chunks": given, "beam": beam, "reader": seed}
         expect_equal(SEARCHED, words, run.tokens, **case)
         if numbers_differ(scores, run.scores):
             accuse(SEARCHED, scores, run.scores, **case)
@@ -253,7 +261,7 @@ def chunks_have_ids(encode: Callable[[Sequence[Chunk], int], list[int]]) -> Iter
 
 TRAPS = [
     Trap(CHUNKED, chunks_then_words, refine_card("synst")),
-    Trap(SEARCHED, widest_beam_finds_likeliest, refine_card("synst")),
+    Trap(SEARCHED, searches_over_chunks, refine_card("synst")),
     Trap(LEARNT, loss_of_chunks_and_words, lambda: synst.synst_loss),
     Trap(CUT, largest_constituents_are_chunks, lambda: chunks.cut_tree),
     Trap(NAMED, chunks_have_ids, lambda: synst.encode_chunks),
@@ -309,12 +317,11 @@ return model.decode(model.place(inputs), memory, causal, dropout, layout != PADD
     ),
     _synst(
         "the shortest sequence of chunks, not the likeliest",
-        "chunks = [state.search.candidates_of(n)[0].text for n in range(len(state.most_words))]",
-        """chunks = [
-    min(state.search.candidates_of(n), key=lambda one: len(one.text)).text
-    for n in range(len(state.most_words))
+        "best = search.list_candidates()[:: self.beam]",
+        """best = [
+    min(search.candidates_of(n), key=lambda one: len(one.text)) for n in range(len(search.limits))
 ]""",
-        SynstRefiner.write_words,
+        SynstRefiner.lay_out_best,
         law=SEARCHED,
     ),
     _synst(
