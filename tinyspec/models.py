@@ -136,6 +136,18 @@ def find_heads_of(name: str, method: str) -> list[str]:
     ]
 
 
+def find_tuned_of(name: str, method: str) -> list[str]:
+    """Return models on this machine, by name, that this one became when it was tuned."""
+    from tinyspec.lm.config import TUNED
+
+    return [
+        known.name
+        for known in list_known()
+        if isinstance(own := _extras(known.path).get(TUNED), dict)
+        and (own.get("from"), own.get("method")) == (name, method)
+    ]
+
+
 def _config(path: Path | None) -> dict[str, Any]:
     """Return config.json as it stands, or nothing: the caller only wants to know the kind."""
     try:

@@ -64,11 +64,12 @@ def test_a_depth_counts_where_the_draft_went_on() -> None:
 @pytest.mark.slow
 def test_heads_stand_beside_lookup_and_the_draft(zoo: Zoo, tmp_path: Path) -> None:
     out, page, picture = (tmp_path / name for name in ("heads.json", "heads.md", "heads.svg"))
-    head = tmp_path / "cache" / "models" / "head"
     values = ["head.heads=2", "texts.texts=12", "texts.tokens=12", "train.steps=2"]
     sets = [word for value in values for word in ("--set", value)]
-    asked = ("--for", zoo.big, "--method", "medusa", "--out", str(head), "--quiet")
-    assert run("train", "head", *asked, *sets).exit_code == 0
+    for method, name in (("medusa", "head"), ("medusa2", "tuned")):
+        folder = str(tmp_path / "cache" / "models" / name)
+        asked = ("--for", zoo.big, "--method", method, "--out", folder, "--quiet")
+        assert run("train", "head", *asked, *sets).exit_code == 0
     files = ("--out", str(out), "--markdown", str(page), "--svg", str(picture))
     done = run("bench", "heads", "--model", zoo.big, *QUICK, *files)
     assert done.exit_code == 0, done.output
@@ -77,6 +78,8 @@ def test_heads_stand_beside_lookup_and_the_draft(zoo: Zoo, tmp_path: Path) -> No
     assert all(arm["tau"] >= 1 for arm in arms.values())
     assert arms["medusa"]["head"] == "head" and arms["medusa"]["megabytes"] > 0
     assert arms["llma"]["head"] is None and arms["llma"]["minutes"] is None
+    assert arms["medusa2"]["head"] == "tuned"
+    assert "their own: medusa2 (tuned)" in page.read_text()
     assert "| medusa |" in page.read_text() and "<svg" in picture.read_text()
 
 

@@ -2,7 +2,8 @@
 
 Every method continues the same openings of the valid books. Nothing is timed, so the machine may be
 busy. Beside the heads stand lookup (`llma`), which is trained on nothing, and the draft model that
-the target's card names. A head that is below them is not trained enough.
+the target's card names. A head that is below them is not trained enough. Models that the target
+became when it was tuned for a method have rows too; they write texts of their own.
 
     tokens per pass  tau: tokens committed for each pass of the target that verifies
     depth d          of the rounds in which the draft went on below d - 1 accepted tokens, the share
@@ -52,7 +53,7 @@ SMALL_TREE = 7  # nodes of what counts as a small tree in the note on sizes
 def list_arms_with_heads(model: Model) -> list[ArmSpec]:
     """Return the rows of all methods that have a head for this model here, and what they beat.
 
-    Left out are methods that tune the model, and those that are lossy by default.
+    Left out are methods that are lossy by default.
     """
     headed = [
         card.name
@@ -80,12 +81,28 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
     specs = [*map(ArmSpec.parse, given.methods)] or list_arms_with_heads(model)
     if given.sizes:
         return count_tree_sizes(given, model, specs, quiet)
+    tuned = dict[str, str]() if given.methods else find_tuned_models(model)
+    steps = (len(specs) + len(tuned)) * given.prompts
     arms = dict[str, Any]()
-    with show_progress_bar(f"heads of {model.name}", len(specs) * given.prompts, quiet) as tick:
+    with show_progress_bar(f"heads of {model.name}", steps, quiet) as tick:
         for spec in specs:
             counts = count_method(given, model, spec, tick)
             arms[spec.label] = summarize_counts(counts) | describe_training(model, spec.name)
+        for method, name in tuned.items():
+            other = models.load(name, dtype=given.dtype)
+            counts = count_method(given, other, ArmSpec(method), tick)
+            arms[method] = summarize_counts(counts) | describe_folder(name)
     return _stamp(given, model, arms)
+
+
+def find_tuned_models(model: Model) -> dict[str, str]:
+    """Return, by method, the model that this one became when it was tuned."""
+    found = {
+        card.name: models.find_tuned_of(model.name, card.name)
+        for card in load_techniques().values()
+        if card.tuned is not None and card.guarantee is not Guarantee.LOSSY
+    }
+    return {method: names[0] for method, names in found.items() if names}
 
 
 def _stamp(given: HeadsSettings, model: Model, arms: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,11 +264,16 @@ def describe_training(model: Model, method: str) -> dict[str, Any]:
     elif card.drafts:
         drafts = models.find_drafts_of(model.name)
         named = model.config.extra.get("draft") or next(iter(drafts), None)
-    folder = None if named is None else models.find_model(named)
+    return describe_folder(named)
+
+
+def describe_folder(name: str | None) -> dict[str, Any]:
+    """Return name, size and training time of a model or a head; None where there is none."""
+    folder = None if name is None else models.find_model(name)
     if folder is None:
         return {"head": None, "megabytes": None, "minutes": None}
     size = (folder / "model.safetensors").stat().st_size
-    return {"head": named, "megabytes": size / 1e6, "minutes": _read_minutes(folder)}
+    return {"head": name, "megabytes": size / 1e6, "minutes": _read_minutes(folder)}
 
 
 def _read_minutes(folder: Path) -> float | None:
@@ -352,11 +374,17 @@ def note_heads(result: Result) -> list[str]:
             "Beyond the curve its last slope goes on."
         )
         return [how, *([count_paying_sizes(result)] if given["curve"] else [])]
+    tuned = ", ".join(
+        f"{name} ({arm['head']})"
+        for name, arm in result["arms"].items()
+        if find_technique(ArmSpec.parse(name).name).tuned is not None
+    )
     return [
         f"{given['prompts']} openings of the valid books, {given['tokens']} tokens each, "
         f"temperature {given['temperature']:g}. Depth d: of the rounds whose draft went on below "
         "d - 1 accepted tokens, the share in which a draft token at depth d was accepted. MB and "
-        "minutes: of the head, or of the draft model. Nothing is timed."
+        "minutes: of the head, or of the draft model. Nothing is timed.",
+        *([f"In tuned models, whose texts are their own: {tuned}."] if tuned else []),
     ]
 
 
