@@ -14,7 +14,7 @@ from enum import Enum
 from functools import partial
 from numbers import Real
 from pathlib import Path
-from types import MappingProxyType, NoneType
+from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -515,7 +515,7 @@ class TrainedTranslator(NamedTuple):
 def check_ranges(
     settings: Any,
     whole: Mapping[str, int],
-    numbers: Mapping[str, tuple[float, float]] = MappingProxyType({}),
+    numbers: Mapping[str, tuple[float, float]] | None = None,
 ) -> None:
     """Raise TinyspecError unless the settings of a recipe are in their ranges.
 
@@ -526,7 +526,7 @@ def check_ranges(
         value = getattr(settings, name)
         if type(value) is not int or not 1 <= value <= high:
             raise TinyspecError(f"{name} is {value}: it must be a whole number from 1 to {high}")
-    for name, (low, most) in numbers.items():
+    for name, (low, most) in (numbers or {}).items():
         value = getattr(settings, name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not (is_number and low <= value <= most):
