@@ -134,7 +134,7 @@ def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -
             )
         )
 
-    deep, wide = model(300, 16, 32), model(1, 256, 880)
+    deep, wide = model(600, 16, 32), model(1, 256, 1780)
     assert deep.config.parameters() == pytest.approx(wide.config.parameters(), rel=0.1)
     target = model(1, 32, 48)
 
