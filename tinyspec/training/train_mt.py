@@ -132,7 +132,8 @@ def train_mt(
 def _compute_fast(device: torch.device) -> Iterator[None]:
     """Compute in bfloat16 if the device multiplies it, and attention in separate steps.
 
-    The fused attention of a CPU takes eight times as long for sentences in bfloat16.
+    In bfloat16 the fused attention of a CPU is slow in the backward pass, for texts as short as
+    sentences.
     """
     with autocast(device), sdpa_kernel(SDPBackend.MATH):
         yield

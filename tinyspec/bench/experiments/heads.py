@@ -272,7 +272,7 @@ def describe_folder(name: str | None) -> dict[str, Any]:
     folder = None if name is None else models.find_model(name)
     if folder is None:
         return {"head": None, "megabytes": None, "minutes": None}
-    size = (folder / "model.safetensors").stat().st_size
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     return {"head": name, "megabytes": size / 1e6, "minutes": _read_minutes(folder)}
 
 
