@@ -262,6 +262,15 @@ def test_every_weight_has_a_gradient() -> None:
     ] == []
 
 
+def test_logits_are_in_float32_where_products_are_in_bfloat16() -> None:
+    m = model(FULL, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        memory = m.encode(torch.tensor([SOURCE]))
+        states = m.decode(m.embed(torch.tensor([TARGET])), memory)
+        found = m.logits(states), m.fertility_logits(memory), m.length_logits(memory)
+    assert [logits.dtype for logits in found] == 3 * [torch.float32]
+
+
 # ---------------------------------------------------------------------- as a session
 
 

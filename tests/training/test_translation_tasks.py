@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tinyspec.laws.rewriting_laws import reader_of
+from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.nonautoregressive.nag_bert import nag_bert_loss
 from tinyspec.nonautoregressive.sat import sat_loss
 from tinyspec.technique import TranslatorTraining, find_technique
@@ -55,3 +56,26 @@ def test_the_window_of_neighbours_reaches_the_loss() -> None:
     for window in (0, 1, 3):
         model, got = train_once("nag_bert", window=window)
         assert got == float(nag_bert_loss(model, BATCH, window=window))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_bfloat16_the_loss_is_nearly_that_in_float32(method: str) -> None:
+    """Of every technique that does not ask for float32."""
+    trained = find_technique(method).translator
+    assert trained is not None
+    if trained.float32:
+        assert method in ("flowseq", "latent_transformer", "nag_bert", "nar_crf")
+        return
+    found = reader_of(trained, 0)
+    weights = {name: w.float() for name, w in found.weights.items()}
+    batch = (*BATCH, FERTILITIES) if trained.aligned else BATCH
+    losses = list[float]()
+    for is_mixed in (False, True):
+        training = TranslatorTraining(
+            Seq2Seq(found.config, weights), None, trained.settings(), 0.0, 0.0, 1.0
+        )
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
+            loss = trained.loss(training, batch, torch.Generator().manual_seed(0))
+        assert loss.dtype is torch.float32
+        losses.append(float(loss.detach()))
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.02)
