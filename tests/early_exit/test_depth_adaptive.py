@@ -158,7 +158,7 @@ def test_a_text_has_one_exit_however_its_prompt_was_read() -> None:
         whole.extend(prompt)
         parts.extend(prompt[:4])
         parts.extend(prompt[4:])
-        again.extend([*prompt[:4], 12, 11, 12, 10])
+        again.extend([*prompt[:4], *(12, 11, 12, 10, 12, 12, 11, 12)])
         again.step(Seeded(0))
         again.rewind(4)
         again.extend(prompt[4:])
