@@ -153,10 +153,10 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3445,
+    "root + show": 3447,
     "_core": 957,
-    "lm": 5488,
-    "decoding": 1841,
+    "lm": 5748,
+    "decoding": 1836,
     "chapters": 13895,
     "laws": 18583,
     "museum": 3554,

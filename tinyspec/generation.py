@@ -29,14 +29,16 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.streams import DecodingBatch, GrowingText, StreamDecoder, decode_many
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
 from tinyspec.pairing import Draft, Head, advised_knobs, attach_head, drafts_for, find_head_card
 from tinyspec.technique import Card, Request, StreamRequest, find_technique
+
+MAX_LIVE = 64  # rows of a batch that run at once: each has a thread, and a cache of its own
 
 ModelName: TypeAlias = Model | str | Path
 """A loaded model, or the name or path of one; a name is loaded once and kept."""
@@ -181,7 +183,7 @@ def start_generation(
     stop: str | Sequence[str | Sequence[int]] | None = (),
     chat: bool = False,
     references: str | Sequence[str | Sequence[int]] = (),
-    barrier: BatchBarrier | None = None,
+    scheduler: Scheduler | None = None,
     **knobs: Any,
 ) -> GenerationRun:
     """Prepare a request. Raise TinyspecError for whatever is wrong with its arguments."""
@@ -220,8 +222,8 @@ def start_generation(
         streams = cast(Decoder, card.stream_decoder(asked, **knobs))  # it has a decoder's face
         return GenerationRun(streams, model, ids, seed, knobs)
     request = Request(
-        target=model.session(forward_log, barrier),
-        drafts=[d.session(forward_log, barrier) for d in drafts],
+        target=model.session(forward_log, scheduler),
+        drafts=[d.session(forward_log, scheduler) for d in drafts],
         sampling=sampling,
         stop=stopping_criteria(model, stops, max_new_tokens),
         references=[
@@ -230,7 +232,8 @@ def start_generation(
         positions=model.config.max_positions,
         draft_max_lengths=[d.config.max_positions for d in drafts],
         forward_log=forward_log,
-        clock=None if barrier else time.perf_counter,  # in a batch a call's time is the others' too
+        # In a batch the time of a pass is the others', too.
+        clock=None if scheduler else time.perf_counter,
         head="" if head_card is card else head_card.name,
     )
     return GenerationRun(card.make(request, **knobs), model, ids, seed, knobs)
@@ -303,7 +306,8 @@ def generate(
 
     A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone
     with that seed; on a CPU in float32 and bfloat16 to the bit, for no row of the compiled
-    transformer depends on what is computed beside it.
+    transformer depends on what is computed beside it. Of more than 64 rows, the next one begins
+    where one ends.
 
     A row that fails ends the batch: the error names the row, `prompt[2]: ...`, and no row has a
     result.
@@ -319,7 +323,7 @@ def generate(
         try:
             yield _finish(
                 start_generation(
-                    model, rows[row], seed=seed + row, barrier=batch.barrier, **options
+                    model, rows[row], seed=seed + row, scheduler=batch.scheduler, **options
                 )
             )
         except TinyspecError as error:
@@ -330,7 +334,8 @@ def generate(
 
     jobs = [partial(run_row, row) for row in range(len(rows))]
     # The streams of a request share passes with each other: such requests take turns.
-    results = dict(decode_many(jobs, in_turns=card.kind == "streams"))
+    in_turns = card.kind == "streams"
+    results = dict(decode_many(jobs, in_turns=in_turns, max_live=MAX_LIVE))
     return [results[row] for row in range(len(rows))]
 
 

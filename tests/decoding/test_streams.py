@@ -15,7 +15,7 @@ from tinyspec.decoding.streams import DecodingBatch, Stream, StreamDecoder, deco
 from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.exact.models import small_network
-from tinyspec.lm.batching import BatchBarrier, run_together
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.tree import TokenTree
 
 M = small_network(3, 6)
@@ -34,7 +34,7 @@ def decode_alone(prompt: Sequence[int], rng: RandomSource, n: int, heat: float =
 
 def write(number: int, n: int, batch: DecodingBatch[int]) -> Iterator[int]:
     stop, sampling = StoppingCriteria(max_new_tokens=n), SamplingParams(0.8)
-    session = M.session(barrier=batch.barrier)
+    session = M.session(scheduler=batch.scheduler)
     decoder = Decoder(session, BaseDrafter(), verify_tree, sampling=sampling, stop=stop)
     decoder.extend([*PREFIX, *TAILS[number % 3]])
     for round in decoder.run(Seeded(number)):
@@ -71,14 +71,14 @@ def test_in_turns_one_text_runs_after_the_other() -> None:
     """So what they decide for each other does not depend on the machine."""
     order = list[tuple[int, int]]()
 
-    def job(number: int, barrier: BatchBarrier) -> None:
-        session = M.session(barrier=barrier)
+    def job(number: int, scheduler: Scheduler) -> None:
+        session = M.session(scheduler=scheduler)
         for step in range(4):
             order.append((step, number))
             session.extend([1, 2])
 
     jobs = [partial(job, number) for number in range(5)]
-    run_together(jobs, BatchBarrier(in_turns=True))
+    run_together(jobs, Scheduler(in_turns=True))
     assert order == sorted(order)
 
 

@@ -37,9 +37,9 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.exit_laws import PLACE_SETTINGS
 from tinyspec.laws.traps import Trap
 from tinyspec.laws.traps import skip_decode as traps
-from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.config import TUNED
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuning, find_technique
 from tinyspec.tree import TokenTree
 
@@ -201,8 +201,8 @@ def test_two_texts_of_a_batch_share_every_pass() -> None:
         return inner(feeds)
 
     def decode(prompt: list[int]) -> Any:
-        def job(barrier: BatchBarrier) -> list[int]:
-            session = model.session([], barrier)
+        def job(scheduler: Scheduler) -> list[int]:
+            session = model.session([], scheduler)
             stop = StoppingCriteria(max_new_tokens=5)
             request = Request(session, sampling=GREEDY, stop=stop)
             decoder = CARD.make(request, speedup=1.2, warmup=1, horizon=3)

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 from math import isclose
 from typing import Any
 
@@ -28,7 +28,8 @@ from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_eq
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.request_laws import expect_no_generator_moves, run_to_end
 from tinyspec.laws.stage import Stage
-from tinyspec.lm.batching import run_together
+from tinyspec.lm.policies import Aligned, FirstComeFirstServed, Lockstep
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.technique import Card, Guarantee, Request
 
 TRACE_IDENTITIES = "trace identities"
@@ -37,6 +38,7 @@ SAME_SEED = "same seed same output"
 TWO_REQUESTS = "two requests are the two alone"
 GLOBAL_RANDOMNESS = "global randomness is untouched"
 BATCH_ROW_ALONE = "a batch row is the row alone"
+POLICIES = (Lockstep, lambda: FirstComeFirstServed(budget=4, chunk=2), lambda: Aligned(patience=1))
 STOP_OF_REQUEST = "stop"
 
 REQUEST_TOLERANCE = 1e-10
@@ -211,7 +213,7 @@ def global_randomness_is_untouched(card: Card) -> Iterator[int]:
 def a_batch_row_is_the_row_alone(
     card: Card, together: Callable[..., list[Any]] = run_together
 ) -> Iterator[int]:
-    """Check that ragged requests in one batch give what each gives alone.
+    """Check that ragged requests in one batch give what each gives alone, under every policy.
 
     Their logits differ by rounding only in float64; where the compiled transformer computes
     (float32 and bfloat16 on a CPU), by no bit.
@@ -220,18 +222,20 @@ def a_batch_row_is_the_row_alone(
     greedy = card.guarantee is Guarantee.GREEDY
     sampling = SamplingParams(0.0) if greedy else SamplingParams(0.8, top_p=0.9)
     narrow = [] if _core.compute is None else [torch.float32, torch.bfloat16]
+    policies = cycle(POLICIES)
     for seed, dtype in product(range(2), [torch.float64, *narrow]):
+        policy = next(policies)()
         stage = Stage(card, deep=True, vocabulary=4, seed=seed, sampling=sampling)
         models = [small_network(number, 4).to(dtype=dtype) for number in (seed, seed + 2)]
         models[0] = add_random_head(models[0], card, seed)
 
         def row(
-            number: int, barrier: Any, stage: Stage = stage, models: Any = models
+            number: int, scheduler: Any, stage: Stage = stage, models: Any = models
         ) -> list[Round]:
             forward_log: list[Any] = []
             request = Request(
-                target=models[0].session(forward_log, barrier),
-                drafts=[models[1].session(forward_log, barrier) for _ in range(card.hosted)],
+                target=models[0].session(forward_log, scheduler),
+                drafts=[models[1].session(forward_log, scheduler) for _ in range(card.hosted)],
                 sampling=stage.sampling,
                 stop=StoppingCriteria(max_new_tokens=4 + 2 * number),
                 references=stage.references,
@@ -243,10 +247,15 @@ def a_batch_row_is_the_row_alone(
 
         alone = [row(number, None) for number in range(len(prompts))]
         batch = together(
-            [lambda barrier, number=number: row(number, barrier) for number in range(len(prompts))]
+            [
+                lambda scheduler, number=number: row(number, scheduler)
+                for number in range(len(prompts))
+            ],
+            Scheduler(policy),
         )
         for number, (one, other) in enumerate(zip(alone, batch, strict=True)):
             case = {**stage.describe(), "prompts": prompts, "row": number, "dtype": str(dtype)}
+            case["policy"] = type(policy).__name__
             expect_equal(BATCH_ROW_ALONE, visible_rounds(one), visible_rounds(other), **case)
             for at, (mine, its) in enumerate(zip(one, other, strict=True)):
                 logits = [torch.as_tensor(each.scores.logits) for each in (mine, its)]

@@ -21,7 +21,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, token_origins
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.evidence import Evidence, LawViolated
-from tinyspec.lm.batching import run_together
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.technique import Card, Request, find_technique, load_techniques
 from tinyspec.tree import TokenTree
 
@@ -171,13 +171,13 @@ def stopping(kind: type[StoppingCriteria]) -> Card:
     return card(build, drafts=1)
 
 
-def swapped(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
-    return run_together(list(jobs))[::-1]
+def swapped(jobs: Sequence[Callable[[Any], Any]], scheduler: Scheduler) -> list[Any]:
+    return run_together(jobs, scheduler)[::-1]
 
 
-def wider(jobs: Sequence[Callable[[Any], Any]]) -> list[Any]:
+def wider(jobs: Sequence[Callable[[Any], Any]], scheduler: Scheduler) -> list[Any]:
     """A batch whose logits are rounded as those of no single text are."""
-    rows = run_together(list(jobs))
+    rows = run_together(jobs, scheduler)
     return [
         [
             one._replace(scores=one.scores._replace(logits=one.scores.logits * (1 + 2**-22)))

@@ -14,8 +14,8 @@ from tests.lm.small import GPT2, LLAMA, PROMPT, QWEN3, begun, close, forced, mod
 from tests.lm.test_session import trees
 from tinyspec import _core
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import ForwardRecord, Plan
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.session import Session
 from tinyspec.tree import ROOT, TokenTree
 
@@ -202,7 +202,7 @@ def test_none_is_chosen_where_something_is_special() -> None:
     hanging, begun_at = begun(m), begun(m)
     hanging.score(TokenTree.chain([1]))
     begun_at.run_to_layer(EMPTY, 1)
-    shut = m.session(barrier=BatchBarrier(1))
+    shut = m.session(scheduler=Scheduler(1))
     shut.extend(PROMPT)
     part = begun(m)
     part.set_plan(Plan(last=1))

@@ -24,7 +24,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import check
-from tinyspec.lm.batching import BatchBarrier
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.speculative.drafting.speculative_decoding import (
     acceptance_rate,
     arithmetic_growth,
@@ -308,11 +308,11 @@ def test_draft_chain_equals_scoring_a_growing_tree(
     """Under a penalty a distribution depends on every draft token before it."""
     small = model(dtype=torch.float32)
     trees, context = [], list(PROMPT)
-    for barrier in (
+    for scheduler in (
         None,
-        BatchBarrier(1),
-    ):  # with a barrier distributions are asked for one tree at a time
-        session = small.session(barrier=barrier)
+        Scheduler(1),
+    ):  # with a scheduler distributions are asked for one tree at a time
+        session = small.session(scheduler=scheduler)
         session.extend(context)
         trees.append(ModelDrafter(session, 4).propose(context, 9, sampling, Seeded(3)))
     one, other = trees

@@ -15,8 +15,8 @@ from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.generation import Generation
-    from tinyspec.lm.batching import BatchBarrier
     from tinyspec.lm.model import Model
+    from tinyspec.lm.scheduler import Scheduler
 
 ROWS = 16
 """Prompts in a forward pass: enough to share the reading of the weights, few enough for memory."""
@@ -145,7 +145,7 @@ def generate_lines(
     A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
     every prompt of the first batch is wrong with the settings, and raised once.
     """
-    from tinyspec.lm.batching import BatchBarrier, run_together
+    from tinyspec.lm.scheduler import Scheduler, run_together
     from tinyspec.technique import find_technique
 
     in_turns = find_technique(options["method"]).kind == "streams"  # it batches its own streams
@@ -155,7 +155,7 @@ def generate_lines(
             partial(_generate_line, target, line.prompt, {**options, "seed": seed + row})
             for row, line in enumerate(part, first)
         ]
-        results = run_together(jobs, BatchBarrier(in_turns=in_turns))
+        results = run_together(jobs, Scheduler(in_turns=in_turns))
         errors = [str(result) for result in results if isinstance(result, TinyspecError)]
         if first == 0 and len(errors) == len(results) > 1 and len(set(errors)) == 1:
             raise TinyspecError(errors[0])
@@ -163,12 +163,12 @@ def generate_lines(
 
 
 def _generate_line(
-    target: "Model", prompt: str, options: dict[str, Any], barrier: "BatchBarrier"
+    target: "Model", prompt: str, options: dict[str, Any], scheduler: "Scheduler"
 ) -> "Generation | TinyspecError":
     from tinyspec.generation import start_generation
 
     try:
-        running = start_generation(target, prompt, barrier=barrier, **options)
+        running = start_generation(target, prompt, scheduler=scheduler, **options)
         for _ in running:
             pass
         return running.result()

@@ -1,7 +1,7 @@
 """Decode several texts at once: the prompts of a batch, or the streams of one request.
 
 Each text is decoded by its own loop, as if it were alone, and all loops share forward passes
-(lm/batching.py). `decode_many` runs them and yields what they yield. A text may start others while
+(lm/scheduler.py). `decode_many` runs them and yields what they yield. A text may start others while
 it runs; they join the next pass.
 
 A *stream* is one of several texts that together make one answer (Skeleton-of-Thought, APAR). It
@@ -18,9 +18,8 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count, takewhile
+from itertools import takewhile
 from queue import SimpleQueue
-from threading import Thread
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from torch import Tensor
@@ -31,9 +30,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import Reason, StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchAborted, BatchBarrier, run_together
 from tinyspec.lm.forward import ForwardRecord, Scores
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import Event, Scheduler
 from tinyspec.lm.tokenizer import Detokeniser
 from tinyspec.tree import TokenTree
 
@@ -45,56 +44,53 @@ T = TypeVar("T")
 class DecodingBatch(Generic[T]):
     """Texts that are decoded together.
 
-    barrier  what their sessions compute through
+    scheduler  what their sessions compute through
+    events     what the texts yielded, and their ends
+    started    how many texts were begun
     """
 
-    def __init__(self, barrier: BatchBarrier):
-        self.barrier = barrier
-        self.items: SimpleQueue[tuple[int, T] | BaseException | None] = SimpleQueue()
-        self._numbers = count()
+    def __init__(self, scheduler: Scheduler):
+        self.scheduler, self.started = scheduler, 0
+        self.events: SimpleQueue[Event] = SimpleQueue()
 
     def start(self, texts: "Sequence[DecodeText[T]]") -> None:
         """Begin texts. They join the next shared pass. A text that runs may call this."""
-        self.barrier.start([partial(self._decode, next(self._numbers), text) for text in texts])
+        with self.scheduler.together():
+            self.started += len(texts)
+            for text in texts:
+                self.scheduler.submit(partial(self._decode, text), events=self.events)
 
-    def _decode(self, number: int, text: "DecodeText[T]", barrier: BatchBarrier) -> None:
-        for item in text(self):
-            self.items.put((number, item))
+    def _decode(self, text: "DecodeText[T]", scheduler: Scheduler) -> Iterable[T]:
+        return text(self)
 
 
 DecodeText: TypeAlias = Callable[[DecodingBatch[T]], Iterable[T]]
-"""Decode one text of a batch: its sessions compute through `batch.barrier`."""
+"""Decode one text of a batch: its sessions compute through `batch.scheduler`."""
 
 
 def decode_many(
-    texts: Sequence[DecodeText[T]], *, in_turns: bool = False
+    texts: Sequence[DecodeText[T]], *, in_turns: bool = False, max_live: int | None = None
 ) -> Generator[tuple[int, T], None, None]:
     """Decode several texts in shared forward passes. Yield (number of the text, what it yielded).
 
     Closing the iterator ends them all. The first failure ends them all, and is raised here.
 
     in_turns  between two passes one text runs after the other: where they decide for each other
+    max_live  how many run at once; the next one begins where one ends
     """
-    batch = DecodingBatch[T](BatchBarrier(in_turns=in_turns))
-
-    def run() -> None:
-        try:
-            batch.start(texts)
-            run_together((), batch.barrier)
-            batch.items.put(None)
-        except BaseException as error:
-            batch.items.put(error)
-
-    thread = Thread(target=run, daemon=True)
-    thread.start()
+    batch = DecodingBatch[T](Scheduler(in_turns=in_turns, max_live=max_live))
+    ended = 0
     try:
-        while (item := batch.items.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+        batch.start(texts)
+        while ended < batch.started:
+            ticket, item, is_end = batch.events.get()
+            if not is_end:
+                yield ticket.number, item
+            elif ticket.error is not None:
+                raise ticket.error
+            ended += is_end
     finally:
-        batch.barrier.abort(BatchAborted())
-        thread.join()
+        batch.scheduler.close()
 
 
 # ------------------------------------------------------------------ text as it grows
@@ -173,11 +169,11 @@ class EditedTarget:
         return scores._replace(logits=self.edit(self.session.text, scores.logits))
 
 
-AfterRound: TypeAlias = Callable[[Stream, Round, BatchBarrier], Iterable[Stream]]
+AfterRound: TypeAlias = Callable[[Stream, Round, Scheduler], Iterable[Stream]]
 """Look at a round of a stream; return the streams that forked from it."""
 
 
-def fork_nothing(stream: Stream, round: Round, barrier: BatchBarrier) -> Iterable[Stream]:
+def fork_nothing(stream: Stream, round: Round, scheduler: Scheduler) -> Iterable[Stream]:
     """Return no streams."""
     return ()
 
@@ -212,7 +208,7 @@ class StreamDecoder:
         self.finished: Reason | None = None
         self._waiting: deque[Stream] = deque()
         self._n_running = 0
-        self._last_pass = -1
+        self._last_turn = -1
         self._reason: Reason = "eos"
         self._running: Generator[Round, None, None] | None = None
 
@@ -257,17 +253,17 @@ class StreamDecoder:
         parent: Decoder,
         length: int,
         tokens: Sequence[int],
-        barrier: BatchBarrier | None = None,
+        scheduler: Scheduler | None = None,
     ) -> Decoder:
         """Return a decoder after the first `length` tokens of another one's text, then `tokens`.
 
         What was computed for the common part is not computed again. The rest runs with the first
         new token, in the same pass.
 
-        barrier  what it computes through; None: what its parent computes through
+        scheduler  what it computes through; None: what its parent computes through
         """
         session: Any = parent.target
-        forward = None if barrier is None else barrier.forward_of(self.model)
+        forward = None if scheduler is None else scheduler.forward_of(self.model)
         decoder = self.make_decoder(session.fork(length, forward_log=[], forward=forward))
         decoder.target.append(tokens)
         decoder.begin([*parent.context[:length], *tokens])
@@ -275,7 +271,7 @@ class StreamDecoder:
 
     def fork_prompts(
         self, prompts: Sequence[Sequence[int]], sources: Sequence[RandomSource], begun: list[Stream]
-    ) -> Callable[[BatchBarrier], Sequence[Stream]]:
+    ) -> Callable[[Scheduler], Sequence[Stream]]:
         """Compute the common prefix of some prompts once, and return what begins their streams.
 
         begun  the streams are added to it, in the order of the prompts
@@ -286,10 +282,10 @@ class StreamDecoder:
         trunk.extend(prompts[0][: length + 1])  # it runs all but the last
         self.forward_log += trunk.forward_log
 
-        def begin(barrier: BatchBarrier) -> Sequence[Stream]:
+        def begin(scheduler: Scheduler) -> Sequence[Stream]:
             for prompt, source in zip(prompts, sources, strict=True):
                 begun.append(Stream(source))
-                begun[-1].decoder = self.fork_decoder(trunk, length, prompt[length:], barrier)
+                begun[-1].decoder = self.fork_decoder(trunk, length, prompt[length:], scheduler)
             return begun
 
         return begin
@@ -322,17 +318,17 @@ class StreamDecoder:
 
     def run_together(
         self,
-        begin: Callable[[BatchBarrier], Sequence[Stream]],
+        begin: Callable[[Scheduler], Sequence[Stream]],
         after_round: AfterRound = fork_nothing,
     ) -> Iterator[None]:
         """Run streams in shared passes until all have ended. Yield whenever a part was added.
 
-        begin        makes the first streams, whose sessions compute through the barrier
+        begin        makes the first streams, whose sessions compute through the scheduler
         after_round  is asked after every round for streams that fork there
         """
 
         def begin_all(batch: DecodingBatch[None]) -> Iterator[None]:
-            self._start(begin(batch.barrier), batch, after_round)
+            self._start(begin(batch.scheduler), batch, after_round)
             yield None
 
         running = decode_many([begin_all], in_turns=True)
@@ -356,10 +352,10 @@ class StreamDecoder:
     def _run_stream(
         self, stream: Stream, after_round: AfterRound, batch: DecodingBatch[None]
     ) -> Iterator[None]:
-        decoder, passes = stream.decoder, batch.barrier
+        decoder, passes = stream.decoder, batch.scheduler
         for round in decoder.run(stream.rng):
-            is_shared = passes.passes == self._last_pass
-            self._last_pass = passes.passes
+            is_shared = passes.turn == self._last_turn
+            self._last_turn = passes.turn
             stream.parts.append(round._replace(is_shared=is_shared))
             self._start(after_round(stream, round, passes), batch, after_round)
             yield None

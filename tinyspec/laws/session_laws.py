@@ -24,10 +24,10 @@ from tinyspec.decoding.verify import Verdict
 from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import Array, run_dense
 from tinyspec.laws.parts import Parts
-from tinyspec.lm.batching import run_together
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Plan, Scores
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import run_together
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Transformer
 from tinyspec.technique import Request
@@ -536,8 +536,8 @@ def batch_row_is_the_row_alone(parts: Parts) -> Iterator[int]:
     prompts = [(1,), (2, 3), (4, 5, 6, 1, 2)]
 
     def job(model: ThroughParts, row: int) -> Any:
-        def run(barrier: Any) -> list[Any]:
-            session, logits = Session(model, forward=barrier.forward_of(model)), list[Any]()
+        def run(scheduler: Any) -> list[Any]:
+            session, logits = Session(model, forward=scheduler.forward_of(model)), list[Any]()
             session.extend(prompts[row])
             for token in (3, 4):
                 logits.append(session.score(TokenTree.chain([token] * (row % 2))).logits[0])

@@ -8,7 +8,7 @@ because some were partly computed before.
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -318,6 +318,24 @@ class ForwardBatch:
     _seen_by_heads: dict[Heads, list[list[SeenSlots]]] = field(default_factory=dict)
     _mask: Tensor | None = None
 
+    def first_rows(self, n: int) -> "ForwardBatch":
+        """Return a pass over the first n rows of a prompt: they attend to no later ones."""
+        has_state, entering = self.has_state, self.entry_states
+        if has_state is not None and entering is not None:
+            has_state = has_state[:n]
+            entering = entering[: sum(has_state)]
+        return replace(
+            self,
+            tokens=self.tokens[:n],
+            positions=self.positions[:n],
+            slots=self.slots[:n],
+            starts=self.starts[:n],
+            n_slots=max(self.slots[:n]) + 1,
+            seen=self.seen[:n],
+            entry_states=entering,
+            has_state=has_state,
+        )
+
     @property
     def tokens_to_embed(self) -> list[int]:
         """The tokens [n], with 0 where a row brings its own state."""
@@ -453,7 +471,7 @@ class ForwardBatch:
 
 
 ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
-"""A forward pass: `Transformer.forward`, or a `BatchBarrier` in front of it."""
+"""A forward pass: `Transformer.forward`, or a `Scheduler` in front of it, which may run fewer rows of a prompt."""
 
 
 def _restrict(

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
-from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine
 from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.session import Session
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Transformer
@@ -112,11 +112,11 @@ class Model(Transformer):
         return self._tokenizer is not None
 
     def session(
-        self, forward_log: list[ForwardRecord] | None = None, barrier: BatchBarrier | None = None
+        self, forward_log: list[ForwardRecord] | None = None, scheduler: Scheduler | None = None
     ) -> Session:
-        """Return a session, for a new text. A `barrier` batches its forward passes with others."""
+        """Return a session, for a new text. A scheduler shares its forward passes with others."""
         return Session(
-            self, forward_log=forward_log, forward=barrier.forward_of(self) if barrier else None
+            self, forward_log=forward_log, forward=scheduler.forward_of(self) if scheduler else None
         )
 
     def logits(self, ids: Sequence[int]) -> Tensor:

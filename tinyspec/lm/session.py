@@ -33,6 +33,7 @@ from tinyspec.lm.forward import (
     SeenSlots,
 )
 from tinyspec.lm.host import stack_rows, to_numpy
+from tinyspec.lm.scheduler import ScheduledForward
 from tinyspec.lm.transformer import Transformer
 from tinyspec.lm.view import View
 from tinyspec.tree import ROOT, TokenTree
@@ -212,7 +213,7 @@ class Node:
 class Session:
     """One request on one model under one plan (the whole model unless another is given).
 
-    forward  the function that computes; None: `Transformer.forward`. A batch passes its own.
+    forward  the function that computes; None: `Transformer.forward`. A scheduler gives its own
     """
 
     def __init__(
@@ -225,7 +226,6 @@ class Session:
     ):
         self.model, self.plan = model, plan or FULL
         self.forward_log: list[ForwardRecord] = [] if forward_log is None else forward_log
-        self.is_alone = forward is None
         self.forward: ForwardFn = forward or model.forward
         self.cache = Cache(model.config, model.dtype, model.device)
         self.committed: list[Node] = []
@@ -239,6 +239,13 @@ class Session:
         self._ready = 0
 
     # ------------------------------------------------------------------ the text
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether its forward passes are shared with no other request now."""
+        if isinstance(self.forward, ScheduledForward):
+            return self.forward.is_alone
+        return self.forward == self.model.forward
 
     @property
     def text(self) -> list[int]:
@@ -289,9 +296,7 @@ class Session:
         ]
         before = [node for node in self._unfinished_tokens(self._end) if node.position < first]
         todo = [*before, *late]
-        for at in range(0, len(todo), PREFILL_CHUNK):
-            chunk = todo[at : at + PREFILL_CHUNK]
-            self.run_nodes(chunk, self._end, hidden_layers=hidden_layers, prefill=True)
+        self._run_prompt(todo, self._end, hidden_layers)
         states = self._hidden_states(nodes, hidden_layers)
         self._advance_ready()
         return Scores(self._no_logits(), states, [self._end // 2] * len(nodes))
@@ -359,7 +364,7 @@ class Session:
             self.model,
             plan=self.plan,
             forward_log=self.forward_log if forward_log is None else forward_log,
-            forward=forward or (None if self.is_alone else self.forward),
+            forward=forward or self.forward,
         )
         twin.cache = self.cache.clone()
         last: Node | None = None
@@ -447,7 +452,8 @@ class Session:
                     break
                 node = Node(token, node)
             return True
-        ran = self.model.run_chain(self.cache, token, first, most, choose, self.forward_log)
+        run = self.forward if isinstance(self.forward, ScheduledForward) else self.model
+        ran = run.run_chain(self.cache, token, first, most, choose, self.forward_log)
         self.cache.mark_present(slice(first, first + len(ran)))
         for token, row, state in ran:
             node = tip if above is tip.parent else Node(token, above)
@@ -486,8 +492,7 @@ class Session:
             for node in (self.committed[at] for at in sorted(positions))
             if node.needs_compute(self.plan, stop, n_layers, (), head=False)
         ]
-        for at in range(0, len(todo), PREFILL_CHUNK):
-            self.run_nodes(todo[at : at + PREFILL_CHUNK], stop, prefill=True)
+        self._run_prompt(todo, stop)
 
     def restart(self, positions: Iterable[int]) -> None:
         """Forget what was computed for committed tokens: the next pass runs them from layer 1."""
@@ -617,7 +622,8 @@ class Session:
     ) -> Scores:
         """Run one forward pass over nodes, parents before children, up to sublayer `stop`.
 
-        Each node continues from where it stopped, and records what was computed.
+        Each node continues from where it stopped, and records what was computed. Of a prompt,
+        perhaps only the first nodes are run: as many as the scores have layers.
 
         heads        nodes whose logits are wanted
         copying      make keys and values from the nodes' states, run no layer
@@ -688,7 +694,8 @@ class Session:
                 node.mark_computed(plan, stop, n_layers, {stop: state}, row)
             return scores
         logits = dict(zip(head_rows, scores.logits, strict=True))
-        for i, (node, start) in enumerate(zip(nodes, starts, strict=True)):
+        ran = nodes[: len(scores.layers)]
+        for i, (node, start) in enumerate(zip(ran, starts, strict=False)):
             first, last = (start + 1) // 2, (stop + 1) // 2  # the layers whose attention was run
             if node.plan != plan or node.filled:
                 self.cache.mark_missing(node.slot, first)
@@ -714,6 +721,15 @@ class Session:
         return scores
 
     # ------------------------------------------------------------------ inside
+
+    def _run_prompt(
+        self, nodes: Sequence[Node], stop: int, hidden_layers: tuple[int, ...] = ()
+    ) -> None:
+        """Run nodes of a prompt in chunks. A scheduler may run fewer rows than a chunk has."""
+        while nodes:
+            chunk = nodes[:PREFILL_CHUNK]
+            scores = self.run_nodes(chunk, stop, hidden_layers=hidden_layers, prefill=True)
+            nodes = nodes[len(scores.layers) :]
 
     @property
     def _end(self) -> int:

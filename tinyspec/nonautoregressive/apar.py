@@ -60,8 +60,8 @@ from tinyspec.decoding.decode import Round
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.decoding.streams import EditedTarget, Stream, StreamDecoder
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.technique import (
     Guarantee,
     Knob,
@@ -294,9 +294,9 @@ class ForkingDecoder(StreamDecoder):
         """Write the main text, and each detail where its [Fork] stands."""
         main = Stream(rng)
 
-        def begin(barrier: BatchBarrier) -> Sequence[Stream]:
+        def begin(scheduler: Scheduler) -> Sequence[Stream]:
             main.decoder = self.make_decoder(
-                self.model.session([], barrier)
+                self.model.session([], scheduler)
             )  # its prompt runs in the first shared pass
             main.decoder.extend(self.context)
             self.begun.append(main)
@@ -305,7 +305,7 @@ class ForkingDecoder(StreamDecoder):
         running = self.run_together(begin, self.fork_after)
         yield from self.read_in_order(main, running)
 
-    def fork_after(self, stream: Stream, round: Round, barrier: BatchBarrier) -> Iterable[Stream]:
+    def fork_after(self, stream: Stream, round: Round, scheduler: Scheduler) -> Iterable[Stream]:
         """Return the stream that begins after a round of its parent, if there is one.
 
         It begins when its parent has run [Fork], so that both have its keys and values.

@@ -26,8 +26,8 @@ from tinyspec import models
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import EXACT, UNCHANGED, kernels_of
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.checkpoint import hash_weights
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.tree import TokenTree
 
 Context: TypeAlias = tuple[int, ...]
@@ -133,8 +133,8 @@ def sample_batch(model: Any, number: int, tokens: int, seed: int = 0) -> list[li
     """Sample a batch of texts, in turn a token of each. Fewer tokens are the first ones of more."""
     start = start_token(model)
 
-    def sample(row: int, barrier: BatchBarrier) -> list[int]:
-        session, text = model.session(None, barrier), [start]
+    def sample(row: int, scheduler: Scheduler) -> list[int]:
+        session, text = model.session(None, scheduler), [start]
         rng = Seeded(seed).split("text", number * STREAMS + row)
         session.extend(text)
         while len(text) <= (tokens + STREAMS - 1 - row) // STREAMS:

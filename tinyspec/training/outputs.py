@@ -27,9 +27,9 @@ from torch import Tensor
 
 from tinyspec import data, models
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm.batching import BatchBarrier, run_together
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.model import Model
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.speculative.drafting.distillspec import DIVERGENCES
 from tinyspec.training import corpus
 from tinyspec.training.text_cache import cache_batches
@@ -289,17 +289,17 @@ def sample_outputs(
     """Sample outputs to these prompts in one ragged batch; `first` is the number of the first."""
 
     def job(row: int) -> Any:
-        return lambda barrier: _sample_output(model, prompts[row], asking, first + row, barrier)
+        return lambda scheduler: _sample_output(model, prompts[row], asking, first + row, scheduler)
 
     return run_together([job(row) for row in range(len(prompts))])
 
 
 def _sample_output(
-    model: Model, prompt: TargetPrompt, asking: OutputSettings, number: int, barrier: BatchBarrier
+    model: Model, prompt: TargetPrompt, asking: OutputSettings, number: int, scheduler: Scheduler
 ) -> TargetOutput:
     """Sample one text, token by token."""
     generator = torch.Generator(model.device).manual_seed(asking.seed * 1_000_003 + number)
-    session = model.session(barrier=barrier)
+    session = model.session(scheduler=scheduler)
     ids, positions = list(prompt.ids), list[int]()
     top_ids, top_probs = list[Tensor](), list[Tensor]()
     session.extend(ids)

@@ -593,9 +593,9 @@ class TableModel:
         return f"TableModel({what}, V={self.vocabulary}, {self.config.n_layers} layers)"
 
     def session(
-        self, forward_log: list[ForwardRecord] | None = None, barrier: Any = None
+        self, forward_log: list[ForwardRecord] | None = None, scheduler: Any = None
     ) -> TableSession:
-        """Return a new text. There is nothing to batch, so a barrier is not used."""
+        """Return a new text. There is nothing to batch, so a scheduler is not used."""
         return TableSession(self, forward_log=forward_log)
 
     def head(self, state: Any) -> Any:

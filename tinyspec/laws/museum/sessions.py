@@ -30,8 +30,8 @@ from tinyspec.laws.session_laws import (
     ROW_IDENTITY,
     SIBLING_ORDER,
 )
-from tinyspec.lm.batching import BatchBarrier
 from tinyspec.lm.forward import Cache
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.session import Session, find_seen_slots
 from tinyspec.lm.transformer import Transformer
 from tinyspec.lm.view import View
@@ -194,15 +194,13 @@ for feed in feeds:
     ),
     Mutant(
         "batch rows swapped",
-        "for number in numbers:",
-        """made = list(scores)
-high = [feed.n_slots for number in numbers for feed in self._waiting[number][1]]
+        "scores = iter(model.forward(feeds))",
+        """made = list(model.forward(feeds))
 if len({len(one.logits) for one in made}) == 1:  # sorted by length, and not put back
-    order = sorted(range(len(made)), key=high.__getitem__)
+    order = sorted(range(len(made)), key=[feed.n_slots for feed in feeds].__getitem__)
     made = [one._replace(logits=made[i].logits) for one, i in zip(made, order, strict=True)]
-scores = iter(made)
-for number in numbers:""",
-        BatchBarrier._run_if_complete,
+scores = iter(made)""",
+        Scheduler._run_pass,
         bug="B22",
         law=BATCH_ROW,
     ),

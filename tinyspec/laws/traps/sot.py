@@ -217,8 +217,8 @@ prompts = [[t for p in prompts[: at + 1] for t in p] for at in range(len(prompts
     ),
     _sot(
         "each point computes the prefix",
-        "self.fork_decoder(trunk, length, prompt[length:], barrier)",
-        "self.fork_decoder(trunk, 0, prompt, barrier)",
+        "self.fork_decoder(trunk, length, prompt[length:], scheduler)",
+        "self.fork_decoder(trunk, 0, prompt, scheduler)",
         SkeletonDecoder.fork_prompts,
         law=TOGETHER,
     ),

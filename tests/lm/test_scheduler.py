@@ -1,0 +1,587 @@
+"""A scheduler shares forward passes: every text equals the text alone.
+
+This holds whichever request comes first, whoever joins, leaves, fails or is cancelled, and under
+every policy. No request waits for ever.
+"""
+
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lm.small import GPT2, LLAMA, model
+from tinyspec.errors import TinyspecError
+from tinyspec.lm import scheduler as scheduling
+from tinyspec.lm.forward import ForwardRecord
+from tinyspec.lm.policies import Aligned, FirstComeFirstServed, Lockstep, Pending, Policy
+from tinyspec.lm.scheduler import RequestCancelled, Scheduler, SharedPass, Ticket, run_together
+from tinyspec.tree import TokenTree
+
+TARGET, DRAFT = model(LLAMA, 0), model(GPT2, 1)
+TARGET.name, DRAFT.name = "target", "draft"
+
+
+def greedy(
+    scheduler: Scheduler | None,
+    prompt: list[int],
+    new: int,
+    forward_log: list[ForwardRecord] | None = None,
+    jitter: float = 0.0,
+):
+    """A small speculative loop: two models in turn, a rewind now and then. Returns text and
+    target's logits.
+    """
+    target, draft = TARGET.session(forward_log, scheduler), DRAFT.session(forward_log, scheduler)
+    target.extend(prompt)
+    draft.extend(prompt)
+    rows = []
+    while len(target) < len(prompt) + new:
+        drafted = int(draft.score(TokenTree()).logits[0].argmax())
+        time.sleep(jitter * random.random())
+        scores = target.score(TokenTree.chain([drafted, 3]))
+        best = scores.logits.argmax(dim=-1).tolist()
+        path = [0] if best[0] == drafted else []
+        target.commit(path, best[len(path)])
+        rows.append(scores.logits)
+        draft.append(target.text[len(draft) :])
+        if len(target) % 3 == 0:
+            target.rewind(len(target) - 1)
+            target.append([7])
+            draft.rewind(len(target) - 1)
+            draft.append([7])
+    return target.text, torch.cat(rows)
+
+
+PROMPTS = [[1, 2, 3], [4], [5, 6, 7, 8, 9, 1, 2], [3, 3], [12, 0, 1]]
+
+
+@pytest.mark.parametrize("jitter", [0.0, 0.002])
+def test_a_prompt_in_a_batch_equals_the_prompt_alone(jitter: float) -> None:
+    alone = [greedy(None, p, 4 + 3 * i) for i, p in enumerate(PROMPTS)]
+    together = run_together(
+        [
+            lambda scheduler, p=p, i=i: greedy(scheduler, p, 4 + 3 * i, jitter=jitter)
+            for i, p in enumerate(PROMPTS)
+        ]
+    )
+    for (text, rows), (text_alone, rows_alone) in zip(together, alone, strict=True):
+        assert text == text_alone
+        torch.testing.assert_close(rows, rows_alone, rtol=0, atol=1e-12)
+
+
+def test_the_order_of_the_requests_does_not_matter() -> None:
+    """Lengths, prompts and drafts differ; nothing leaks between the texts."""
+    one = run_together([lambda scheduler, p=p: greedy(scheduler, p, 6) for p in PROMPTS])
+    other = run_together(
+        [lambda scheduler, p=p: greedy(scheduler, p, 6) for p in reversed(PROMPTS)]
+    )
+    for (text, rows), (text_other, rows_other) in zip(one, reversed(other), strict=True):
+        assert text == text_other
+        torch.testing.assert_close(rows, rows_other, rtol=0, atol=1e-12)
+
+
+def test_the_ledger_stays_with_the_request() -> None:
+    alone: list[ForwardRecord] = []
+    greedy(None, PROMPTS[0], 6, alone)
+    forward_logs: list[list[ForwardRecord]] = [[] for _ in PROMPTS]
+    run_together(
+        [
+            lambda scheduler, p=p, n=n: greedy(scheduler, p, 6, n)
+            for p, n in zip(PROMPTS, forward_logs, strict=True)
+        ]
+    )
+    assert forward_logs[0] == alone
+
+
+def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[int] = []
+    forward = TARGET.forward
+
+    def counted(feeds):  # type: ignore[no-untyped-def]
+        widths.append(len(feeds))
+        return forward(feeds)
+
+    monkeypatch.setattr(TARGET, "forward", counted)
+
+    def job(scheduler: Scheduler, steps: int) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        session.extend([1])
+        for _ in range(steps):
+            session.score(TokenTree())
+            session.commit((), 2)
+
+    run_together([lambda scheduler, n=n: job(scheduler, n) for n in (5, 2, 3)])
+    assert widths == [3, 3, 2, 1, 1]  # and whoever has finished is not waited for
+
+
+def test_a_worker_that_fails_ends_all_and_says_why() -> None:
+    def bad(scheduler: Scheduler) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        session.extend([1, 2, 3])
+        raise RuntimeError("my own mistake")
+
+    def good(scheduler: Scheduler) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        session.extend([1, 2])
+        for _ in range(50):
+            session.score(TokenTree())
+            session.commit((), 1)
+
+    with pytest.raises(RuntimeError, match="my own mistake"):
+        run_together([good, bad, good])
+
+
+def test_a_forward_that_fails_ends_all_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(feeds):  # type: ignore[no-untyped-def]
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(TARGET, "forward", broken)
+    with pytest.raises(MemoryError, match="no room"):
+        run_together([lambda scheduler: greedy(scheduler, [1, 2], 3)] * 3)
+
+
+def test_ctrl_c_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The main thread is interrupted while it waits; requests end at their next pass."""
+    ended: list[bool] = []
+
+    def endless(scheduler: Scheduler) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        session.extend([1])
+        try:
+            while True:
+                session.score(TokenTree())
+                session.rewind(0)
+                session.extend([1])
+        except RequestCancelled:
+            ended.append(True)
+            raise
+
+    class Interrupted(SimpleQueue):  # type: ignore[type-arg]
+        def get(self, *args):  # type: ignore[no-untyped-def]
+            time.sleep(0.05)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(scheduling, "SimpleQueue", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_together([endless, endless])
+    assert ended == [True, True]
+
+
+def test_no_jobs_and_one_job() -> None:
+    assert run_together([]) == []
+    assert run_together([lambda scheduler: greedy(scheduler, [1, 2], 3)[0]]) == [
+        greedy(None, [1, 2], 3)[0]
+    ]
+
+
+def test_threads_that_come_together_pack_a_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first forward packs the weights; a thread that comes meanwhile must not find a model
+    without any.
+    """
+    from tinyspec.lm import transformer
+
+    plain, asked = transformer.can_pack, list[bool]()
+
+    def slow(*args):  # type: ignore[no-untyped-def]
+        asked.append(plain(*args))
+        time.sleep(0.02)
+        return asked[-1]
+
+    m = model().to(dtype=torch.float32)
+    monkeypatch.setattr(transformer, "can_pack", slow)
+    run_together([lambda scheduler: m.session(scheduler=scheduler).extend([1, 2, 3])] * 6)
+    assert len(asked) == 1 or not asked[0]  # without compiled kernels every pass asks again
+
+
+# ---------------------------------------------------------------------- requests that come and go
+
+
+def write(
+    prompt: Sequence[int], n: int, log: list[ForwardRecord] | None = None
+) -> Callable[[Scheduler | None], Iterator[int]]:
+    """Return a job that yields n greedy tokens after a prompt."""
+
+    def run(scheduler: Scheduler | None) -> Iterator[int]:
+        session = TARGET.session(log, scheduler)
+        session.extend(prompt)
+        for _ in range(n):
+            token = int(session.score(TokenTree()).logits[0].argmax())
+            session.commit((), token)
+            yield token
+
+    return run
+
+
+class Arrivals:
+    """A policy that asks another one, and first calls what is due: `due[turn](scheduler)`."""
+
+    def __init__(self, policy: Policy, due: Mapping[int, Callable[[Scheduler], object]]):
+        self.policy, self.due = policy, dict(due)
+        self.scheduler: Scheduler
+        self.waiting: list[list[Pending]] = []
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        picked = self.policy.pick(waiting)
+        self.waiting.append(list(waiting))
+        if (act := self.due.pop(self.scheduler.turn, None)) is not None:
+            act(self.scheduler)
+        return picked
+
+
+def run_arrivals(
+    policy: Policy, due: Mapping[int, Callable[[Scheduler], object]], *first: Any, **limits: Any
+) -> tuple[list[list[int]], list[SharedPass], list[list[Pending]]]:
+    """Run jobs, and what is submitted later. Return the texts, the pass log and who waited."""
+    arrivals, texts, tickets = Arrivals(policy, due), dict[int, list[int]](), list[Ticket[int]]()
+    with Scheduler(arrivals, **limits) as scheduler:
+        arrivals.scheduler, submit = scheduler, scheduler.submit
+
+        def keep(*args: Any, **options: Any) -> Ticket[int]:
+            tickets.append(submit(*args, **options))
+            return tickets[-1]
+
+        scheduler.submit = keep  # type: ignore[method-assign]
+        with scheduler.together():
+            for job in first:
+                scheduler.submit(job)
+        scheduler.join(30)
+        assert not scheduler.live and not scheduler.queued
+        for ticket in tickets:
+            texts[ticket.number] = collect(ticket)
+        return [texts[n] for n in sorted(texts)], list(scheduler.pass_log), arrivals.waiting
+
+
+def collect(ticket: Ticket[int]) -> list[int]:
+    got = list[int]()
+    with suppress(RequestCancelled):
+        got.extend(token for token in ticket)
+    return got
+
+
+LONG = [1, 5, 2, 7, 3, 9, 4, 8, 6, 0, 11, 10]
+POLICIES = [Lockstep, lambda: FirstComeFirstServed(5, 3), lambda: Aligned(2)]
+
+
+def test_a_request_that_joins_shares_the_pass_of_another_ones_third_chunk() -> None:
+    policy = FirstComeFirstServed(budget=8, chunk=3)
+    due = {1: lambda scheduler: scheduler.submit(write([4], 2))}
+    texts, log, _ = run_arrivals(policy, due, write(LONG, 2))
+    assert texts == [list(write(LONG, 2)(None)), list(write([4], 2)(None))]
+    assert [(one.requests, one.rows) for one in log[:3]] == [
+        ((0,), (3,)),
+        ((0,), (3,)),
+        ((0, 1), (3, 1)),
+    ]
+    assert log[2].prefill == (True, False) and log[2].heads == (0, 1)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_who_joins_leaves_or_is_cancelled_changes_no_other_text(policy: Any) -> None:
+    alone: list[ForwardRecord] = []
+    text = list(write([3, 1], 9, alone)(None))
+    logs: list[list[ForwardRecord]] = [[] for _ in range(2)]
+    third: list[Ticket[int]] = []
+    due = {
+        2: lambda scheduler: third.append(scheduler.submit(write(LONG, 50))),
+        4: lambda scheduler: scheduler.submit(write([2, 2, 2], 1)),
+        6: lambda _: third[0].cancel(),
+    }
+    texts, _, _ = run_arrivals(policy(), due, write([3, 1], 9, logs[0]), write([3, 1], 9, logs[1]))
+    assert texts[0] == texts[1] == text
+    assert texts[2] == list(write(LONG, len(texts[2]))(None)) and len(texts[2]) < 9
+    assert texts[3] == list(write([2, 2, 2], 1)(None))
+    assert logs[0] == logs[1] == alone
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_same_arrivals_give_the_same_schedule(policy: Any) -> None:
+    def run() -> list[SharedPass]:
+        due = {1: lambda s: s.submit(write(LONG, 2)), 3: lambda s: s.submit(write([9, 9], 4))}
+        return run_arrivals(policy(), due, write([4, 4], 6), write(LONG[:7], 3))[1]
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 7, 11])
+def test_how_a_prompt_is_cut_changes_no_logit(chunk: int) -> None:
+    """Bit for bit where the compiled transformer computes."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        target = TARGET.to(dtype=dtype)
+        compiled = dtype != torch.float64 and target.engine is not None
+
+        def last(scheduler: Scheduler | None, target: Any = target) -> torch.Tensor:
+            session = target.session(scheduler=scheduler)
+            session.extend(LONG, hidden_layers=(1,))
+            return session.score(TokenTree.chain([3, 5])).logits
+
+        policy = FirstComeFirstServed(chunk, chunk)
+        (cut,) = run_together([last], scheduler := Scheduler(policy))
+        assert len(scheduler.pass_log) == -(-(len(LONG) - 1) // chunk) + 1
+        gap = (cut - last(None)).abs().max()
+        assert gap == 0 if compiled else gap < 1e-5
+
+
+def test_a_pass_that_fails_ends_only_the_request_that_cannot_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    forward = TARGET.forward
+
+    def fail_at_9(feeds: Any) -> Any:
+        if any(feed.tokens == [9] for feed in feeds):
+            raise RuntimeError("a nine")
+        return forward(feeds)
+
+    monkeypatch.setattr(TARGET, "forward", fail_at_9)
+    with Scheduler() as scheduler:
+        with scheduler.together():
+            good, bad, other = (scheduler.submit(write(p, 4)) for p in ([4], [9], [5, 6]))
+        with pytest.raises(RuntimeError, match="a nine"):
+            list(bad)
+        assert list(good) == list(write([4], 4)(None))
+        assert list(other) == list(write([5, 6], 4)(None))
+
+
+def test_a_request_that_raises_ends_alone_and_keeps_what_it_yielded() -> None:
+    def raises(scheduler: Scheduler) -> Iterator[int]:
+        yield from write([2], 2)(scheduler)
+        raise RuntimeError("my own mistake")
+
+    with Scheduler() as scheduler:
+        with scheduler.together():
+            bad, good = scheduler.submit(raises), scheduler.submit(write([4], 8))
+        got = list[int]()
+        with pytest.raises(RuntimeError, match="my own mistake"):
+            got.extend(token for token in bad)
+        assert got == list(write([2], 2)(None)) and list(good) == list(write([4], 8)(None))
+
+
+def test_at_most_so_many_requests_run_and_the_oldest_is_next() -> None:
+    jobs = [write([number], 1 + number % 2) for number in range(6)]
+    texts, log, _ = run_arrivals(Lockstep(), {}, *jobs, max_live=2)
+    assert texts == [list(job(None)) for job in jobs]
+    assert max(len(one.requests) for one in log) == 2
+    first = [min(one.turn for one in log if n in one.requests) for n in range(6)]
+    assert first == sorted(first)
+
+
+def test_live_requests_reserve_no_more_slots_than_there_are() -> None:
+    reserved = list[int]()
+
+    class Watch(Lockstep):
+        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+            reserved.append(sum(10 + 5 * one.request for one in waiting))
+            return super().pick(waiting)
+
+    with Scheduler(Watch(), max_slots=27) as scheduler:
+        with pytest.raises(TinyspecError, match=r"needs 28 positions of the cache.* have 27"):
+            scheduler.submit(write([1], 1), slots=28)
+        with scheduler.together():
+            tickets = [scheduler.submit(write([n], 3), slots=10 + 5 * n) for n in range(3)]
+        assert [list(ticket) for ticket in tickets] == [list(write([n], 3)(None)) for n in range(3)]
+    assert max(reserved) == 25  # 10 + 15; then 20
+
+
+def test_a_request_that_is_cancelled_before_it_starts_never_runs() -> None:
+    with Scheduler(max_live=1) as scheduler:
+        with scheduler.together():
+            one, other = scheduler.submit(write([1], 5)), scheduler.submit(write([2], 5))
+            other.cancel()
+        assert len(list(one)) == 5 and collect(other) == []
+        assert isinstance(other.error, RequestCancelled)
+        assert {n for entry in scheduler.pass_log for n in entry.requests} == {0}
+
+
+def test_a_closed_scheduler_takes_no_request() -> None:
+    scheduler = Scheduler()
+    running = scheduler.submit(write([1], 10_000))
+    scheduler.close()
+    assert running.is_done and isinstance(running.error, RequestCancelled)
+    with pytest.raises(TinyspecError, match="the scheduler is closed"):
+        scheduler.submit(write([1], 1))
+
+
+def test_a_policy_that_picks_nothing_or_fails_ends_its_requests_with_that_error() -> None:
+    class Nothing(Lockstep):
+        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+            return {}
+
+    with pytest.raises(RuntimeError, match="Nothing picked no pass"):
+        run_together([lambda s: list(write([1], 1)(s))], Scheduler(Nothing()))
+
+
+# ---------------------------------------------------------------------- policies
+
+
+def waits(*rows: int, prefill: str = "", weights: str = "", held: int = 0) -> list[Pending]:
+    """Requests that wait with so many rows; p in `prefill` marks a prompt, d a draft model."""
+    prompts, models = prefill.ljust(len(rows)), weights.ljust(len(rows))
+    return [
+        Pending(n, models[n], 1 if models[n] == "d" else 9, rows[n], prompts[n] == "p", held)
+        for n in range(len(rows))
+    ]
+
+
+def test_first_come_first_served_cuts_a_prompt_to_the_budget_and_lets_no_one_overtake() -> None:
+    policy = FirstComeFirstServed(budget=8, chunk=6)
+    assert policy.pick(waits(20, 1, 20, prefill="p p")) == {0: 6, 1: 1, 2: 1}
+    assert policy.pick(waits(1, 20, 20, prefill=" pp")) == {0: 1, 1: 6, 2: 1}
+    assert policy.pick(waits(20, 5, 1, prefill="p  ")) == {0: 6}  # 2 may not pass before 1
+    assert policy.pick(waits(9, 1)) == {0: 9}  # it cannot be cut
+    assert policy.pick(waits(8, 8, weights="td")) == {0: 8, 1: 8}  # each model has its own pass
+
+
+def test_aligned_holds_the_target_while_a_draft_step_waits_but_not_for_ever() -> None:
+    policy = Aligned(patience=3)
+    assert policy.pick(waits(5, 1, weights="td")) == {1: 1}
+    assert policy.pick(waits(5, 1, weights="td", held=3)) == {0: 5, 1: 1}
+    assert policy.pick(waits(5, 5, weights="tt")) == {0: 5, 1: 5}
+
+
+def test_aligned_runs_fewer_target_passes_than_lockstep_where_drafts_differ_in_length() -> None:
+    def drafting(first: int) -> Callable[[Scheduler], Iterator[int]]:
+        def run(scheduler: Scheduler) -> Iterator[int]:
+            target, draft = TARGET.session(scheduler=scheduler), DRAFT.session(scheduler=scheduler)
+            target.extend([1])
+            draft.extend([1])
+            for at in range(8):
+                for _ in range((first + at) % 4):
+                    draft.score(TokenTree())
+                    draft.commit((), 2)
+                target.score(TokenTree())
+                target.commit((), 3)
+                yield at
+
+        return run
+
+    def target_passes(policy: Policy) -> int:
+        _, log, _ = run_arrivals(policy, {}, *(drafting(n) for n in range(4)))
+        assert sum(len(one.requests) for one in log if one.model == TARGET.name) == 32
+        return sum(one.model == TARGET.name for one in log)
+
+    assert target_passes(Aligned()) < target_passes(Lockstep())
+
+
+def test_a_draft_chain_runs_at_once_while_its_request_is_the_only_one() -> None:
+    m, log = model(LLAMA).to(dtype=torch.float32), list[ForwardRecord]()
+
+    def chain(scheduler: Scheduler) -> list[bool]:
+        session = m.session(log, scheduler)
+        session.extend([1, 2, 3])
+        ran = list[bool]()
+        for _ in range(6):
+            ran.append(session.draft_chain(2, lambda row: int(row.argmax())))
+            session.score(TokenTree())
+            session.commit((), 3)
+        return ran
+
+    def short(scheduler: Scheduler) -> list[bool]:
+        session = m.session(scheduler=scheduler)
+        session.extend([1, 2])
+        session.score(TokenTree())
+        return []
+
+    together, _ = run_together([chain, short], scheduler := Scheduler())
+    assert together == [False] * 2 + [True] * 4
+    logged = [sum(one.rows) for one in scheduler.pass_log if one.requests == (0,)]
+    shared = [one.rows[0] for one in scheduler.pass_log if one.requests == (0, 1)]
+    assert sum(logged) + sum(shared) == sum(record.rows for record in log)
+    assert run_together([chain]) == [[True] * 6]
+
+
+# ---------------------------------------------------------------------- any trace
+
+
+class Failed(Exception):
+    """What a request of a trace raises."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A request of a trace: when it comes, what it wants, and after how many tokens it is ended."""
+
+    turn: int
+    prompt: tuple[int, ...]
+    n: int
+    ended: int
+    how: str  # "ends", "fails", "cancelled"
+
+    def run(self, log: list[ForwardRecord]) -> Callable[[Scheduler], Iterator[int]]:
+        def job(scheduler: Scheduler) -> Iterator[int]:
+            for at, token in enumerate(write(self.prompt, self.n, log)(scheduler)):
+                if self.how == "fails" and at == self.ended:
+                    raise Failed
+                yield token
+
+        return job
+
+
+PROMPT = st.lists(st.integers(0, 12), min_size=1, max_size=12).map(tuple)
+HOW = st.sampled_from(["ends", "ends", "fails", "cancelled"])
+TRACE = st.lists(
+    st.builds(Planned, st.integers(0, 6), PROMPT, st.integers(0, 5), st.integers(0, 3), HOW),
+    min_size=1,
+    max_size=6,
+)
+SCHEDULES = [Lockstep, lambda: FirstComeFirstServed(4, 3), lambda: Aligned(1)]
+
+
+@given(TRACE, st.sampled_from(SCHEDULES), st.sampled_from([1, 2, None]))
+@settings(max_examples=40, deadline=None)
+def test_under_any_schedule_a_text_is_what_it_is_alone_and_every_row_runs_once(
+    trace: list[Planned], policy: Any, max_live: int | None
+) -> None:
+    logs: list[list[ForwardRecord]] = [[] for _ in trace]
+    tickets: dict[int, Ticket[int]] = {}
+
+    class Trace:
+        """Submits and cancels what is due, whatever the threads do."""
+
+        inner: Policy = policy()
+
+        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+            for number, one in enumerate(trace):
+                submit_due(number, one)
+                cancel = one.how == "cancelled" and scheduler.turn >= one.turn + one.ended
+                if cancel and not tickets[number].is_done:
+                    tickets[number].cancel()
+            return self.inner.pick(waiting)
+
+    def submit_due(number: int, one: Planned) -> None:
+        if number not in tickets and one.turn <= scheduler.turn:
+            tickets[number] = scheduler.submit(one.run(logs[number]))
+
+    with Scheduler(Trace(), max_live=max_live) as scheduler:
+        while len(tickets) < len(trace):  # the next arrival, where nobody runs
+            with scheduler.together():
+                first = min(one.turn for n, one in enumerate(trace) if n not in tickets)
+                scheduler.turn = max(scheduler.turn, first)
+                for number, one in enumerate(trace):
+                    submit_due(number, one)
+            scheduler.join(30)
+    for number, one in enumerate(trace):
+        got, alone, error = list[int](), list(write(one.prompt, one.n)(None)), None
+        try:
+            got.extend(token for token in tickets[number])
+        except (Failed, RequestCancelled) as raised:
+            error = raised
+        assert got == alone[: len(got)]
+        if one.how == "ends":
+            assert got == alone and error is None
+        elif one.how == "fails":
+            assert got == alone[: one.ended] and (error is None) == (one.n <= one.ended)
+        own = tickets[number].number
+        passes = [entry for entry in scheduler.pass_log if own in entry.requests]
+        rows = sum(entry.rows[entry.requests.index(own)] for entry in passes)
+        heads = sum(entry.heads[entry.requests.index(own)] for entry in passes)
+        assert rows == sum(record.rows for record in logs[number])
+        assert heads == sum(record.head_rows for record in logs[number])
+    if policy is SCHEDULES[1]:
+        assert all(sum(one.rows) <= 4 for one in scheduler.pass_log)

@@ -1,0 +1,471 @@
+"""Run many requests on shared forward passes: a scheduler in front of `Transformer.forward`.
+
+Each request runs its own decoding loop in a thread of its own, as if it were alone. Its forward
+passes wait here until every other live request waits, too, or has ended. Then a policy
+(policies.py) picks which of them run. These run as one ragged forward pass for each model, and
+their loops go on with their own scores. The others wait for the next turn. So every technique can
+be batched without knowing it. If one request drafts while another verifies, their two models make
+one forward pass each.
+
+A request may arrive, end, fail or be cancelled at any time. The others notice nothing: on a CPU no
+row of the compiled transformer depends on what is computed beside it. A request that fails ends
+alone.
+
+A schedule is a function of the arrivals and the past, because a policy is asked only when every
+live request waits. So it does not matter which thread is faster, and a run can be repeated and
+simulated. The pass log (`Scheduler.pass_log`) says who shared which pass.
+
+A request may submit others, which join the next pass. Streams of *one* request decide what the
+others do (how many more may start), so they take turns: between two passes one thread runs after
+the other, in the order of their numbers.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from torch import Tensor
+
+from tinyspec.errors import TinyspecError
+from tinyspec.lm.engine import NextTokenFn
+from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
+from tinyspec.lm.policies import Lockstep, Pending, Policy
+from tinyspec.lm.transformer import Transformer
+
+T = TypeVar("T")
+JOIN_SECONDS = 5.0  # to wait for cancelled requests: each ends at its next pass
+
+
+class RequestCancelled(Exception):
+    """Raised in a request that was cancelled, at its next forward pass."""
+
+
+class SharedPass(NamedTuple):
+    """An entry of the pass log: one forward pass, and whose rows ran in it.
+
+    turn       passes that were picked together have the same turn; they differ in their models
+    requests   [n] numbers of the requests, in the order of their rows
+    rows       [n] how many rows each of them has
+    cached     [n] slots of the cache that its rows may read, their own among them
+    heads      [n] rows whose logits were computed
+    prefill    [n] whether its rows belong to a prompt
+    """
+
+    turn: int
+    model: str
+    requests: tuple[int, ...]
+    rows: tuple[int, ...]
+    cached: tuple[int, ...]
+    heads: tuple[int, ...]
+    prefill: tuple[bool, ...]
+
+
+class Event(NamedTuple):
+    """What a request yielded, or that it has ended."""
+
+    ticket: "Ticket[Any]"
+    item: Any = None
+    is_end: bool = False
+
+
+class Ticket(Generic[T]):
+    """A submitted request. Iterate it for what its job yields, as it comes.
+
+    number  requests count in the order of their arrival
+    slots   positions of the cache that are reserved for it
+    events  where its items go; a reader may collect those of several requests in one queue
+    error   why it ended early: what its job raised, or `RequestCancelled`
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        number: int,
+        job: "Job[T]",
+        slots: int,
+        events: "SimpleQueue[Event] | None",
+    ):
+        self.scheduler, self.number, self.job, self.slots = scheduler, number, job, slots
+        self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
+        self.error: BaseException | None = None
+        self.is_cancelled = self.is_done = False
+
+    def __iter__(self) -> Iterator[T]:
+        """Yield the items. An error of the job is raised here."""
+        while not (event := self.events.get()).is_end:
+            yield event.item
+        if self.error is not None:
+            raise self.error
+
+    def cancel(self) -> None:
+        """End the request at its next forward pass; at once, if it still waits to start."""
+        self.scheduler.cancel(self)
+
+    def end(self, error: BaseException | None) -> None:
+        """Note that it has ended, and why."""
+        self.error, self.is_done = error, True
+        self.events.put(Event(self, is_end=True))
+
+
+Job = Callable[["Scheduler"], Iterable[T]]
+"""Run a request: its sessions compute through the scheduler."""
+
+
+@dataclass(eq=False)
+class _Wait:
+    """A request that waits for its forward pass; `result` wakes it."""
+
+    ticket: Ticket[Any]
+    model: Transformer
+    feeds: Sequence[ForwardBatch]
+    since: int
+    is_picked: bool = False
+    result: list[Scores] | BaseException | None = None
+
+    def describe(self, turn: int) -> Pending:
+        rows = sum(len(feed.tokens) for feed in self.feeds)
+        can_be_cut = len(self.feeds) == 1 and self.feeds[0].prefill
+        name, weights = self.model.name, self.model.config.parameters()
+        return Pending(self.ticket.number, name, weights, rows, can_be_cut, turn - self.since)
+
+
+class Scheduler:
+    """Requests that share forward passes.
+
+    policy     picks the passes of a turn; None: all that wait
+    max_live   how many requests run at once; the others wait for a place, first come first served
+    max_slots  positions of the cache that live requests may reserve, all together
+    in_turns   between two passes requests run one after the other, in the order of their numbers
+    log_size   how many passes the log keeps; None: all
+    turn       turns so far
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        max_live: int | None = None,
+        max_slots: int | None = None,
+        in_turns: bool = False,
+        log_size: int | None = None,
+    ):
+        self.policy = Lockstep() if policy is None else policy
+        self.max_live, self.max_slots, self.in_turns = max_live, max_slots, in_turns
+        self.turn = 0
+        self.pass_log: deque[SharedPass] = deque(maxlen=log_size)
+        self._numbers = count()
+        self._queue: deque[Ticket[Any]] = deque()
+        self._live: dict[int, Ticket[Any]] = {}
+        self._waiting: dict[int, _Wait] = {}
+        self._is_computing = self._is_closed = False
+        self._changed = threading.Condition()
+        self._local = threading.local()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ requests
+
+    def submit(
+        self, job: Job[T], *, slots: int = 0, events: "SimpleQueue[Event] | None" = None
+    ) -> Ticket[T]:
+        """Run a job in a thread of its own, as soon as there is a place. A job may submit others.
+
+        slots   positions of the cache that it needs at most
+        events  where its items go; None: into a queue of its own
+        """
+        with self._changed:
+            if self._is_closed:
+                raise TinyspecError("the scheduler is closed: it takes no more requests")
+            if self.max_slots is not None and slots > self.max_slots:
+                raise TinyspecError(
+                    f"the request needs {slots} positions of the cache, and all requests together "
+                    f"have {self.max_slots}: shorten it, or raise max_slots"
+                )
+            ticket = Ticket(self, next(self._numbers), job, slots, events)
+            self._queue.append(ticket)
+            self._admit()
+        return ticket
+
+    def together(self) -> AbstractContextManager[Any]:
+        """Submit several requests at one moment: until the block ends, no pass begins."""
+        return self._changed
+
+    def cancel(self, *tickets: Ticket[Any]) -> None:
+        """End these requests at their next forward pass; at once, if they still wait to start."""
+        with self._changed:
+            for ticket in tickets:
+                ticket.is_cancelled = not ticket.is_done
+                self._waiting.pop(ticket.number, None)
+                if ticket in self._queue:
+                    self._queue.remove(ticket)
+                    ticket.end(RequestCancelled())
+            self._changed.notify_all()
+
+    def cancel_all(self) -> None:
+        """Cancel all requests, and wait until they have ended."""
+        with self._changed:
+            self.cancel(*self._queue, *self._live.values())
+        self.join(JOIN_SECONDS)
+
+    def close(self) -> None:
+        """Cancel all requests, and take no more."""
+        with self._changed:
+            self._is_closed = True
+        self.cancel_all()
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until every request has ended, those that requests submit among them."""
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._live or self._queue), timeout)
+
+    @property
+    def live(self) -> int:
+        """Return how many requests run."""
+        return len(self._live)
+
+    @property
+    def queued(self) -> int:
+        """Return how many requests wait for a place."""
+        return len(self._queue)
+
+    def is_alone(self) -> bool:
+        """Return whether the request that asks is the only one that runs."""
+        ticket: Ticket[Any] | None = getattr(self._local, "ticket", None)
+        with self._changed:
+            return ticket is not None and self._live.keys() == {ticket.number}
+
+    def _admit(self) -> None:
+        """Start queued requests, the oldest first, while there is a place. The lock is held."""
+        while self._queue:
+            slots = sum(ticket.slots for ticket in (*self._live.values(), self._queue[0]))
+            if self.max_live is not None and len(self._live) >= self.max_live:
+                return
+            if self.max_slots is not None and slots > self.max_slots:
+                return
+            ticket = self._queue.popleft()
+            self._live[ticket.number] = ticket
+            threading.Thread(target=self._work, args=(ticket,), daemon=True).start()
+
+    def _work(self, ticket: Ticket[Any]) -> None:
+        self._local.ticket, error = ticket, None
+        try:
+            self._wait_for_turn(ticket)
+            for item in ticket.job(self):
+                ticket.events.put(Event(ticket, item))
+        except BaseException as raised:  # whoever reads the ticket gets it
+            error = raised
+        with self._changed:
+            ticket.end(error)
+            del self._live[ticket.number]
+            self._admit()
+            self._run_if_all_wait()
+            self._changed.notify_all()
+
+    # ------------------------------------------------------------------ forward passes
+
+    def forward_of(self, model: Transformer) -> "ScheduledForward":
+        """Return the forward function that a session of `model` uses instead of its own."""
+        return ScheduledForward(self, model)
+
+    def forward(self, model: Transformer, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+        """Run feeds in a pass that other requests share. Of a prompt, perhaps the first rows only.
+
+        Raises `RequestCancelled` in a request that was cancelled.
+        """
+        ticket: Ticket[Any] | None = getattr(self._local, "ticket", None)
+        with self._changed:
+            if ticket is None:  # a session that outlived its request, or warms up before it
+                self._changed.wait_for(lambda: not self._is_computing)
+                with self._compute():
+                    scores = model.forward(feeds)
+                self._run_if_all_wait()  # they could not while this thread computed
+                return scores
+            if ticket.is_cancelled:
+                raise RequestCancelled
+            wait = self._waiting[ticket.number] = _Wait(ticket, model, feeds, self.turn)
+            self._run_if_all_wait()
+            self._wait_for_turn(ticket, wait)
+        if isinstance(wait.result, BaseException):
+            raise wait.result
+        assert wait.result is not None
+        return wait.result
+
+    def run_chain(
+        self,
+        model: Transformer,
+        cache: Cache,
+        token: int,
+        slot: int,
+        most: int,
+        choose: NextTokenFn,
+        forward_log: list[ForwardRecord],
+    ) -> list[tuple[int, Tensor, Tensor]]:
+        """Run `Transformer.run_chain`. Requests that arrive meanwhile wait until it has ended."""
+        ticket: Ticket[Any] = self._local.ticket
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_computing)
+            with self._compute():
+                ran = model.run_chain(cache, token, slot, most, choose, forward_log)
+            for at in range(slot, slot + len(ran)):
+                entry = (ticket.number,), (1,), (at + 1,), (1,), (False,)
+                self.pass_log.append(SharedPass(self.turn, model.name, *entry))
+                self.turn += 1
+        return ran
+
+    def _wait_for_turn(self, ticket: Ticket[Any], wait: _Wait | None = None) -> None:
+        """Wait until a request may go on: its pass has run, and in turns, no one is before it."""
+
+        def may_go_on() -> bool:
+            is_picked = wait is not None and wait.is_picked
+            if ticket.is_cancelled and not is_picked:
+                return True
+            first = min(self._live.keys() - self._waiting.keys(), default=ticket.number)
+            if self.in_turns and ticket.number != first:
+                return False
+            return wait is None or wait.result is not None
+
+        with self._changed:
+            if self.in_turns:
+                self._changed.notify_all()  # it may be another's turn
+            self._changed.wait_for(may_go_on)
+            if ticket.is_cancelled:
+                raise RequestCancelled
+
+    def _run_if_all_wait(self) -> None:
+        """Run what the policy picks, one forward pass for each model. The lock is held.
+
+        Nothing runs while a live request does not wait: it may want to take part.
+        """
+        if not self._waiting or self._is_computing or len(self._waiting) < len(self._live):
+            return
+        try:
+            picked = self._pick()
+        except BaseException as error:  # a policy that fails ends those that wait for it
+            for wait in self._waiting.values():
+                wait.is_picked, wait.result = True, error
+            self._waiting = {}
+            self._changed.notify_all()
+            return
+        with self._compute():
+            for waits in picked:
+                self._run_pass(waits)
+        self.turn += 1
+
+    def _pick(self) -> list[list[_Wait]]:
+        """Return the waiting requests whose passes run now, those of one model together."""
+        waiting = [self._waiting[number].describe(self.turn) for number in sorted(self._waiting)]
+        granted = self.policy.pick(waiting)
+        if not granted:
+            raise RuntimeError(f"{type(self.policy).__name__} picked no pass")
+        batches: dict[int, list[_Wait]] = {}
+        granted = {n: granted[n] for n in sorted(granted) if n in self._waiting}
+        for number in granted:  # of them, a policy may have cancelled some
+            wait = self._waiting[number]
+            if granted[number] < sum(len(feed.tokens) for feed in wait.feeds):
+                wait.feeds = [wait.feeds[0].first_rows(granted[number])]
+            batches.setdefault(id(wait.model), []).append(wait)
+        for number in granted:
+            self._waiting.pop(number).is_picked = True
+        return list(batches.values())
+
+    def _run_pass(self, waits: Sequence[_Wait]) -> None:
+        """Run the feeds of some requests in one forward pass of their model.
+
+        If it fails, each request runs alone, so that only those fail that cannot run at all.
+        """
+        model = waits[0].model
+        feeds = [feed for wait in waits for feed in wait.feeds]
+        try:
+            scores = iter(model.forward(feeds))
+        except BaseException as error:
+            if len(waits) == 1:
+                waits[0].result = error
+            else:
+                for wait in waits:
+                    self._run_pass([wait])
+            return
+        for wait in waits:
+            wait.result = [next(scores) for _ in wait.feeds]
+        entry = SharedPass(
+            turn=self.turn,
+            model=model.name,
+            requests=tuple(wait.ticket.number for wait in waits for _ in wait.feeds),
+            rows=tuple(len(feed.tokens) for feed in feeds),
+            cached=tuple(feed.n_slots for feed in feeds),
+            heads=tuple(len(feed.heads) for feed in feeds),
+            prefill=tuple(feed.prefill for feed in feeds),
+        )
+        self.pass_log.append(entry)
+
+    @contextmanager
+    def _compute(self) -> Iterator[None]:
+        """Release the lock while this thread computes. Until the block ends, no other computes."""
+        self._is_computing = True
+        self._changed.release()
+        try:
+            yield
+        finally:
+            self._changed.acquire()
+            self._is_computing = False
+            self._changed.notify_all()
+
+
+class ScheduledForward:
+    """The forward function of one model behind a scheduler: see `Scheduler.forward`."""
+
+    def __init__(self, scheduler: Scheduler, model: Transformer):
+        self.scheduler, self.model = scheduler, model
+
+    def __call__(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+        return self.scheduler.forward(self.model, feeds)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the request that asks is the only one that runs."""
+        return self.scheduler.is_alone()
+
+    def run_chain(self, *arguments: Any) -> list[tuple[int, Tensor, Tensor]]:
+        """Run one position after another: see `Transformer.run_chain`."""
+        return self.scheduler.run_chain(self.model, *arguments)
+
+
+def run_together(
+    jobs: Sequence[Callable[[Scheduler], T]], scheduler: Scheduler | None = None
+) -> list[T]:
+    """Run every job as a request, and return what they return, in their order.
+
+    It ends when the requests that they submit have ended, too. The first failure, or Ctrl-C, ends
+    all and is raised here.
+    """
+    scheduler = Scheduler() if scheduler is None else scheduler
+    events, results, failure = SimpleQueue[Event](), dict[int, T](), list[BaseException]()
+    try:
+        with scheduler.together():
+            tickets = [
+                scheduler.submit(lambda its, job=job: [job(its)], events=events)  # type: ignore[misc]
+                for job in jobs
+            ]
+        for _ in range(2 * len(tickets)):  # a result and an end of each
+            ticket, item, is_end = events.get()
+            if not is_end:
+                results[ticket.number] = item
+                continue
+            if ticket.error is not None:
+                failure.append(ticket.error)
+                break
+        else:
+            scheduler.join()
+    finally:
+        scheduler.cancel_all()
+    if failure:
+        raise failure[0]
+    return [results[ticket.number] for ticket in tickets]
