@@ -28,7 +28,7 @@ from tinyspec.laws.evidence import Evidence, accuse, collect_evidence, expect_eq
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.request_laws import expect_no_generator_moves, run_to_end
 from tinyspec.laws.stage import Stage
-from tinyspec.lm.policies import Aligned, FirstComeFirstServed, Lockstep
+from tinyspec.lm.policies import AlignedPolicy, FirstComePolicy, LockstepPolicy
 from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.technique import Card, Guarantee, Request
 
@@ -38,7 +38,11 @@ SAME_SEED = "same seed same output"
 TWO_REQUESTS = "two requests are the two alone"
 GLOBAL_RANDOMNESS = "global randomness is untouched"
 BATCH_ROW_ALONE = "a batch row is the row alone"
-POLICIES = (Lockstep, lambda: FirstComeFirstServed(budget=4, chunk=2), lambda: Aligned(patience=1))
+POLICIES = (
+    LockstepPolicy,
+    lambda: FirstComePolicy(budget=4, chunk=2),
+    lambda: AlignedPolicy(patience=1),
+)
 STOP_OF_REQUEST = "stop"
 
 REQUEST_TOLERANCE = 1e-10

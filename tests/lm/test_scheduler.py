@@ -21,7 +21,7 @@ from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import scheduler as scheduling
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.policies import Aligned, FirstComeFirstServed, Lockstep, Pending, Policy
+from tinyspec.lm.policies import AlignedPolicy, FirstComePolicy, LockstepPolicy, Pending, Policy
 from tinyspec.lm.scheduler import RequestCancelled, Scheduler, SharedPass, Ticket, run_together
 from tinyspec.tree import TokenTree
 
@@ -267,11 +267,11 @@ def collect(ticket: Ticket[int]) -> list[int]:
 
 
 LONG = [1, 5, 2, 7, 3, 9, 4, 8, 6, 0, 11, 10]
-POLICIES = [Lockstep, lambda: FirstComeFirstServed(5, 3), lambda: Aligned(2)]
+POLICIES = [LockstepPolicy, lambda: FirstComePolicy(5, 3), lambda: AlignedPolicy(2)]
 
 
 def test_a_request_that_joins_shares_the_pass_of_another_ones_third_chunk() -> None:
-    policy = FirstComeFirstServed(budget=8, chunk=3)
+    policy = FirstComePolicy(budget=8, chunk=3)
     due = {1: lambda scheduler: scheduler.submit(write([4], 2))}
     texts, log, _ = run_arrivals(policy, due, write(LONG, 2))
     assert texts == [list(write(LONG, 2)(None)), list(write([4], 2)(None))]
@@ -322,7 +322,7 @@ def test_how_a_prompt_is_cut_changes_no_logit(chunk: int) -> None:
             session.extend(LONG, hidden_layers=(1,))
             return session.score(TokenTree.chain([3, 5])).logits
 
-        policy = FirstComeFirstServed(chunk, chunk)
+        policy = FirstComePolicy(chunk, chunk)
         (cut,) = run_together([last], scheduler := Scheduler(policy))
         assert len(scheduler.pass_log) == -(-(len(LONG) - 1) // chunk) + 1
         gap = (cut - last(None)).abs().max()
@@ -365,7 +365,7 @@ def test_a_request_that_raises_ends_alone_and_keeps_what_it_yielded() -> None:
 
 def test_at_most_so_many_requests_run_and_the_oldest_is_next() -> None:
     jobs = [write([number], 1 + number % 2) for number in range(6)]
-    texts, log, _ = run_arrivals(Lockstep(), {}, *jobs, max_live=2)
+    texts, log, _ = run_arrivals(LockstepPolicy(), {}, *jobs, max_live=2)
     assert texts == [list(job(None)) for job in jobs]
     assert max(len(one.requests) for one in log) == 2
     first = [min(one.turn for one in log if n in one.requests) for n in range(6)]
@@ -375,7 +375,7 @@ def test_at_most_so_many_requests_run_and_the_oldest_is_next() -> None:
 def test_live_requests_reserve_no_more_slots_than_there_are() -> None:
     reserved = list[int]()
 
-    class Watch(Lockstep):
+    class Watch(LockstepPolicy):
         def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
             reserved.append(sum(10 + 5 * one.request for one in waiting))
             return super().pick(waiting)
@@ -409,7 +409,7 @@ def test_a_closed_scheduler_takes_no_request() -> None:
 
 
 def test_a_policy_that_picks_nothing_or_fails_ends_its_requests_with_that_error() -> None:
-    class Nothing(Lockstep):
+    class Nothing(LockstepPolicy):
         def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
             return {}
 
@@ -430,7 +430,7 @@ def waits(*rows: int, prefill: str = "", weights: str = "", held: int = 0) -> li
 
 
 def test_first_come_first_served_cuts_a_prompt_to_the_budget_and_lets_no_one_overtake() -> None:
-    policy = FirstComeFirstServed(budget=8, chunk=6)
+    policy = FirstComePolicy(budget=8, chunk=6)
     assert policy.pick(waits(20, 1, 20, prefill="p p")) == {0: 6, 1: 1, 2: 1}
     assert policy.pick(waits(1, 20, 20, prefill=" pp")) == {0: 1, 1: 6, 2: 1}
     assert policy.pick(waits(20, 5, 1, prefill="p  ")) == {0: 6}  # 2 may not pass before 1
@@ -439,7 +439,7 @@ def test_first_come_first_served_cuts_a_prompt_to_the_budget_and_lets_no_one_ove
 
 
 def test_aligned_holds_the_target_while_a_draft_step_waits_but_not_for_ever() -> None:
-    policy = Aligned(patience=3)
+    policy = AlignedPolicy(patience=3)
     assert policy.pick(waits(5, 1, weights="td")) == {1: 1}
     assert policy.pick(waits(5, 1, weights="td", held=3)) == {0: 5, 1: 1}
     assert policy.pick(waits(5, 5, weights="tt")) == {0: 5, 1: 5}
@@ -466,7 +466,7 @@ def test_aligned_runs_fewer_target_passes_than_lockstep_where_drafts_differ_in_l
         assert sum(len(one.requests) for one in log if one.model == TARGET.name) == 32
         return sum(one.model == TARGET.name for one in log)
 
-    assert target_passes(Aligned()) < target_passes(Lockstep())
+    assert target_passes(AlignedPolicy()) < target_passes(LockstepPolicy())
 
 
 def test_a_draft_chain_runs_at_once_while_its_request_is_the_only_one() -> None:
@@ -530,7 +530,7 @@ TRACE = st.lists(
     min_size=1,
     max_size=6,
 )
-SCHEDULES = [Lockstep, lambda: FirstComeFirstServed(4, 3), lambda: Aligned(1)]
+SCHEDULES = [LockstepPolicy, lambda: FirstComePolicy(4, 3), lambda: AlignedPolicy(1)]
 
 
 @given(TRACE, st.sampled_from(SCHEDULES), st.sampled_from([1, 2, None]))

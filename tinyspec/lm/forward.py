@@ -471,7 +471,10 @@ class ForwardBatch:
 
 
 ForwardFn = Callable[[Sequence[ForwardBatch]], list[Scores]]
-"""A forward pass: `Transformer.forward`, or a `Scheduler` in front of it, which may run fewer rows of a prompt."""
+"""A forward pass: `Transformer.forward`, or a `Scheduler` in front of it.
+
+A scheduler may run fewer rows of a prompt than it was given.
+"""
 
 
 def _restrict(

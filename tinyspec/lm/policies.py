@@ -39,14 +39,14 @@ class Policy(Protocol):
         """
 
 
-class Lockstep:
+class LockstepPolicy:
     """Run all that wait: requests that begin together stay together."""
 
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         return {pending.request: pending.rows for pending in waiting}
 
 
-class FirstComeFirstServed:
+class FirstComePolicy:
     """Run what waits in the order of arrival, as far as the budget of a pass goes.
 
     Continuous batching (Orca, OSDI 2022): requests join and leave at every pass. A prompt is cut
@@ -65,7 +65,7 @@ class FirstComeFirstServed:
         return picked
 
 
-class Aligned:
+class AlignedPolicy:
     """Keep unequal drafts in step: hold the passes of the largest model while a smaller one waits.
 
     Requests whose drafts differ in length would otherwise drift apart. Then every turn runs the

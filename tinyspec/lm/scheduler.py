@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -34,7 +35,7 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.engine import NextTokenFn
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
-from tinyspec.lm.policies import Lockstep, Pending, Policy
+from tinyspec.lm.policies import LockstepPolicy, Pending, Policy
 from tinyspec.lm.transformer import Transformer
 
 T = TypeVar("T")
@@ -154,7 +155,7 @@ class Scheduler:
         in_turns: bool = False,
         log_size: int | None = None,
     ):
-        self.policy = Lockstep() if policy is None else policy
+        self.policy = LockstepPolicy() if policy is None else policy
         self.max_live, self.max_slots, self.in_turns = max_live, max_slots, in_turns
         self.turn = 0
         self.pass_log: deque[SharedPass] = deque(maxlen=log_size)
@@ -430,7 +431,7 @@ class ScheduledForward:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the request that asks is the only one that runs."""
+        """Return whether the request that asks is the only one that runs."""
         return self.scheduler.is_alone()
 
     def run_chain(self, *arguments: Any) -> list[tuple[int, Tensor, Tensor]]:
@@ -448,12 +449,13 @@ def run_together(
     """
     scheduler = Scheduler() if scheduler is None else scheduler
     events, results, failure = SimpleQueue[Event](), dict[int, T](), list[BaseException]()
+
+    def run(job: Callable[[Scheduler], T], its: Scheduler) -> Iterable[T]:
+        return [job(its)]
+
     try:
         with scheduler.together():
-            tickets = [
-                scheduler.submit(lambda its, job=job: [job(its)], events=events)  # type: ignore[misc]
-                for job in jobs
-            ]
+            tickets = [scheduler.submit(partial(run, job), events=events) for job in jobs]
         for _ in range(2 * len(tickets)):  # a result and an end of each
             ticket, item, is_end = events.get()
             if not is_end:

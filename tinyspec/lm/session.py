@@ -242,7 +242,7 @@ class Session:
 
     @property
     def is_alone(self) -> bool:
-        """Whether its forward passes are shared with no other request now."""
+        """Return whether its forward passes are shared with no other request now."""
         if isinstance(self.forward, ScheduledForward):
             return self.forward.is_alone
         return self.forward == self.model.forward
