@@ -443,6 +443,7 @@ GERMAN = {
     "multi30k-nat": ("nat", {"samples": 10}),
     "multi30k-cmlm": ("mask_predict", {"iterations": 4}),
     "multi30k-exits": ("free", {}),
+    "multi30k-parallel": ("parallel", {}),
 }
 
 

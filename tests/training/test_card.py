@@ -16,7 +16,13 @@ from tinyspec.training.train import TrainingResult
 
 MODELS = Path(__file__).parent.parent.parent / "models"
 LANGUAGE = ["storyteller", "apprentice", "exits-plain", "exits-loss", "exits-layerskip"]
-TRANSLATION = ["multi30k-teacher", "multi30k-nat", "multi30k-cmlm", "multi30k-exits"]
+TRANSLATION = [
+    "multi30k-teacher",
+    "multi30k-nat",
+    "multi30k-cmlm",
+    "multi30k-exits",
+    "multi30k-parallel",
+]
 
 
 def read_result(name: str) -> TrainingResult:
