@@ -163,6 +163,8 @@ class Scheduler:
         self._queue: deque[Ticket[Any]] = deque()
         self._live: dict[int, Ticket[Any]] = {}
         self._waiting: dict[int, _Wait] = {}
+        self._alone: int | None = None  # the only live request when a pass was last picked
+        self._threads: list[threading.Thread] = []
         self._is_computing = self._is_closed = False
         self._changed = threading.Condition()
         self._local = threading.local()
@@ -227,6 +229,9 @@ class Scheduler:
         """Wait until every request has ended, those that requests submit among them."""
         with self._changed:
             self._changed.wait_for(lambda: not (self._live or self._queue), timeout)
+            threads = [one for one in self._threads if one is not threading.current_thread()]
+        for thread in threads:
+            thread.join(timeout)
 
     @property
     def live(self) -> int:
@@ -239,10 +244,12 @@ class Scheduler:
         return len(self._queue)
 
     def is_alone(self) -> bool:
-        """Return whether the request that asks is the only one that runs."""
+        """Return whether the request that asks was the only one when a pass was last picked.
+
+        Whether it is at this moment would depend on how fast the threads of others are.
+        """
         ticket: Ticket[Any] | None = getattr(self._local, "ticket", None)
-        with self._changed:
-            return ticket is not None and self._live.keys() == {ticket.number}
+        return ticket is not None and ticket.number == self._alone
 
     def _admit(self) -> None:
         """Start queued requests, the oldest first, while there is a place. The lock is held."""
@@ -254,7 +261,9 @@ class Scheduler:
                 return
             ticket = self._queue.popleft()
             self._live[ticket.number] = ticket
-            threading.Thread(target=self._work, args=(ticket,), daemon=True).start()
+            thread = threading.Thread(target=self._work, args=(ticket,), daemon=True)
+            self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+            thread.start()
 
     def _work(self, ticket: Ticket[Any]) -> None:
         self._local.ticket, error = ticket, None
@@ -356,6 +365,7 @@ class Scheduler:
             self._waiting = {}
             self._changed.notify_all()
             return
+        self._alone = next(iter(self._live)) if len(self._live) == 1 else None
         with self._compute():
             for waits in picked:
                 self._run_pass(waits)
