@@ -41,6 +41,7 @@ from tinyspec.lm.heads import (
     mean_cross_entropy,
 )
 from tinyspec.lm.model import Model
+from tinyspec.lm.policies import Policy
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
@@ -247,7 +248,7 @@ class StreamRequest:
 
 Builder = Callable[..., Any]
 """(request, **knobs) -> a Decoder; a Refiner or a StreamDecoder where the card's kind is "refine"
-or "streams".
+or "streams". (**knobs) -> a Policy where it is "policy".
 """
 
 B = TypeVar("B", bound=Builder)
@@ -591,7 +592,8 @@ class Card:
     copies          whether it takes reference texts
     lossy           the knob that trades the guarantee for speed, and its neutral value
     kind            decoder: extends a text; refine: rewrites a canvas; streams: writes an answer by
-                    several streams; analysis: decodes nothing
+                    several streams; policy: decides which requests share a forward pass; analysis:
+                    decodes nothing
     hidden          reads hidden states, so it is proved on small transformers, not on tables
     point_masses    no node of its own declares a distribution: a seed gives plain decoding's text,
                     at any temperature (unless a draft model takes part)
@@ -627,7 +629,7 @@ class Card:
     drafts: int = 0  # draft models it needs
     copies: bool = False  # takes reference texts
     lossy: tuple[str, Any] | None = None
-    kind: Literal["decoder", "refine", "streams", "analysis"] = "decoder"
+    kind: Literal["decoder", "refine", "streams", "policy", "analysis"] = "decoder"
     hidden: bool = False
     point_masses: bool = False
     coupled: bool = False
@@ -725,7 +727,18 @@ class Card:
                 f"{self.name} writes an answer by several streams and extends no single text: use "
                 f"`tinyspec generate --method {self.name}`, or tinyspec.generate(..., method=...)"
             )
+        if self.kind == "policy":
+            raise TinyspecError(
+                f"{self.name} decides which requests share a forward pass and extends no text: "
+                f"give it to a scheduler, Scheduler(find_technique('{self.name}').policy())"
+            )
         return cast(Decoder, self.build(request, **self.settings(knobs)))
+
+    def policy(self, **knobs: Any) -> Policy:
+        """Return the policy of a scheduler."""
+        if self.kind != "policy":
+            raise TinyspecError(f"{self.name} extends a text and schedules no requests")
+        return cast(Policy, self.build(**self.settings(knobs)))
 
     def stream_decoder(self, request: StreamRequest, **knobs: Any) -> StreamDecoder:
         """Return a decoder of several streams for this request."""

@@ -207,7 +207,8 @@ def list_unmeasured(chapters: Sequence[Result], others: Sequence[Result]) -> lis
     return [
         f"`{name}`"
         for name, card in load_techniques().items()
-        if card.kind != "analysis" and name not in {PLAIN, *rows, *MEASURED_ELSEWHERE}
+        if card.kind not in ("analysis", "policy")
+        and name not in {PLAIN, *rows, *MEASURED_ELSEWHERE}
     ]
 
 

@@ -8,6 +8,7 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 - Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same
   whatever is drafted, and a race alone has the distribution of its row.
 - Drafts of point masses: on one seed the tokens are those that plain decoding samples.
+- Policy: under random arrivals each request's text is the one it has alone, and every row runs once.
 - Lossy: on fixed texts, the further the knob is turned, the less a token costs.
 """
 
@@ -30,7 +31,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.laws import feature_laws, rewriting_laws
+from tinyspec.laws import feature_laws, rewriting_laws, schedule_laws
 from tinyspec.laws.checking.trees import TREE_KINDS
 from tinyspec.laws.evidence import Evidence, accuse, expect_equal
 from tinyspec.laws.exact.joint import JOINT, JointDistribution, Tokens
@@ -58,6 +59,7 @@ GREEDY = "greedy equality"
 GREEDY_TOKENS = 14
 GREEDY_VOCABULARY = 5
 GREEDY_EOS = GREEDY_VOCABULARY - 1
+TRACES = 20  # random arrivals of a seed, for each value of a policy's knobs
 
 
 @dataclass(frozen=True)
@@ -351,6 +353,8 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
     """
     if card.kind == "analysis":
         return []
+    if card.kind == "policy":
+        return list(_schedule_cases(card, seed))
     own = []
     if card.name in ORACLES:
         own = [SuiteCase("its own oracle", card.name, lambda: ORACLES[card.name](card))]
@@ -370,6 +374,17 @@ def technique_cases(card: Card, seed: int = 0) -> list[SuiteCase]:
         first = [*_exact_cases(card, seed), *(_path_cases(card, seed) if card.point_masses else ())]
     own = [*_feature_cases(card), *own]
     return [*first, *_greedy_cases(card, seed), *_knob_cases(card, seed), *own]
+
+
+def _schedule_cases(card: Card, seed: int) -> Iterator[SuiteCase]:
+    """Yield the laws of a policy, with every small value of its knobs, on random arrivals."""
+    traces = range(TRACES * seed, TRACES * (seed + 1))
+    values = [knob.small or (knob.default,) for knob in card.knobs]
+    for chosen in product(*values):
+        knobs = {knob.name: value for knob, value in zip(card.knobs, chosen, strict=True)}
+        title = ", ".join(f"{name} {value}" for name, value in knobs.items())
+        law = partial(schedule_laws.scheduled_request_is_alone, partial(card.policy, **knobs))
+        yield SuiteCase(schedule_laws.SCHEDULED_ALONE, title or "no knobs", partial(law, traces))
 
 
 def _feature_cases(card: Card) -> Iterator[SuiteCase]:

@@ -1,0 +1,99 @@
+"""SARATHI: read prompts in chunks, in the same passes in which other requests decode.
+
+Paper: Agrawal et al. 2023, arXiv 2308.16369; Agrawal et al. 2024, arXiv 2403.02310 (Sarathi-Serve).
+
+Idea. While a long prompt is read, every request that decodes waits: its next token comes late. And
+a pass that decodes reads all weights for a few rows. SARATHI gives each pass a budget of rows. All
+requests that decode take part, and what is left of the budget goes to prompts, the oldest first. So
+a prompt is read in chunks, no one waits for long, and the rows that decode cost little, because the
+chunk reads the weights anyway.
+
+    chunks = max(C - sum(decodes), 0)    rows of prompts in a pass; C: the budget
+    P^2 / (2 C)                          positions that a prompt of P tokens reads once more
+
+Each chunk reads the keys and values of all chunks before it: that is the price of small chunks.
+
+Guarantee: EXACT. A request's text is, to the bit, the one that it has alone: rows of different
+requests do not see each other, and how a prompt is cut changes none of its states.
+Pitfall: chunks in passes of their own (then nothing is shared, and the others wait as before);
+one product for each request; a chunk that is read again from its start; logits of chunks that end
+inside a prompt, which nobody reads.
+Tests: tests/speculative/test_sarathi.py (`fill_pass` against what runs; a decoding request gets a
+token in every pass, however long the prompts; no pass over the budget; chunks of every size give
+the same text). `tinyspec laws sarathi` runs random arrivals.
+Left out: the paper's rule that rows are a multiple of a GPU's tile, since the kernels here take any
+number; preemption, since a scheduler reserves a request's positions before it starts; the released
+code's chunks that shrink with time, which are off by default.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tinyspec.lm.policies import Pending, split_by_model
+from tinyspec.technique import Guarantee, Knob, technique
+
+
+def fill_pass(decodes: Sequence[int], prompts: Sequence[int], budget: int) -> list[int]:
+    """Return how many rows of each prompt the next pass reads (Sarathi-Serve: stall-free batching).
+
+    decodes  rows of each request that decodes: 1, or 1 + the draft tokens to verify
+    prompts  rows that are left of each prompt, the oldest first
+
+    >>> fill_pass([1, 1, 1], [100, 50], budget=64)
+    [61, 0]
+    >>> fill_pass([1], [20, 50], budget=64)
+    [20, 43]
+    """
+    rows, left = list[int](), budget - sum(decodes)
+    for prompt in prompts:
+        rows.append(max(min(prompt, left), 0))
+        left -= rows[-1]
+    return rows
+
+
+class SarathiPolicy:
+    """Run all that decode, and fill the pass with chunks of prompts.
+
+    budget  rows of a pass, for each model
+    """
+
+    def __init__(self, budget: int = 512):
+        self.budget = budget
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        """Return the rows of each request in the next pass of its model."""
+        picked: dict[int, int] = {}
+        for own in split_by_model(waiting):
+            prompts = [pending for pending in own if pending.is_prefill]
+            decodes = [pending for pending in own if not pending.is_prefill]
+            picked |= {pending.request: pending.rows for pending in decodes}
+            rows = fill_pass(
+                [pending.rows for pending in decodes],
+                [pending.rows for pending in prompts],
+                self.budget,
+            )
+            chunks = zip(prompts, rows, strict=True)
+            picked |= {pending.request: n for pending, n in chunks if n > 0}
+        return picked
+
+
+@technique(
+    title="SARATHI: chunked prefill",
+    summary="prompts in chunks beside requests that decode",
+    paper="Agrawal et al. 2023, arXiv 2308.16369; Agrawal et al. 2024, arXiv 2403.02310",
+    family="integrated",
+    guarantee=Guarantee.EXACT,
+    knobs=[
+        Knob(
+            "budget",
+            512,
+            "rows of a pass: all that decode, then chunks of prompts",
+            low=1,
+            high=1 << 16,
+            small=(3, 1),
+        )
+    ],
+    kind="policy",
+)
+def sarathi(budget: int) -> SarathiPolicy:
+    """Return the policy."""
+    return SarathiPolicy(budget)
