@@ -153,17 +153,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3447,
+    "root + show": 3457,
     "_core": 957,
     "lm": 5755,
     "decoding": 1836,
-    "chapters": 13895,
-    "laws": 18583,
+    "chapters": 13941,
+    "laws": 18808,
     "museum": 3554,
     "training": 3368,
-    "bench": 8129,
+    "bench": 8130,
     "grade": 4400,
-    "cli": 2651,
+    "cli": 2654,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -99,6 +99,7 @@ from tests.zoo import TEXT, tiny_zoo
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.config import Seq2SeqConfig
+from tinyspec.lm.policies import Pending
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.speculative.drafting.datastore import build_datastore
 from tinyspec.technique import load_techniques
@@ -137,6 +138,10 @@ for name in sys.argv[2:]:
         judge = {"teacher": teacher} if card.teacher else {}
         done = tinyspec.translate(model, [5, 6, 7], **judge, **highest)
         print(name, "ran" if done.tokens is not None else "")
+        continue
+    if card.kind == "policy":
+        waiting = Pending(0, "model", 1, 99, is_prefill=True, held=0)
+        print(name, "ran" if card.policy(**highest).pick([waiting]) == {0: 99} else "")
         continue
     if card.fills_masks:
         done = tinyspec.translate(teacher, [5, 6, 7], method=name, draft=filler, **highest)

@@ -312,6 +312,7 @@ def test_an_interrupted_translation_returns_its_passes_so_far(at_home: Trained) 
             "needs a draft model, and translation models have none",
         ),
         ("teacher", {"method": "planner"}, "planner is an analysis: it translates nothing"),
+        ("teacher", {"method": "sarathi"}, "sarathi schedules requests: it translates nothing"),
         ("teacher", {"method": "nats"}, "there is no method 'nats': did you mean 'nat'"),
         ("teacher", {"teacher": "teacher"}, "autoregressive asks no teacher"),
         ("mask_predict", {"max_new_tokens": 5}, "max_new_tokens has no meaning"),

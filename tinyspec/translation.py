@@ -442,6 +442,8 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
     wanted = card.name if card.kind == "refine" else "teacher"
     if card.kind == "analysis":
         raise TinyspecError(f"{card.name} is an analysis: it translates nothing")
+    if card.kind == "policy":
+        raise TinyspecError(f"{card.name} schedules requests: it translates nothing")
     if card.kind == "streams":
         raise TinyspecError(f"{card.name} writes answers of language models: it translates nothing")
     if card.drafts and not card.fills_masks:

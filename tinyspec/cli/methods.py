@@ -137,6 +137,9 @@ def describe_card(card: "Card") -> str:
     if card.kind == "refine":
         command = f"tinyspec translate --method {card.name}"
         lines.append(f"translates, with a model that was trained for it: {command}")
+    if card.kind == "policy":
+        made = f"Scheduler(find_technique('{card.name}').policy())"
+        lines.append(f"decides which of many requests share a forward pass: {made}")
     if card.teacher:
         lines.append("its candidates are judged by a teacher: --teacher NAME")
     if card.copies:
