@@ -21,6 +21,10 @@ from tinyspec.technique import CHAPTERS, find_technique, is_tuned_for, load_tech
 TRIED = 16  # tokens that each technique writes before the table is begun
 BOOKS = ("books:60",)  # tasks of a model without a chat template
 CHATS = ("spec_bench",)  # tasks of a chat model
+WITHOUT_TEXT = {
+    "analysis": "an analysis, it decodes nothing",
+    "policy": "a policy, it schedules many requests",
+}
 
 
 def default_tasks(model: Model) -> tuple[str, ...]:
@@ -52,9 +56,13 @@ def list_rows(method: str) -> list[ArmSpec]:
     return [ArmSpec(method), *additions]
 
 
-def list_analyses(name: str) -> list[str]:
-    """Return the names of a chapter's analyses, which decode nothing."""
-    return _list_kind(name, "analysis")
+def list_without_text(name: str) -> dict[str, str]:
+    """Return the names of a chapter's techniques that write no text, and what they are."""
+    return {
+        method: f"{what} ({find_technique(method).title})"
+        for kind, what in WITHOUT_TEXT.items()
+        for method in _list_kind(name, kind)
+    }
 
 
 def _list_kind(chapter: str, kind: str) -> list[str]:
@@ -91,10 +99,7 @@ def select_techniques(
         can.append(spec.label)
         if need.built:
             built[spec.name] = need.built
-    cannot += [
-        f"{method}: an analysis, it decodes nothing ({find_technique(method).title})"
-        for method in list_analyses(name)
-    ]
+    cannot += [f"{method}: {what}" for method, what in list_without_text(name).items()]
     names = ",".join(list_draft_names(settings, model)) if draft is not None else None
     methods = tuple(dict.fromkeys([*settings.methods, *can]))
     return replace(settings, methods=methods, draft=names), cannot, built

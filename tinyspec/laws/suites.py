@@ -8,7 +8,8 @@ technique's own knobs make too large a tree to walk, its card names smaller valu
 - Coupled on shared noise, which has no list of outcomes: on one seed the tokens are the same
   whatever is drafted, and a race alone has the distribution of its row.
 - Drafts of point masses: on one seed the tokens are those that plain decoding samples.
-- Policy: under random arrivals each request's text is the one it has alone, and every row runs once.
+- Policy: under random arrivals each request's text is the one that it has alone, and every row runs
+  once.
 - Lossy: on fixed texts, the further the knob is turned, the less a token costs.
 """
 
