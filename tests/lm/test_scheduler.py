@@ -7,18 +7,17 @@ every policy. No request waits for ever.
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.lm.small import GPT2, LLAMA, model
 from tinyspec.errors import TinyspecError
+from tinyspec.laws.schedule_laws import scheduled_request_is_alone
 from tinyspec.lm import scheduler as scheduling
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.policies import AlignedPolicy, FirstComePolicy, LockstepPolicy, Pending, Policy
@@ -417,6 +416,32 @@ def test_a_policy_that_picks_nothing_or_fails_ends_its_requests_with_that_error(
         run_together([lambda s: list(write([1], 1)(s))], Scheduler(Nothing()))
 
 
+@pytest.mark.parametrize(
+    ("picked", "why"),
+    [
+        ({7: 1}, "picked request 7, which does not wait"),
+        ({0: 0}, "picked 0 of 5 rows of request 0: of a prompt, at least one must run"),
+        ({0: 6}, "picked 6 of 5 rows of request 0"),
+        ({1: 1}, "picked 1 of 3 rows of request 1: they run together"),
+    ],
+)
+def test_a_policy_may_cut_prompts_alone_and_pick_who_waits(
+    picked: dict[int, int], why: str
+) -> None:
+    class Strange(LockstepPolicy):
+        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+            return picked
+
+    def score_three(scheduler: Scheduler) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        session.append([1])
+        session.score(TokenTree.chain([2, 3]))
+
+    jobs = [lambda s: TARGET.session(scheduler=s).extend([1] * 6), score_three]
+    with pytest.raises(RuntimeError, match=why):
+        run_together(jobs, Scheduler(Strange()))
+
+
 # ---------------------------------------------------------------------- policies
 
 
@@ -499,89 +524,111 @@ def test_a_draft_chain_runs_at_once_while_its_request_is_the_only_one() -> None:
 # ---------------------------------------------------------------------- any trace
 
 
-class Failed(Exception):
-    """What a request of a trace raises."""
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_any_schedule_a_text_is_what_it_is_alone_and_every_row_runs_once(policy: Any) -> None:
+    assert scheduled_request_is_alone(policy, range(12)).cases == 12
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A request of a trace: when it comes, what it wants, and after how many tokens it is ended."""
+def test_who_has_left_already_does_not_depend_on_its_thread() -> None:
+    """A request whose thread is slow to end is not in the way of another one's draft chain."""
+    m = model(LLAMA).to(dtype=torch.float32)
 
-    turn: int
-    prompt: tuple[int, ...]
-    n: int
-    ended: int
-    how: str  # "ends", "fails", "cancelled"
+    def chain(scheduler: Scheduler) -> list[bool]:
+        session = m.session(scheduler=scheduler)
+        session.extend([1, 2, 3])
+        ran = list[bool]()
+        for _ in range(4):
+            ran.append(session.draft_chain(2, lambda row: int(row.argmax())))
+            session.score(TokenTree())
+            session.commit((), 3)
+        return ran
 
-    def run(self, log: list[ForwardRecord]) -> Callable[[Scheduler], Iterator[int]]:
-        def job(scheduler: Scheduler) -> Iterator[int]:
-            for at, token in enumerate(write(self.prompt, self.n, log)(scheduler)):
-                if self.how == "fails" and at == self.ended:
-                    raise Failed
-                yield token
+    def short(scheduler: Scheduler, seconds: float) -> list[bool]:
+        session = m.session(scheduler=scheduler)
+        session.extend([1, 2])
+        session.score(TokenTree())
+        time.sleep(seconds)
+        return []
 
-        return job
-
-
-PROMPT = st.lists(st.integers(0, 12), min_size=1, max_size=12).map(tuple)
-HOW = st.sampled_from(["ends", "ends", "fails", "cancelled"])
-TRACE = st.lists(
-    st.builds(Planned, st.integers(0, 6), PROMPT, st.integers(0, 5), st.integers(0, 3), HOW),
-    min_size=1,
-    max_size=6,
-)
-SCHEDULES = [LockstepPolicy, lambda: FirstComePolicy(4, 3), lambda: AlignedPolicy(1)]
+    for seconds in (0.0, 0.1):
+        ran, _ = run_together([chain, partial(short, seconds=seconds)])
+        assert ran == [False, False, True, True]
 
 
-@given(TRACE, st.sampled_from(SCHEDULES), st.sampled_from([1, 2, None]))
-@settings(max_examples=40, deadline=None)
-def test_under_any_schedule_a_text_is_what_it_is_alone_and_every_row_runs_once(
-    trace: list[Planned], policy: Any, max_live: int | None
+def step(m: Any) -> Callable[[Scheduler], list[float]]:
+    """Return a job of one forward pass; it notes the time at which it goes on."""
+
+    def job(scheduler: Scheduler) -> list[float]:
+        session = m.session(scheduler=scheduler)
+        session.append([1])
+        session.score(TokenTree())
+        return [time.monotonic()]
+
+    return job
+
+
+def test_the_requests_of_a_turn_go_on_when_the_last_of_its_passes_has_run(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    logs: list[list[ForwardRecord]] = [[] for _ in trace]
-    tickets: dict[int, Ticket[int]] = {}
+    """The pass of one model is ready earlier. Who goes on with it must not find the turn open."""
+    ends: list[float] = []
+    scheduler, forward = Scheduler(), DRAFT.forward
 
-    class Trace:
-        """Submits and cancels what is due, whatever the threads do."""
+    def slow(feeds: Any) -> Any:
+        scheduler.cancel()  # cancels nobody, and wakes all that wait
+        time.sleep(0.02)
+        scores = forward(feeds)
+        ends.append(time.monotonic())
+        return scores
 
-        inner: Policy = policy()
+    monkeypatch.setattr(DRAFT, "forward", slow)
+    went_on = [at for [at] in run_together([step(TARGET), step(DRAFT), step(TARGET)], scheduler)]
+    assert [one.model for one in scheduler.pass_log] == ["target", "draft"]
+    assert min(went_on) > ends[0]
 
+
+def test_how_long_a_request_was_held_does_not_depend_on_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is held while others are picked, not while the pass runs in which it arrived."""
+    seen: list[tuple[int, int]] = []
+    forward = TARGET.forward
+
+    class Joined(LockstepPolicy):
         def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
-            for number, one in enumerate(trace):
-                submit_due(number, one)
-                cancel = one.how == "cancelled" and scheduler.turn >= one.turn + one.ended
-                if cancel and not tickets[number].is_done:
-                    tickets[number].cancel()
-            return self.inner.pick(waiting)
+            seen.extend((one.request, one.held) for one in waiting)
+            if scheduler.turn == 0:
+                scheduler.submit(step(TARGET))
+            return {waiting[0].request: waiting[0].rows}
 
-    def submit_due(number: int, one: Planned) -> None:
-        if number not in tickets and one.turn <= scheduler.turn:
-            tickets[number] = scheduler.submit(one.run(logs[number]))
+    def slow(feeds: Any) -> Any:
+        time.sleep(0.02)
+        return forward(feeds)
 
-    with Scheduler(Trace(), max_live=max_live) as scheduler:
-        while len(tickets) < len(trace):  # the next arrival, where nobody runs
-            with scheduler.together():
-                first = min(one.turn for n, one in enumerate(trace) if n not in tickets)
-                scheduler.turn = max(scheduler.turn, first)
-                for number, one in enumerate(trace):
-                    submit_due(number, one)
-            scheduler.join(30)
-    for number, one in enumerate(trace):
-        got, alone, error = list[int](), list(write(one.prompt, one.n)(None)), None
-        try:
-            got.extend(token for token in tickets[number])
-        except (Failed, RequestCancelled) as raised:
-            error = raised
-        assert got == alone[: len(got)]
-        if one.how == "ends":
-            assert got == alone and error is None
-        elif one.how == "fails":
-            assert got == alone[: one.ended] and (error is None) == (one.n <= one.ended)
-        own = tickets[number].number
-        passes = [entry for entry in scheduler.pass_log if own in entry.requests]
-        rows = sum(entry.rows[entry.requests.index(own)] for entry in passes)
-        heads = sum(entry.heads[entry.requests.index(own)] for entry in passes)
-        assert rows == sum(record.rows for record in logs[number])
-        assert heads == sum(record.head_rows for record in logs[number])
-    if policy is SCHEDULES[1]:
-        assert all(sum(one.rows) <= 4 for one in scheduler.pass_log)
+    monkeypatch.setattr(TARGET, "forward", slow)
+    scheduler = Scheduler(Joined())
+    run_together([step(TARGET), step(TARGET)], scheduler)
+    assert seen == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
+
+
+def test_a_policy_that_cancels_all_that_it_picks_leaves_the_others_running() -> None:
+    """The cancelled one leaves its place to a third, which waits before the empty turn is over."""
+
+    class Cancels(LockstepPolicy):
+        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+            if scheduler.turn == 0:
+                tickets[0].cancel()
+            return {waiting[0].request: waiting[0].rows}
+
+    class Slow(Scheduler):
+        @contextmanager
+        def _compute(self) -> Iterator[None]:
+            with super()._compute():
+                yield
+                time.sleep(0.05)
+
+    with Slow(Cancels(), max_live=2) as scheduler:
+        with scheduler.together():
+            tickets = [scheduler.submit(step(TARGET)) for _ in range(3)]
+        assert scheduler.join(20)
+    assert [one.requests for one in scheduler.pass_log] == [(1,), (2,)]

@@ -17,7 +17,8 @@ class Pending(NamedTuple):
     """A forward pass that a request waits for.
 
     request     its number: requests count in the order of their arrival
-    model       the name of the model, and how many weights it has
+    model       name of the model
+    weights     how many weights the model has
     rows        positions to run
     is_prefill  they belong to a prompt, so that a part of them may run
     held        turns in which it was not picked
@@ -66,7 +67,7 @@ class FirstComePolicy:
 
 
 class AlignedPolicy:
-    """Keep unequal drafts in step: hold the passes of the largest model while a smaller one waits.
+    """Keep unequal drafts in step: hold the passes of larger models while a smaller one waits.
 
     Requests whose drafts differ in length would otherwise drift apart. Then every turn runs the
     target for some requests and the draft model for the others: several passes of the target, each

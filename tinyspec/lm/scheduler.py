@@ -22,7 +22,7 @@ the other, in the order of their numbers.
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -124,15 +124,14 @@ class _Wait:
     ticket: Ticket[Any]
     model: Transformer
     feeds: Sequence[ForwardBatch]
-    since: int
+    held: int = 0  # turns in which it was not picked
     is_picked: bool = False
     result: list[Scores] | BaseException | None = None
 
-    def describe(self, turn: int) -> Pending:
-        rows = sum(len(feed.tokens) for feed in self.feeds)
+    def describe(self) -> Pending:
+        rows, model = sum(len(feed.tokens) for feed in self.feeds), self.model
         can_be_cut = len(self.feeds) == 1 and self.feeds[0].prefill
-        name, weights = self.model.name, self.model.config.parameters()
-        return Pending(self.ticket.number, name, weights, rows, can_be_cut, turn - self.since)
+        return Pending(self.ticket.number, model.name, model.n_weights, rows, can_be_cut, self.held)
 
 
 class Scheduler:
@@ -225,13 +224,18 @@ class Scheduler:
             self._is_closed = True
         self.cancel_all()
 
-    def join(self, timeout: float | None = None) -> None:
-        """Wait until every request has ended, those that requests submit among them."""
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until every request has ended, those that requests submit among them.
+
+        Returns False if they have not after `timeout` seconds.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: not (self._live or self._queue), timeout)
+            if not self._changed.wait_for(lambda: not (self._live or self._queue), timeout):
+                return False
             threads = [one for one in self._threads if one is not threading.current_thread()]
         for thread in threads:
-            thread.join(timeout)
+            thread.join()
+        return True
 
     @property
     def live(self) -> int:
@@ -299,9 +303,8 @@ class Scheduler:
                     scores = model.forward(feeds)
                 self._run_if_all_wait()  # they could not while this thread computed
                 return scores
-            if ticket.is_cancelled:
-                raise RequestCancelled
-            wait = self._waiting[ticket.number] = _Wait(ticket, model, feeds, self.turn)
+            self._check_running(ticket)
+            wait = self._waiting[ticket.number] = _Wait(ticket, model, feeds)
             self._run_if_all_wait()
             self._wait_for_turn(ticket, wait)
         if isinstance(wait.result, BaseException):
@@ -322,6 +325,7 @@ class Scheduler:
         """Run `Transformer.run_chain`. Requests that arrive meanwhile wait until it has ended."""
         ticket: Ticket[Any] = self._local.ticket
         with self._changed:
+            self._check_running(ticket)
             self._changed.wait_for(lambda: not self._is_computing)
             with self._compute():
                 ran = model.run_chain(cache, token, slot, most, choose, forward_log)
@@ -347,49 +351,71 @@ class Scheduler:
             if self.in_turns:
                 self._changed.notify_all()  # it may be another's turn
             self._changed.wait_for(may_go_on)
-            if ticket.is_cancelled:
-                raise RequestCancelled
+            self._check_running(ticket)
+
+    def _check_running(self, ticket: Ticket[Any]) -> None:
+        """Raise RequestCancelled if the request was cancelled."""
+        if ticket.is_cancelled:
+            raise RequestCancelled
 
     def _run_if_all_wait(self) -> None:
         """Run what the policy picks, one forward pass for each model. The lock is held.
 
-        Nothing runs while a live request does not wait: it may want to take part.
+        Nothing runs while a live request does not wait: it may want to take part. If the policy
+        cancels all that it picks, nobody goes on, and the others are asked about again.
         """
-        if not self._waiting or self._is_computing or len(self._waiting) < len(self._live):
-            return
-        try:
-            picked = self._pick()
-        except BaseException as error:  # a policy that fails ends those that wait for it
-            for wait in self._waiting.values():
-                wait.is_picked, wait.result = True, error
-            self._waiting = {}
-            self._changed.notify_all()
-            return
-        self._alone = next(iter(self._live)) if len(self._live) == 1 else None
-        with self._compute():
-            for waits in picked:
-                self._run_pass(waits)
-        self.turn += 1
+        while self._waiting and not self._is_computing and len(self._waiting) == len(self._live):
+            try:
+                picked = self._pick()
+            except BaseException as error:  # a policy that fails ends those that wait for it
+                for wait in self._waiting.values():
+                    wait.is_picked, wait.result = True, error
+                self._waiting = {}
+                self._changed.notify_all()
+                return
+            self._alone = next(iter(self._live)) if len(self._live) == 1 else None
+            with self._compute():
+                results = [(waits, self._run_pass(waits)) for waits in picked]
+            for waits, ran in results:  # all of a turn go on at one moment
+                for wait, result in zip(waits, ran, strict=True):
+                    wait.result = result
+            self.turn += 1
 
     def _pick(self) -> list[list[_Wait]]:
         """Return the waiting requests whose passes run now, those of one model together."""
-        waiting = [self._waiting[number].describe(self.turn) for number in sorted(self._waiting)]
-        granted = self.policy.pick(waiting)
-        if not granted:
-            raise RuntimeError(f"{type(self.policy).__name__} picked no pass")
+        waiting = {number: wait.describe() for number, wait in self._waiting.items()}
+        granted = self.policy.pick([waiting[number] for number in sorted(waiting)])
+        self._check_picked(waiting, granted)
         batches: dict[int, list[_Wait]] = {}
-        granted = {n: granted[n] for n in sorted(granted) if n in self._waiting}
-        for number in granted:  # of them, a policy may have cancelled some
-            wait = self._waiting[number]
-            if granted[number] < sum(len(feed.tokens) for feed in wait.feeds):
+        for number in sorted(granted):
+            if number not in self._waiting:  # it was cancelled meanwhile
+                continue
+            wait = self._waiting.pop(number)
+            wait.is_picked = True
+            if granted[number] < waiting[number].rows:
                 wait.feeds = [wait.feeds[0].first_rows(granted[number])]
             batches.setdefault(id(wait.model), []).append(wait)
-        for number in granted:
-            self._waiting.pop(number).is_picked = True
+        for wait in self._waiting.values():
+            wait.held += 1
         return list(batches.values())
 
-    def _run_pass(self, waits: Sequence[_Wait]) -> None:
-        """Run the feeds of some requests in one forward pass of their model.
+    def _check_picked(self, waiting: Mapping[int, Pending], granted: Mapping[int, int]) -> None:
+        """Raise RuntimeError unless a policy picked what can run."""
+        policy = type(self.policy).__name__
+        if not granted:
+            raise RuntimeError(f"{policy} picked no pass")
+        for number, n in granted.items():
+            if number not in waiting:
+                raise RuntimeError(f"{policy} picked request {number}, which does not wait")
+            rows, can_be_cut = waiting[number].rows, waiting[number].is_prefill
+            if not (0 < n < rows and can_be_cut) and n != rows:
+                raise RuntimeError(
+                    f"{policy} picked {n} of {rows} rows of request {number}: "
+                    + ("of a prompt, at least one must run" if can_be_cut else "they run together")
+                )
+
+    def _run_pass(self, waits: Sequence[_Wait]) -> list[list[Scores] | BaseException]:
+        """Run the feeds of some requests in one forward pass of their model; return their results.
 
         If it fails, each request runs alone, so that only those fail that cannot run at all.
         """
@@ -399,13 +425,8 @@ class Scheduler:
             scores = iter(model.forward(feeds))
         except BaseException as error:
             if len(waits) == 1:
-                waits[0].result = error
-            else:
-                for wait in waits:
-                    self._run_pass([wait])
-            return
-        for wait in waits:
-            wait.result = [next(scores) for _ in wait.feeds]
+                return [error]
+            return [result for wait in waits for result in self._run_pass([wait])]
         entry = SharedPass(
             turn=self.turn,
             model=model.name,
@@ -416,6 +437,7 @@ class Scheduler:
             prefill=tuple(feed.prefill for feed in feeds),
         )
         self.pass_log.append(entry)
+        return [[next(scores) for _ in wait.feeds] for wait in waits]
 
     @contextmanager
     def _compute(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ and `engine.py` compiled (CPU, float32 and bfloat16); both give the same results
 
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -41,6 +42,11 @@ class Transformer:
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: CudaGraphRunner | None = None  # steps of fixed shape, on a CUDA device
         self._packing = threading.Lock()
+
+    @cached_property
+    def n_weights(self) -> int:
+        """Return how many weights the model has."""
+        return self.config.parameters()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

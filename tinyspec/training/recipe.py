@@ -211,6 +211,8 @@ class TranslationRecipe:
             about = "the autoregressive teacher of the others, and what they are compared with"
             if self.teacher:
                 about = "an autoregressive student, which parallel models must beat"
+            if self.exits is not None:
+                about = "a translator that may leave after any of its decoder layers"
             exits = "" if self.exits is None else f" {self.exits.describe()}"
             return f"It writes from left to right: {about}. Its figure is greedy decoding's.{exits}"
         return self.trained.page.format(settings=self.settings_of_translator(), figures=figures)

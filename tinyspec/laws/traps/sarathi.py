@@ -61,8 +61,7 @@ def prompts_fill_the_pass(make: MakePolicy) -> Iterator[int]:
 def budget_is_kept(make: MakePolicy) -> Iterator[int]:
     """Check the pass log of random arrivals. A chunk that ends inside a prompt has no logits."""
     for seed, budget in product(range(6), (1, 3, 8)):
-        _, _, log = run_trace(make(budget=budget), random_trace(seed))
-        for one in log:
+        for one in run_trace(make(budget=budget), random_trace(seed)).pass_log:
             shares = zip(one.rows, one.prefill, strict=True)
             read = sum(rows for rows, is_prompt in shares if is_prompt)
             case = {"budget": budget, "rows": one.rows, "is_prompt": one.prefill, "turn": one.turn}

@@ -1,6 +1,7 @@
 """SARATHI: read prompts in chunks, in the same passes in which other requests decode.
 
-Paper: Agrawal et al. 2023, arXiv 2308.16369; Agrawal et al. 2024, arXiv 2403.02310 (Sarathi-Serve).
+Paper: Agrawal et al. 2023, arXiv 2308.16369; Agrawal et al. 2024, arXiv 2403.02310
+(Sarathi-Serve, OSDI). Nothing is trained.
 
 Idea. While a long prompt is read, every request that decodes waits: its next token comes late. And
 a pass that decodes reads all weights for a few rows. SARATHI gives each pass a budget of rows. All
@@ -9,12 +10,15 @@ a prompt is read in chunks, no one waits for long, and the rows that decode cost
 chunk reads the weights anyway.
 
     chunks = max(C - sum(decodes), 0)    rows of prompts in a pass; C: the budget
-    P^2 / (2 C)                          positions that a prompt of P tokens reads once more
+    P^2 / (2 C)                          keys that the chunks of a prompt of P tokens read again
 
 Each chunk reads the keys and values of all chunks before it: that is the price of small chunks.
+This is the rule of Sarathi-Serve, with the budget of its released code (512). The first paper has
+chunks of one prompt in a pass. While those that decode use up the budget, prompts wait.
 
-Guarantee: EXACT. A request's text is, to the bit, the one that it has alone: rows of different
-requests do not see each other, and how a prompt is cut changes none of its states.
+Guarantee: EXACT. A request's text is the one that it has alone: rows of different requests do not
+see each other, and how a prompt is cut changes none of its states. On a CPU, in float32 and
+bfloat16, its logits are the same to the bit.
 Pitfall: chunks in passes of their own (then nothing is shared, and the others wait as before);
 one product for each request; a chunk that is read again from its start; logits of chunks that end
 inside a prompt, which nobody reads.
