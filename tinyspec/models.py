@@ -30,7 +30,7 @@ FETCHABLE = {
     "wheel from PyPI"
 }
 
-IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "smollm2-draft")
+IN_A_CLONE = ("exits-plain", "exits-loss", "exits-layerskip", "exits-hash", "smollm2-draft")
 """Models of the repository's models/ that no wheel carries."""
 
 TEACHER = "teacher"  # what a translation model is trained for that writes from left to right
