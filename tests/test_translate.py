@@ -445,6 +445,7 @@ GERMAN = {
     "multi30k-cmlm": ("mask_predict", {"iterations": 4}),
     "multi30k-exits": ("free", {}),
     "multi30k-parallel": ("parallel", {}),
+    "multi30k-crf": ("nar_crf", {}),
 }
 
 

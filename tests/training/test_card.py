@@ -22,6 +22,7 @@ TRANSLATION = [
     "multi30k-cmlm",
     "multi30k-exits",
     "multi30k-parallel",
+    "multi30k-crf",
 ]
 
 
