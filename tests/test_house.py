@@ -38,6 +38,7 @@ FLOORS = [
     ("training",),
     ("laws",),
     ("bench", "grade"),
+    ("serve",),
     ("cli", "__main__"),
 ]
 HEIGHT = {name: height for height, names in enumerate(FLOORS) for name in names}
@@ -153,17 +154,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3457,
+    "root + show": 3463,
     "_core": 957,
-    "lm": 5772,
-    "decoding": 1836,
-    "chapters": 13941,
-    "laws": 18831,
-    "museum": 3554,
+    "lm": 5818,
+    "decoding": 2011,
+    "chapters": 14358,
+    "laws": 19548,
+    "museum": 3697,
     "training": 3370,
-    "bench": 8136,
+    "bench": 8851,
     "grade": 4400,
-    "cli": 2654,
+    "cli": 2742,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

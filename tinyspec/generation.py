@@ -235,6 +235,7 @@ def start_generation(
         # In a batch the time of a pass is the others', too.
         clock=None if scheduler else time.perf_counter,
         head="" if head_card is card else head_card.name,
+        scheduler=scheduler,
     )
     return GenerationRun(card.make(request, **knobs), model, ids, seed, knobs)
 

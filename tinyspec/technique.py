@@ -42,6 +42,7 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.model import Model
 from tinyspec.lm.policies import Policy
+from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
@@ -178,6 +179,7 @@ class Request:
                        right whatever is chosen
     head               the method of a head of the target that the technique may use beside other
                        sources; empty: none
+    scheduler          of the batch that the request is in; None: it is alone
     """
 
     target: Target
@@ -191,6 +193,7 @@ class Request:
     clock: Clock | None = None
     choose: PolicyOverride | None = None
     head: str = ""
+    scheduler: Scheduler | None = None
 
     @property
     def draft_max_length(self) -> int | None:
@@ -607,6 +610,8 @@ class Card:
     optional_head   uses a trained head of any method if one is given
     several         uses every draft model that it is given, beyond those it needs
     timed           plans by the clock, so above temperature 0 the text of a seed depends on time
+    of_batch        decides the length of a draft with the other requests of its batch, so above
+                    temperature 0 the text of a seed depends on them
     teacher         of kind "refine": an autoregressive model may score its candidates
     trained         what it trains for a target, if it needs something trained
     head_of         the technique whose heads it uses, and whose `trained` it has; empty: its own
@@ -646,6 +651,7 @@ class Card:
     optional_head: bool = False
     several: bool = False
     timed: bool = False
+    of_batch: bool = False
     teacher: bool = False
     summary: str = ""
     reported: str = ""
@@ -690,6 +696,8 @@ class Card:
             if self.timed
             else f"{sampled}one text for each draft model and set of knobs"
         )
+        if self.of_batch:
+            return f"{sampled}one text for each draft model, set of knobs and batch"
         if self.coupled:
             return f"{sampled}one text, with any draft model and with none"
         if self.persistent and not self.point_masses:

@@ -632,3 +632,74 @@ def test_a_policy_that_cancels_all_that_it_picks_leaves_the_others_running() -> 
             tickets = [scheduler.submit(step(TARGET)) for _ in range(3)]
         assert scheduler.join(20)
     assert [one.requests for one in scheduler.pass_log] == [(1,), (2,)]
+
+
+# ---------------------------------------------------------------------- rules
+
+
+class Largest:
+    """Answers the largest question to all who ask; `asked` keeps who asked together."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+        self.n_decoding: list[int] = []
+
+    def decide(self, questions: Mapping[int, int], n_decoding: int) -> Mapping[int, int]:
+        self.asked.append(list(questions))
+        self.n_decoding.append(n_decoding)
+        if min(questions.values()) < 0:
+            raise ValueError("a question without an answer")
+        return dict.fromkeys(questions, max(questions.values()))
+
+
+def asks(rule: Largest, *questions: int, passes: int = 0) -> Callable[[Scheduler], list[int]]:
+    def job(scheduler: Scheduler) -> list[int]:
+        for _ in range(passes):
+            step(TARGET)(scheduler)
+        return [scheduler.consult("largest", lambda: rule, one) for one in questions]
+
+    return job
+
+
+def test_requests_that_ask_one_rule_are_answered_together() -> None:
+    rule, other = Largest(), Largest()
+    assert run_together([asks(rule, 1, 5), asks(other, 4, 2)]) == [[4, 5], [4, 5]]
+    assert rule.asked == [[0, 1], [0, 1]]
+    assert other.asked == []  # who asks under one name asks the rule that is there
+
+
+def test_a_question_is_answered_when_every_request_waits_and_before_the_next_pass() -> None:
+    rule, scheduler = Largest(), Scheduler()
+    jobs = [asks(rule, 1), asks(rule, 7, passes=2), asks(rule, passes=3)]
+    assert run_together(jobs, scheduler) == [[1], [7], []]
+    assert rule.asked == [[0], [1]]
+    assert rule.n_decoding == [1, 2]  # of the others, one that asks and one that has decoded
+    assert [one.requests for one in scheduler.pass_log] == [(1, 2), (1, 2), (2,)]
+
+
+def test_a_rule_that_fails_fails_in_those_that_ask_it_alone() -> None:
+    rule = Largest()
+    with Scheduler() as scheduler:
+        with scheduler.together():
+            tickets = [scheduler.submit(asks(rule, one)) for one in (-1, 2)]
+            plain = scheduler.submit(step(TARGET))
+        for ticket in tickets:
+            with pytest.raises(ValueError, match="without an answer"):
+                list(ticket)
+        assert list(plain)
+
+
+def test_a_request_that_is_cancelled_while_it_asks_ends_with_the_answer() -> None:
+    rule = Largest()
+
+    class Cancels(Largest):
+        def decide(self, questions: Mapping[int, int], n_decoding: int) -> Mapping[int, int]:
+            tickets[1].cancel()
+            return super().decide(questions, n_decoding)
+
+    with Scheduler() as scheduler:
+        with scheduler.together():
+            tickets = [scheduler.submit(asks(Cancels(), 1)), scheduler.submit(asks(rule, 9, 9))]
+        assert list(tickets[0]) == [9]  # it was asked before it was cancelled
+        with pytest.raises(RequestCancelled):
+            list(tickets[1])

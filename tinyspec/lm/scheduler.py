@@ -18,17 +18,20 @@ simulated. The pass log (`Scheduler.pass_log`) says who shared which pass.
 A request may submit others, which join the next pass. Streams of *one* request decide what the
 others do (how many more may start), so they take turns: between two passes one thread runs after
 the other, in the order of their numbers.
+
+Requests may decide something together, as the length of their drafts: they ask a `BatchRule`, which
+answers when every live request waits.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from queue import SimpleQueue
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from torch import Tensor
 
@@ -81,6 +84,8 @@ class Ticket(Generic[T]):
     slots   positions of the cache that are reserved for it
     events  where its items go; a reader may collect those of several requests in one queue
     error   why it ended early: what its job raised, or `RequestCancelled`
+
+    It `is_decoding` from its first pass after the prompt, or its first question to a rule.
     """
 
     def __init__(
@@ -94,7 +99,7 @@ class Ticket(Generic[T]):
         self.scheduler, self.number, self.job, self.slots = scheduler, number, job, slots
         self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
         self.error: BaseException | None = None
-        self.is_cancelled = self.is_done = False
+        self.is_cancelled = self.is_done = self.is_decoding = False
 
     def __iter__(self) -> Iterator[T]:
         """Yield the items. An error of the job is raised here."""
@@ -117,16 +122,53 @@ Job = Callable[["Scheduler"], Iterable[T]]
 """Run a request: its sessions compute through the scheduler."""
 
 
+class BatchRule(Protocol):
+    """Decides for several requests at one moment.
+
+    It is asked when every live request waits, so it may run forward passes of its own.
+    """
+
+    def decide(self, questions: Mapping[int, Any], n_decoding: int) -> Mapping[int, Any]:
+        """Return an answer for each question. Both are by the number of the request, in order.
+
+        n_decoding  live requests whose prompt is read, those that ask among them
+        """
+
+
 @dataclass(eq=False)
 class _Wait:
-    """A request that waits for its forward pass; `result` wakes it."""
+    """A request that waits. Its result wakes it: what it waited for, or an error."""
 
     ticket: Ticket[Any]
-    model: Transformer
-    feeds: Sequence[ForwardBatch]
-    held: int = 0  # turns in which it was not picked
     is_picked: bool = False
-    result: list[Scores] | BaseException | None = None
+    is_ready: bool = False
+    result: Any = None
+
+    def end(self, result: Any) -> None:
+        self.result, self.is_picked, self.is_ready = result, True, True
+
+    def get(self) -> Any:
+        """Return the result, or raise the error."""
+        if isinstance(self.result, BaseException):
+            raise self.result
+        return self.result
+
+
+@dataclass(eq=False)
+class _Question(_Wait):
+    """A request that waits for the answer of a rule."""
+
+    rule: BatchRule = field(kw_only=True)
+    question: Any = None
+
+
+@dataclass(eq=False)
+class _PassWait(_Wait):
+    """A request that waits for a forward pass."""
+
+    model: Transformer = field(kw_only=True)
+    feeds: Sequence[ForwardBatch] = ()
+    held: int = 0  # turns in which it was not picked
 
     def describe(self) -> Pending:
         rows, model = sum(len(feed.tokens) for feed in self.feeds), self.model
@@ -162,6 +204,7 @@ class Scheduler:
         self._queue: deque[Ticket[Any]] = deque()
         self._live: dict[int, Ticket[Any]] = {}
         self._waiting: dict[int, _Wait] = {}
+        self._rules: dict[Hashable, BatchRule] = {}
         self._alone: int | None = None  # the only live request when a pass was last picked
         self._threads: list[threading.Thread] = []
         self._is_computing = self._is_closed = False
@@ -300,17 +343,32 @@ class Scheduler:
             if ticket is None:  # a session that outlived its request, or warms up before it
                 self._changed.wait_for(lambda: not self._is_computing)
                 with self._compute():
-                    scores = model.forward(feeds)
+                    ran = model.forward(feeds)
                 self._run_if_all_wait()  # they could not while this thread computed
-                return scores
+                return ran
             self._check_running(ticket)
-            wait = self._waiting[ticket.number] = _Wait(ticket, model, feeds)
-            self._run_if_all_wait()
-            self._wait_for_turn(ticket, wait)
-        if isinstance(wait.result, BaseException):
-            raise wait.result
-        assert wait.result is not None
-        return wait.result
+            scores: list[Scores] = self._wait_for(_PassWait(ticket, model=model, feeds=feeds))
+            return scores
+
+    def consult(self, name: Hashable, make: Callable[[], BatchRule], question: Any) -> Any:
+        """Ask a rule that requests share, and return its answer.
+
+        name  of the rule: those who ask under one name ask the same rule
+        make  makes the rule when it is first asked
+        """
+        ticket: Ticket[Any] = self._local.ticket
+        with self._changed:
+            self._check_running(ticket)
+            if name not in self._rules:
+                self._rules[name] = make()
+            return self._wait_for(_Question(ticket, rule=self._rules[name], question=question))
+
+    def _wait_for(self, wait: _Wait) -> Any:
+        """Wait until a request has its result, and return it. The lock is held."""
+        self._waiting[wait.ticket.number] = wait
+        self._run_if_all_wait()
+        self._wait_for_turn(wait.ticket, wait)
+        return wait.get()
 
     def run_chain(
         self,
@@ -345,7 +403,7 @@ class Scheduler:
             first = min(self._live.keys() - self._waiting.keys(), default=ticket.number)
             if self.in_turns and ticket.number != first:
                 return False
-            return wait is None or wait.result is not None
+            return wait is None or wait.is_ready
 
         with self._changed:
             if self.in_turns:
@@ -359,17 +417,21 @@ class Scheduler:
             raise RequestCancelled
 
     def _run_if_all_wait(self) -> None:
-        """Run what the policy picks, one forward pass for each model. The lock is held.
+        """Answer questions; where there are none, run what the policy picks. The lock is held.
 
         Nothing runs while a live request does not wait: it may want to take part. If the policy
         cancels all that it picks, nobody goes on, and the others are asked about again.
         """
         while self._waiting and not self._is_computing and len(self._waiting) == len(self._live):
+            asked = [one for one in self._waiting.values() if isinstance(one, _Question)]
+            if asked:
+                self._answer(asked)
+                continue
             try:
                 picked = self._pick()
             except BaseException as error:  # a policy that fails ends those that wait for it
                 for wait in self._waiting.values():
-                    wait.is_picked, wait.result = True, error
+                    wait.end(error)
                 self._waiting = {}
                 self._changed.notify_all()
                 return
@@ -378,24 +440,45 @@ class Scheduler:
                 results = [(waits, self._run_pass(waits)) for waits in picked]
             for waits, ran in results:  # all of a turn go on at one moment
                 for wait, result in zip(waits, ran, strict=True):
-                    wait.result = result
+                    wait.end(result)
             self.turn += 1
 
-    def _pick(self) -> list[list[_Wait]]:
+    def _answer(self, asked: Sequence[_Question]) -> None:
+        """Let each rule answer those that ask it. An error of a rule is raised in all of them."""
+        by_rule: dict[int, list[_Question]] = {}
+        for one in sorted(asked, key=lambda one: one.ticket.number):
+            self._waiting.pop(one.ticket.number).is_picked = True
+            one.ticket.is_decoding = True
+            by_rule.setdefault(id(one.rule), []).append(one)
+        answers: dict[int, Any] = {}
+        n_decoding = sum(ticket.is_decoding for ticket in self._live.values())
+        with self._compute():
+            for its in by_rule.values():
+                questions = {one.ticket.number: one.question for one in its}
+                try:
+                    answers |= its[0].rule.decide(questions, n_decoding)
+                except BaseException as error:
+                    answers |= dict.fromkeys(questions, error)
+        for one in asked:
+            one.end(answers[one.ticket.number])
+
+    def _pick(self) -> list[list[_PassWait]]:
         """Return the waiting requests whose passes run now, those of one model together."""
-        waiting = {number: wait.describe() for number, wait in self._waiting.items()}
+        passes = {n: one for n, one in self._waiting.items() if isinstance(one, _PassWait)}
+        waiting = {number: wait.describe() for number, wait in passes.items()}
         granted = self.policy.pick([waiting[number] for number in sorted(waiting)])
         self._check_picked(waiting, granted)
-        batches: dict[int, list[_Wait]] = {}
+        batches: dict[int, list[_PassWait]] = {}
         for number in sorted(granted):
             if number not in self._waiting:  # it was cancelled meanwhile
                 continue
-            wait = self._waiting.pop(number)
-            wait.is_picked = True
+            wait = passes.pop(number)
+            self._waiting.pop(number).is_picked = True
+            wait.ticket.is_decoding = not waiting[number].is_prefill
             if granted[number] < waiting[number].rows:
                 wait.feeds = [wait.feeds[0].first_rows(granted[number])]
             batches.setdefault(id(wait.model), []).append(wait)
-        for wait in self._waiting.values():
+        for wait in passes.values():
             wait.held += 1
         return list(batches.values())
 
@@ -414,7 +497,7 @@ class Scheduler:
                     + ("of a prompt, at least one must run" if can_be_cut else "they run together")
                 )
 
-    def _run_pass(self, waits: Sequence[_Wait]) -> list[list[Scores] | BaseException]:
+    def _run_pass(self, waits: Sequence[_PassWait]) -> list[list[Scores] | BaseException]:
         """Run the feeds of some requests in one forward pass of their model; return their results.
 
         If it fails, each request runs alone, so that only those fail that cannot run at all.

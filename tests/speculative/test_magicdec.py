@@ -1,0 +1,44 @@
+"""MagicDec: the target drafts with a fixed number of keys."""
+
+from typing import Any
+
+import pytest
+
+from tests.lm.small import LLAMA, model
+from tinyspec.decoding.rng import Seeded
+from tinyspec.decoding.sampling import SamplingParams
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.traps import begin_decoder
+from tinyspec.laws.traps import magicdec as traps
+from tinyspec.technique import Request, find_technique
+
+CARD = find_technique("magicdec")
+M = model(LLAMA)
+TEXT = [(7 * n * n + n) % 11 for n in range(30)]
+
+
+def test_trap_the_draft_reads_the_first_tokens_and_the_latest_ones() -> None:
+    assert traps.reads_a_fixed_number_of_keys(CARD.make).cases == 9
+
+
+def test_a_budget_that_holds_the_text_drafts_with_the_target_itself() -> None:
+    decoder = begin_decoder(CARD.make, [M], TEXT, SamplingParams(), 20, budget=64, gamma=4)
+    rounds = [*decoder.run(Seeded(0))]
+    assert all(len(one.verdict.accepted) == len(one.tree.tokens) for one in rounds)
+    assert [len(one.tokens) for one in rounds] == [5, 5, 5, 5]
+
+
+def test_the_number_of_keys_does_not_grow_with_the_text() -> None:
+    decoder = begin_decoder(CARD.make, [M], TEXT, SamplingParams(), 20, budget=8, sink=2)
+    drafter: Any = decoder.drafter
+    while not decoder.finished:
+        n = len(decoder.context)
+        decoder.step(Seeded(decoder.rounds))
+        seen = drafter.view.plan.visible
+        assert seen.since == n - 6
+        assert all(head == {0, 1} for heads in seen.layers for head in heads)
+
+
+def test_the_window_must_have_a_token() -> None:
+    with pytest.raises(TinyspecError, match="give a sink below the budget"):
+        CARD.make(Request(M.session()), budget=4, sink=4)

@@ -1,0 +1,78 @@
+"""Synergy: the draft length follows the number of requests that decode."""
+
+import pytest
+
+from tests.speculative.batches import DRAFT, PROMPTS, TARGET, decode_batch, texts_of, verified_of
+from tests.table import Table
+from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.errors import TinyspecError
+from tinyspec.laws.traps import synergy as traps
+from tinyspec.speculative.batched import SIZES, BatchProfile, measure_batches, measure_rounds
+from tinyspec.speculative.integrated.synergy import SynergyRule, best_lengths, read_table
+from tinyspec.technique import Request, find_technique
+
+
+def test_trap_the_table_has_the_length_whose_tokens_take_least_time() -> None:
+    assert traps.table_has_the_best_lengths(best_lengths).cases == 40
+
+
+def test_trap_requests_that_draft_at_another_moment_count() -> None:
+    assert traps.all_that_decode_are_counted(SynergyRule).cases > 5
+
+
+def test_drafts_are_long_alone_and_short_in_a_crowd() -> None:
+    table = "1:5,2:2,4:1"
+    _, log = decode_batch("synergy", [[1]], n=20, table=table)
+    assert verified_of(log)[:2] == [(5,), (5,)]
+    prompts = [[1, 2], [4, 3], [5, 6], [3, 3]]
+    rounds, log = decode_batch("synergy", prompts, table=table)
+    assert {max(rows) for rows in verified_of(log) if len(rows) == 4} == {1}
+    assert texts_of(rounds) == texts_of(decode_batch("autoregressive", prompts)[0])
+
+
+def test_length_0_decodes_plainly_and_runs_no_draft_model() -> None:
+    _, log = decode_batch("synergy", PROMPTS[:2], table="1:0")
+    assert {one.model for one in log if not any(one.prefill)} == {"target"}
+
+
+def test_a_profile_is_measured_by_the_passes_that_requests_share() -> None:
+    """A clock that forward passes move: 1 second each, and 1/100 for every row."""
+    seconds = [0.0]
+
+    class Clocked(type(TARGET)):  # type: ignore[misc]
+        def forward(self, feeds):  # type: ignore[no-untyped-def]
+            seconds[0] += 1 + 0.01 * sum(len(feed.tokens) for feed in feeds)
+            return super().forward(feeds)
+
+    target, draft = (Clocked(one.config, one.weights, name=one.name) for one in (TARGET, DRAFT))
+    got = measure_rounds(target, [1, 2, 3], 4, 3, lambda: seconds[0])
+    assert got == pytest.approx([1 + 0.04 * (1 + n) for n in range(4)])
+
+    def requests():  # type: ignore[no-untyped-def]
+        stop = StoppingCriteria(max_new_tokens=20)
+        yield Request(target.session(), [draft.session()], stop=stop), [1, 2, 3]
+
+    profile = measure_batches(target, draft, requests, 3, lambda: seconds[0])
+    assert profile.sizes == [*SIZES]
+    assert profile.step == pytest.approx({size: 1 + 0.01 * size for size in SIZES})
+    assert profile.verify[16] == pytest.approx([1 + 0.16 * (1 + n) for n in range(4)])
+    assert len(profile.reach) == 3 and sorted(profile.reach, reverse=True) == [*profile.reach]
+
+
+def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:
+    profile = BatchProfile({1: [], 4: [], 16: []}, {}, [])
+    assert [profile.nearest(n) for n in (1, 2, 3, 10, 11, 99)] == [1, 1, 4, 4, 16, 16]
+
+
+def test_a_table_by_hand_is_checked() -> None:
+    assert read_table("8:1,1:5") == {8: 1, 1: 5}
+    for wrong in ("", "5", "1:x", "0:3", "1:-2", "1:2:3"):
+        with pytest.raises(TinyspecError, match="batch sizes with a draft length each"):
+            read_table(wrong)
+
+
+def test_a_target_without_times_has_no_profile() -> None:
+    decoder = find_technique("synergy").make(Request(Table(0, 3), [Table(1, 3)]))
+    decoder.extend((0,))
+    with pytest.raises(TinyspecError, match="only a transformer has them"):
+        decoder.drafter.propose((0,), 4, decoder.sampling, None)  # type: ignore[arg-type]

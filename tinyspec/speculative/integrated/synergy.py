@@ -1,0 +1,122 @@
+"""Synergy: a draft length for each batch size, from a profile that is measured before serving.
+
+Paper: Su, Giannoula, Pekhimenko 2023, arXiv 2310.18813. Nothing is trained.
+
+Idea. A single request leaves most of the arithmetic of a machine idle, and a long draft fills it. A
+large batch fills it already: then each draft token that is rejected costs time. So the best draft
+length falls with the batch size, and no fixed length is good for all. Before requests are served,
+the seconds of passes are measured for some batch sizes b and draft lengths s, and how many draft
+tokens are accepted. From these follows a table of best lengths; 0 is plain decoding. While requests
+are served, their number is looked up, and the nearest size of the table gives the length:
+
+    l(s)           = tokens of a round: 1 + the mean number of accepted draft tokens of s
+    seconds(b, s)  = (t_target(b, s) + s t_draft(b)) / l(s)          of a token of each request
+    best(b)        = the s with the least seconds(b, s)
+
+Guarantee: EXACT. A length is chosen before its draft is drawn.
+Pitfall: a table that is typed in; no length 0 in it; a batch size that counts requests which still
+read their prompts, so that the length jumps whenever one arrives (vLLM issue 49548).
+Tests: tests/speculative/test_synergy.py (the table against the least time of all lengths; which
+requests count; a profile of a pair of models whose passes cost what the test says).
+Left out: the paper's power law for l(s). Here l(s) is what was measured at every s. `table` gives
+lengths by hand, as vLLM's does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tinyspec.decoding.decode import Decoder
+from tinyspec.decoding.verify import verify_tree
+from tinyspec.errors import TinyspecError
+from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile
+from tinyspec.technique import Guarantee, Knob, Request, technique
+
+
+def best_lengths(profile: BatchProfile) -> dict[int, int]:
+    """Return the best draft length for each measured batch size; of equal ones the shortest.
+
+    >>> alone, crowd = [1.0, 1.1, 1.2], [1.0, 2.0, 3.0]
+    >>> best_lengths(BatchProfile({1: alone, 8: crowd}, {1: 0.1, 8: 0.1}, reach=[0.8, 0.6]))
+    {1: 2, 8: 0}
+    """
+
+    def seconds(size: int, length: int) -> float:
+        tokens = 1 + sum(profile.reach[:length])
+        return (profile.verify[size][length] + length * profile.step[size]) / tokens
+
+    return {
+        size: min(range(len(profile.reach) + 1), key=lambda length: (seconds(size, length), length))
+        for size in profile.sizes
+    }
+
+
+def read_table(text: str) -> dict[int, int]:
+    """Return the lengths by batch size that a text gives.
+
+    >>> read_table("1:5, 8:1, 16:0")
+    {1: 5, 8: 1, 16: 0}
+    """
+    try:
+        pairs = [entry.split(":") for entry in text.split(",")]
+        table = {int(size): int(length) for size, length in pairs}
+        if min(table) < 1 or min(table.values()) < 0:
+            raise ValueError
+    except ValueError:
+        raise TinyspecError(
+            f"table is {text!r}: it must be batch sizes with a draft length each, as 1:5,8:1,16:0"
+        ) from None
+    return table
+
+
+class SynergyRule:
+    """Look up the draft length for the number of requests that decode.
+
+    table  lengths by batch size; empty: measured when the first request asks
+    """
+
+    def __init__(self, request: Request, longest: int, table: Mapping[int, int]):
+        self.request, self.longest, self.table = request, longest, dict(table)
+
+    def decide(self, questions: Mapping[int, Sequence[int]], n_decoding: int) -> Mapping[int, int]:
+        """Return one length for all. The questions are the texts of the requests."""
+        if not self.table:
+            text = next(iter(questions.values()))
+            self.table = best_lengths(find_profile(self.request, text, self.longest))
+        nearest = min(self.table, key=lambda size: (abs(size - n_decoding), size))
+        return dict.fromkeys(questions, self.table[nearest])
+
+
+class SynergyDrafter(BatchDrafter):
+    """Draft as many tokens as are best for the batch."""
+
+    def question(self) -> Any:
+        return self.context
+
+
+@technique(
+    title="Synergy: a draft length for each batch size",
+    summary="a draft length for each batch size",
+    paper="Su et al. 2023, arXiv 2310.18813",
+    family="integrated",
+    guarantee=Guarantee.EXACT,
+    drafts=1,
+    of_batch=True,
+    knobs=(
+        Knob("longest", 8, "longest draft that is measured", low=1, high=64, small=(2,)),
+        Knob(
+            "table",
+            "",
+            "draft lengths by batch size, as 1:5,8:1,16:0; empty: measured when first needed",
+            small=("1:2,2:0", "1:1"),
+        ),
+    ),
+)
+def synergy(request: Request, *, longest: int, table: str) -> Decoder:
+    """Return a decoder whose draft length depends on how many requests decode."""
+    lengths = read_table(table) if table else {}
+
+    def make_rule() -> SynergyRule:
+        return SynergyRule(request, longest, lengths)
+
+    drafter = SynergyDrafter(request, longest, ("synergy", longest, table), make_rule)
+    return request.decoder(drafter, verify_tree)
