@@ -8,7 +8,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.traps import synergy as traps
 from tinyspec.speculative.batched import SIZES, BatchProfile, measure_batches, measure_rounds
-from tinyspec.speculative.integrated.synergy import SynergyRule, best_lengths, read_table
+from tinyspec.speculative.integrated.synergy import SynergyRule, best_lengths, read_length_table
 from tinyspec.technique import Request, find_technique
 
 
@@ -65,10 +65,10 @@ def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:
 
 
 def test_a_table_by_hand_is_checked() -> None:
-    assert read_table("8:1,1:5") == {8: 1, 1: 5}
+    assert read_length_table("8:1,1:5") == {8: 1, 1: 5}
     for wrong in ("", "5", "1:x", "0:3", "1:-2", "1:2:3"):
         with pytest.raises(TinyspecError, match="batch sizes with a draft length each"):
-            read_table(wrong)
+            read_length_table(wrong)
 
 
 def test_a_target_without_times_has_no_profile() -> None:

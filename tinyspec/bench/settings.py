@@ -586,6 +586,52 @@ class SweepSettings:
     dtype: str | None = dtype_setting()
 
 
+@command("serve", tables=True, chart=True, resumes=RESUME)
+@dataclass(frozen=True)
+class ServeSettings:
+    """Many requests at once, by policy: tokens/s, time to first token, and gaps between tokens, in
+    real time and under a simulated clock.
+
+    Policies: lockstep, prefill-first, fcfs, and those of `tinyspec methods` such as sarathi, each
+    with its knobs. All serve the same random requests, in turns. The costs of passes are measured
+    first. The clock that they give is compared with real time, and then has the costs of a GPU. The
+    file of --out is written after every run.
+
+    \b
+    Examples:
+      tinyspec bench serve --out serve.json --markdown serve.md --svg serve.svg
+      tinyspec bench serve --policies fcfs:budget=64,sarathi:budget=64 --loads 0.6 --requests 20
+      tinyspec bench serve --model smollm2 --prompt-tokens 512 --out serve.json --resume
+    """
+
+    model: str = model_setting("storyteller")
+    policies: tuple[str, ...] = setting(
+        (
+            "lockstep",
+            "prefill-first",
+            "fcfs",
+            *(f"sarathi:budget={budget}" for budget in (32, 64, 128, 256)),
+        ),
+        "NAME or NAME:knob=value.",
+        of=str,
+    )
+    loads: tuple[float, ...] = setting(
+        (0.3, 0.6, 0.9), "Arrivals per second, as shares of the capacity.", of=float
+    )
+    ratios: tuple[int, ...] = setting(
+        (1, 4, 16), "Tokens of a prompt for each new one, all requests at once.", of=int,
+        what="tokens",
+    )  # fmt: skip
+    requests: int = setting(60, "Requests of each trace.", least=2)
+    prompt_tokens: int = setting(256, "Mean length of a prompt.", least=1)
+    new_tokens: int = setting(64, "Mean length of an answer.", least=1)
+    max_live: int = setting(16, "Requests that run at once, at most.", least=1)
+    rounds: int = setting(1, "Traces of each kind, every one with a seed of its own.", least=1)
+    grid_rounds: int = setting(7, "How often each kind of pass is timed, in turn.", least=1)
+    seed: int = setting(0, "Seed of the traces.")
+    dtype: str | None = dtype_setting()
+
+
 @command("translation", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class TranslationSettings:

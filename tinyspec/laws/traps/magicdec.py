@@ -1,4 +1,4 @@
-"""MagicDec (Sadhukhan et al. 2024): the draft reads a fixed number of keys, however long the text."""
+"""MagicDec (Sadhukhan et al. 2024): a draft reads a fixed number of keys, whatever the text."""
 
 from collections.abc import Iterator
 from functools import partial

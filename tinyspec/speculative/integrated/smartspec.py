@@ -8,14 +8,14 @@ will be rejected do not count. Longer drafts give more tokens, and longer passes
 depends on the batch size and on how well each request is drafted. So lengths are chosen anew in
 each round, from what was accepted so far and from measured times:
 
-    goodput(k_1, ..., k_b) = sum over i of (1 - a_i^(k_i + 1)) / (1 - a_i)  /  seconds(k_1, ..., k_b)
+    goodput(k_1, ..., k_b) = sum over i of (1 - a_i^(k_i + 1)) / (1 - a_i) / seconds(k_1, ..., k_b)
 
     a_i: acceptance rate of request i       k_i: its draft length; 0 is plain decoding
     seconds: a draft step for each of max k_i tokens, then one target pass over all rows
 
-One more draft token of request i adds a_i^(k_i + 1). For each number of draft steps, tokens are added
-one at a time, the greatest gain first, and the lengths with the greatest goodput on the way are
-chosen. No other lengths have more.
+One more draft token of request i adds a_i^(k_i + 1). For each number of draft steps, tokens are
+added one at a time, the greatest gain first, and the lengths with the greatest goodput on the way
+are chosen. No other lengths have more.
 
 Guarantee: EXACT. Lengths follow from earlier rounds and the clock.
 Pitfall: a rate that counts tokens behind a rejection, of which nothing is known; one request's time

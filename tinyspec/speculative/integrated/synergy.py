@@ -50,10 +50,10 @@ def best_lengths(profile: BatchProfile) -> dict[int, int]:
     }
 
 
-def read_table(text: str) -> dict[int, int]:
+def read_length_table(text: str) -> dict[int, int]:
     """Return the lengths by batch size that a text gives.
 
-    >>> read_table("1:5, 8:1, 16:0")
+    >>> read_length_table("1:5, 8:1, 16:0")
     {1: 5, 8: 1, 16: 0}
     """
     try:
@@ -113,7 +113,7 @@ class SynergyDrafter(BatchDrafter):
 )
 def synergy(request: Request, *, longest: int, table: str) -> Decoder:
     """Return a decoder whose draft length depends on how many requests decode."""
-    lengths = read_table(table) if table else {}
+    lengths = read_length_table(table) if table else {}
 
     def make_rule() -> SynergyRule:
         return SynergyRule(request, longest, lengths)

@@ -1,0 +1,367 @@
+"""Run a trace of requests under a policy: on a real model, or under a simulated clock.
+
+A trace says when requests arrive, how long their prompts are, and how many tokens they want. A
+request reads its prompt, and then decodes plainly and greedily. What its tokens say does not
+matter.
+
+    real       a thread submits each request at its time, whatever the others do (an open loop)
+    simulated  the same scheduler and policy run a tiny transformer with the same context. The clock
+               goes on by the costs of each forward pass, and where nobody runs, it jumps to the
+               next arrival.
+
+A request that arrives during a pass takes part in the next one. In a simulation it is submitted
+from inside the forward pass, so that this is the same.
+
+`measure_passes` times the passes from which the costs are fitted. They run in a scheduler too, and
+count from one turn to the next. So the work of Python between two passes is part of them.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from tinyspec.bench.arms import Clock, collect_garbage
+from tinyspec.bench.measure import order_of_turn
+from tinyspec.bench.plan import ArmSpec
+from tinyspec.decoding.costs import PassCosts, PassSample
+from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.lm.config import Config
+from tinyspec.lm.forward import ForwardBatch, Scores
+from tinyspec.lm.model import Model
+from tinyspec.lm.policies import (
+    FirstComePolicy,
+    LockstepPolicy,
+    Pending,
+    Policy,
+    fill_budget,
+    split_by_model,
+)
+from tinyspec.lm.scheduler import Scheduler, SharedPass, Ticket
+from tinyspec.lm.session import Session
+from tinyspec.lm.transformer import Transformer
+from tinyspec.technique import find_technique, load_techniques
+from tinyspec.tree import TokenTree
+
+SPREAD = 1 / 3  # standard deviation of the lengths of prompts and answers, against their mean
+
+
+# ---------------------------------------------------------------------- traces
+
+
+class Visit(NamedTuple):
+    """A request of a trace: seconds from its begin, tokens of the prompt, tokens to write."""
+
+    at: float
+    prompt: int
+    new: int
+
+
+def draw_trace(
+    n: int, rate: float | None, prompt: float, new: float, room: int, seed: int
+) -> list[Visit]:
+    """Draw n requests, of normally distributed lengths.
+
+    rate         requests per second, as a Poisson process; None: all arrive at once
+    prompt, new  mean lengths
+    room         positions of the context; longer prompts are cut
+    """
+    rng, at, trace = random.Random(seed), 0.0, list[Visit]()
+    for _ in range(n):
+        at += 0.0 if rate is None else rng.expovariate(rate)
+        tokens = min(max(round(rng.gauss(new, SPREAD * new)), 1), room - 1)
+        length = max(round(rng.gauss(prompt, SPREAD * prompt)), 1)
+        trace.append(Visit(at, min(length, room - tokens), tokens))
+    return trace
+
+
+class ServeRun(NamedTuple):
+    """What came of a trace. All times are seconds from its begin.
+
+    times     of each request, when its tokens came
+    pass_log  the forward passes;  spans: begin and end of each, where they were simulated
+    """
+
+    times: list[list[float]]
+    pass_log: list[SharedPass]
+    spans: list[tuple[float, float]]
+
+
+# ---------------------------------------------------------------------- policies
+
+
+class PrefillFirstPolicy:
+    """Run prompts as long as there are any, and decode after that: never both in one pass.
+
+    So does nano-vllm. `budget` has the meaning that it has in `FirstComePolicy`.
+    """
+
+    def __init__(self, budget: int = 512):
+        self.budget = budget
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        picked: dict[int, int] = {}
+        for own in split_by_model(waiting):
+            prompts = [pending for pending in own if pending.is_prefill]
+            if prompts:
+                picked |= fill_budget(prompts, self.budget, self.budget)
+            else:
+                picked |= {pending.request: pending.rows for pending in own}
+        return picked
+
+
+PREFILL_FIRST, FCFS = "prefill-first", "fcfs"
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "lockstep": LockstepPolicy,
+    PREFILL_FIRST: PrefillFirstPolicy,
+    FCFS: FirstComePolicy,
+}
+
+
+def make_policy(label: str) -> Policy:
+    """Return a policy by its name and knobs, such as sarathi:budget=64.
+
+    Raises TinyspecError if there is none.
+    """
+    spec = ArmSpec.parse(label)
+    knobs = dict(spec.knobs)
+    if spec.name not in POLICIES:
+        cards = [name for name, card in load_techniques().items() if card.kind == "policy"]
+        if spec.name in cards:
+            return find_technique(spec.name).policy(**knobs)
+        known = suggest_nearest(spec.name, [*POLICIES, *cards])
+        raise TinyspecError(f"there is no policy '{spec.name}': {known}")
+    wrong = [name for name, n in knobs.items() if not isinstance(n, int) or n < 1]
+    try:
+        if wrong:
+            raise TypeError(f"{wrong[0]} is no number of rows")
+        return POLICIES[spec.name](**knobs)
+    except TypeError as error:
+        raise TinyspecError(f"'{label}': {error}: write a number of rows, such as budget=64") from (
+            error
+        )
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def make_job(
+    model: Model, visit: Visit, clock: Clock, times: list[float]
+) -> Callable[[Scheduler], Iterator[int]]:
+    """Return a job that reads a prompt and then decodes. It notes when each token comes."""
+
+    def job(scheduler: Scheduler) -> Iterator[int]:
+        session = model.session(scheduler=scheduler)
+        session.extend(make_tokens(model, visit.prompt))
+        for _ in range(visit.new):
+            token = int(session.score(TokenTree()).logits[0].argmax())
+            session.commit((), token)
+            times.append(clock())
+            yield token
+
+    return job
+
+
+def make_tokens(model: Transformer, n: int) -> list[int]:
+    """Return n tokens of some prompt."""
+    return [7 * i % model.config.vocab_size for i in range(n)]
+
+
+def run_real(
+    model: Model,
+    policy: Policy,
+    trace: Sequence[Visit],
+    max_live: int,
+    clock: Clock = time.perf_counter,
+    sleep: Callable[[float], None] = time.sleep,
+) -> ServeRun:
+    """Run a trace on a model, in real time."""
+    times, tickets = [list[float]() for _ in trace], list[Ticket[int]]()
+    collect_garbage()
+    with Scheduler(policy, max_live=max_live) as scheduler:
+        begun = clock()
+
+        def tell_time() -> float:
+            return clock() - begun
+
+        for at, visits in groupby(zip(trace, times, strict=True), lambda one: one[0].at):
+            if (left := at - tell_time()) > 0:
+                sleep(left)
+            with scheduler.together():
+                for visit, own in visits:
+                    tickets.append(scheduler.submit(make_job(model, visit, tell_time, own)))
+        scheduler.join()
+    _raise_first_error(tickets)
+    return ServeRun(times, list(scheduler.pass_log), [])
+
+
+def _raise_first_error(tickets: Sequence[Ticket[int]]) -> None:
+    for ticket in tickets:
+        if ticket.error is not None:
+            raise ticket.error
+
+
+class SimulatedModel(Model):
+    """A transformer that says which forward passes it has run."""
+
+    on_pass: Callable[[Sequence[ForwardBatch]], None]
+
+    def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
+        scores = super().forward(feeds)
+        self.on_pass(feeds)
+        return scores
+
+
+class Simulation:
+    """A trace under a policy, with a clock that goes on by the costs of each pass.
+
+    now  seconds of the simulated clock
+    """
+
+    def __init__(self, policy: Policy, costs: PassCosts, trace: Sequence[Visit], max_live: int):
+        self.costs, self.trace, self.now = costs, trace, 0.0
+        self.scheduler = Scheduler(policy, max_live=max_live)
+        self.times = [list[float]() for _ in trace]
+        self.tickets, self.spans = list[Ticket[int]](), list[tuple[float, float]]()
+        self._expected = deque(zip(trace, self.times, strict=True))
+        room = max(visit.prompt + visit.new for visit in trace)
+        shape = Config(
+            vocab_size=8,
+            d_model=8,
+            n_layers=1,
+            n_heads=1,
+            n_kv_heads=1,
+            head_dim=8,
+            d_ff=8,
+            max_positions=room,
+        )
+        self.model = SimulatedModel(shape, Model.random(shape).weights)
+        self.model.on_pass = self._spend
+
+    def run(self) -> ServeRun:
+        """Run the whole trace."""
+        with self.scheduler as scheduler:
+            while self._expected:
+                with scheduler.together():  # nobody runs: time jumps to the next arrival
+                    self.now = max(self.now, self._expected[0][0].at)
+                    self._let_arrive()
+                scheduler.join()
+        _raise_first_error(self.tickets)
+        return ServeRun(self.times, list(scheduler.pass_log), self.spans)
+
+    def _spend(self, feeds: Sequence[ForwardBatch]) -> None:
+        """Let the time of a pass go by. Who arrives in it takes part in the next one."""
+        begun = self.now
+        self.now += self.costs.seconds_of(
+            [len(feed.tokens) for feed in feeds],
+            [feed.n_slots for feed in feeds],
+            [len(feed.heads) for feed in feeds],
+        )
+        self.spans.append((begun, self.now))
+        self._let_arrive()
+
+    def _let_arrive(self) -> None:
+        while self._expected and self._expected[0][0].at <= self.now:
+            visit, times = self._expected.popleft()
+            job = make_job(self.model, visit, lambda: self.now, times)
+            self.tickets.append(self.scheduler.submit(job))
+
+
+# ---------------------------------------------------------------------- measured passes
+
+
+SESSIONS = (1, 2, 4, 8, 16)
+ROWS = (1, 2, 3, 5, 9)  # of each session: its newest token, and draft tokens
+CHUNKS = (32, 64, 128, 256, 512)  # rows of a prompt
+MIXED = ((32, 4), (32, 12), (128, 4), (128, 12))  # a chunk, and sessions that decode beside it
+CACHED = (64, 512)  # positions before these rows, where the context has so many
+PASSES = 5  # of a cell in a round: the first and the last one are not timed
+
+
+class PassCell(NamedTuple):
+    """A kind of pass: rows of each session, and how many of these are chunks of a prompt."""
+
+    rows: tuple[int, ...]
+    prompts: int
+    cached: int
+
+
+def list_cells(positions: int) -> list[PassCell]:
+    """Return the passes to measure in a context of so many positions."""
+    cells = list[PassCell]()
+    for cached in sorted({min(CACHED[0], positions // 8), min(CACHED[1], 3 * positions // 4)}):
+        cells += [PassCell((k,) * b, 0, cached) for b in SESSIONS for k in ROWS]
+        cells += [PassCell((chunk,), 1, cached) for chunk in CHUNKS]
+        cells += [PassCell((chunk, *(1,) * b), 1, cached) for chunk, b in MIXED]
+    return [cell for cell in cells if 1 <= cell.cached <= positions - max(cell.rows)]
+
+
+class _StampedPolicy(LockstepPolicy):
+    """Run all that wait, and note when each turn begins."""
+
+    def __init__(self, clock: Clock):
+        self.clock, self.stamps = clock, list[float]()
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        self.stamps.append(self.clock())
+        return super().pick(waiting)
+
+
+def measure_passes(
+    model: Model,
+    rounds: int,
+    clock: Clock = time.perf_counter,
+    tick: Callable[[], None] = lambda: None,
+    cells: Sequence[PassCell] | None = None,
+) -> list[PassSample]:
+    """Return every cell with the median of its seconds. The cells take turns, round by round."""
+    cells = list_cells(model.config.max_positions) if cells is None else cells
+    policy = _StampedPolicy(clock)
+    seconds: list[list[float]] = [[] for _ in cells]
+    entries = dict[int, SharedPass]()
+    with Scheduler(policy) as scheduler:
+        sessions = dict[int, list[Session]]()
+        for cached in {cell.cached for cell in cells}:
+            most = max(len(cell.rows) for cell in cells if cell.cached == cached)
+            sessions[cached] = [model.session(scheduler=scheduler) for _ in range(most)]
+            for session in sessions[cached]:
+                session.extend(make_tokens(model, cached))
+        for round in range(rounds):
+            collect_garbage()
+            for number in order_of_turn(range(len(cells)), round):
+                cell, first = cells[number], len(policy.stamps)
+                scheduler.pass_log.clear()
+                with scheduler.together():
+                    for i, rows in enumerate(cell.rows):
+                        session, is_prompt = sessions[cell.cached][i], i < cell.prompts
+                        scheduler.submit(
+                            partial(repeat_pass, session, cell.cached, rows, is_prompt)
+                        )
+                scheduler.join()
+                stamps = policy.stamps[first:]
+                seconds[number] += [b - a for a, b in pairwise(stamps[1:])]
+                entries[number] = scheduler.pass_log[-1]
+                tick()
+    return [
+        PassSample(entry.rows, entry.cached, entry.heads, median(seconds[number]))
+        for number, entry in sorted(entries.items())
+    ]
+
+
+def repeat_pass(
+    session: Session, cached: int, rows: int, is_prompt: bool, scheduler: Scheduler
+) -> list[Any]:
+    """Run so many rows after a text of `cached` tokens, `PASSES` times. A scheduler runs this."""
+    tokens = make_tokens(session.model, rows)
+    for _ in range(PASSES):
+        session.rewind(cached)  # the last token of the text will be the first row
+        if is_prompt:
+            session.extend(tokens)
+        else:
+            best = session.score(TokenTree.chain(tokens[1:])).logits.argmax(-1)
+            session.commit((), int(best[0]))
+    return []
