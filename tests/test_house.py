@@ -154,17 +154,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3463,
+    "root + show": 3492,
     "_core": 957,
-    "lm": 5818,
+    "lm": 5820,
     "decoding": 2011,
     "chapters": 14358,
-    "laws": 19548,
-    "museum": 3697,
+    "laws": 19584,
+    "museum": 3705,
     "training": 3370,
-    "bench": 8851,
+    "bench": 8826,
     "grade": 4400,
-    "cli": 2742,
+    "serve": 941,
+    "cli": 2747,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

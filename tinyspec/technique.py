@@ -41,7 +41,7 @@ from tinyspec.lm.heads import (
     mean_cross_entropy,
 )
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import Policy
+from tinyspec.lm.policies import AlignedPolicy, FirstComePolicy, LockstepPolicy, Policy
 from tinyspec.lm.scheduler import Scheduler
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
@@ -119,6 +119,8 @@ class Knob:
             return self._check_number(value)
         if isinstance(self.default, str):
             self._check_text(value)
+            if isinstance(value, (int, float)):  # from the command line, which reads 3 as a number
+                return str(value)
         return value
 
     def _check_number(self, value: Any) -> int | float:
@@ -715,12 +717,7 @@ class Card:
 
     def settings(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return every knob's value: what was given, checked, else the default."""
-        known = {knob.name: knob for knob in self.knobs}
-        for name in given:
-            if name not in known:
-                hint = suggest_nearest(name, known) if known else "it has none"
-                raise TinyspecError(f"{self.name} has no knob '{name}': {hint}")
-        return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
+        return read_settings(self.name, self.knobs, given)
 
     def make(self, request: Request, **knobs: Any) -> Decoder:
         """Return a decoder for this request."""
@@ -738,7 +735,8 @@ class Card:
         if self.kind == "policy":
             raise TinyspecError(
                 f"{self.name} decides which requests share a forward pass and extends no text: "
-                f"give it to a scheduler, Scheduler(find_technique('{self.name}').policy())"
+                f"give it as `tinyspec serve --policy {self.name}`, or to a scheduler, "
+                f"Scheduler(find_policy('{self.name}'))"
             )
         return cast(Decoder, self.build(request, **self.settings(knobs)))
 
@@ -796,6 +794,19 @@ class Card:
             "seed": self.seed_promise,
             "knobs": [{"name": k.name, "default": k.default, "doc": k.doc} for k in self.knobs],
         }
+
+
+def read_settings(owner: str, knobs: Sequence[Knob], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of each knob: what was given, checked, else the default.
+
+    Raises TinyspecError for a name that is no knob of the owner, and for a value out of range.
+    """
+    known = {knob.name: knob for knob in knobs}
+    for name in given:
+        if name not in known:
+            hint = suggest_nearest(name, known) if known else "it has none"
+            raise TinyspecError(f"{owner} has no knob '{name}': {hint}")
+    return {name: knob.check(given.get(name, knob.default)) for name, knob in known.items()}
 
 
 def json_number(value: Any) -> Any:
@@ -871,6 +882,45 @@ def load_techniques() -> dict[str, Card]:
     import_packages()
     place = {name: at for at, name in enumerate(files)}
     return dict(sorted(_cards.items(), key=lambda item: place.get(item[0], len(files))))
+
+
+PLAIN_POLICIES: dict[str, tuple[Callable[..., Policy], tuple[Knob, ...]]] = {
+    "lockstep": (LockstepPolicy, ()),
+    "fcfs": (
+        FirstComePolicy,
+        (
+            Knob("budget", 512, "rows of a pass", low=1),
+            Knob("chunk", 512, "rows of a prompt in one pass", low=1),
+        ),
+    ),
+    "aligned": (
+        AlignedPolicy,
+        (Knob("patience", 8, "turns that a pass is held at most", low=1),),
+    ),
+}
+"""The policies that are no technique, by name, with their knobs: see lm/policies.py."""
+
+
+def list_policies() -> list[str]:
+    """Return the names of all policies: the plain ones, and the techniques of this kind."""
+    cards = load_techniques().items()
+    return [*PLAIN_POLICIES, *(name for name, card in cards if card.kind == "policy")]
+
+
+def find_policy(name: str, **knobs: Any) -> Policy:
+    """Return the policy of this name. Raises TinyspecError if there is none, and for its knobs.
+
+    >>> find_policy("fcfs", budget=64).budget
+    64
+    """
+    if name in PLAIN_POLICIES:
+        make, known = PLAIN_POLICIES[name]
+        return make(**read_settings(name, known, knobs))
+    if name not in list_policies():
+        raise TinyspecError(
+            f"there is no policy '{name}': {suggest_nearest(name, list_policies())}"
+        )
+    return find_technique(name).policy(**knobs)
 
 
 def load_plugin(path: str | Path) -> list[Card]:

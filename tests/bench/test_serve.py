@@ -130,8 +130,8 @@ def test_prefill_first_never_decodes_beside_a_prompt() -> None:
     ("label", "says"),
     [
         ("sarathy", "there is no policy 'sarathy': did you mean 'sarathi'"),
-        ("fcfs:rows=3", "such as budget=64"),
-        ("fcfs:budget=many", "budget is no number of rows"),
+        ("fcfs:rows=3", "fcfs has no knob .rows."),
+        ("fcfs:budget=many", "it must be a number"),
         ("sarathi:chunk=3", "chunk"),
     ],
 )

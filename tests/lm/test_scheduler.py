@@ -665,7 +665,7 @@ def test_requests_that_ask_one_rule_are_answered_together() -> None:
     rule, other = Largest(), Largest()
     assert run_together([asks(rule, 1, 5), asks(other, 4, 2)]) == [[4, 5], [4, 5]]
     assert rule.asked == [[0, 1], [0, 1]]
-    assert other.asked == []  # who asks under one name asks the rule that is there
+    assert other.asked == []  # the oldest request makes the rule, for all who ask under its name
 
 
 def test_a_question_is_answered_when_every_request_waits_and_before_the_next_pass() -> None:

@@ -13,6 +13,7 @@ from tinyspec.cli import (
     methods,
     models,
     race,
+    serve,
     train,
     translate,
 )
@@ -46,6 +47,7 @@ for command in (
     generate.generate,
     translate.translate,
     chat.chat,
+    serve.serve,
     generate.replay,
     book.book,
     grade.assignment,

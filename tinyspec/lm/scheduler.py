@@ -158,7 +158,8 @@ class _Wait:
 class _Question(_Wait):
     """A request that waits for the answer of a rule."""
 
-    rule: BatchRule = field(kw_only=True)
+    name: Hashable = field(kw_only=True)
+    make: Callable[[], BatchRule] = field(kw_only=True)
     question: Any = None
 
 
@@ -354,14 +355,12 @@ class Scheduler:
         """Ask a rule that requests share, and return its answer.
 
         name  of the rule: those who ask under one name ask the same rule
-        make  makes the rule when it is first asked
+        make  makes the rule; of those who ask first together, the oldest request makes it
         """
         ticket: Ticket[Any] = self._local.ticket
         with self._changed:
             self._check_running(ticket)
-            if name not in self._rules:
-                self._rules[name] = make()
-            return self._wait_for(_Question(ticket, rule=self._rules[name], question=question))
+            return self._wait_for(_Question(ticket, name=name, make=make, question=question))
 
     def _wait_for(self, wait: _Wait) -> Any:
         """Wait until a request has its result, and return it. The lock is held."""
@@ -445,18 +444,20 @@ class Scheduler:
 
     def _answer(self, asked: Sequence[_Question]) -> None:
         """Let each rule answer those that ask it. An error of a rule is raised in all of them."""
-        by_rule: dict[int, list[_Question]] = {}
+        by_rule: dict[Hashable, list[_Question]] = {}
         for one in sorted(asked, key=lambda one: one.ticket.number):
             self._waiting.pop(one.ticket.number).is_picked = True
             one.ticket.is_decoding = True
-            by_rule.setdefault(id(one.rule), []).append(one)
+            by_rule.setdefault(one.name, []).append(one)
         answers: dict[int, Any] = {}
         n_decoding = sum(ticket.is_decoding for ticket in self._live.values())
         with self._compute():
-            for its in by_rule.values():
+            for name, its in by_rule.items():
                 questions = {one.ticket.number: one.question for one in its}
                 try:
-                    answers |= its[0].rule.decide(questions, n_decoding)
+                    if name not in self._rules:
+                        self._rules[name] = its[0].make()
+                    answers |= self._rules[name].decide(questions, n_decoding)
                 except BaseException as error:
                     answers |= dict.fromkeys(questions, error)
         for one in asked:

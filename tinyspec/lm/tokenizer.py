@@ -20,6 +20,7 @@ import tokenizers
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.chat_template import Message, render_chat
 
+ENCODING = threading.Lock()  # a backend has one switch for special tokens, and threads share it
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -229,10 +230,10 @@ class Tokenizer:
         A special token that is spelled out in a text is ordinary text, unless `special`: nobody
         ends a turn by writing `<|im_end|>`.
         """
-        # The library means by this: encode special tokens as ordinary text.
-        self.backend.encode_special_tokens = not special
         try:
-            with catch_panics():
+            with ENCODING, catch_panics():
+                # The library means by this: encode special tokens as ordinary text.
+                self.backend.encode_special_tokens = not special
                 return list(self.backend.encode(text, add_special_tokens=False).ids)
         except (TypeError, UnicodeError) as error:
             raise TinyspecError(
@@ -245,9 +246,9 @@ class Tokenizer:
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Return `encode` of each text, on all cores."""
-        self.backend.encode_special_tokens = True
         try:
-            with catch_panics():
+            with ENCODING, catch_panics():
+                self.backend.encode_special_tokens = True
                 ran = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
             return [list(one.ids) for one in ran]
         except Exception:  # one of them cannot be encoded: say which error it is

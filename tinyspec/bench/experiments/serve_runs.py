@@ -29,22 +29,14 @@ from tinyspec.bench.arms import Clock, collect_garbage
 from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plan import ArmSpec
 from tinyspec.decoding.costs import PassCosts, PassSample
-from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import (
-    FirstComePolicy,
-    LockstepPolicy,
-    Pending,
-    Policy,
-    fill_budget,
-    split_by_model,
-)
+from tinyspec.lm.policies import LockstepPolicy, Pending, Policy, fill_budget, split_by_model
 from tinyspec.lm.scheduler import Scheduler, SharedPass, Ticket
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Transformer
-from tinyspec.technique import find_technique, load_techniques
+from tinyspec.technique import Knob, find_policy, read_settings
 from tinyspec.tree import TokenTree
 
 SPREAD = 1 / 3  # standard deviation of the lengths of prompts and answers, against their mean
@@ -115,11 +107,6 @@ class PrefillFirstPolicy:
 
 
 PREFILL_FIRST, FCFS = "prefill-first", "fcfs"
-POLICIES: dict[str, Callable[..., Policy]] = {
-    "lockstep": LockstepPolicy,
-    PREFILL_FIRST: PrefillFirstPolicy,
-    FCFS: FirstComePolicy,
-}
 
 
 def make_policy(label: str) -> Policy:
@@ -128,22 +115,10 @@ def make_policy(label: str) -> Policy:
     Raises TinyspecError if there is none.
     """
     spec = ArmSpec.parse(label)
-    knobs = dict(spec.knobs)
-    if spec.name not in POLICIES:
-        cards = [name for name, card in load_techniques().items() if card.kind == "policy"]
-        if spec.name in cards:
-            return find_technique(spec.name).policy(**knobs)
-        known = suggest_nearest(spec.name, [*POLICIES, *cards])
-        raise TinyspecError(f"there is no policy '{spec.name}': {known}")
-    wrong = [name for name, n in knobs.items() if not isinstance(n, int) or n < 1]
-    try:
-        if wrong:
-            raise TypeError(f"{wrong[0]} is no number of rows")
-        return POLICIES[spec.name](**knobs)
-    except TypeError as error:
-        raise TinyspecError(f"'{label}': {error}: write a number of rows, such as budget=64") from (
-            error
-        )
+    if spec.name == PREFILL_FIRST:
+        knobs = (Knob("budget", 512, "rows of a pass", low=1),)
+        return PrefillFirstPolicy(**read_settings(PREFILL_FIRST, knobs, dict(spec.knobs)))
+    return find_policy(spec.name, **dict(spec.knobs))
 
 
 # ---------------------------------------------------------------------- runs

@@ -10,7 +10,7 @@ A toy is a look-alike of a technique, as a change of it; it must fall into a tra
 which the technique itself passes.
 
 To add a mutant, write one row in the table of its kind. Its `bug` says where the mistake was met:
-B1 to B45 and S1 to S12 are classes found in public implementations (`catalogue` has each source),
+B1 to B47 and S1 to S12 are classes found in public implementations (`catalogue` has each source),
 "slip" is a small slip that every verifier and loop should be tried with.
 """
 
@@ -22,6 +22,7 @@ from tinyspec.laws.museum import (
     drafting,
     loop,
     rewriting,
+    scheduling,
     sessions,
     toys_drafting,
     toys_rewriting,
@@ -32,7 +33,7 @@ from tinyspec.laws.museum.catalogue import CATALOGUE
 from tinyspec.laws.museum.rows import Equivalent, Mutant, Toy
 from tinyspec.laws.traps import trap_files
 
-TABLES = (verification, drafting, loop, sessions, rewriting)
+TABLES = (verification, drafting, loop, sessions, scheduling, rewriting)
 TOY_TABLES = (toys_verification, toys_drafting, toys_rewriting)
 R = TypeVar("R", Mutant, Toy)
 Watch = Callable[[str, int, int], None]

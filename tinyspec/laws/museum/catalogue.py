@@ -1,5 +1,5 @@
-"""The mistakes a mutant may come from: B1 to B45 were reported in public threads, S1 to S12 found
-by reading public code.
+"""The mistakes a mutant may come from: B1 to B47 were reported in public threads and papers, S1 to
+S12 found by reading public code.
 
 Facts only, in our words; the thread or the repository where each was met. A mistake without a
 mutant stands in WAITING with what it waits for. "slip" is a mistake nobody reported, of the kind
@@ -59,6 +59,10 @@ CATALOGUE = {
     "B43": "a slow-down hidden: ggml-org/llama.cpp#3649",
     "B44": "throughput by chunks, or by two tokenizations: eugr/llama-benchy PR#11",
     "B45": "state left from an earlier call: NVIDIA/TensorRT-LLM#2263",
+    "B46": "a draft length by the number of scheduled requests, those that read prompts among "
+    "them: vllm-project/vllm#49548",
+    "B47": "positions, masks and caches not realigned after rows of a padded batch accept unequal "
+    "counts: arXiv 2510.22876",
     "S1": "noise drawn once and kept for all rounds: read in Sequoia",
     "S2": "a nucleus applied to each row of the tree: read in Medusa",
     "S3": "swapped defaults on a path that nobody runs: read in Medusa",
