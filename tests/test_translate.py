@@ -446,6 +446,7 @@ GERMAN = {
     "multi30k-exits": ("free", {}),
     "multi30k-parallel": ("parallel", {}),
     "multi30k-crf": ("nar_crf", {}),
+    "multi30k-sat": ("sat", {}),
 }
 
 
