@@ -21,7 +21,7 @@ def test_trap_requests_that_draft_at_another_moment_count() -> None:
 
 
 def test_drafts_are_long_alone_and_short_in_a_crowd() -> None:
-    table = "1:5,2:2,4:1"
+    table = "5@1+2@2+1@4"
     _, log = decode_batch("synergy", [[1]], n=20, table=table)
     assert verified_of(log)[:2] == [(5,), (5,)]
     prompts = [[1, 2], [4, 3], [5, 6], [3, 3]]
@@ -31,7 +31,7 @@ def test_drafts_are_long_alone_and_short_in_a_crowd() -> None:
 
 
 def test_length_0_decodes_plainly_and_runs_no_draft_model() -> None:
-    _, log = decode_batch("synergy", PROMPTS[:2], table="1:0")
+    _, log = decode_batch("synergy", PROMPTS[:2], table="0@1")
     assert {one.model for one in log if not any(one.prefill)} == {"target"}
 
 
@@ -65,9 +65,9 @@ def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:
 
 
 def test_a_table_by_hand_is_checked() -> None:
-    assert read_length_table("8:1,1:5") == {8: 1, 1: 5}
-    for wrong in ("", "5", "1:x", "0:3", "1:-2", "1:2:3"):
-        with pytest.raises(TinyspecError, match="batch sizes with a draft length each"):
+    assert read_length_table("1@8+5@1") == {8: 1, 1: 5}
+    for wrong in ("", "5", "x@1", "3@0", "-2@1", "1@2@3"):
+        with pytest.raises(TinyspecError, match="draft lengths by batch size"):
             read_length_table(wrong)
 
 

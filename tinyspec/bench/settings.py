@@ -632,6 +632,34 @@ class ServeSettings:
     dtype: str | None = dtype_setting()
 
 
+@command("batches", tables=True, chart=True)
+@dataclass(frozen=True)
+class BatchSettings:
+    """Drafts in batches of several sizes, beside plain decoding, and the best draft lengths.
+
+    All requests of a batch begin at once and share forward passes. The techniques take turns.
+
+    \b
+    Examples:
+      tinyspec bench batches --out batches.json --markdown batches.md --svg batches.svg
+      tinyspec bench batches --model smollm2 --dtype bfloat16 --sizes 1,4,16 --rounds 5
+      tinyspec bench batches --methods speculative_decoding:gamma=4,synergy --tokens 64
+    """
+
+    model: str = model_setting("storyteller", "The target: name or folder.")
+    draft: str | None = setting(None, "The draft. [default: the one that the card names]")
+    methods: tuple[str, ...] = setting(
+        ("speculative_decoding:gamma=4", "synergy", "smartspec", "bass", "tetris"),
+        "NAME or NAME:knob=value.",
+        of=str,
+    )
+    sizes: tuple[int, ...] = setting((1, 2, 4, 8, 16), "Requests of a batch.", of=int, what="size")
+    tokens: int = tokens_setting(64)
+    rounds: int = rounds_setting(3)
+    longest: int = setting(8, "Longest draft that is measured.", least=1)
+    dtype: str | None = dtype_setting()
+
+
 @command("translation", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class TranslationSettings:

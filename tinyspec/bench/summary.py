@@ -46,7 +46,7 @@ UNTIMED = (
 
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
-    "long_context", "heads", "osd", "serve",
+    "long_context", "heads", "osd", "serve", "batches",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 

@@ -125,6 +125,13 @@ def measure_rounds(
     """
     policy = _PickTimes(clock)
     lengths = [n for _ in range(REPEATS) for n in range(longest + 1)]
+    room = model.config.max_positions - len(lengths) - longest - 2
+    if room < 1:
+        raise TinyspecError(
+            f"the context of {model.name} is too short to measure drafts of {longest} tokens: give "
+            "a smaller `longest`"
+        )
+    text = text[-room:]
 
     def job(scheduler: Scheduler) -> None:
         session = model.session(scheduler=scheduler)
@@ -171,9 +178,19 @@ def find_profile(request: Request, prompt: Sequence[int], longest: int) -> Batch
 
         def new_requests() -> Iterator[tuple[Request, Sequence[int]]]:
             log: list[ForwardRecord] = []
-            stop = StoppingCriteria(max_new_tokens=DRAFTED_TOKENS)
-            new = target.session(log), [draft.session(log)]
-            yield Request(*new, request.sampling, stop, forward_log=log), prompt
+            limits = [one.config.max_positions for one in (target, draft)]
+            yield (
+                Request(
+                    target.session(log),
+                    [draft.session(log)],
+                    request.sampling,
+                    StoppingCriteria(max_new_tokens=DRAFTED_TOKENS),
+                    positions=limits[0],
+                    draft_max_lengths=limits[1:],
+                    forward_log=log,
+                ),
+                prompt[-max(min(limits) - DRAFTED_TOKENS, 1) :],
+            )
 
         known[draft] = measure_batches(target, draft, new_requests, longest, perf_counter)
     return known[draft]

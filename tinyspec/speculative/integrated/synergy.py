@@ -53,17 +53,17 @@ def best_lengths(profile: BatchProfile) -> dict[int, int]:
 def read_length_table(text: str) -> dict[int, int]:
     """Return the lengths by batch size that a text gives.
 
-    >>> read_length_table("1:5, 8:1, 16:0")
+    >>> read_length_table("5@1+1@8+0@16")
     {1: 5, 8: 1, 16: 0}
     """
     try:
-        pairs = [entry.split(":") for entry in text.split(",")]
-        table = {int(size): int(length) for size, length in pairs}
+        pairs = [entry.split("@") for entry in text.split("+")]
+        table = {int(size): int(length) for length, size in pairs}
         if min(table) < 1 or min(table.values()) < 0:
             raise ValueError
     except ValueError:
         raise TinyspecError(
-            f"table is {text!r}: it must be batch sizes with a draft length each, as 1:5,8:1,16:0"
+            f"table is {text!r}: it must be draft lengths by batch size, as 5@1+1@8+0@16"
         ) from None
     return table
 
@@ -106,8 +106,8 @@ class SynergyDrafter(BatchDrafter):
         Knob(
             "table",
             "",
-            "draft lengths by batch size, as 1:5,8:1,16:0; empty: measured when first needed",
-            small=("1:2,2:0", "1:1"),
+            "draft lengths by batch size, as 5@1+1@8+0@16; empty: measured when first needed",
+            small=("2@1+0@2", "1@1"),
         ),
     ),
 )
