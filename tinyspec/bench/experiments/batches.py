@@ -103,7 +103,7 @@ def measure_batches_of_arms(
                     knobs[arm.label] = record_knobs(dict(arm.knobs))
                     tick()
                 samples += [
-                    sample._replace(same=count_equal(texts[sample.arm], texts[PLAIN]))
+                    sample._replace(same=count_equal_texts(texts[sample.arm], texts[PLAIN]))
                     for sample in turned
                 ]
     settings = {
@@ -178,7 +178,7 @@ def run_batch(
     return sample, results
 
 
-def count_equal(texts: Sequence[list[int]], others: Sequence[list[int]]) -> int:
+def count_equal_texts(texts: Sequence[list[int]], others: Sequence[list[int]]) -> int:
     """Return how many texts are equal."""
     return sum(a == b for a, b in zip(texts, others, strict=True))
 
@@ -284,11 +284,11 @@ def chart_batches(result: Mapping[str, Any]) -> Chart:
         for arm, of in figures.items()
         if arm != PLAIN
     }
-    names = {size: str(size) for size in sizes}
+    names, best = {size: str(size) for size in sizes}, _list_best(result)
     panels = [
         Lines("times as fast as plain decoding", lines, "requests", reference=1.0,
               x_names=names, x_log=True),
-        HeatMap("best draft length", {}, "requests; rows: acceptance rate", rows=_list_best(result)),
+        HeatMap("best draft length", {}, "requests; rows: acceptance rate", rows=best),
     ]  # fmt: skip
     summary = "; ".join(
         f"{arm}: " + ", ".join(f"{line[size]:.2f} at {size}" for size in sizes)
