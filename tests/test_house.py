@@ -159,13 +159,13 @@ CODE_LINES = {
     "lm": 5820,
     "decoding": 2011,
     "chapters": 14373,
-    "laws": 19584,
+    "laws": 19664,
     "museum": 3705,
     "training": 3370,
     "bench": 9086,
     "grade": 4400,
     "serve": 941,
-    "cli": 2747,
+    "cli": 2782,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

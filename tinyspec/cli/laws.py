@@ -6,6 +6,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -50,6 +52,8 @@ class LawsReport(NamedTuple):
     metavar="FILE",
     help="Keep what is done in this JSON file, and go on where it was left.",
 )
+@option("--jobs", type=POSITIVE, default=1, help="Processes that run the cases, by joblib.")
+@flag("--ray", help="With --jobs: on the nodes of a Ray cluster.")
 @option(
     "--out", type=base.OutputPath(parents=True), help="Write the result, with its origin, here."
 )
@@ -67,6 +71,8 @@ def laws(
     thorough: bool,
     seeds: int | None,
     resume: Path | None,
+    jobs: int,
+    ray: bool,
     out: Path | None,
     mutants: bool,
     toys: bool,
@@ -90,7 +96,7 @@ def laws(
       tinyspec laws speculative_decoding
       tinyspec laws my_method.py
       tinyspec laws --all --json
-      tinyspec laws --all --thorough --resume thorough.json
+      tinyspec laws --all --thorough --resume thorough.json --jobs 2
       tinyspec laws llma --seeds 200 --resume state.json     nothing correct is ever accused
       tinyspec laws --mutants                                who kills which mistake
       tinyspec laws --toys
@@ -109,9 +115,10 @@ def laws(
             (card, *_) = find_cards(methods or ("speculative_decoding",))
             report = run_statistics(card.name, model, samples, show)
         elif seeds:
-            report = prove_on_seeds(find_cards(methods, everything), seeds, resume, show)
+            cards = find_cards(methods, everything)
+            report = prove_on_seeds(cards, seeds, resume, show, jobs, ray)
         else:
-            report = prove(find_cards(methods, everything), thorough, resume, show)
+            report = prove(find_cards(methods, everything), thorough, resume, show, jobs, ray)
     if out is not None and is_proof:
         from tinyspec.bench.harness import save_result, stamp_result
 
@@ -137,13 +144,21 @@ def find_cards(methods: Sequence[str], everything: bool = False) -> "list[Card]"
 
 
 def prove(
-    cards: "Sequence[Card]", thorough: bool, resume: Path | None, show: Advance
+    cards: "Sequence[Card]",
+    thorough: bool,
+    resume: Path | None,
+    show: Advance,
+    n_jobs: int = 1,
+    on_ray: bool = False,
 ) -> LawsReport:
     """Prove every law of these techniques."""
-    from tinyspec.laws.prove import CI, THOROUGH, State, report_technique
+    from tinyspec.laws.prove import CI, THOROUGH, State, report_technique, run_jobs
 
     profile = THOROUGH if thorough else CI
     state = State(resume, profile.name)
+    if n_jobs > 1 or on_ray:
+        with choose_workers(on_ray):
+            run_jobs(cards, profile, state, n_jobs, watch=show)
     is_strict = is_debugging(click.get_current_context())
 
     def watch(card: "Card", at: int, of: int, case: Any) -> None:
@@ -181,12 +196,21 @@ def make_table_rows(entry: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def prove_on_seeds(
-    cards: "Sequence[Card]", seeds: int, resume: Path | None, show: Advance
+    cards: "Sequence[Card]",
+    seeds: int,
+    resume: Path | None,
+    show: Advance,
+    n_jobs: int = 1,
+    on_ray: bool = False,
 ) -> LawsReport:
     """Prove these techniques on a short sample of the cases for each of many seeds."""
-    from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused
+    from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused, run_jobs
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
+    if n_jobs > 1 or on_ray:
+        with choose_workers(on_ray):
+            sample = replace(FIVE_SECONDS, seeds=range(seeds))
+            run_jobs(cards, sample, state, n_jobs, by_seed=True, watch=show)
     result = nothing_correct_is_accused(
         cards, seeds, state, lambda card, seed: show(card.name, seed, seeds)
     )
@@ -201,6 +225,20 @@ def prove_on_seeds(
         title = f"{entry['method']} on seed {entry['seed']}"
         lines.append(f"\n{title}\n{format_counterexample(entry)}")
     return LawsReport(result, lines, bool(accused))
+
+
+def choose_workers(on_ray: bool) -> AbstractContextManager[Any]:
+    """Return the context in which joblib starts its workers: here, or on a Ray cluster."""
+    if not on_ray:
+        return nullcontext()
+    try:
+        from joblib import parallel_config
+        from ray.util.joblib import register_ray
+    except ImportError:
+        raise TinyspecError("--ray needs Ray: pip install 'tinyspec[cluster]'") from None
+    register_ray()
+    workers: AbstractContextManager[Any] = parallel_config(backend="ray")
+    return workers
 
 
 def judge_museum(what: str, is_wide: bool, show: Advance) -> LawsReport:

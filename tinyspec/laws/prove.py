@@ -13,12 +13,14 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cache, partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, lru_cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
@@ -26,7 +28,7 @@ from tinyspec.laws.contracts import contracts_of_technique
 from tinyspec.laws.evidence import Counterexample, Evidence, LawViolated
 from tinyspec.laws.suites import SuiteCase, technique_cases
 from tinyspec.plugins import describe_error, locate_error
-from tinyspec.technique import Card, Guarantee, load_techniques
+from tinyspec.technique import Card, Guarantee, find_technique, load_plugin, load_techniques
 
 CONTRACTS = "the contracts of a drafter"
 
@@ -210,6 +212,116 @@ def code_fingerprint() -> str:
     files += [Path(file) for file in sorted(filter(None, outside))]
     sources = [file.read_bytes() for file in files if file.suffix in (".py", ".pyx", ".pxd")]
     return blake2b(b"\0".join(sources), digest_size=8).hexdigest()
+
+
+# ---------------------------------------------------------------------- several processes
+
+ATTEMPTS = 3  # to go on after a worker was killed
+
+
+class Question(NamedTuple):
+    """A piece of a proof that another process can run.
+
+    plugin  the file of a technique that is not the book's
+    number  which case of the profile; None: all of them together
+    """
+
+    method: str
+    plugin: str | None
+    profile: Profile
+    number: int | None
+    key: str
+
+    def answer(self) -> tuple[str, str, Evidence | None]:
+        """Run it. Returns (method, key, evidence); None: a law is broken, or something was raised.
+
+        The process that asked runs it again then, and reports what it finds.
+        """
+        torch.set_num_threads(1)
+        if self.plugin is not None and self.method not in load_techniques():
+            load_plugin(self.plugin)
+        card = find_technique(self.method)
+        try:
+            if self.number is None:
+                found = sum(prove_technique(card, self.profile), Evidence("all"))
+            else:
+                found = _questions_of(card, self.profile)[self.number][1].run()
+        except Exception:
+            return self.method, self.key, None
+        return self.method, self.key, found
+
+
+@lru_cache(maxsize=4)
+def _questions_of(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
+    return list_questions(card, profile)
+
+
+def list_jobs(
+    cards: Sequence[Card], profile: Profile, state: State, by_seed: bool
+) -> list[Question]:
+    """Return what is still to be run. With `by_seed`, all cases of a seed are one piece."""
+    jobs = list[Question]()
+    for card in cards:
+        module = card.build.__module__
+        is_plugin = not module.startswith("tinyspec.")
+        plugin = getattr(sys.modules.get(module), "__file__", None) if is_plugin else None
+        pieces: list[tuple[int | None, str, Profile]]
+        if by_seed:
+            pieces = [(None, str(seed), replace(profile, seeds=(seed,))) for seed in profile.seeds]
+        else:
+            keys = (key for key, _ in list_questions(card, profile))
+            pieces = [(index, key, profile) for index, key in enumerate(keys)]
+        jobs += [
+            Question(card.name, plugin, part, number, key)
+            for number, key, part in pieces
+            if state.known(card.name, key) is None
+        ]
+    return jobs
+
+
+def run_jobs(
+    cards: Sequence[Card],
+    profile: Profile,
+    state: State,
+    n_jobs: int,
+    by_seed: bool = False,
+    watch: Callable[[str, int, int], None] | None = None,
+) -> None:
+    """Run a proof's pieces in several processes, and enter what they find into the state.
+
+    The proof itself then recalls them, in its own order, so its result does not depend on the
+    number of processes. If a worker is killed, the others' results are kept, and the rest is
+    started again. Raises TinyspecError if joblib is missing, or workers are killed again and again.
+    """
+    try:
+        from joblib import Parallel, delayed
+        from joblib.externals.loky.process_executor import TerminatedWorkerError
+    except ImportError:
+        raise TinyspecError("--jobs needs joblib: pip install 'tinyspec[cluster]'") from None
+    failed = set[tuple[str, str]]()
+    for _ in range(ATTEMPTS):
+        left = [
+            job
+            for job in list_jobs(cards, profile, state, by_seed)
+            if (job.method, job.key) not in failed
+        ]
+        workers = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
+        try:
+            answers = workers(delayed(Question.answer)(job) for job in left)
+            for done, (method, key, evidence) in enumerate(answers, 1):
+                if evidence is None:
+                    failed.add((method, key))
+                else:
+                    state.enter(method, key, evidence)
+                if watch is not None:
+                    watch(method, done, len(left))
+        except TerminatedWorkerError:
+            continue
+        state.write()
+        return
+    raise TinyspecError(
+        f"workers were killed {ATTEMPTS} times, perhaps for lack of memory: give fewer --jobs"
+    )
 
 
 def report_technique(
