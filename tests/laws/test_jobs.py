@@ -10,7 +10,14 @@ import pytest
 from tests.zoo import failed, run
 from tinyspec.laws import prove
 from tinyspec.laws.evidence import Evidence
-from tinyspec.laws.prove import FIVE_SECONDS, Question, State, list_jobs, report_technique, run_jobs
+from tinyspec.laws.prove import (
+    FIVE_SECONDS,
+    ProofPiece,
+    State,
+    list_pieces,
+    report_technique,
+    run_jobs,
+)
 from tinyspec.technique import find_technique, load_plugin
 
 pytest.importorskip("joblib", reason="several processes need joblib: pip install -e .[test]")
@@ -63,12 +70,12 @@ def test_a_broken_law_of_a_file_is_reported_as_in_one_process(tmp_path: Path) ->
 
 def test_what_is_known_is_not_run_again() -> None:
     state = State(None, "short")
-    assert list_jobs(CARDS, FIVE_SECONDS, state, by_seed=False)
+    assert list_pieces(CARDS, FIVE_SECONDS, state, by_seed=False)
     run_jobs(CARDS, FIVE_SECONDS, state, 2)
-    assert not list_jobs(CARDS, FIVE_SECONDS, state, by_seed=False)
+    assert not list_pieces(CARDS, FIVE_SECONDS, state, by_seed=False)
 
 
-class Killed(Question):
+class Killed(ProofPiece):
     """The first time that it runs, its process is killed."""
 
     def answer(self) -> tuple[str, str, Evidence | None]:
@@ -84,12 +91,12 @@ def test_a_proof_goes_on_when_a_worker_was_killed(
 ) -> None:
     state, key = State(None, "short"), str(tmp_path / "flag")
 
-    def list_killed(cards: Any, profile: Any, state: State, by_seed: bool) -> list[Question]:
+    def list_killed(cards: Any, profile: Any, state: State, by_seed: bool) -> list[ProofPiece]:
         job = Killed("x", None, FIVE_SECONDS, 0, key)
         return [] if state.known("x", key) else [job]
 
-    monkeypatch.setattr(prove, "list_jobs", list_killed)
-    monkeypatch.setattr(Question, "answer", lambda job: job.answer())
+    monkeypatch.setattr(prove, "list_pieces", list_killed)
+    monkeypatch.setattr(ProofPiece, "answer", lambda job: job.answer())
     run_jobs([], FIVE_SECONDS, state, 2)
     assert state.known("x", key) == Evidence("a law", 1)
 

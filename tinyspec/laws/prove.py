@@ -219,7 +219,7 @@ def code_fingerprint() -> str:
 ATTEMPTS = 3  # to go on after a worker was killed
 
 
-class Question(NamedTuple):
+class ProofPiece(NamedTuple):
     """A piece of a proof that another process can run.
 
     plugin  the file of a technique that is not the book's
@@ -256,11 +256,11 @@ def _questions_of(card: Card, profile: Profile) -> list[tuple[str, SuiteCase]]:
     return list_questions(card, profile)
 
 
-def list_jobs(
+def list_pieces(
     cards: Sequence[Card], profile: Profile, state: State, by_seed: bool
-) -> list[Question]:
+) -> list[ProofPiece]:
     """Return what is still to be run. With `by_seed`, all cases of a seed are one piece."""
-    jobs = list[Question]()
+    jobs = list[ProofPiece]()
     for card in cards:
         module = card.build.__module__
         is_plugin = not module.startswith("tinyspec.")
@@ -272,7 +272,7 @@ def list_jobs(
             keys = (key for key, _ in list_questions(card, profile))
             pieces = [(index, key, profile) for index, key in enumerate(keys)]
         jobs += [
-            Question(card.name, plugin, part, number, key)
+            ProofPiece(card.name, plugin, part, number, key)
             for number, key, part in pieces
             if state.known(card.name, key) is None
         ]
@@ -302,12 +302,12 @@ def run_jobs(
     for _ in range(ATTEMPTS):
         left = [
             job
-            for job in list_jobs(cards, profile, state, by_seed)
+            for job in list_pieces(cards, profile, state, by_seed)
             if (job.method, job.key) not in failed
         ]
         workers = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
         try:
-            answers = workers(delayed(Question.answer)(job) for job in left)
+            answers = workers(delayed(ProofPiece.answer)(job) for job in left)
             for done, (method, key, evidence) in enumerate(answers, 1):
                 if evidence is None:
                     failed.add((method, key))
