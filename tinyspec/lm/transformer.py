@@ -8,7 +8,6 @@ and `engine.py` compiled (CPU, float32 and bfloat16); both give the same results
 
 import threading
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -26,7 +25,8 @@ _NOTHING = torch.empty(0, 0, 0)
 class Transformer:
     """A model's weights and its forward pass. `weights` has the names of `Config.shapes()`.
 
-    extras  tensors that were trained on the frozen model, and are stored beside its weights
+    extras     tensors that were trained on the frozen model, and are stored beside its weights
+    n_weights  how many weights its config has
     """
 
     def __init__(
@@ -42,11 +42,7 @@ class Transformer:
         self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
         self._static: CudaGraphRunner | None = None  # steps of fixed shape, on a CUDA device
         self._packing = threading.Lock()
-
-    @cached_property
-    def n_weights(self) -> int:
-        """Return how many weights the model has."""
-        return self.config.parameters()
+        self.n_weights = config.parameters()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
