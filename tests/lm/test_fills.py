@@ -127,7 +127,10 @@ def test_all_that_is_computed_for_a_session_was_looked_at() -> None:
     drafts chains.
     """
     made = set()
-    for path in sorted(Path(tinyspec.__file__).parent.rglob("*.py")):
+    package = Path(tinyspec.__file__).parent
+    for path in sorted(package.rglob("*.py")):
+        if path.is_relative_to(package / "laws"):  # hosts of mistakes
+            continue
         text = path.read_text(encoding="utf-8")
         if "ForwardBatch(" not in text and ".run_chain(" not in text:
             continue

@@ -79,7 +79,7 @@ class BatchDrafter(ModelDrafter):
 
 SIZES = (1, 2, 4, 8, 16)  # batch sizes that are measured
 REPEATS = 4  # passes of each length: the fastest counts, as a disturbance only makes it slower
-DRAFTED_TOKENS = 48  # of each text on which acceptance is measured
+DRAFTED_TOKENS = 48  # at least, of the text on which acceptance is measured
 
 
 class BatchProfile(NamedTuple):
@@ -125,13 +125,7 @@ def measure_rounds(
     """
     policy = _PickTimes(clock)
     lengths = [n for _ in range(REPEATS) for n in range(longest + 1)]
-    room = model.config.max_positions - len(lengths) - longest - 2
-    if room < 1:
-        raise TinyspecError(
-            f"the context of {model.name} is too short to measure drafts of {longest} tokens: give "
-            "a smaller `longest`"
-        )
-    text = text[-room:]
+    text = text[-(model.config.max_positions - len(lengths) - longest - 2) :]
 
     def job(scheduler: Scheduler) -> None:
         session = model.session(scheduler=scheduler)
@@ -164,7 +158,8 @@ _profiles: WeakKeyDictionary[Model, WeakKeyDictionary[Model, BatchProfile]] = We
 def find_profile(request: Request, prompt: Sequence[int], longest: int) -> BatchProfile:
     """Return the profile of the models of a request. It is measured once for each pair.
 
-    Nothing else may run meanwhile: a rule asks for it when all requests wait.
+    Nothing else may run meanwhile: a rule asks for it when all requests wait. Lengths that do not
+    fit into the contexts are not measured.
     """
     sessions = request.target, request.drafts[0]
     if not all(isinstance(one, Session) for one in sessions):
@@ -173,23 +168,29 @@ def find_profile(request: Request, prompt: Sequence[int], longest: int) -> Batch
             "them: use speculative_decoding"
         )
     target, draft = (cast(Model, cast(Session, one).model) for one in sessions)
+    limits = [one.config.max_positions for one in (target, draft)]
+    longest = min(longest, (min(limits) - REPEATS - 3) // (REPEATS + 1))
+    if longest < 1:
+        raise TinyspecError(
+            f"a context of {min(limits)} is too short to measure drafts: use speculative_decoding"
+        )
+    tokens = max(DRAFTED_TOKENS, 2 * longest)
     known = _profiles.setdefault(target, WeakKeyDictionary())
     if draft not in known or len(known[draft].reach) < longest:
 
         def new_requests() -> Iterator[tuple[Request, Sequence[int]]]:
             log: list[ForwardRecord] = []
-            limits = [one.config.max_positions for one in (target, draft)]
             yield (
                 Request(
                     target.session(log),
                     [draft.session(log)],
                     request.sampling,
-                    StoppingCriteria(max_new_tokens=DRAFTED_TOKENS),
+                    StoppingCriteria(max_new_tokens=tokens),
                     positions=limits[0],
                     draft_max_lengths=limits[1:],
                     forward_log=log,
                 ),
-                prompt[-max(min(limits) - DRAFTED_TOKENS, 1) :],
+                prompt[-max(min(limits) - tokens, 1) :],
             )
 
         known[draft] = measure_batches(target, draft, new_requests, longest, perf_counter)

@@ -71,7 +71,7 @@ class MagicDecDrafter(SharedSessionDrafter):
 
 @technique(
     title="MagicDec",
-    summary="the target drafts with a fixed number of keys",
+    summary="drafts on a fixed number of keys",
     paper="Sadhukhan et al. 2024, arXiv 2408.11049",
     reported="2.51x, Llama 3.1 8B, batches of 32 to 256 (arXiv 2408.11049)",
     family="integrated",

@@ -56,8 +56,8 @@ class Drafted(NamedTuple):
     def rate(self) -> float:
         """Return the acceptance rate.
 
-        >>> Drafted((), tested=0, accepted=0).rate, Drafted((), tested=6, accepted=0).rate
-        (0.7, 0.28)
+        >>> Drafted((), tested=0, accepted=0).rate, Drafted((), tested=4, accepted=0).rate
+        (0.7, 0.35)
         """
         return (FIRST_RATE * FIRST_WEIGHT + self.accepted) / (FIRST_WEIGHT + self.tested)
 
@@ -68,7 +68,7 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
     rates    [b] acceptance rates
     longest  most tokens of a draft
 
-    >>> profile = BatchProfile({1: [1.0, 1.1, 1.2], 2: [1.0, 1.5, 2.0]}, {1: 0.1, 2: 0.1}, ())
+    >>> profile = BatchProfile({1: [1.0, 1.1, 1.2], 2: [1.0, 1.1, 1.2]}, {1: 0.1, 2: 0.1}, ())
     >>> choose_lengths([0.9, 0.1], profile, 2)
     [2, 0]
     """
@@ -113,7 +113,8 @@ class SmartSpecRule:
             self.profile = find_profile(self.request, text, self.longest)
         rates = [one.rate for one in questions.values()]
         others = [rates[n % len(rates)] for n in range(max(n_decoding - len(rates), 0))]
-        lengths = choose_lengths([*rates, *others], self.profile, self.longest)
+        longest = min(self.longest, len(self.profile.reach))  # what was measured
+        lengths = choose_lengths([*rates, *others], self.profile, longest)
         return dict(zip(questions, lengths, strict=False))
 
 

@@ -50,7 +50,7 @@ def share_capacity(chances: Mapping[int, Sequence[float]], capacity: int) -> dic
     >>> share_capacity({0: [0.9, 0.9, 0.9], 1: [0.5, 0.9]}, capacity=3)
     {0: 3, 1: 0}
     >>> share_capacity({0: [0.9, 0.5, 0.5], 1: [0.5, 0.9]}, capacity=3)
-    {0: 1, 1: 2}
+    {0: 2, 1: 1}
     """
     ranked = sorted(
         (-score, depth, request)
