@@ -81,22 +81,22 @@ _smartspec = partial(Toy, technique="smartspec")
 TOYS = [
     _smartspec(
         "all drafts have the greatest length",
-        "(now := tokens / seconds_of(lengths, profile)) > goodput",
+        "(now := tokens / (shared[n_drafted] + most * step)) > goodput",
         "(now := tokens) > goodput",
         choose_lengths,
         law=GREATEST,
     ),
     _smartspec(
-        "requests get tokens in turn, whatever their rates",
-        "key=lambda at: (gains[at], -at)",
-        "key=lambda at: (-lengths[at], -at)",
+        "the oldest request gets its tokens first, whatever the rates",
+        "ordered = sorted(",
+        "ordered = list(",
         choose_lengths,
         law=GREATEST,
     ),
     _smartspec(
         "lengths are searched as if draft steps were free",
-        "range(1, longest + 1)",
-        "range(longest, longest + 1)",
+        "for most in range(1, longest + 1)",
+        "for most in range(longest, longest + 1)",
         choose_lengths,
         law=GREATEST,
     ),

@@ -72,32 +72,44 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
     >>> choose_lengths([0.9, 0.1], profile, 2)
     [2, 0]
     """
-    plain = [0] * len(rates)
-    best, goodput = plain, PLAIN_BONUS * len(rates) / seconds_of(plain, profile)
+    n_requests = len(rates)
+    ordered = sorted(
+        (-(rate**depth), depth, at)
+        for at, rate in enumerate(rates)
+        for depth in range(1, longest + 1)
+    )
+    shared = [shared_seconds(n_requests, n, profile) for n in range(n_requests * longest + 1)]
+    step = profile.step[profile.nearest(n_requests)]
+    best, goodput = (0, 0), PLAIN_BONUS * n_requests / shared[0]
     for most in range(1, longest + 1):  # draft steps of the round
-        lengths, tokens, gains = list(plain), float(len(rates)), list(rates)
-        while min(lengths) < most:
-            open_ones = (at for at, length in enumerate(lengths) if length < most)
-            at = max(open_ones, key=lambda at: (gains[at], -at))
-            lengths[at] += 1
-            tokens += gains[at]
-            gains[at] *= rates[at]
-            if (now := tokens / seconds_of(lengths, profile)) > goodput:
-                best, goodput = list(lengths), now
-    return best
+        tokens, n_drafted = float(n_requests), 0
+        for gain, depth, _ in ordered:
+            if depth <= most:
+                tokens -= gain
+                n_drafted += 1
+                if (now := tokens / (shared[n_drafted] + most * step)) > goodput:
+                    best, goodput = (most, n_drafted), now
+    most, n_drafted = best
+    chosen = [at for _, depth, at in ordered if depth <= most][:n_drafted]
+    return [chosen.count(at) for at in range(n_requests)]
+
+
+def shared_seconds(n_requests: int, n_drafted: int, profile: BatchProfile) -> float:
+    """Return the seconds of a target pass over so many draft tokens, of all requests together.
+
+    It takes as long as a pass in which all drafts have their mean length.
+    """
+    verify, mean = profile.verify[profile.nearest(n_requests)], n_drafted / n_requests
+    below = min(int(mean), len(verify) - 1)
+    above = min(below + 1, len(verify) - 1)
+    return verify[below] + (mean - below) * (verify[above] - verify[below])
 
 
 def seconds_of(lengths: Sequence[int], profile: BatchProfile) -> float:
-    """Return the seconds of a round whose drafts have these lengths.
-
-    The target's pass takes as long as one in which all drafts have their mean length.
-    """
-    size = profile.nearest(len(lengths))
-    verify, mean = profile.verify[size], sum(lengths) / len(lengths)
-    below = min(int(mean), len(verify) - 1)
-    above = min(below + 1, len(verify) - 1)
-    shared = verify[below] + (mean - below) * (verify[above] - verify[below])
-    return shared + max(lengths) * profile.step[size]
+    """Return the seconds of a round whose drafts have these lengths."""
+    n = len(lengths)
+    step = profile.step[profile.nearest(n)]
+    return shared_seconds(n, sum(lengths), profile) + max(lengths) * step
 
 
 class SmartSpecRule:
