@@ -7,8 +7,8 @@ Three kinds of traces, the same for all policies, which take turns:
     P:D r     all requests at once, with prompts r times as long as the answers: SARATHI's table
 
 The same traces run under a simulated clock, whose costs were fitted to a grid of passes (never to
-a trace). Simulated over real says how far the clock can be trusted: within 10 % is the aim, and a
-miss is reported as one. Then the clock has the costs of a GPU, where it shows a lower bound: what
+a trace). Simulated over real says how far the clock can be trusted: how many runs are within 10 %
+is reported. Then the clock has the costs of a GPU, where it shows a lower bound: what
 is best on a machine with few idle operations need not be best there.
 
     TTFT        time to first token: from the moment at which a request should arrive
