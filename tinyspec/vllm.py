@@ -12,13 +12,15 @@ vLLM takes these tokens for certain ones (no draft distribution), so its samplin
     can       suffix_decoding (the default), llma, lookahead_trie, rest with a datastore
     cannot    token_recycling and all that read logits or hidden states: vLLM does not give them
 
+The class was written after that file, and is tested on a batch by hand. It was not yet
+run inside vLLM.
+
 Left out: trees. Of a tree, the first branch is drafted. vLLM does not say when a request ends, so a
 drafter forgets a text that has not come again, and keeps nothing for later requests.
 """
 
 import os
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
 from tinyspec.decoding.decode import Drafter
@@ -142,8 +144,7 @@ def first_branch(tree: TokenTree) -> list[int]:
     """
     tokens, at = list[int](), ROOT
     while True:
-        children = chain((n for n, parent in enumerate(tree.parents) if parent == at), (None,))
-        found = next(children)
+        found = next((n for n, parent in enumerate(tree.parents) if parent == at), None)
         if found is None:
             return tokens
         tokens.append(tree.tokens[found])

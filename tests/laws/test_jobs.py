@@ -107,3 +107,4 @@ def test_the_command_proves_in_two_processes(tmp_path: Path) -> None:
     assert done.exit_code == 0 and "sarathi: 2 seeds" in done.stdout
     assert Path(kept).exists()
     assert "--jobs" in failed(run("laws", "sarathi", "--jobs", "0"))
+    assert "give --jobs N" in failed(run("laws", "sarathi", "--ray"))

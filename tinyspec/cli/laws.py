@@ -104,6 +104,8 @@ def laws(
     """
     if mutants + toys + demo + bool(seeds) + thorough > 1:
         raise TinyspecError("--mutants, --toys, --demo, --seeds and --thorough: choose one")
+    if ray and jobs == 1:
+        raise TinyspecError("--ray needs a number of processes: give --jobs N")
     is_proof = not (mutants or toys or demo)
     if is_proof and not (methods or everything):
         raise TinyspecError("name a technique (see `tinyspec methods`) or its file, or say --all")
@@ -156,7 +158,7 @@ def prove(
 
     profile = THOROUGH if thorough else CI
     state = State(resume, profile.name)
-    if n_jobs > 1 or on_ray:
+    if n_jobs > 1:
         with choose_workers(on_ray):
             run_jobs(cards, profile, state, n_jobs, watch=show)
     is_strict = is_debugging(click.get_current_context())
@@ -207,7 +209,7 @@ def prove_on_seeds(
     from tinyspec.laws.prove import FIVE_SECONDS, State, nothing_correct_is_accused, run_jobs
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
-    if n_jobs > 1 or on_ray:
+    if n_jobs > 1:
         with choose_workers(on_ray):
             sample = replace(FIVE_SECONDS, seeds=range(seeds))
             run_jobs(cards, sample, state, n_jobs, by_seed=True, watch=show)

@@ -217,6 +217,7 @@ def code_fingerprint() -> str:
 # ---------------------------------------------------------------------- several processes
 
 ATTEMPTS = 3  # to go on after a worker was killed
+PIECES = 8  # that each process is given at once; their results are then kept
 
 
 class ProofPiece(NamedTuple):
@@ -305,16 +306,19 @@ def run_jobs(
             for job in list_pieces(cards, profile, state, by_seed)
             if (job.method, job.key) not in failed
         ]
-        workers = Parallel(n_jobs=n_jobs, return_as="generator_unordered")
+        done, size = 0, PIECES * n_jobs
         try:
-            answers = workers(delayed(ProofPiece.answer)(job) for job in left)
-            for done, (method, key, evidence) in enumerate(answers, 1):
-                if evidence is None:
-                    failed.add((method, key))
-                else:
-                    state.enter(method, key, evidence)
-                if watch is not None:
-                    watch(method, done, len(left))
+            while group := left[done : done + size]:  # no backend but loky yields them one by one
+                for method, key, evidence in Parallel(n_jobs)(
+                    delayed(ProofPiece.answer)(job) for job in group
+                ):
+                    done += 1
+                    if evidence is None:
+                        failed.add((method, key))
+                    else:
+                        state.enter(method, key, evidence)
+                    if watch is not None:
+                        watch(method, done, len(left))
         except TerminatedWorkerError:
             continue
         state.write()

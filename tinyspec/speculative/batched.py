@@ -5,7 +5,8 @@ many other requests share the pass. Before each draft every request asks a `Batc
 answers when all requests of the scheduler wait: it sees all that ask at one moment, and a schedule
 does not depend on which thread is faster. A request without a scheduler is a batch of one.
 
-A length is decided before the first token of the draft is drawn, so any rule is exact.
+Any rule is exact whose answer does not depend on the tokens that are drawn: it may be asked before
+the draft, or after it about what was known before each token (TETRIS).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,9 +4,10 @@ All requests of a batch begin at once and share forward passes under the `aligne
 techniques take turns on the same prompts. A batch is timed as a whole, its prompts included.
 
 A fixed draft length pays in a small batch and costs time in a large one. Techniques that know the
-batch must be about as fast as the better of both, everywhere. Those that measure the models do so
-before anything is timed, and what they found is kept with the result: the heat map shows the best
-length by batch size, for several acceptance rates, from the measured times.
+batch ought to be as fast as the better of drafting and plain decoding at every size; the table says
+how near they come. Those that measure the models do so before anything is timed, and what was
+measured is kept with the result. The heat map shows the best length by batch size, for several
+acceptance rates, from these times.
 
     tau   tokens per round of a request
     rows  rows of a target pass, of all requests together
@@ -93,8 +94,8 @@ def measure_batches_of_arms(
             for turn, size in enumerate(given.sizes):
                 first = (round * max(given.sizes) + turn) % len(prompts)
                 chosen = [prompts[(first + n) % len(prompts)] for n in range(size)]
-                if not samples:  # the first calls fill caches and thread pools
-                    run_batch(model, drafts, arms[-1], chosen, given.tokens, clock)
+                for arm in () if samples else arms:  # first calls fill caches, and may measure
+                    run_batch(model, drafts, arm, chosen, given.tokens, clock)
                 texts, turned = dict[str, list[list[int]]](), list[BatchSample]()
                 for arm in order_of_turn(arms, round + turn):
                     sample, results = run_batch(model, drafts, arm, chosen, given.tokens, clock)

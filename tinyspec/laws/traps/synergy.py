@@ -24,7 +24,9 @@ def random_profile(seed: int, longest: int = 5) -> BatchProfile:
         for size in (1, 2, 4, 8, 16)
     }
     chance = rng.uniform(0.2, 0.95)
-    return BatchProfile(verify, dict.fromkeys(verify, step), [chance**n for n in range(1, 6)])
+    return BatchProfile(
+        verify, dict.fromkeys(verify, step), [chance**n for n in range(1, longest + 1)]
+    )
 
 
 @collect_evidence(BEST)

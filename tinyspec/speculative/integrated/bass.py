@@ -53,10 +53,10 @@ def next_length(length: int, accepted: Sequence[int], fell: bool, limit: int) ->
 class BassRule:
     """One draft length for all requests, which follows what they accepted.
 
-    A round of the batch is over when every request that decodes has asked.
+    A round of the batch is over when as many requests have asked as decode.
 
     first     the length of the first draft;  limit  the longest
-    accepted  by the requests that have asked in this round; None: of a draft that says nothing
+    accepted  by the requests that have asked in this round; None: of a draft that was cut
     """
 
     def __init__(self, first: int, limit: int):
@@ -77,7 +77,7 @@ class BassRule:
 class BassDrafter(BatchDrafter):
     """Draft as many tokens as the batch does. `accepted`: of the last draft; None: there is none.
 
-    A draft that was cut, at the end of a text or of a request's limit, says nothing.
+    A draft that was cut, at the end of a text or of a request's limit, is not counted.
     """
 
     accepted: int | None = None

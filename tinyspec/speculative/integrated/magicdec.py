@@ -18,11 +18,13 @@ latest ones visible (StreamingLLM, Xiao et al. 2023, arXiv 2309.17453):
 Guarantee: EXACT. The draft declares its own distribution.
 Pitfall: a draft whose keys grow with the text; a gain that is shown on short texts, where the
 draft costs as much as the target.
-Tests: tests/speculative/test_magicdec.py (what a draft token reads, against a mask; the number of
-keys does not grow; a budget that holds the text is the target itself, so that all is accepted).
+Tests: tests/speculative/test_magicdec.py (a draft knows one old token just where it may read it;
+the number of keys does not grow; a budget that holds the text is the target itself, so that all is
+accepted).
 Left out: other choices of keys (the later versions use SnapKV). The released code drafts with a
 cache of its own; here the draft reads the target's keys of accepted tokens, which were computed
-from the full context.
+from the full context. gamma is that of the released script. The script's budgets are 257 to 4,097
+tokens; 512, and 4 first tokens, are our choice.
 """
 
 from collections.abc import Sequence
@@ -77,7 +79,7 @@ class MagicDecDrafter(SharedSessionDrafter):
     family="integrated",
     guarantee=Guarantee.EXACT,
     knobs=(
-        Knob("gamma", 3, "tokens of a draft", low=1, high=64, small=(2,)),
+        Knob("gamma", 7, "tokens of a draft", low=1, high=64, small=(2,)),
         Knob("budget", 512, "tokens that the draft reads", low=2, high=1 << 20, small=(2, 3)),
         Knob("sink", 4, "first tokens among them", low=0, high=4096, small=(1, 0)),
     ),

@@ -17,13 +17,15 @@ Guarantee: EXACT, because s_ij is known before token j is drawn: it is the draft
 probability there. The paper's s_ij is the draft probability of the token that *was* drawn. Above
 temperature 0 that is not exact. Two requests, room for one draft token, p = (1/2, 1/2),
 q = (9/10, 1/10), and the other one's score is 1/2: a draft is verified if it is token 0, and then
-P(0) = 9/10 5/9 + 1/10 1/2 = 11/20. `tinyspec laws tetris` shows it. At temperature 0 both scores
-are the same.
+
+    P(0) = 9/10 5/9 + 1/10 1/2 = 11/20
+
+`tinyspec laws --toys` shows it. At temperature 0 both scores are the same.
 Pitfall: scores of the drawn tokens; an equal share for each request.
 Tests: tests/speculative/test_tetris.py (the choice against all choices of a small batch; the
 distribution of one request of two, by fractions; the capacity of every pass).
-Left out: scores that are learnt from what was accepted. The paper drafts with a capacity that is
-set by hand; so does this one.
+Left out: scores that are learnt from what was accepted. The capacity is set by hand, as in the
+paper. The defaults of both knobs are ours: the paper's depend on the server.
 """
 
 from collections.abc import Mapping, Sequence
