@@ -154,18 +154,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3577,
+    "root + show": 3575,
     "_core": 957,
-    "lm": 5817,
+    "lm": 5823,
     "decoding": 2011,
-    "chapters": 14384,
-    "laws": 19664,
+    "chapters": 14389,
+    "laws": 19670,
     "museum": 3705,
     "training": 3370,
-    "bench": 9086,
+    "bench": 9076,
     "grade": 4400,
     "serve": 941,
-    "cli": 2782,
+    "cli": 2784,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -7,7 +7,7 @@ every policy. No request waits for ever.
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -609,29 +609,6 @@ def test_how_long_a_request_was_held_does_not_depend_on_its_thread(
     scheduler = Scheduler(Joined())
     run_together([step(TARGET), step(TARGET)], scheduler)
     assert seen == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1)]
-
-
-def test_a_policy_that_cancels_all_that_it_picks_leaves_the_others_running() -> None:
-    """The cancelled one leaves its place to a third, which waits before the empty turn is over."""
-
-    class Cancels(LockstepPolicy):
-        def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
-            if scheduler.turn == 0:
-                tickets[0].cancel()
-            return {waiting[0].request: waiting[0].rows}
-
-    class Slow(Scheduler):
-        @contextmanager
-        def _compute(self) -> Iterator[None]:
-            with super()._compute():
-                yield
-                time.sleep(0.05)
-
-    with Slow(Cancels(), max_live=2) as scheduler:
-        with scheduler.together():
-            tickets = [scheduler.submit(step(TARGET)) for _ in range(3)]
-        assert scheduler.join(20)
-    assert [one.requests for one in scheduler.pass_log] == [(1,), (2,)]
 
 
 # ---------------------------------------------------------------------- rules

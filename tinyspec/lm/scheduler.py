@@ -112,6 +112,11 @@ class Ticket(Generic[T]):
         """End the request at its next forward pass; at once, if it still waits to start."""
         self.scheduler.cancel(self)
 
+    def check_running(self) -> None:
+        """Raise RequestCancelled if it was cancelled."""
+        if self.is_cancelled:
+            raise RequestCancelled
+
     def end(self, error: BaseException | None) -> None:
         """Note that it has ended, and why."""
         self.error, self.is_done = error, True
@@ -347,7 +352,7 @@ class Scheduler:
                     ran = model.forward(feeds)
                 self._run_if_all_wait()  # they could not while this thread computed
                 return ran
-            self._check_running(ticket)
+            ticket.check_running()
             scores: list[Scores] = self._wait_for(_PassWait(ticket, model=model, feeds=feeds))
             return scores
 
@@ -359,7 +364,7 @@ class Scheduler:
         """
         ticket: Ticket[Any] = self._local.ticket
         with self._changed:
-            self._check_running(ticket)
+            ticket.check_running()
             return self._wait_for(_Question(ticket, name=name, make=make, question=question))
 
     def _wait_for(self, wait: _Wait) -> Any:
@@ -382,7 +387,7 @@ class Scheduler:
         """Run `Transformer.run_chain`. Requests that arrive meanwhile wait until it has ended."""
         ticket: Ticket[Any] = self._local.ticket
         with self._changed:
-            self._check_running(ticket)
+            ticket.check_running()
             self._changed.wait_for(lambda: not self._is_computing)
             with self._compute():
                 ran = model.run_chain(cache, token, slot, most, choose, forward_log)
@@ -408,12 +413,7 @@ class Scheduler:
             if self.in_turns:
                 self._changed.notify_all()  # it may be another's turn
             self._changed.wait_for(may_go_on)
-            self._check_running(ticket)
-
-    def _check_running(self, ticket: Ticket[Any]) -> None:
-        """Raise RequestCancelled if the request was cancelled."""
-        if ticket.is_cancelled:
-            raise RequestCancelled
+            ticket.check_running()
 
     def _run_if_all_wait(self) -> None:
         """Answer questions; where there are none, run what the policy picks. The lock is held.

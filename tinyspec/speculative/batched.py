@@ -22,7 +22,7 @@ from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import LockstepPolicy, Pending
+from tinyspec.lm.policies import TimedPolicy
 from tinyspec.lm.scheduler import BatchRule, Scheduler, run_together
 from tinyspec.lm.session import Session
 from tinyspec.speculative.drafting.planner import NewRequests, profile_draft
@@ -106,17 +106,6 @@ class BatchProfile(NamedTuple):
         return min(self.sizes, key=lambda size: (abs(size - n_requests), size))
 
 
-class _PickTimes(LockstepPolicy):
-    """Run all that wait, and note when."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.times = clock, list[float]()
-
-    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
-        self.times.append(self.clock())
-        return super().pick(waiting)
-
-
 def measure_rounds(
     model: Model, text: Sequence[int], size: int, longest: int, clock: Clock
 ) -> list[float]:
@@ -124,7 +113,7 @@ def measure_rounds(
 
     It lasts from one shared forward pass to the next one: what the requests do between them counts.
     """
-    policy = _PickTimes(clock)
+    policy = TimedPolicy(clock)
     lengths = [n for _ in range(REPEATS) for n in range(longest + 1)]
     text = text[-(model.config.max_positions - len(lengths) - longest - 2) :]
 
@@ -156,12 +145,8 @@ def measure_batches(
 _profiles: WeakKeyDictionary[Model, WeakKeyDictionary[Model, BatchProfile]] = WeakKeyDictionary()
 
 
-def find_profile(request: Request, prompt: Sequence[int], longest: int) -> BatchProfile:
-    """Return the profile of the models of a request. It is measured once for each pair.
-
-    Nothing else may run meanwhile: a rule asks for it when all requests wait. Lengths that do not
-    fit into the contexts are not measured.
-    """
+def read_models(request: Request) -> tuple[Model, Model]:
+    """Return the target and the draft model of a request. Raises TinyspecError if it has tables."""
     sessions = request.target, request.drafts[0]
     if not all(isinstance(one, Session) for one in sessions):
         raise TinyspecError(
@@ -169,6 +154,17 @@ def find_profile(request: Request, prompt: Sequence[int], longest: int) -> Batch
             "them: use speculative_decoding"
         )
     target, draft = (cast(Model, cast(Session, one).model) for one in sessions)
+    return target, draft
+
+
+def find_profile(
+    target: Model, draft: Model, sampling: SamplingParams, prompt: Sequence[int], longest: int
+) -> BatchProfile:
+    """Return the profile of a pair of models. It is measured once for each pair.
+
+    Nothing else may run meanwhile: a rule asks for it when all requests wait. Lengths that do not
+    fit into the contexts are not measured.
+    """
     limits = [one.config.max_positions for one in (target, draft)]
     longest = min(longest, (min(limits) - REPEATS - 3) // (REPEATS + 1))
     if longest < 1:
@@ -185,7 +181,7 @@ def find_profile(request: Request, prompt: Sequence[int], longest: int) -> Batch
                 Request(
                     target.session(log),
                     [draft.session(log)],
-                    request.sampling,
+                    sampling,
                     StoppingCriteria(max_new_tokens=tokens),
                     positions=limits[0],
                     draft_max_lengths=limits[1:],

@@ -36,6 +36,7 @@ from tinyspec.bench.report import (
 )
 from tinyspec.bench.settings import BatchSettings
 from tinyspec.bench.tasks import find_room, tokenize_openings
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, start_generation
 from tinyspec.lm.model import Model
@@ -43,7 +44,6 @@ from tinyspec.lm.policies import AlignedPolicy
 from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.speculative.batched import BatchProfile, find_profile
 from tinyspec.speculative.integrated.synergy import best_lengths
-from tinyspec.technique import Request
 
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # acceptance rates of the heat map
 
@@ -84,7 +84,7 @@ def measure_batches_of_arms(
         raise TinyspecError(f"{loaded.name} names no draft model: give one with --draft NAME")
     model = disable_eos(loaded)
     prompts = tokenize_openings(model, min(find_room(model, given.tokens, *drafts), 64))
-    profile = profile_models(model, drafts[0], prompts[0], given.longest)
+    profile = find_profile(model, drafts[0], UNCHANGED, prompts[0], given.longest)
     arms = [ArmSpec.parse(label) for label in dict.fromkeys((PLAIN, *given.methods))]
     samples, knobs = list[BatchSample](), dict[str, Any]()
     with show_progress_bar(
@@ -130,12 +130,6 @@ def measure_batches_of_arms(
             "figures": summarize_batches(samples),
         }
     )
-
-
-def profile_models(model: Model, draft: Model, prompt: list[int], longest: int) -> BatchProfile:
-    """Measure a pair of models as `synergy` does; its rule then finds the same profile."""
-    request = Request(model.session(), [draft.session()])
-    return find_profile(request, prompt, longest)
 
 
 def run_batch(

@@ -32,7 +32,7 @@ from tinyspec.decoding.costs import PassCosts, PassSample
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import LockstepPolicy, Pending, Policy, fill_budget, split_by_model
+from tinyspec.lm.policies import Pending, Policy, TimedPolicy, fill_budget, split_by_model
 from tinyspec.lm.scheduler import Scheduler, SharedPass, Ticket
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Transformer
@@ -275,17 +275,6 @@ def list_cells(positions: int) -> list[PassCell]:
     return [cell for cell in cells if 1 <= cell.cached <= positions - max(cell.rows)]
 
 
-class _StampedPolicy(LockstepPolicy):
-    """Run all that wait, and note when each turn begins."""
-
-    def __init__(self, clock: Clock):
-        self.clock, self.stamps = clock, list[float]()
-
-    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
-        self.stamps.append(self.clock())
-        return super().pick(waiting)
-
-
 def measure_passes(
     model: Model,
     rounds: int,
@@ -295,7 +284,7 @@ def measure_passes(
 ) -> list[PassSample]:
     """Return every cell with the median of its seconds. The cells take turns, round by round."""
     cells = list_cells(model.config.max_positions) if cells is None else cells
-    policy = _StampedPolicy(clock)
+    policy = TimedPolicy(clock)
     seconds: list[list[float]] = [[] for _ in cells]
     entries = dict[int, SharedPass]()
     with Scheduler(policy) as scheduler:
@@ -308,7 +297,7 @@ def measure_passes(
         for round in range(rounds):
             collect_garbage()
             for number in order_of_turn(range(len(cells)), round):
-                cell, first = cells[number], len(policy.stamps)
+                cell, first = cells[number], len(policy.times)
                 scheduler.pass_log.clear()
                 with scheduler.together():
                     for i, rows in enumerate(cell.rows):
@@ -317,7 +306,7 @@ def measure_passes(
                             partial(repeat_pass, session, cell.cached, rows, is_prompt)
                         )
                 scheduler.join()
-                stamps = policy.stamps[first:]
+                stamps = policy.times[first:]
                 seconds[number] += [b - a for a, b in pairwise(stamps[1:])]
                 entries[number] = scheduler.pass_log[-1]
                 tick()

@@ -55,7 +55,7 @@ def all_that_decode_are_counted(make: Callable[..., Any]) -> Iterator[int]:
     due = {1: 5, 2: 4, 4: 4, 5: 4, 6: 1, 8: 1, 11: 1, 13: 0, 40: 0}
     for n_decoding, length in due.items():
         for n_asking in range(1, n_decoding + 1):
-            rule = make(None, 5, table)
+            rule = make(table, None)
             got = rule.decide(dict.fromkeys(range(n_asking), ()), n_decoding)
             case = {"table": table, "asking": n_asking, "decoding": n_decoding}
             expect_equal(COUNTED, dict.fromkeys(range(n_asking), length), got, **case)

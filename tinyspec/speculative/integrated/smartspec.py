@@ -27,12 +27,12 @@ steps. The paper's memory check is the scheduler's (`max_slots`). Its lengths fo
 those of `auto`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from tinyspec.decoding.decode import Decoder, Round
 from tinyspec.decoding.verify import verify_tree
-from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile
+from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile, read_models
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 FIRST_RATE = 0.7  # of acceptance, before anything is known: the released code's
@@ -113,16 +113,20 @@ def seconds_of(lengths: Sequence[int], profile: BatchProfile) -> float:
 
 
 class SmartSpecRule:
-    """Choose a length for each request. `profile`: None until it is measured."""
+    """Choose a length for each request.
 
-    def __init__(self, request: Request, longest: int, profile: BatchProfile | None = None):
-        self.request, self.longest, self.profile = request, longest, profile
+    measure  text -> the profile of the models; it is called when the first request asks
+    """
+
+    def __init__(self, measure: Callable[[Sequence[int]], BatchProfile], longest: int):
+        self.measure, self.longest = measure, longest
+        self.profile: BatchProfile | None = None
 
     def decide(self, questions: Mapping[int, Drafted], n_decoding: int) -> Mapping[int, int]:
         """Return the lengths. The requests that do not ask now are taken to be like these."""
         if self.profile is None:
             text = next(iter(questions.values())).text
-            self.profile = find_profile(self.request, text, self.longest)
+            self.profile = self.measure(text)
         rates = [one.rate for one in questions.values()]
         others = [rates[n % len(rates)] for n in range(max(n_decoding - len(rates), 0))]
         longest = min(self.longest, len(self.profile.reach))  # what was measured
@@ -166,7 +170,8 @@ def smartspec(request: Request, *, longest: int) -> Decoder:
     """Return a decoder whose draft length is chosen with those of its batch."""
 
     def make_rule() -> SmartSpecRule:
-        return SmartSpecRule(request, longest)
+        models = *read_models(request), request.sampling
+        return SmartSpecRule(lambda text: find_profile(*models, text, longest), longest)
 
     drafter = SmartSpecDrafter(request, longest, ("smartspec", longest), make_rule)
     return request.decoder(drafter, verify_tree)

@@ -22,13 +22,13 @@ Left out: the paper's power law for l(s). Here l(s) is what was measured at ever
 lengths by hand, as vLLM's does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
-from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile
+from tinyspec.speculative.batched import BatchDrafter, BatchProfile, find_profile, read_models
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 
@@ -71,17 +71,20 @@ def read_length_table(text: str) -> dict[int, int]:
 class SynergyRule:
     """Look up the draft length for the number of requests that decode.
 
-    table  lengths by batch size; empty: measured when the first request asks
+    table    lengths by batch size; empty: measured when the first request asks
+    measure  text -> the profile of the models
     """
 
-    def __init__(self, request: Request, longest: int, table: Mapping[int, int]):
-        self.request, self.longest, self.table = request, longest, dict(table)
+    def __init__(
+        self, table: Mapping[int, int], measure: Callable[[Sequence[int]], BatchProfile] | None
+    ):
+        self.table, self.measure = dict(table), measure
 
     def decide(self, questions: Mapping[int, Sequence[int]], n_decoding: int) -> Mapping[int, int]:
         """Return one length for all. The questions are the texts of the requests."""
-        if not self.table:
-            text = next(iter(questions.values()))
-            self.table = best_lengths(find_profile(self.request, text, self.longest))
+        if self.measure is not None:
+            self.table = best_lengths(self.measure(next(iter(questions.values()))))
+            self.measure = None
         nearest = min(self.table, key=lambda size: (abs(size - n_decoding), size))
         return dict.fromkeys(questions, self.table[nearest])
 
@@ -116,7 +119,10 @@ def synergy(request: Request, *, longest: int, table: str) -> Decoder:
     lengths = read_length_table(table) if table else {}
 
     def make_rule() -> SynergyRule:
-        return SynergyRule(request, longest, lengths)
+        if lengths:
+            return SynergyRule(lengths, None)
+        models = *read_models(request), request.sampling
+        return SynergyRule({}, lambda text: find_profile(*models, text, longest))
 
     drafter = SynergyDrafter(request, longest, ("synergy", longest, table), make_rule)
     return request.decoder(drafter, verify_tree)
