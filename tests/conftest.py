@@ -1,6 +1,8 @@
 """Hypothesis profiles, and a check that the compiled kernels are those of the sources."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if LAWS in item.path.parents:
             item.add_marker("laws")
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A registry, an environment and modules of its own for each test: it may load plugins."""
+    from tinyspec import plugins, technique  # not before the kernels are looked at
+
+    monkeypatch.setattr(technique, "_cards", dict(technique.load_techniques()))
+    monkeypatch.setenv(plugins.VARIABLE, "")
+    yield
+    for name in [
+        name for name in sys.modules if name.startswith((plugins.NAMESPACE, "their_package"))
+    ]:
+        del sys.modules[name]
+    plugins.import_packages.cache_clear()

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -61,17 +60,7 @@ def match""",
 )
 
 
-@pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A registry, an environment and modules of its own for each test."""
-    monkeypatch.setattr(technique, "_cards", dict(technique.load_techniques()))
-    monkeypatch.setenv(plugins.VARIABLE, "")
-    yield
-    for name in [
-        name for name in sys.modules if name.startswith((plugins.NAMESPACE, "their_package"))
-    ]:
-        del sys.modules[name]
-    plugins.import_packages.cache_clear()
+pytestmark = pytest.mark.usefixtures("own_registry")
 
 
 @pytest.fixture

@@ -60,6 +60,7 @@ def test_the_evidence_is_the_same_for_any_number_of_processes() -> None:
     assert reports(CARDS, 1) == reports(CARDS, 2)
 
 
+@pytest.mark.usefixtures("own_registry")
 def test_a_broken_law_of_a_file_is_reported_as_in_one_process(tmp_path: Path) -> None:
     file = tmp_path / "accepts_all.py"
     file.write_text(BIASED)

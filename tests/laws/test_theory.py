@@ -82,7 +82,7 @@ def all_theorems() -> dict[str, Callable[[], Evidence]]:
                 add_random_head(target, card, 0).session,
                 [draft.session] * card.drafts,
                 references=texts,
-                texts=6,  # the better the drafts, the fewer the rounds of a text
+                texts=12,  # the better the drafts, the fewer the rounds of a text
             )
     return laws
 

@@ -3,7 +3,6 @@
 The recommendation is compared with a clock and with models.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.table import Table
-from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.traps.auto import Watch
@@ -26,8 +24,6 @@ from tinyspec.laws.traps.planner import (
     repeat_requests,
 )
 from tinyspec.laws.traps.planner import advise as planned
-from tinyspec.lm.config import Config
-from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.planner import (
     DraftProfile,
     measure_throughput,
@@ -117,43 +113,6 @@ def test_an_accepted_draft_is_worth_its_tokens_and_one_more() -> None:
     profile = profile_draft("same", repeat_requests(same, 0.0, watch), 3, watch)
     assert profile.reach == (1.0, 1.0, 1.0)
     assert measure_throughput(repeat_requests(same, 0.0, watch), 3, watch)[0] == pytest.approx(4.0)
-
-
-def test_of_two_drafts_of_one_size_the_deep_and_thin_one_takes_longer_a_step() -> None:
-    def model(layers: int, d: int, f: int) -> Model:
-        return Model.random(
-            Config(
-                vocab_size=64,
-                d_model=d,
-                n_layers=layers,
-                n_heads=2,
-                n_kv_heads=1,
-                head_dim=8,
-                d_ff=f,
-                max_positions=96,
-            )
-        )
-
-    deep, wide = model(600, 16, 32), model(1, 256, 1780)
-    assert deep.config.parameters() == pytest.approx(wide.config.parameters(), rel=0.1)
-    target = model(1, 32, 48)
-
-    def make_requests(draft: Model) -> Iterator[tuple[Request, Sequence[int]]]:
-        yield (
-            Request(
-                target.session(),
-                [draft.session()],
-                SamplingParams(0.0),
-                StoppingCriteria(max_new_tokens=24),
-            ),
-            [1, 2],
-        )
-
-    def step(draft: Model) -> float:
-        return profile_draft("x", lambda: make_requests(draft), 2, time.perf_counter).step
-
-    slow, fast = zip(*((step(deep), step(wide)) for _ in range(15)), strict=True)
-    assert min(slow) > 1.25 * min(fast)
 
 
 def test_bad_input_raises_a_one_line_error() -> None:
