@@ -4,10 +4,18 @@ import pytest
 
 from tests.speculative.batches import DRAFT, PROMPTS, TARGET, decode_batch, texts_of, verified_of
 from tests.table import Table
+from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.traps import synergy as traps
-from tinyspec.speculative.batched import SIZES, BatchProfile, measure_batches, measure_rounds
+from tinyspec.lm.model import Model
+from tinyspec.speculative.batched import (
+    SIZES,
+    BatchProfile,
+    find_profile,
+    measure_batches,
+    measure_rounds,
+)
 from tinyspec.speculative.integrated.synergy import SynergyRule, best_lengths, read_length_table
 from tinyspec.technique import Request, find_technique
 
@@ -57,6 +65,17 @@ def test_a_profile_is_measured_by_the_passes_that_requests_share() -> None:
     assert profile.step == pytest.approx({size: 1 + 0.01 * size for size in SIZES})
     assert profile.verify[16] == pytest.approx([1 + 0.16 * (1 + n) for n in range(4)])
     assert len(profile.reach) == 3 and sorted(profile.reach, reverse=True) == [*profile.reach]
+
+
+def test_acceptance_is_measured_on_the_texts_of_all_who_ask() -> None:
+    """The texts are drafted unequally well."""
+
+    def reach_of(*prompts: list[int]) -> float:
+        target, draft = (Model(one.config, one.weights, name=one.name) for one in (TARGET, DRAFT))
+        return find_profile(target, draft, SamplingParams(0.0), prompts, 1).reach[0]
+
+    alone = [reach_of(prompt) for prompt in PROMPTS]
+    assert min(alone) < reach_of(*PROMPTS) < max(alone)
 
 
 def test_a_size_between_two_measured_ones_takes_the_nearest() -> None:

@@ -80,7 +80,7 @@ class BatchDrafter(ModelDrafter):
 
 SIZES = (1, 2, 4, 8, 16)  # batch sizes that are measured
 REPEATS = 4  # passes of each length: the fastest counts, as a disturbance only makes it slower
-DRAFTED_TOKENS = 48  # at least, of the text on which acceptance is measured
+SAMPLED_TOKENS = 192  # of all texts together, on which acceptance is measured
 
 
 class BatchProfile(NamedTuple):
@@ -158,9 +158,13 @@ def read_models(request: Request) -> tuple[Model, Model]:
 
 
 def find_profile(
-    target: Model, draft: Model, sampling: SamplingParams, prompt: Sequence[int], longest: int
+    target: Model,
+    draft: Model,
+    sampling: SamplingParams,
+    prompts: Sequence[Sequence[int]],
+    longest: int,
 ) -> BatchProfile:
-    """Return the profile of a pair of models. It is measured once for each pair.
+    """Return the profile of a pair of models. It is measured once for each pair, on these prompts.
 
     Nothing else may run meanwhile: a rule asks for it when all requests wait. Lengths that do not
     fit into the contexts are not measured.
@@ -171,24 +175,25 @@ def find_profile(
         raise TinyspecError(
             f"a context of {min(limits)} is too short to measure drafts: use speculative_decoding"
         )
-    tokens = max(DRAFTED_TOKENS, 2 * longest)
+    tokens = min(max(SAMPLED_TOKENS // len(prompts), 2 * longest), min(limits) // 2)
     known = _profiles.setdefault(target, WeakKeyDictionary())
     if draft not in known or len(known[draft].reach) < longest:
 
         def new_requests() -> Iterator[tuple[Request, Sequence[int]]]:
-            log: list[ForwardRecord] = []
-            yield (
-                Request(
-                    target.session(log),
-                    [draft.session(log)],
-                    sampling,
-                    StoppingCriteria(max_new_tokens=tokens),
-                    positions=limits[0],
-                    draft_max_lengths=limits[1:],
-                    forward_log=log,
-                ),
-                prompt[-max(min(limits) - tokens, 1) :],
-            )
+            for prompt in prompts:
+                log: list[ForwardRecord] = []
+                yield (
+                    Request(
+                        target.session(log),
+                        [draft.session(log)],
+                        sampling,
+                        StoppingCriteria(max_new_tokens=tokens),
+                        positions=limits[0],
+                        draft_max_lengths=limits[1:],
+                        forward_log=log,
+                    ),
+                    prompt[tokens - min(limits) :],
+                )
 
         known[draft] = measure_batches(target, draft, new_requests, longest, perf_counter)
     return known[draft]

@@ -84,7 +84,8 @@ def measure_batches_of_arms(
         raise TinyspecError(f"{loaded.name} names no draft model: give one with --draft NAME")
     model = disable_eos(loaded)
     prompts = tokenize_openings(model, min(find_room(model, given.tokens, *drafts), 64))
-    profile = find_profile(model, drafts[0], UNCHANGED, prompts[0], given.longest)
+    asked = prompts[: max(given.sizes)]
+    profile = find_profile(model, drafts[0], UNCHANGED, asked, given.longest)
     arms = [ArmSpec.parse(label) for label in dict.fromkeys((PLAIN, *given.methods))]
     samples, knobs = list[BatchSample](), dict[str, Any]()
     with show_progress_bar(

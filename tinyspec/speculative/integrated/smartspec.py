@@ -115,18 +115,17 @@ def seconds_of(lengths: Sequence[int], profile: BatchProfile) -> float:
 class SmartSpecRule:
     """Choose a length for each request.
 
-    measure  text -> the profile of the models; it is called when the first request asks
+    measure  texts -> the profile of the models; it is called when requests ask first
     """
 
-    def __init__(self, measure: Callable[[Sequence[int]], BatchProfile], longest: int):
+    def __init__(self, measure: Callable[[Sequence[Sequence[int]]], BatchProfile], longest: int):
         self.measure, self.longest = measure, longest
         self.profile: BatchProfile | None = None
 
     def decide(self, questions: Mapping[int, Drafted], n_decoding: int) -> Mapping[int, int]:
         """Return the lengths. The requests that do not ask now are taken to be like these."""
         if self.profile is None:
-            text = next(iter(questions.values())).text
-            self.profile = self.measure(text)
+            self.profile = self.measure([one.text for one in questions.values()])
         rates = [one.rate for one in questions.values()]
         others = [rates[n % len(rates)] for n in range(max(n_decoding - len(rates), 0))]
         longest = min(self.longest, len(self.profile.reach))  # what was measured
@@ -171,7 +170,7 @@ def smartspec(request: Request, *, longest: int) -> Decoder:
 
     def make_rule() -> SmartSpecRule:
         models = *read_models(request), request.sampling
-        return SmartSpecRule(lambda text: find_profile(*models, text, longest), longest)
+        return SmartSpecRule(lambda texts: find_profile(*models, texts, longest), longest)
 
     drafter = SmartSpecDrafter(request, longest, ("smartspec", longest), make_rule)
     return request.decoder(drafter, verify_tree)

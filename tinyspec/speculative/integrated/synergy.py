@@ -18,6 +18,8 @@ Pitfall: a table that is typed in; no length 0 in it; a batch size that counts r
 read their prompts, so that the length jumps whenever one arrives (vLLM issue 49548).
 Tests: tests/speculative/test_synergy.py (the table against the least time of all lengths; which
 requests count; a profile of a pair of models whose passes cost what the test says).
+Acceptance is measured on the texts of the requests that ask first, 192 tokens of all together; the
+paper takes texts of a dataset.
 Left out: the paper's power law for l(s). Here l(s) is what was measured at every s. `table` gives
 lengths by hand, as vLLM's does.
 """
@@ -71,19 +73,21 @@ def read_length_table(text: str) -> dict[int, int]:
 class SynergyRule:
     """Look up the draft length for the number of requests that decode.
 
-    table    lengths by batch size; empty: measured when the first request asks
-    measure  text -> the profile of the models
+    table    lengths by batch size; empty: measured when requests ask first
+    measure  texts -> the profile of the models
     """
 
     def __init__(
-        self, table: Mapping[int, int], measure: Callable[[Sequence[int]], BatchProfile] | None
+        self,
+        table: Mapping[int, int],
+        measure: Callable[[Sequence[Sequence[int]]], BatchProfile] | None,
     ):
         self.table, self.measure = dict(table), measure
 
     def decide(self, questions: Mapping[int, Sequence[int]], n_decoding: int) -> Mapping[int, int]:
         """Return one length for all. The questions are the texts of the requests."""
         if self.measure is not None:
-            self.table = best_lengths(self.measure(next(iter(questions.values()))))
+            self.table = best_lengths(self.measure([*questions.values()]))
             self.measure = None
         nearest = min(self.table, key=lambda size: (abs(size - n_decoding), size))
         return dict.fromkeys(questions, self.table[nearest])
@@ -122,7 +126,7 @@ def synergy(request: Request, *, longest: int, table: str) -> Decoder:
         if lengths:
             return SynergyRule(lengths, None)
         models = *read_models(request), request.sampling
-        return SynergyRule({}, lambda text: find_profile(*models, text, longest))
+        return SynergyRule({}, lambda texts: find_profile(*models, texts, longest))
 
     drafter = SynergyDrafter(request, longest, ("synergy", longest, table), make_rule)
     return request.decoder(drafter, verify_tree)
