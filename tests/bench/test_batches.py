@@ -1,5 +1,6 @@
 """`tinyspec bench batches`: drafts in a batch against plain decoding of the same batch."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from tinyspec.bench.experiments.batches import PLAIN, BatchSample
 from tinyspec.bench.harness import dump_json
 from tinyspec.bench.plot import draw_chart
 from tinyspec.bench.settings import BatchSettings
+from tinyspec.lm.policies import Pending
 from tinyspec.speculative.integrated.synergy import best_lengths
 
 METHODS = ("speculative_decoding:gamma=2", "synergy:table=2@1+0@2", "bass")
@@ -57,6 +59,21 @@ def test_a_table_by_hand_decides_the_length_by_batch_size(result: Any) -> None:
     assert synergy[1] > 0 and synergy[3] == 0
 
 
+def test_a_batch_is_timed_from_when_the_target_has_read_all_prompts() -> None:
+    hand = itertools.count()
+    policy = batches.PromptsFirst("big", lambda: next(hand))
+
+    def wait(*pending: tuple[str, bool]) -> None:
+        policy.pick([Pending(n, m, 1, 1, p, held=0) for n, (m, p) in enumerate(pending)])
+
+    wait(("big", True), ("big", True))
+    wait(("big", False), ("big", True))  # one still reads
+    assert next(hand) == 0
+    wait(("big", False), ("small", True))  # a draft model's reading is its method's time
+    wait(("big", False))
+    assert policy.begun == 1
+
+
 def test_speed_is_the_median_ratio_to_plain_decoding_of_the_same_batch() -> None:
     rows = [
         (0, PLAIN, 4.0),
@@ -95,7 +112,7 @@ def test_a_slow_down_is_named() -> None:
     figures = batches.summarize_batches(samples)
     machine = {"cores": 2, "cpu": "x"}
     result = {"figures": figures, "machine": machine, "date": "d", "commit": "c"}
-    settings = {"dtype": "float32", "tokens": 5, "rounds": 1}
+    settings = {"dtype": "float32", "tokens": 5, "rounds": 1, "prompt_tokens": 64}
     assert "a 0.50" in batches.list_batch_notes({**result, "settings": settings})[1]
 
 

@@ -644,6 +644,7 @@ class BatchSettings:
       tinyspec bench batches --out batches.json --markdown batches.md --svg batches.svg
       tinyspec bench batches --model smollm2 --dtype bfloat16 --sizes 1,4,16 --rounds 5
       tinyspec bench batches --methods speculative_decoding:gamma=4,synergy --tokens 64
+      tinyspec bench batches --model smollm2 --prompt-tokens 2048 --methods magicdec --sizes 1,4,16
     """
 
     model: str = model_setting("storyteller", "The target: name or folder.")
@@ -657,6 +658,9 @@ class BatchSettings:
     tokens: int = tokens_setting(64)
     rounds: int = rounds_setting(3)
     longest: int = setting(8, "Longest draft that is measured.", least=1)
+    prompt_tokens: int = setting(
+        64, "Tokens of a prompt. More than 64: passages of the valid books.", least=1
+    )
     dtype: str | None = dtype_setting()
 
 

@@ -1,7 +1,8 @@
 """`tinyspec bench batches`: measure drafts in batches of several sizes, beside plain decoding.
 
 All requests of a batch begin at once and share forward passes under the `aligned` policy. The
-techniques take turns on the same prompts. A batch is timed as a whole, its prompts included.
+techniques take turns on the same prompts. A batch is timed from the moment when the target has read
+all prompts: a prompt takes as long with every technique.
 
 A fixed draft length pays in a small batch and costs time in a large one. Techniques that know the
 batch ought to be as fast as the better of drafting and plain decoding at every size; the table says
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 from tinyspec.bench.arms import Clock, collect_garbage, disable_eos, load_arm_models
 from tinyspec.bench.experiment import Experiment
+from tinyspec.bench.experiments.exit_arms import draw_passages, read_classics
 from tinyspec.bench.harness import name_dtype, record_knobs, show_progress_bar, stamp_result
 from tinyspec.bench.measure import order_of_turn
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
@@ -40,11 +42,12 @@ from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation, start_generation
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import AlignedPolicy
+from tinyspec.lm.policies import AlignedPolicy, Pending
 from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.speculative.batched import BatchProfile, find_profile
 from tinyspec.speculative.integrated.synergy import best_lengths
 
+OPENING = 64  # tokens, at most, of a prompt that is the opening of a paragraph
 RATES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95)  # acceptance rates of the heat map
 
 
@@ -52,6 +55,7 @@ class BatchSample(NamedTuple):
     """A batch that was run.
 
     tokens  of all requests;  rounds: of all requests
+    seconds after the prompts
     passes  of the target after the prompts;  rows: of these passes
     drafted, accepted  draft tokens that were verified
     same    requests whose text is plain decoding's
@@ -83,7 +87,7 @@ def measure_batches_of_arms(
     if not drafts:
         raise TinyspecError(f"{loaded.name} names no draft model: give one with --draft NAME")
     model = disable_eos(loaded)
-    prompts = tokenize_openings(model, min(find_room(model, given.tokens, *drafts), 64))
+    prompts = list_batch_prompts(model, find_room(model, given.tokens, *drafts), given)
     asked = prompts[: max(given.sizes)]
     profile = find_profile(model, drafts[0], UNCHANGED, asked, given.longest)
     arms = [ArmSpec.parse(label) for label in dict.fromkeys((PLAIN, *given.methods))]
@@ -116,6 +120,7 @@ def measure_batches_of_arms(
         "tokens": given.tokens,
         "rounds": given.rounds,
         "longest": given.longest,
+        "prompt_tokens": given.prompt_tokens,
     }
     return stamp_result(
         {
@@ -131,6 +136,34 @@ def measure_batches_of_arms(
             "figures": summarize_batches(samples),
         }
     )
+
+
+def list_batch_prompts(model: Model, room: int, given: BatchSettings) -> list[list[int]]:
+    """Return openings, or passages where prompts are longer than an opening is."""
+    if given.prompt_tokens <= OPENING:
+        return tokenize_openings(model, min(room, given.prompt_tokens))
+    n = 2 * max(given.sizes)
+    size = given.prompt_tokens, given.tokens
+    return [one.prompt for one in draw_passages(model, read_classics(), n, *size, seed=0)]
+
+
+class PromptsFirst(AlignedPolicy):
+    """The policy of a batch, which notes when its prompts have been read.
+
+    begun  when the first pass began for which no prompt of the target waited
+    """
+
+    def __init__(self, model: str, clock: Clock):
+        super().__init__()
+        self.model, self.clock, self.begun = model, clock, 0.0
+        self.is_reading = True
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        reading = any(one.is_prefill for one in waiting if one.model == self.model)
+        if self.is_reading and not reading:
+            self.begun = self.clock()
+        self.is_reading = reading
+        return super().pick(waiting)
 
 
 def run_batch(
@@ -152,11 +185,11 @@ def run_batch(
             pass
         return running.result()
 
-    scheduler = Scheduler(AlignedPolicy())
+    policy = PromptsFirst(model.name, clock)
+    scheduler = Scheduler(policy)
     collect_garbage()
-    begun = clock()
     results = run_together([partial(decode, prompt) for prompt in prompts], scheduler)
-    seconds = clock() - begun
+    seconds = clock() - policy.begun
     passes = [e for e in scheduler.pass_log if e.model == model.name and not any(e.prefill)]
     sample = BatchSample(
         size=len(prompts),
@@ -301,10 +334,11 @@ def list_batch_notes(result: Mapping[str, Any]) -> list[str]:
     every = sum(one["of"] for arm in figures.values() for one in arm.values())
     least = {arm: min(one["speedup"] for one in row.values()) for arm, row in figures.items()}
     slow = [f"{arm} {value:.2f}" for arm, value in least.items() if arm != PLAIN and value < 1]
+    prompt = of.get("prompt_tokens", OPENING)  # what was measured before has no such setting
     return [
-        f"{of['dtype']}, greedy, {of['tokens']} new tokens for each request, "
-        f"{count_things(of['rounds'], 'round')} of other openings of the valid books; medians of "
-        f"the rounds' ratios. {same} of {every} texts are plain decoding's. "
+        f"{of['dtype']}, greedy, {of['tokens']} new tokens after {prompt} of the valid books, "
+        f"{count_things(of['rounds'], 'round')} of other texts; medians of the rounds' ratios. "
+        f"{same} of {every} texts are plain decoding's. "
         f"{describe_provenance(result)}.",
         "Slower than plain decoding at some batch size: " + (", ".join(slow) or "none") + ".",
     ]
