@@ -162,7 +162,7 @@ CODE_LINES = {
     "laws": 19670,
     "museum": 3705,
     "training": 3370,
-    "bench": 9101,
+    "bench": 9524,
     "grade": 4400,
     "serve": 941,
     "cli": 2784,

@@ -9,7 +9,7 @@ forward pass, its own sampler, id out. Python does nothing else between two toke
 
 import ctypes
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +67,14 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
 
 
 class LlamaCppArm:
-    """A model and a context of llama.cpp for `room` tokens. The .gguf file may be deleted then."""
+    """A model and a context of llama.cpp for `room` tokens of each of several sequences.
 
-    def __init__(self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int):
+    The .gguf file may be deleted then.
+    """
+
+    def __init__(
+        self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int, sequences: int = 1
+    ):
         self.label, self.lib = spec.label, load_library()
         self.knobs: Mapping[str, Any] = {"weights": settings.dtype, **dict(spec.knobs)}
         self.sampling = settings.temperature, settings.top_p
@@ -81,7 +86,8 @@ class LlamaCppArm:
                 f"llama.cpp does not load {settings.model}: it may not know this architecture"
             )
         how = self.lib.llama_context_default_params()
-        how.n_ctx = room
+        how.n_ctx, how.n_seq_max = room * sequences, sequences
+        how.kv_unified = sequences > 1  # one cache for all: the faster way
         how.n_batch = how.n_ubatch = BATCH
         how.n_threads = how.n_threads_batch = torch.get_num_threads()
         how.no_perf = True
@@ -92,10 +98,13 @@ class LlamaCppArm:
         self.weights: int | None = int(self.lib.llama_model_size(self.model))
 
     @classmethod
-    def of(cls, spec: ArmSpec, settings: BenchSettings, model: Model, room: int) -> "LlamaCppArm":
+    def of(
+        cls, spec: ArmSpec, settings: BenchSettings, model: Model, room: int, sequences: int = 1
+    ) -> "LlamaCppArm":
         """Return the arm of a model of ours."""
         with tempfile.TemporaryDirectory() as folder:
-            return cls(spec, settings, export_weights(spec, settings, model, Path(folder)), room)
+            path = export_weights(spec, settings, model, Path(folder))
+            return cls(spec, settings, path, room, sequences)
 
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """Decode in its own loop: forward pass, sample, forward pass."""
@@ -171,3 +180,67 @@ class LlamaCppForward:
         if self.lib.llama_decode(self.llama.context, self.batch):
             raise RuntimeError("llama_decode failed")
         self.lib.llama_synchronize(self.llama.context)
+
+
+class LlamaCppBatch:
+    """Several texts at once, greedily: a forward pass has one token of each.
+
+    room       tokens of each text with its prompt
+    sequences  texts that run at once
+    """
+
+    def __init__(self, settings: BenchSettings, model: Model, room: int, sequences: int):
+        self.llama = LlamaCppArm.of(ArmSpec("llama.cpp"), settings, model, room, sequences)
+        self.lib, self.sequences = self.llama.lib, sequences
+        self.batch, self.sampler = self.lib.llama_batch_init(BATCH, 0, 1), self.llama._sampler(0)
+
+    def run(
+        self, prompts: Sequence[Sequence[int]], tokens: int, eos: Collection[int]
+    ) -> list[list[int]]:
+        """Return the new ids of each prompt: `tokens`, or fewer that end in one of `eos`."""
+        every = list[list[int]]()
+        for first in range(0, len(prompts), self.sequences):
+            some = prompts[first : first + self.sequences]
+            texts: list[list[int]] = [[] for _ in some]
+            rows = [
+                (token, at, sequence, at == len(ids) - 1)
+                for sequence, ids in enumerate(some)
+                for at, token in enumerate(ids)
+            ]
+            self.lib.llama_memory_clear(self.llama.memory, False)
+            while rows:
+                for sequence, token in self.decode(rows):
+                    texts[sequence].append(token)
+                rows = [
+                    (new[-1], len(ids) + len(new) - 1, sequence, True)
+                    for sequence, (ids, new) in enumerate(zip(some, texts, strict=True))
+                    if len(new) < tokens and new[-1] not in eos
+                ]
+            every += texts
+        return every
+
+    def decode(self, rows: Sequence[tuple[int, int, int, bool]]) -> list[tuple[int, int]]:
+        """Run rows (token, position, sequence, whether the next token is asked for).
+
+        Returns (sequence, next token) of those that ask.
+        """
+        batch, found = self.batch, list[tuple[int, int]]()
+        for first in range(0, len(rows), BATCH):
+            part = rows[first : first + BATCH]
+            batch.n_tokens = len(part)
+            for i, (token, position, sequence, asks) in enumerate(part):
+                batch.token[i], batch.pos[i], batch.logits[i] = token, position, asks
+                batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            if self.lib.llama_decode(self.llama.context, batch):
+                raise RuntimeError("llama_decode failed")
+            found += [
+                (row[2], self.lib.llama_sampler_sample(self.sampler, self.llama.context, i))
+                for i, row in enumerate(part)
+                if row[3]
+            ]
+        return found
+
+    def close(self) -> None:
+        self.lib.llama_sampler_free(self.sampler)
+        self.lib.llama_batch_free(self.batch)
+        self.llama.close()

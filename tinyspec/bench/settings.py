@@ -664,6 +664,31 @@ class BatchSettings:
     dtype: str | None = dtype_setting()
 
 
+@command("clients", tables=True, chart=True)
+@dataclass(frozen=True)
+class ClientSettings:
+    """The server (`tinyspec serve`) with one client and with several, beside decoding alone, and
+    beside llama.cpp's batches where it is installed.
+
+    The server is a process of its own, which ends with the command. The arms take turns on the same
+    prompts. A soak then compares each reply to 64 clients with the text that its prompt gets alone.
+
+    \b
+    Examples:
+      tinyspec bench clients --out clients.json --markdown clients.md
+      tinyspec bench clients --model smollm2 --dtype bfloat16 --rounds 5
+      tinyspec bench clients --method llma --clients 1,4,16 --soak 600
+    """
+
+    model: str = model_setting("storyteller")
+    method: str = setting("autoregressive", "NAME or NAME:knob=value.")
+    clients: tuple[int, ...] = setting((1, 8), "Clients at once.", of=int, what="clients")
+    tokens: int = tokens_setting(64)
+    rounds: int = rounds_setting(3)
+    soak: float = setting(0.0, "Seconds with 64 clients, after the rounds; 0: none.", least=0)
+    dtype: str | None = dtype_setting()
+
+
 @command("translation", tables=True, chart=True, resumes=RESUME)
 @dataclass(frozen=True)
 class TranslationSettings:

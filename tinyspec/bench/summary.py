@@ -46,9 +46,11 @@ UNTIMED = (
 
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
-    "long_context", "heads", "osd", "serve", "batches",
+    "long_context", "heads", "osd", "serve", "batches", "clients",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
+BY_HAND = ("vllm.md",)
+"""The pages that a script in tests writes, from another program's run. They have no result here."""
 
 
 def load_result(folder: Path, name: str) -> dict[str, Any]:
@@ -156,7 +158,7 @@ def render_pages(folder: Path) -> dict[str, str]:
     """Render every page. Returns its text by its file name."""
     pages = {"README.md": write_readme(folder)}
     for path in sorted(folder.glob("*.md")):
-        if path.name not in pages:
+        if path.name not in (*pages, *BY_HAND):
             result, kind = load_result(folder, path.stem), path.stem.partition("-")[0]
             if kind in TABLED:
                 of = _find_experiment(kind)
