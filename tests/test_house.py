@@ -154,9 +154,9 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3575,
+    "root + show": 3583,
     "_core": 957,
-    "lm": 5823,
+    "lm": 5964,
     "decoding": 2011,
     "chapters": 14395,
     "laws": 19670,

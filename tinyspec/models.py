@@ -195,7 +195,7 @@ def fetch_known(name: str, progress: bool = True) -> Path:
     if name not in FETCHABLE:
         raise TinyspecError(f"cannot fetch {name!r}: " + suggest_nearest(name, FETCHABLE))
     folder = models_folder() / name
-    if not _is_checkpoint(folder):
+    if not (_is_checkpoint(folder) and (folder / "model.gguf").is_file()):  # earlier ones have none
         from tinyspec.hub.smollm2 import fetch_smollm2
 
         fetch_smollm2(folder, quiet=not progress)
@@ -245,8 +245,8 @@ def load(
 ) -> "Model":
     """Load a model by name, path or hub id.
 
-    dtype  None: that of the stored weights; on a CPU float32 where the compiled kernels are missing
-           or do not know it
+    dtype  None: that of the stored weights, and quantised ones stay as they are where the kernels
+           multiply them; on a CPU float32 where the compiled kernels are missing or do not know it
 
     Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not
     there or too small.
@@ -256,6 +256,7 @@ def load(
     from tinyspec import _core
     from tinyspec.lm import checkpoint
     from tinyspec.lm.model import Model
+    from tinyspec.lm.quantised import QuantisedWeights
 
     name = str(name_or_path)
     where, want = _device(device), _dtype(dtype)
@@ -275,14 +276,18 @@ def load(
         raise TinyspecError(
             f"{name} is no model but a head of {target}: use --model {target} --method {method}"
         )
-    compiled = _core.compute is not None
-    if want is None and where.type == "cpu" and not compiled:
+    compute = _core.compute
+    if want is None and where.type == "cpu" and compute is None:
         want = torch.float32
+    quick = want is None and where.type == "cpu" and compute is not None and compute.unpacks()
     parts = checkpoint.read_checkpoint(
         path if path is not None else name,
         dtype=want if where.type == "cpu" else None,
         find=find_model,
+        quantised=quick,
     )
+    if isinstance(parts.weights, QuantisedWeights):
+        return Model(parts.config, parts.weights, parts.tokenizer, parts.name, parts.extras)
     stored = parts.weights["embed"].dtype
     if want is None:
         want = (

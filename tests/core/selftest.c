@@ -4,12 +4,13 @@
  *     cc -O2 -ffp-contract=off -pthread -I. ../../../tests/core/selftest.c kernels.c layers.c pool.c -lm && ./a.out
  *
  * For every kernel: a product against double precision, and each row against itself in other company; attention against
- * double precision; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
+ * double precision; quantised matrices against unpacked ones; whole layers in blocks against one row at a time, on 1 to 4 threads, from two threads at once, and in a
  * forked child; exp to the bit. Says what it did and returns 1 where something failed. "quick" for an argument: fewer rows, layers of one kernel;
  * "alone": no child (qemu and the thread sanitizer cannot follow threads into one).
  */
 #include "compute.h"
 #include "exp.h"
+#include "quantised.h"
 
 #include <math.h>
 #include <pthread.h>
@@ -90,6 +91,38 @@ static void products(const Kernel *kernel, int half) {
             }
         release(&m);
         free(w), free(x), free(y), free(alone);
+    }
+}
+
+/* A quantised matrix against what the portable kernels unpack of it, bit for bit. */
+static void quantised(const Kernel *kernel, int format) {
+    enum { ROWS = 40 };
+    const int sizes[][2] = {{1, 32}, {16, 64}, {17, 96}, {70, 32}, {150, 288}};
+    for (int c = 0; c < 5; c++) {
+        const int out = sizes[c][0], in = sizes[c][1], blocks = (out + BLOCK - 1) / BLOCK, groups = blocks * in / GROUP;
+        const size_t bytes = group_bytes(format);
+        unsigned state = 11 + c;
+        uint8_t *data = malloc(groups * bytes);
+        for (size_t i = 0; i < groups * bytes; i++) {
+            const int scale = i % bytes < group_head(format) && i % 2; /* no infinity, no NaN */
+            data[i] = (uint8_t)(uniform(&state) * 127.0f) & (scale ? 0xbf : 0xff);
+        }
+        uint16_t *halves = malloc((size_t)blocks * BLOCK * in * sizeof(uint16_t));
+        float *bias = numbers(out, 5, 0.5f), *x = numbers(ROWS * in, 7, 1.0f);
+        float *y = malloc((ROWS * out + BLOCK * in) * sizeof(float)), *same = malloc(ROWS * out * sizeof(float));
+        const Matrix m = {data, bias, out, in, format}, whole = {halves, bias, out, in, HALVES};
+        for (int b = 0; b < blocks; b++) {
+            kernel_named("portable")->unpack(&m, b, halves + (size_t)b * BLOCK * in);
+            kernel->unpack(&m, b, (uint16_t *)(void *)y);
+            expect(!memcmp(y, halves + (size_t)b * BLOCK * in, (size_t)BLOCK * in * sizeof(uint16_t)), "unpacked", kernel->name);
+        }
+        for (int rows = 1; rows <= ROWS; rows++)
+            for (int threads = 1; threads <= 3; threads++) {
+                compute_product((How){kernel, 1}, &whole, x, rows, same);
+                compute_product((How){kernel, threads}, &m, x, rows, y);
+                expect(!memcmp(y, same, (size_t)rows * out * sizeof(float)), "quantised product", kernel->name);
+            }
+        free(data), free(halves), free(bias), free(x), free(y), free(same);
     }
 }
 
@@ -253,6 +286,7 @@ int main(int count, char **arguments) {
         const Kernel *kernel = kernel_named(names[k]);
         if (!kernel) continue;
         expect(kernel_sound(kernel), "sound", kernel->name);
+        for (int format = Q8_0; format < FORMATS; format++) quantised(kernel, format);
         for (int half = 0; half < 2; half++) {
             products(kernel, half);
             attention(kernel, half, 0.3f);

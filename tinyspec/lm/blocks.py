@@ -59,7 +59,7 @@ class Blocks:
 
     def __init__(self, config: Config, weights: dict[str, Tensor]):
         self.config, self.weights = config, weights
-        self.device = weights["embed"].device
+        self.dtype, self.device = weights["embed"].dtype, weights["embed"].device
         self.head_ids = (
             torch.tensor(config.head_ids, device=self.device) if config.head_ids else None
         )

@@ -26,6 +26,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed, families
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import from_hf, to_hf, token_ids
+from tinyspec.lm.quantised import QuantisedMatrix, QuantisedWeights
 from tinyspec.lm.tokenizer import Tokenizer
 
 
@@ -68,6 +69,7 @@ def current_umask() -> int:
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
 _EXTRAS = "extras.safetensors"
+QUANTISED = "model.gguf"  # in a folder: the quantised weights that the others were expanded from
 _CONVERT = (
     "a pickle can run code when opened, so tinyspec does not open it; "
     "convert it once with transformers: AutoModelForCausalLM.from_pretrained(folder)"
@@ -83,7 +85,7 @@ class Checkpoint(NamedTuple):
     """
 
     config: Config
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor] | QuantisedWeights
     tokenizer: Tokenizer | None
     name: str
     extras: dict[str, Tensor] = {}  # noqa: RUF012  (never written to)
@@ -94,13 +96,15 @@ def read_checkpoint(
     progress: bool = True,
     dtype: torch.dtype | None = None,
     find: Callable[[str], Path | None] | None = None,
+    quantised: bool = False,
 ) -> Checkpoint:
     """Read a checkpoint folder, a .gguf file, or a hub id `org/name`, which is fetched.
 
-    dtype  converts each tensor of a folder as it is read, so that both precisions are never held
-           whole; None: as stored
-    find   returns the folder of a model whose embeddings a draft shares (borrowed.py); None: look
-           below the draft's own folder only
+    dtype      converts each tensor of a folder as it is read, so that both precisions are never
+               held whole; None: as stored
+    find       returns the folder of a model whose embeddings a draft shares (borrowed.py); None:
+               look below the draft's own folder only
+    quantised  keep quantised matrices of a .gguf file as they are
 
     Raises TinyspecError, one line that names the file, the field and what to do, for whatever is
     missing, damaged, contradictory, or not computed here.
@@ -113,10 +117,7 @@ def read_checkpoint(
             hub.fetch_snapshot(name_or_path, progress), name_or_path, dtype, find
         )
     if path.suffix == ".gguf":
-        from tinyspec.lm import gguf_file
-
-        config, weights, tokenizer = gguf_file.read_gguf(path)
-        return Checkpoint(config, weights, tokenizer, name=path.stem)
+        return _read_gguf_file(path, quantised)
     if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
         raise TinyspecError(f"{path}: {_CONVERT}")
     if path.is_file():
@@ -127,7 +128,28 @@ def read_checkpoint(
         raise TinyspecError(
             f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
         )
+    if quantised and (path / QUANTISED).is_file():
+        return _read_quantised_folder(path)
     return read_checkpoint_folder(path, path.resolve().name, dtype, find)
+
+
+def _read_gguf_file(path: Path, quantised: bool) -> Checkpoint:
+    from tinyspec.lm import gguf_file
+
+    matrices = dict[str, QuantisedMatrix]() if quantised else None
+    config, weights, tokenizer = gguf_file.read_gguf(path, None, matrices)
+    found = QuantisedWeights(matrices, weights) if matrices else weights
+    return Checkpoint(config, found, tokenizer, name=path.stem)
+
+
+def _read_quantised_folder(folder: Path) -> Checkpoint:
+    """Read the weights of a folder from its .gguf file, of which the others are the expansion."""
+    tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
+    config = _with_tokens(read_checkpoint_config(folder), folder, tokenizer)
+    own = _read_gguf_file(folder / QUANTISED, quantised=True)
+    if own.config.shapes() != config.shapes():
+        raise TinyspecError(f"{folder / QUANTISED}: another model than config.json describes")
+    return Checkpoint(config, own.weights, tokenizer, folder.resolve().name, read_extras(folder))
 
 
 def read_checkpoint_folder(

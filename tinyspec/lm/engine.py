@@ -23,6 +23,7 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
 from tinyspec.lm.host import trim_heap
 from tinyspec.lm.ops import rotary_rows, rotary_tables
+from tinyspec.lm.quantised import QuantisedMatrix
 
 NextTokenFn = Callable[[Any], int | None]
 """Logits [V], an array or without compiled layers a tensor -> the next token; None: stop."""
@@ -93,6 +94,19 @@ def wrap_matrix(packed: Tensor, shape: Sequence[int], bias: Tensor | None = None
     return _core.compute.Packed(bits.numpy(), out, inputs, shift)
 
 
+def wrap_quantised(
+    matrix: QuantisedMatrix, shape: Sequence[int], bias: Tensor | None = None
+) -> Any:
+    """Return a quantised matrix as the kernels take it, with its groups interleaved."""
+    assert _core.compute is not None
+    groups = torch.from_numpy(matrix.interleave()).reshape(-1)
+    held = aligned_zeros([len(groups)], torch.uint8)[0]
+    held.copy_(groups)
+    out, inputs = shape
+    shift = None if bias is None else bias.float().contiguous().numpy()
+    return _core.compute.Packed(held.numpy(), out, inputs, shift, matrix.kind)
+
+
 def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
     """Return tensors of zeros of these sizes, in one piece of memory, aligned to cache lines.
 
@@ -108,14 +122,25 @@ def aligned_zeros(sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
 
 
 class UnpackedWeights(Mapping[str, Tensor]):
-    """Weights by name. A packed one is unpacked when it is read."""
+    """Weights by name. A packed one is unpacked when it is read, a quantised one to bfloat16."""
 
-    def __init__(self, packed: Mapping[str, Tensor], plain: Mapping[str, Tensor], config: Config):
-        self._packed, self._plain, self._shapes = packed, plain, config.shapes()
+    def __init__(
+        self,
+        packed: Mapping[str, Tensor],
+        plain: Mapping[str, Tensor],
+        quantised: Mapping[str, Any],
+        config: Config,
+    ):
+        self._packed, self._plain, self._quantised = packed, plain, quantised
+        self._shapes = config.shapes()
 
     def __getitem__(self, name: str) -> Tensor:
         if name in self._packed:
             return unpack_matrix(self._packed[name], self._shapes[name][0])
+        if name in self._quantised:
+            rows = torch.empty(self._shapes[name])
+            self._quantised[name].rows(np.arange(len(rows), dtype=np.int32), rows.numpy())
+            return rows.to(torch.bfloat16)
         return self._plain[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -129,16 +154,24 @@ class Engine:
     """Packed weights, and the compiled layers that run over them.
 
     `weights` is emptied while it is packed, so that each weight is in memory once. If packing
-    fails, every weight is put back before the error is raised.
+    fails, every weight is put back before the error is raised. `quantised` has the other matrices,
+    and is emptied too.
     """
 
-    def __init__(self, config: Config, weights: dict[str, Tensor]):
+    def __init__(
+        self,
+        config: Config,
+        weights: dict[str, Tensor],
+        quantised: dict[str, QuantisedMatrix] | None = None,
+    ):
         self.config = config
+        self.dtype = weights["norm.weight"].dtype
+        self.device = torch.device("cpu")
         packed: dict[str, Tensor] = {}
         plain: dict[str, Tensor] = {}
         try:
             self._pack(weights, packed, plain)
-            self._compile(packed, plain)
+            self._compile(packed, plain, quantised or {})
         except BaseException:
             rest = dict(weights)
             weights.clear()
@@ -148,18 +181,19 @@ class Engine:
                 else:
                     weights[name] = unpack_matrix(packed.pop(name), shape[0])
             raise
-        self.weights = UnpackedWeights(packed, plain, config)
+        kept = {name: self.matrices[name] for name in self.matrices if name not in packed}
+        self.weights = UnpackedWeights(packed, plain, kept, config)
 
     def _pack(
         self, weights: dict[str, Tensor], packed: dict[str, Tensor], plain: dict[str, Tensor]
     ) -> None:
         """Move matrices into `packed` and all else into `plain`, freeing each as it is moved."""
-        shapes = self.config.shapes()
+        shapes = {name: shape for name, shape in self.config.shapes().items() if name in weights}
         matrices = [
             name for name, shape in shapes.items() if len(shape) == 2 and name != "positions"
         ]
         sizes = [-(-shapes[name][0] // BLOCK) * BLOCK * shapes[name][1] for name in matrices]
-        room = dict(zip(matrices, aligned_zeros(sizes, weights["embed"].dtype), strict=True))
+        room = dict(zip(matrices, aligned_zeros(sizes, self.dtype), strict=True))
         moved = 0
         for name in shapes:
             if name not in room:
@@ -172,16 +206,28 @@ class Engine:
                 moved = 0
         trim_heap()
 
-    def _compile(self, packed: dict[str, Tensor], plain: dict[str, Tensor]) -> None:
+    def _compile(
+        self,
+        packed: dict[str, Tensor],
+        plain: dict[str, Tensor],
+        quantised: dict[str, QuantisedMatrix],
+    ) -> None:
         """Hand the packed matrices to the compiled layers."""
         config = self.config
-        self.embed, self._positions = packed["embed"], plain.get("positions")
+        self._positions = plain.get("positions")
         assert _core.compute is not None
         shapes = config.shapes()
+
+        def bias_of(name: str) -> Tensor | None:
+            return plain.get(name.removesuffix("weight") + "bias")
+
         self.matrices = ours = {
-            name: wrap_matrix(matrix, shapes[name], plain.get(name.removesuffix("weight") + "bias"))
+            name: wrap_matrix(matrix, shapes[name], bias_of(name))
             for name, matrix in packed.items()
         }
+        for name in list(quantised):
+            ours[name] = wrap_quantised(quantised.pop(name), shapes[name], bias_of(name))
+        trim_heap()
         self._lookup = ours["embed"]
         self._head_ids = np.array(config.head_ids) if config.head_ids else None
         layers = [
@@ -214,7 +260,7 @@ class Engine:
             rms=config.norm == "rms",
             gated=config.gated,
             silu=config.activation == "silu",
-            half=self.embed.dtype == torch.bfloat16,
+            half=self.dtype == torch.bfloat16,
             eps=config.norm_eps,
             scale=1 / math.sqrt(config.head_dim),
             **own,

@@ -479,11 +479,14 @@ def from_checkpoint(
     file: str,
     gguf: bool = False,
     dtype: torch.dtype | None = None,
+    keep: Callable[[str, Mapping[str, tuple[int, ...]]], bool] = lambda ours, theirs: False,
 ) -> dict[str, Tensor]:
     """Return our weights, made of a checkpoint's tensors.
 
     theirs  name -> a function that reads the tensor, so that no more than one is held twice
     dtype   the type of our weights; None: as stored
+    keep    our name, the tensors that it is made of and their shapes -> whether the caller keeps
+            it in another form: then it is not among the weights
 
     Raises TinyspecError, naming `file` and the tensor, if one is missing, unknown, not a float, not
     finite, or of another shape than config.json gives.
@@ -511,13 +514,16 @@ def from_checkpoint(
         )
     shapes, ours = config.shapes(), {}
     for name, source in sources.items():
-        parts = []
+        due = dict[str, tuple[int, ...]]()
         for their_name, rows in zip(source.names, source.rows, strict=True):
-            tensor = theirs[have[their_name]]()
             shape = (rows, *shapes[name][1:])
-            check_tensor(
-                tensor, shape[::-1] if source.transposed else shape, f"{file}: {have[their_name]}"
-            )
+            due[have[their_name]] = shape[::-1] if source.transposed else shape
+        if keep(name, due):
+            continue
+        parts = []
+        for their_name, shape in due.items():
+            tensor = theirs[their_name]()
+            check_tensor(tensor, shape, f"{file}: {their_name}")
             parts.append(tensor.t() if source.transposed else tensor)
         fused = torch.cat(parts) if len(parts) > 1 else parts[0]
         ours[name] = (fused if dtype is None else fused.to(dtype)).contiguous()
@@ -554,18 +560,23 @@ def to_checkpoint(config: Config, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 def check_tensor(tensor: Tensor, shape: tuple[int, ...], what: str) -> None:
     """Raise TinyspecError unless a tensor has this shape, a float type and finite numbers."""
-    if tuple(tensor.shape) != shape:
-        raise TinyspecError(
-            f"{what} has shape {list(tensor.shape)}, "
-            f"config.json makes it {list(shape)}; one is wrong"
-        )
+    check_shape(tuple(tensor.shape), shape, what)
     if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise TinyspecError(
             f"{what} is {str(tensor.dtype)[6:]}, expected float32, bfloat16, float16 or float64"
         )
     if not all(torch.isfinite(part).all() for part in torch.split(tensor.reshape(-1), CHECK_CHUNK)):
+        raise TinyspecError(f"{what} {NOT_FINITE}")
+
+
+NOT_FINITE = "holds NaN or infinity; the file is damaged or its training diverged"
+
+
+def check_shape(found: tuple[int, ...], due: tuple[int, ...], what: str) -> None:
+    """Raise TinyspecError unless a tensor has this shape."""
+    if found != due:
         raise TinyspecError(
-            f"{what} holds NaN or infinity; the file is damaged or its training diverged"
+            f"{what} has shape {list(found)}, config.json makes it {list(due)}; one is wrong"
         )
 
 

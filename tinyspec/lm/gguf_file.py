@@ -1,11 +1,11 @@
-"""Read a .gguf file, llama.cpp's format: a Config, float32 weights, and a tokenizer.
+"""Read a .gguf file, llama.cpp's format: a Config, weights, and a tokenizer.
 
-The `gguf` package reads and dequantises. This file translates the names, undoes the permutation of
-LLaMA's queries and keys, and infers the llama3 scaling, of which a .gguf file keeps only the
-resulting frequencies.
+The `gguf` package reads and dequantises. Weights become float32, or matrices stay quantised. This
+file translates the names, undoes the permutation of LLaMA's queries and keys, and infers the llama3
+scaling, of which a .gguf file keeps only the resulting frequencies.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,9 @@ from torch import Tensor
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import families
 from tinyspec.lm.config import Config
-from tinyspec.lm.families import ConfigReader, from_hf
+from tinyspec.lm.families import ConfigReader, from_hf, list_names
 from tinyspec.lm.ops import rotary_frequencies
+from tinyspec.lm.quantised import SCALE_BYTES, QuantisedMatrix
 from tinyspec.lm.tokenizer import Tokenizer, catch_panics
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
@@ -29,11 +30,15 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def read_gguf(
-    path: Path, advance: Callable[[int, int], None] | None = None
+    path: Path,
+    advance: Callable[[int, int], None] | None = None,
+    matrices: dict[str, QuantisedMatrix] | None = None,
 ) -> tuple[Config, dict[str, Tensor], Tokenizer | None]:
     """Return the Config, float32 weights by our names, and the tokenizer (None: the file has none).
 
-    advance  called after each tensor with the bytes read so far, and the bytes of all tensors
+    advance   called after each tensor with the bytes read so far, and the bytes of all tensors
+    matrices  gets the matrices of the kinds that the kernels multiply, and the other weights become
+              bfloat16. A matrix that is made of tensors of two kinds is expanded.
 
     Raises TinyspecError naming the file if it is damaged, its architecture is unknown, or a setting
     is not computed here.
@@ -60,9 +65,30 @@ def read_gguf(
     theirs: dict[str, Callable[[], Tensor]] = {
         name: partial(dequantised, tensor) for name, tensor in read_here.items()
     }
+    rows: dict[str, Callable[[], Tensor]] = {
+        name: partial(torch.tensor, tensor.data) for name, tensor in read_here.items()
+    }
     if families.FAMILIES[config.family].permuted:
         _unpermute_all(config, theirs)
-    weights = families.from_checkpoint(config, theirs, str(path), gguf=True)
+        _unpermute_all(config, rows)
+
+    def keep(ours: str, due: Mapping[str, tuple[int, ...]]) -> bool:
+        kinds = {tensors[name].tensor_type.name for name in due}
+        if matrices is None or ours == "positions":  # these are not multiplied
+            return False
+        if len(kinds) > 1 or not kinds <= SCALE_BYTES.keys():
+            return False
+        for name, shape in due.items():
+            found = tuple(int(n) for n in reversed(tensors[name].shape))
+            families.check_shape(found, shape, f"{path}: {name}")
+        parts = [rows[name]().numpy() for name in due]
+        matrices[ours] = matrix = QuantisedMatrix(kinds.pop(), np.concatenate(parts))
+        if not np.isfinite(matrix.scales()).all():
+            raise TinyspecError(f"{path}: {list_names([*due])} {families.NOT_FINITE}")
+        return True
+
+    dtype = None if matrices is None else torch.bfloat16
+    weights = families.from_checkpoint(config, theirs, str(path), True, dtype, keep)
     try:
         with catch_panics():
             tokenizer = build_tokenizer(metadata, str(path))

@@ -17,6 +17,7 @@ from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
 from tinyspec.lm.engine import Engine, NextTokenFn, can_pack
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
+from tinyspec.lm.quantised import QuantisedWeights
 from tinyspec.lm.static import CudaGraphRunner
 
 _NOTHING = torch.empty(0, 0, 0)
@@ -38,8 +39,12 @@ class Transformer:
     ):
         self.config, self.name = config, name
         self.extras = dict(extras or {})
-        self._path: Blocks | Engine = Blocks(config, dict(weights))
-        self.dtype, self.device = self._path.embed.dtype, self._path.embed.device
+        self._path: Blocks | Engine
+        if isinstance(weights, QuantisedWeights):
+            self._path = Engine(config, weights.plain, weights.matrices)
+        else:
+            self._path = Blocks(config, dict(weights))
+        self.dtype, self.device = self._path.dtype, self._path.device
         self._static: CudaGraphRunner | None = None  # steps of fixed shape, on a CUDA device
         self._packing = threading.Lock()
         self.n_weights = config.parameters()

@@ -7,11 +7,17 @@
 
 enum { BLOCK = 16, TILE = 96 }; /* outputs that stand together in a packed matrix; rows that go through all layers together */
 
-/* A weight matrix [out, in] in blocks of 16 outputs. float32: [blocks][in][16]; bfloat16: [blocks][in / 2][16][2]. */
+/* How the weights of a matrix are stored. Quantised ones are llama.cpp's: 32 inputs of an output share a scale d, of Q4_1 also a
+ * shift m, both float16, and a weight is the bfloat16 that is nearest to d q (q in -128..127 or -8..7) or d q + m (q in 0..15). */
+enum { FLOATS, HALVES, Q8_0, Q4_0, Q4_1, FORMATS };
+enum { GROUP = 32 };
+
+/* A weight matrix [out, in] in blocks of 16 outputs. float32: [blocks][in][16]; bfloat16: [blocks][in / 2][16][2]; quantised, see
+ * quantised.h: [blocks][in / 32] groups. */
 typedef struct {
     const void *data;
     const float *bias; /* [out] or NULL */
-    int out, in, half; /* half: bfloat16 */
+    int out, in, format;
 } Matrix;
 
 typedef struct {
@@ -71,6 +77,9 @@ typedef struct {
     void (*product_rounded)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy,
                             int add);
     void (*round)(const float *x, int n, uint16_t *to);
+    /* The same for a quantised matrix and at most FEW rows; NULL: it is unpacked first. */
+    void (*product_few)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy, int add);
+    void (*unpack)(const Matrix *w, int block, uint16_t *to); /* a block of a quantised matrix as bfloat16, [in / 2][16][2] */
     /* Rows of one text; q is [rows, ldq], out [rows, heads * width], both at the first head that shares this one. */
     void (*attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q, size_t ldq,
                    float *out, float *scores, size_t room);
@@ -79,6 +88,7 @@ typedef struct {
     /* Turn and keep what stands at from..upto-1 of a row's queries, keys and values. */
     void (*place)(const Stack *s, const Row *row, int layer, float *qkv, int from, int upto);
 } Kernel;
+enum { FEW = 8 };
 const Kernel *kernel_named(const char *name); /* NULL: not on this processor */
 int kernel_sound(const Kernel *kernel);       /* whether it computes what the portable one does */
 
@@ -98,6 +108,17 @@ static inline float widen(uint16_t h) {
         float f;
     } u = {(uint32_t)h << 16};
     return u.f;
+}
+
+/* What a float16 stands for. */
+static inline float from_float16(uint16_t h) {
+    const uint32_t sign = (uint32_t)(h & 0x8000) << 16, exponent = h >> 10 & 31, fraction = h & 1023;
+    union {
+        uint32_t i;
+        float f;
+    } u = {sign | (exponent == 31 ? 0x7f800000 : (exponent + 112) << 23) | fraction << 13};
+    if (exponent) return u.f;
+    return sign ? -(float)fraction / 16777216.0f : (float)fraction / 16777216.0f;
 }
 
 /* To the nearest bfloat16, ties to even; a NaN stays one. */

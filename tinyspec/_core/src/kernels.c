@@ -1,5 +1,6 @@
 /* One set of kernels for each kind of processor, and which of them this one gets. See slab.h for what they do. */
 #include "compute.h"
+#include "quantised.h"
 
 #include <math.h>
 #include <string.h>
@@ -48,6 +49,15 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
         }
 }
 
+static void unpack_plain(const Matrix *w, int block, uint16_t *to) {
+    const size_t bytes = group_bytes(w->format), groups = w->in / GROUP;
+    const uint8_t *group = (const uint8_t *)w->data + block * groups * bytes;
+    for (size_t g = 0; g < groups; g++, group += bytes)
+        for (int i = 0; i < GROUP; i += 2)
+            for (int o = 0; o < BLOCK; o++, to += 2)
+                to[0] = unpack_weight(w->format, group, o, i), to[1] = unpack_weight(w->format, group, o, i + 1);
+}
+
 #define SUFFIX _plain
 #define TARGET
 #define VEC 4
@@ -77,7 +87,7 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
 #include "slab.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel portable = {"portable", product_plain, NULL, NULL, attend_plain, activate_plain, norm_plain, place_plain};
+static const Kernel portable = {"portable", product_plain, NULL, NULL, NULL, unpack_plain, attend_plain, activate_plain, norm_plain, place_plain};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -132,7 +142,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #include "slab.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, attend_avx2, activate_avx2, norm_avx2, place_avx2};
+static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, NULL, unpack_plain, attend_avx2, activate_avx2, norm_avx2, place_avx2};
 
 /* Each lane and the one eight further on, then as above. */
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) float total16(__m512 v) {
@@ -166,7 +176,7 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void tr
 #include "slab.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, attend_avx512, activate_avx512, norm_avx512, place_avx512};
+static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, NULL, unpack_plain, attend_avx512, activate_avx512, norm_avx512, place_avx512};
 
 /* Where the processor multiplies pairs of bfloat16 and adds both products to a float, a bfloat16 matrix takes half the steps.
  * Its rows are rounded to bfloat16 first; all else is as above. */
@@ -192,10 +202,11 @@ static TARGET void round_avx512bf16(const float *x, int n, uint16_t *to) {
     }
 }
 #include "slab.h"
+#include "few.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx512bf16 = {"avx512bf16",      product_avx512,      product_avx512bf16, round_avx512bf16,
-                                  attend_avx512bf16, activate_avx512bf16, norm_avx512bf16,    place_avx512bf16};
+static const Kernel avx512bf16 = {"avx512bf16",      product_avx512,    product_avx512bf16,  round_avx512bf16, product_few,
+                                  unpack_avx512bf16, attend_avx512bf16, activate_avx512bf16, norm_avx512bf16,  place_avx512bf16};
 #endif
 #endif
 
@@ -214,6 +225,30 @@ const Kernel *kernel_named(const char *name) {
     if (!strcmp(name, "avx2") && SUPPORTS("avx2") && SUPPORTS("fma")) return &avx2;
 #endif
     return strcmp(name, "portable") ? NULL : &portable;
+}
+
+/* Quantised matrices with scales and shifts that are small powers of two: unpacked as the portable kernel does, and multiplied. */
+static int quantised_sound(const Kernel *kernel) {
+    enum { IN = 2 * GROUP, OUT = 3 * BLOCK, MOST_BYTES = 3 * 2 * (32 + 512) };
+    uint8_t data[MOST_BYTES];
+    uint16_t expected[3 * BLOCK * IN], got[3 * BLOCK * IN], x[FEW * IN];
+    float y[FEW * OUT], same[FEW * OUT];
+    for (int i = 0; i < FEW * IN; i++) x[i] = narrow((float)(i * 5 % 13 - 6) / 4);
+    for (int format = Q8_0; format < FORMATS; format++) {
+        const size_t bytes = group_bytes(format), head = group_head(format);
+        for (size_t i = 0; i < 6 * bytes; i++) data[i] = (uint8_t)(i * 37 % 251);
+        for (int g = 0; g < 6; g++)
+            for (size_t i = 0; i < head; i += 2) data[g * bytes + i] = 0, data[g * bytes + i + 1] = 0x30 + i % 3 * 4; /* 1/8 to 1 */
+        const Matrix w = {data, NULL, OUT, IN, format}, unpacked = {expected, NULL, OUT, IN, HALVES};
+        for (int b = 0; b < 3; b++) unpack_plain(&w, b, expected + b * BLOCK * IN), kernel->unpack(&w, b, got + b * BLOCK * IN);
+        if (memcmp(expected, got, sizeof got)) return 0;
+        for (int rows = 1; rows <= FEW && kernel->product_few; rows++) {
+            kernel->product_rounded(&unpacked, 0, 3, x, IN, rows, same, OUT, 0);
+            kernel->product_few(&w, 0, 3, x, IN, rows, y, OUT, 0);
+            if (memcmp(y, same, (size_t)rows * OUT * sizeof(float))) return 0;
+        }
+    }
+    return 1;
 }
 
 /* Small numbers, whose products and sums are exact in float and bfloat16 whatever the order: any sound kernel gives the same. */
@@ -237,5 +272,5 @@ int kernel_sound(const Kernel *kernel) {
             if (memcmp(expected, got, sizeof got)) return 0;
         }
     }
-    return 1;
+    return quantised_sound(kernel);
 }

@@ -40,9 +40,11 @@ static int phase(Hand *hand) {
     return counter;
 }
 
-/* Numbers that a thread needs room for to round rows to bfloat16; 0: this kernel takes them as they are. */
-static size_t rounds(const Kernel *kernel, const Matrix *w, size_t rows) {
-    return kernel->product_rounded && w->half ? rows * (size_t)w->in : 0;
+/* Whether this kernel takes rows as bfloat16. */
+static int rounds(const Kernel *kernel, const Matrix *w) { return kernel->product_rounded && w->format != FLOATS; }
+/* Numbers of bfloat16 that a thread needs room for: the rounded rows, and a block of a quantised matrix, unpacked. */
+static size_t spare(const Kernel *kernel, const Matrix *w, size_t rows) {
+    return ((rounds(kernel, w) ? rows : 0) + (w->format > HALVES ? BLOCK : 0)) * (size_t)w->in;
 }
 
 /* What goes into a product: rows [count][ld], normed on the way where there is a norm. */
@@ -63,6 +65,33 @@ static const After nothing = {NULL, NULL, 1, 1, 0};
 
 static int up_to_whole(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
+/* Blocks first..last-1 of y = x W' [+ y] + bias. A quantised matrix is unpacked block by block where there are many rows. */
+static void multiply(Hand *hand, const Matrix *w, int first, int last, Rows in, float *y, int add) {
+    const Kernel *kernel = hand->kernel;
+    const int narrowed = rounds(kernel, w);
+    if (w->format <= HALVES) {
+        if (narrowed)
+            kernel->product_rounded(w, first, last, hand->rounded, w->in, in.count, y, w->out, add);
+        else
+            kernel->product(w, first, last, in.x, in.ld, in.count, y, w->out, add);
+        return;
+    }
+    if (kernel->product_few && in.count <= FEW) {
+        kernel->product_few(w, first, last, hand->rounded, w->in, in.count, y, w->out, add);
+        return;
+    }
+    uint16_t *unpacked = hand->rounded + (narrowed ? (size_t)in.count * w->in : 0);
+    for (int b = first; b < last; b++) {
+        const int at = b * BLOCK, out = w->out - at < BLOCK ? w->out - at : BLOCK;
+        const Matrix block = {unpacked, w->bias ? w->bias + at : NULL, out, w->in, HALVES};
+        kernel->unpack(w, b, unpacked);
+        if (narrowed)
+            kernel->product_rounded(&block, 0, 1, hand->rounded, w->in, in.count, y + at, w->out, add);
+        else
+            kernel->product(&block, 0, 1, in.x, in.ld, in.count, y + at, w->out, add);
+    }
+}
+
 /* y = norm(x) W' [+ y] + bias. Each thread norms and rounds all rows for itself: that costs less than one more barrier. */
 static void product(Hand *hand, const Matrix *w, Rows in, float *y, int add, After after) {
     const Kernel *kernel = hand->kernel;
@@ -70,7 +99,7 @@ static void product(Hand *hand, const Matrix *w, Rows in, float *y, int add, Aft
     const int twins = whole ? after.twins : 1, blocks = (w->out / twins + BLOCK - 1) / BLOCK, threads = team_size(hand->team);
     int piece = twins * blocks / (4 * threads) & ~3; /* a few pieces a thread, whole groups of blocks */
     piece = up_to_whole((piece < 4 ? 4 : piece > PIECE ? PIECE : piece) / twins, after.unit);
-    const int counter = phase(hand), narrowed = rounds(kernel, w, 1) != 0;
+    const int counter = phase(hand), narrowed = rounds(kernel, w);
     if (in.norm) {
         for (int r = 0; r < in.count; r++)
             kernel->norm(hand->s, in.norm, in.x + (size_t)r * in.ld, hand->normed + (size_t)r * w->in);
@@ -86,12 +115,7 @@ static void product(Hand *hand, const Matrix *w, Rows in, float *y, int add, Aft
         const int at = item < pieces ? item * piece : rest + (item - pieces) * part;
         const int upto = at + (item < pieces ? piece : part), end = upto < blocks ? upto : blocks;
         if (at >= end) break;
-        for (int first = 0; first < twins * blocks; first += blocks) {
-            if (narrowed)
-                kernel->product_rounded(w, first + at, first + end, hand->rounded, w->in, in.count, y, w->out, add);
-            else
-                kernel->product(w, first + at, first + end, in.x, in.ld, in.count, y, w->out, add);
-        }
+        for (int first = 0; first < twins * blocks; first += blocks) multiply(hand, w, first + at, first + end, in, y, add);
         if (after.then) after.then(after.what, at * BLOCK, end * BLOCK < out ? end * BLOCK : out);
     }
 }
@@ -183,7 +207,7 @@ int compute_layers(How how, const Stack *s, int first, int last, const Row *row,
     size_t broad = 0;
     for (int i = 0; i < s->layers; i++) {
         const Matrix *const each[] = {&s->layer[i].qkv, &s->layer[i].out, &s->layer[i].up, &s->layer[i].down};
-        for (int m = 0; m < 4; m++) broad = rounds(how.kernel, each[m], tile) > broad ? rounds(how.kernel, each[m], tile) : broad;
+        for (int m = 0; m < 4; m++) broad = spare(how.kernel, each[m], tile) > broad ? spare(how.kernel, each[m], tile) : broad;
     }
     const size_t own = tile * (size_t)s->d + room * queries; /* of a thread */
     float *all = malloc((tile * (wide + mixed) + (size_t)how.threads * own) * sizeof(float));
@@ -214,7 +238,7 @@ typedef struct {
 
 static void run_single(void *what, Team *team, int thread) {
     const Single *p = what;
-    const size_t broad = rounds(p->kernel, p->w, TILE);
+    const size_t broad = spare(p->kernel, p->w, TILE);
     const int d = p->w->in;
     Hand hand = {p->kernel, p->s, team, thread, 0, NULL, broad ? p->rounded + (size_t)thread * broad : NULL};
     for (int base = 0; base < p->rows; base += TILE) {
@@ -231,7 +255,7 @@ static void run_single(void *what, Team *team, int thread) {
 }
 
 static int run_alone(How how, const Stack *s, const Matrix *w, const float *x, int rows, float *normed, float *y) {
-    const size_t broad = rounds(how.kernel, w, TILE);
+    const size_t broad = spare(how.kernel, w, TILE);
     uint16_t *rounded = broad ? malloc((size_t)how.threads * broad * sizeof(uint16_t)) : NULL;
     if (broad && !rounded) return -1;
     Single job = {how.kernel, s, w, x, rows, normed, y, rounded};

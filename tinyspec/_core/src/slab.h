@@ -34,6 +34,24 @@ enum { FN(PARTS_) = BLOCK / VEC };
 /* Weights are used once a pass: they need not push out of the larger caches what the rest of the program works with. */
 #define ASK(address) __builtin_prefetch(address, 0, 0)
 
+/* Sums of K rows and G blocks go to y: plus bias, plus what stands there. */
+INLINE void FN(finish)(const int K, const int G, const Matrix *w, int block, V (*sum)[4 * PARTS], float *y, int ldy, int add) {
+    if ((block + G) * BLOCK > w->out) { /* a block of which some outputs are none */
+        float sums[MOST * 4 * BLOCK];
+        UNROLL for (int k = 0; k < K; k++)
+            UNROLL for (int g = 0; g < G * PARTS; g++) STORE(sums + (k * G * PARTS + g) * VEC, sum[k][g]);
+        put(w, block, G, sums, K, y, ldy, add);
+        return;
+    }
+    UNROLL for (int k = 0; k < K; k++)
+        UNROLL for (int g = 0; g < G * PARTS; g++) {
+            const int at = block * BLOCK + g * VEC;
+            float *to = y + (size_t)k * ldy + at;
+            const V v = w->bias ? ADD(sum[k][g], LOAD(w->bias + at)) : sum[k][g];
+            STORE(to, add ? ADD(LOAD(to), v) : v);
+        }
+}
+
 /* K rows against G neighbouring blocks. K and G are constants where this is inlined and every loop over them is unrolled,
  * so the sums live in registers: there are at most MOST * PARTS of them, or as many with G > 1. */
 INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const NUMBER *x, int ldx, float *y, int ldy, int add) {
@@ -42,7 +60,7 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
     UNROLL for (int k = 0; k < K; k++)
         UNROLL for (int g = 0; g < G * PARTS; g++) sum[k][g] = SET(0.0f);
 #ifndef DOT
-    if (!w->half) {
+    if (w->format == FLOATS) {
         const float *from = (const float *)w->data + (size_t)block * step;
         for (int i = 0; i < w->in; i++, from += BLOCK) {
             const size_t soon = SOON(AHEAD);
@@ -93,20 +111,7 @@ INLINE void FN(slab)(const int K, const int G, const Matrix *w, int block, const
             }
         }
     }
-    if ((block + G) * BLOCK > w->out) { /* a block of which some outputs are none */
-        float sums[MOST * 4 * BLOCK];
-        UNROLL for (int k = 0; k < K; k++)
-            UNROLL for (int g = 0; g < G * PARTS; g++) STORE(sums + (k * G * PARTS + g) * VEC, sum[k][g]);
-        put(w, block, G, sums, K, y, ldy, add);
-        return;
-    }
-    UNROLL for (int k = 0; k < K; k++)
-        UNROLL for (int g = 0; g < G * PARTS; g++) {
-            const int at = block * BLOCK + g * VEC;
-            float *to = y + (size_t)k * ldy + at;
-            const V v = w->bias ? ADD(sum[k][g], LOAD(w->bias + at)) : sum[k][g];
-            STORE(to, add ? ADD(LOAD(to), v) : v);
-        }
+    FN(finish)(K, G, w, block, sum, y, ldy, add);
 }
 
 #define SLAB(K)                                                                                                         \

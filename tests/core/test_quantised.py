@@ -1,0 +1,111 @@
+"""Quantised matrices, multiplied as they are stored: the bits of the bfloat16 matrix.
+
+A weight is d q or d q + m, rounded to bfloat16. The kernels unpack it where they need it.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tinyspec import _core
+from tinyspec.lm.engine import pack_matrix, wrap_matrix, wrap_quantised
+from tinyspec.lm.quantised import SCALE_BYTES, QuantisedMatrix, quantise_matrix
+
+compute: Any = pytest.importorskip("tinyspec._core.compute", reason="needs compiled kernels")
+KINDS = list(SCALE_BYTES)
+HALF = np.float16
+
+
+def some_matrix(kind: str, out: int, inputs: int, seed: int = 0) -> QuantisedMatrix:
+    """A matrix of random weights, of unequal size by row."""
+    rng = np.random.default_rng(seed)
+    weight = rng.standard_normal((out, inputs)) * rng.uniform(0.001, 2.0, (out, 1))
+    return quantise_matrix(torch.from_numpy(weight), kind)
+
+
+def test_a_group_is_what_the_formula_says() -> None:
+    """One output, 32 inputs, d = 0.5 and m = -3, q of input j is j mod 16."""
+    d, m = (np.array([x], HALF).tobytes() for x in (0.5, -3.0))
+    fours = bytes(j | j << 4 for j in range(16))  # a byte has inputs j and j + 16
+    row = np.frombuffer(d + m + fours, np.uint8)[None]
+    weights = QuantisedMatrix("Q4_1", row).expand()[0].tolist()
+    assert weights == [0.5 * (j % 16) - 3 for j in range(32)]
+    row = np.frombuffer(d + fours, np.uint8)[None]
+    assert QuantisedMatrix("Q4_0", row).expand()[0].tolist() == [
+        0.5 * (j % 16 - 8) for j in range(32)
+    ]
+    row = np.frombuffer(d + np.arange(-16, 16, dtype=np.int8).tobytes(), np.uint8)[None]
+    assert QuantisedMatrix("Q8_0", row).expand()[0].tolist() == [0.5 * j for j in range(-16, 16)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from(KINDS),
+    st.integers(1, 70),
+    st.integers(1, 6),
+    st.integers(1, 64),
+    st.integers(1, 3),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+def test_a_product_has_the_bits_of_the_bfloat16_matrix(
+    kind: str, out: int, groups: int, rows: int, threads: int, has_bias: bool, seed: int
+) -> None:
+    matrix = some_matrix(kind, out, 32 * groups, seed)
+    whole = matrix.expand()
+    rng = np.random.default_rng(seed + 1)
+    x = rng.standard_normal((rows, 32 * groups)).astype(np.float32)
+    bias = torch.from_numpy(rng.standard_normal(out)) if has_bias else None
+    one = wrap_matrix(pack_matrix(whole), whole.shape, bias)
+    other = wrap_quantised(matrix, whole.shape, bias)
+    before = compute.kernel()
+    try:
+        for kernel in compute.kernels():
+            compute.use(kernel)
+            due, got = (np.full((rows, out), np.nan, np.float32) for _ in range(2))
+            one.product(x, due, 1)
+            other.product(x, got, threads)
+            assert np.array_equal(due.view(np.uint32), got.view(np.uint32)), kernel
+    finally:
+        compute.use(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_is_looked_up_as_it_expands(kind: str) -> None:
+    matrix = some_matrix(kind, 37, 96)
+    whole, ids = matrix.expand().float().numpy(), [36, 0, 17, 16, 16]
+    rows = np.empty((len(ids), 96), np.float32)
+    wrap_quantised(matrix, whole.shape).rows(ids, rows)
+    assert np.array_equal(rows, whole[ids])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_it_takes_no_more_than_the_file(kind: str) -> None:
+    """Outputs are filled up to a multiple of 16, and that is all."""
+    matrix = some_matrix(kind, 48, 96)
+    assert matrix.interleave().nbytes == matrix.rows.nbytes
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    groups = some_matrix("Q8_0", 16, 64).interleave()
+    with pytest.raises(ValueError, match="no kernel multiplies Q6_K"):
+        compute.Packed(groups, 16, 64, None, "Q6_K")
+    for out, inputs in ((16, 48), (16, 96), (32, 64)):
+        with pytest.raises(ValueError, match="no packed matrix"):
+            compute.Packed(groups, out, inputs, None, "Q8_0")
+
+
+def test_only_kernels_that_unpack_in_registers_are_chosen_for_it() -> None:
+    before = compute.kernel()
+    try:
+        chosen = {
+            kernel for kernel in compute.kernels() if not compute.use(kernel) and compute.unpacks()
+        }
+    finally:
+        compute.use(before)
+    assert chosen <= {"avx512bf16"}
+    assert _core.compute is compute
