@@ -156,16 +156,16 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3583,
     "_core": 957,
-    "lm": 5964,
+    "lm": 6051,
     "decoding": 2011,
     "chapters": 14395,
     "laws": 19670,
     "museum": 3705,
     "training": 3370,
-    "bench": 9524,
+    "bench": 9455,
     "grade": 4400,
     "serve": 941,
-    "cli": 2784,
+    "cli": 2806,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -195,7 +195,7 @@ def fetch_known(name: str, progress: bool = True) -> Path:
     if name not in FETCHABLE:
         raise TinyspecError(f"cannot fetch {name!r}: " + suggest_nearest(name, FETCHABLE))
     folder = models_folder() / name
-    if not (_is_checkpoint(folder) and (folder / "model.gguf").is_file()):  # earlier ones have none
+    if not _is_checkpoint(folder):
         from tinyspec.hub.smollm2 import fetch_smollm2
 
         fetch_smollm2(folder, quiet=not progress)

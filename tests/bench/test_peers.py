@@ -10,14 +10,14 @@ import pytest
 from tests.lm.test_gguf import CONFIG, GPT2
 from tests.zoo import TEXT, Zoo, tiny_zoo
 from tinyspec import models
-from tinyspec.bench import gguf_export, peers
+from tinyspec.bench import peers
 from tinyspec.bench.arms import TechniqueArm, check_token_balance
 from tinyspec.bench.curve import TimedForward
 from tinyspec.bench.peers import TransformersArm
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint
+from tinyspec.lm import checkpoint, gguf_export
 from tinyspec.lm.config import Config
 from tinyspec.lm.model import Model
 

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from tinyspec.bench import gguf_export
 from tinyspec.bench.arms import ArmOutput, Clock
 from tinyspec.bench.plan import ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.lm import gguf_export
 from tinyspec.lm.model import Model
 
 BATCH = 512  # tokens of a prompt that it reads together

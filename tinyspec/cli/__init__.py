@@ -58,6 +58,7 @@ for command in (
     models.data,
     train.train,
     models.export,
+    models.quantize,
     bench.calibrate,
     bench.bench,
 ):

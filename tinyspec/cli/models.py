@@ -8,6 +8,7 @@ import click
 from tinyspec.cli import base
 from tinyspec.cli.base import OUTPUT_FOLDER, flag, option
 
+QUANTISED_KINDS = ("q8_0", "q4_0", "q4_1")  # as in lm/quantised.py
 HEAD_FORMATS = ("speculators", "vllm-medusa", "vllm-eagle")  # as in lm/head_formats.py
 
 
@@ -122,6 +123,42 @@ def export(head: str, format: str, out: Path, target: str | None, verifier: str 
     from tinyspec.pairing import export_head
 
     click.echo(export_head(head, format, out, target, verifier))
+
+
+@click.command("quantize", cls=base.Command)
+@click.argument("model")
+@option("--to", "kind", required=True, type=click.Choice(QUANTISED_KINDS), help="Bits a weight.")
+@option("--out", required=True, type=OUTPUT_FOLDER, help="A new folder.")
+@base.quiet_option
+def quantize(model: str, kind: str, out: Path, quiet: bool) -> None:
+    """Write MODEL, a name or path, with its matrices rounded to 8.5, 4.5 or 5 bits a weight.
+
+    This is lossy: it prints the perplexity before and after, on books that no model here has seen,
+    if they are on this machine. The folder has the weights twice, as model.gguf and expanded to
+    bfloat16. Where the kernels multiply quantised weights, model.gguf is loaded; the results are
+    the same, bit for bit. Each matrix needs rows of a multiple of 32. Heads and exits in the folder
+    of MODEL are left out.
+
+    \b
+    Examples:
+      tinyspec quantize storyteller --to q8_0 --out storyteller-q8
+      tinyspec race --model storyteller-q8
+    """
+    from tinyspec.lm.gguf_export import quantise_model
+    from tinyspec.lm.model import Model
+    from tinyspec.models import load
+    from tinyspec.training.tuned import measure_perplexity, read_held_out_text
+
+    before = load(model)
+    base.check_output(out)
+    found = quantise_model(before, kind, out)
+    after = Model(found.config, found.weights, found.tokenizer, found.name)
+    if not quiet and before.has_tokenizer:
+        documents, where = read_held_out_text(before, [], None)
+        for when, one in (("before", before), ("after", after)) if documents else ():
+            click.echo(f"perplexity {when}: {measure_perplexity(one, documents):.3f}", err=True)
+        click.echo(f"on {where}" if documents else "no books here: no perplexity", err=True)
+    click.echo(out)
 
 
 @click.group("data", cls=base.Group)

@@ -1,10 +1,12 @@
-"""Write our weights as a .gguf file for llama.cpp, in float32, bfloat16 or q8_0.
+"""Write our weights as a .gguf file for llama.cpp, whole or quantised.
 
-The benchmark gives llama.cpp token ids and gets ids back, so the file has no tokenizer and says
-"no vocabulary". Our layout is changed to llama.cpp's: fused matrices are split, and the rows of
-LLaMA's queries and keys are put into its order.
+The file has no tokenizer and says "no vocabulary": the benchmark gives llama.cpp token ids and gets
+ids back, and a folder has its tokenizer beside it. Our layout is changed to llama.cpp's: fused
+matrices are split, and the rows of LLaMA's queries and keys are put into its order.
 """
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,23 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.checkpoint import QUANTISED as QUANTISED_FILE
+from tinyspec.lm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import FAMILIES, weight_sources
+from tinyspec.lm.gguf_file import read_gguf
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
+from tinyspec.lm.quantised import GROUP, SCALE_BYTES, QuantisedMatrix, QuantisedWeights
 
-KINDS = {"float32": "F32", "bfloat16": "BF16", "q8_0": "Q8_0"}
+QUANTISED = {kind.lower(): kind for kind in SCALE_BYTES}
+KINDS = {"float32": "F32", "bfloat16": "BF16", **QUANTISED}
 
 
 def write_gguf(path: Path, model: Model, kind: str) -> None:
     """Write the file. Vectors stay float32, as llama.cpp wants them; matrices are of `kind`.
 
-    Raises TinyspecError for an unknown kind, and for q8_0 if rows are no multiple of 32.
+    Raises TinyspecError for an unknown kind, and for a quantised one if rows are no multiple of 32.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -42,15 +49,35 @@ def write_gguf(path: Path, model: Model, kind: str) -> None:
             if numbers.ndim == 1 or wanted == GGMLQuantizationType.F32:
                 writer.add_tensor(name, numbers)
                 continue
-            if kind == "q8_0" and numbers.shape[1] % 32:
+            if kind in QUANTISED and numbers.shape[1] % GROUP:
                 raise TinyspecError(
-                    f"q8_0 works on blocks of 32, and {name} has rows of {numbers.shape[1]}"
+                    f"{kind} works on blocks of {GROUP}, and {name} has rows of {numbers.shape[1]}"
                 )
             writer.add_tensor(name, quantize(numbers, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def quantise_model(model: Model, kind: str, folder: Path) -> Checkpoint:
+    """Write a folder with the model's matrices rounded to `kind`, and return what is in it.
+
+    model.gguf has the quantised weights, and the other files their expansion to bfloat16, so that
+    any program reads the folder. Vectors are rounded to bfloat16. Heads and exits are left out:
+    they were trained on the weights as they are. Raises TinyspecError as `write_gguf` does, and if
+    the folder cannot be written.
+    """
+    with tempfile.TemporaryDirectory() as work:
+        file = Path(work) / QUANTISED_FILE
+        write_gguf(file, model, kind)
+        matrices = dict[str, QuantisedMatrix]()
+        _, plain, _ = read_gguf(file, None, matrices)
+        weights = QuantisedWeights(matrices, plain)
+        tokenizer = model.tokenizer if model.has_tokenizer else None
+        write_checkpoint(folder, model.config, dict(weights), tokenizer)
+        shutil.copy(file, folder / QUANTISED_FILE)
+    return read_checkpoint(folder, quantised=True)
 
 
 def _write_metadata(writer: Any, c: Config) -> None:

@@ -1,0 +1,49 @@
+"""`tinyspec quantize`: a folder whose quantised weights are loaded with the bits of the others."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lm.small import LLAMA, model
+from tests.zoo import failed, run
+from tinyspec import models
+from tinyspec.lm import checkpoint
+from tinyspec.lm.gguf_export import quantise_model
+from tinyspec.lm.quantised import QuantisedWeights, quantise_matrix
+
+WIDE = replace(LLAMA, d_model=64, head_dim=16, d_ff=96)
+
+
+@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1"])
+def test_the_folder_holds_each_matrix_rounded_as_llama_cpp_rounds_it(
+    tmp_path: Path, kind: str
+) -> None:
+    before = model(WIDE, 3)
+    kept = quantise_model(before, kind, tmp_path / "small")
+    assert isinstance(kept.weights, QuantisedWeights)
+    whole = models.load(tmp_path / "small", dtype="bfloat16").weights
+    for name, shape in before.config.shapes().items():
+        due = before.weights[name].to(torch.bfloat16)
+        if len(shape) == 2 and name != "positions":
+            due = quantise_matrix(before.weights[name], kind.upper()).expand()
+        assert torch.equal(whole[name], due), name
+        assert torch.equal(kept.weights[name], due), name
+    assert models.load(tmp_path / "small").logits([1, 2, 3]).isfinite().all()
+
+
+def test_the_command_says_what_it_cost(tmp_path: Path) -> None:
+    out = tmp_path / "q8"
+    done = run("quantize", "storyteller", "--to", "q8_0", "--out", str(out))
+    assert done.exit_code == 0 and done.stdout.strip() == str(out)
+    assert "perplexity" in done.stderr
+    assert checkpoint.read_checkpoint(out).extras == {}
+
+
+def test_what_cannot_be_quantised_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
+    model(replace(WIDE, d_ff=48), 0).save(tmp_path / "odd")
+    out = tmp_path / "out"
+    said = failed(run("quantize", str(tmp_path / "odd"), "--to", "q4_0", "--out", str(out)))
+    assert "works on blocks of 32" in said and not out.exists()
+    assert "q5_0" in failed(run("quantize", "storyteller", "--to", "q5_0", "--out", str(out)))
