@@ -1,5 +1,7 @@
 """Synergy: the draft length follows the number of requests that decode."""
 
+from typing import Any
+
 import pytest
 
 from tests.speculative.batches import DRAFT, PROMPTS, TARGET, decode_batch, texts_of, verified_of
@@ -12,6 +14,7 @@ from tinyspec.lm.model import Model
 from tinyspec.speculative.batched import (
     SIZES,
     BatchProfile,
+    count_measured_tokens,
     find_profile,
     measure_batches,
     measure_rounds,
@@ -43,26 +46,29 @@ def test_length_0_decodes_plainly_and_runs_no_draft_model() -> None:
     assert {one.model for one in log if not any(one.prefill)} == {"target"}
 
 
-def test_a_profile_is_measured_by_the_passes_that_requests_share() -> None:
-    """A clock that forward passes move: 1 second each, and 1/100 for every row."""
+def test_a_profile_is_measured_on_batches_that_decode() -> None:
+    """A clock that forward passes move: 1 second and 1/100 a row of the target, 1/10 of the draft."""
     seconds = [0.0]
 
-    class Clocked(type(TARGET)):  # type: ignore[misc]
-        def forward(self, feeds):  # type: ignore[no-untyped-def]
-            seconds[0] += 1 + 0.01 * sum(len(feed.tokens) for feed in feeds)
+    class Clocked(Model):
+        def forward(self, feeds: Any) -> Any:
+            rows = sum(len(feed.tokens) for feed in feeds)
+            seconds[0] += 0.1 if self.name == "draft" else 1 + 0.01 * rows
             return super().forward(feeds)
 
     target, draft = (Clocked(one.config, one.weights, name=one.name) for one in (TARGET, DRAFT))
-    got = measure_rounds(target, [1, 2, 3], 4, 3, lambda: seconds[0])
-    assert got == pytest.approx([1 + 0.04 * (1 + n) for n in range(4)])
 
-    def requests():  # type: ignore[no-untyped-def]
-        stop = StoppingCriteria(max_new_tokens=20)
-        yield Request(target.session(), [draft.session()], stop=stop), [1, 2, 3]
+    def make_request(number: int, scheduler: Any) -> Any:
+        sessions = target.session(scheduler=scheduler), [draft.session(scheduler=scheduler)]
+        stop = StoppingCriteria(max_new_tokens=count_measured_tokens(3))
+        return Request(*sessions, stop=stop, scheduler=scheduler), PROMPTS[number % 4]
 
-    profile = measure_batches(target, draft, requests, 3, lambda: seconds[0])
+    verify, step = measure_rounds("draft", make_request, 4, 3, lambda: seconds[0])
+    assert verify == pytest.approx([1 + 0.04 * (1 + n) for n in range(4)])
+    assert step == pytest.approx(0.1)
+    profile = measure_batches("draft", make_request, 4, 3, lambda: seconds[0])
     assert profile.sizes == [*SIZES]
-    assert profile.step == pytest.approx({size: 1 + 0.01 * size for size in SIZES})
+    assert profile.step == pytest.approx(dict.fromkeys(SIZES, 0.1))
     assert profile.verify[16] == pytest.approx([1 + 0.16 * (1 + n) for n in range(4)])
     assert len(profile.reach) == 3 and sorted(profile.reach, reverse=True) == [*profile.reach]
 

@@ -10,22 +10,24 @@ the draft, or after it about what was known before each token (TETRIS).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.modeldraft import ModelDrafter
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
+from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import TimedPolicy
+from tinyspec.lm.policies import LockstepPolicy, Pending
 from tinyspec.lm.scheduler import BatchRule, Scheduler, run_together
 from tinyspec.lm.session import Session
-from tinyspec.speculative.drafting.planner import NewRequests, profile_draft
+from tinyspec.speculative.drafting.planner import TimedDrafter, profile_draft, start_decoder
 from tinyspec.technique import Clock, Request
 from tinyspec.tree import TokenTree
 
@@ -79,15 +81,18 @@ class BatchDrafter(ModelDrafter):
 # ---------------------------------------------------------------------- measurements
 
 SIZES = (1, 2, 4, 8, 16)  # batch sizes that are measured
-REPEATS = 4  # passes of each length: the fastest counts, as a disturbance only makes it slower
+REPEATS = 4  # rounds of each length: the fastest counts, as a disturbance only makes it slower
 SAMPLED_TOKENS = 192  # of all texts together, on which acceptance is measured
+
+MakeRequest = Callable[[int, Scheduler | None], tuple[Request, Sequence[int]]]
+"""Number, scheduler -> a request of a target and a draft model, and its prompt."""
 
 
 class BatchProfile(NamedTuple):
     """What was measured of a target and its draft model, before requests are served.
 
-    verify  [longest + 1] seconds of a target pass over 0, 1, ... draft tokens of each request, by
-            the number of requests
+    verify  [longest + 1] seconds of a round over 0, 1, ... draft tokens of each request, without
+            its draft steps, by the number of requests
     step    seconds of a draft step of so many requests
     reach   [longest] share of rounds in which at least 1, 2, ... draft tokens were accepted
     """
@@ -106,40 +111,95 @@ class BatchProfile(NamedTuple):
         return min(self.sizes, key=lambda size: (abs(size - n_requests), size))
 
 
-def measure_rounds(
-    model: Model, text: Sequence[int], size: int, longest: int, clock: Clock
-) -> list[float]:
-    """Return the least seconds of a round of `size` requests, over 0, 1, ... draft tokens each.
+class DraftsFirst(LockstepPolicy):
+    """Hold rounds while a prompt is read, and passes of the target while a draft is made.
 
-    It lasts from one shared forward pass to the next one: what the requests do between them counts.
+    So all requests begin each round together.
     """
-    policy = TimedPolicy(clock)
-    lengths = [n for _ in range(REPEATS) for n in range(longest + 1)]
-    text = text[-(model.config.max_positions - len(lengths) - longest - 2) :]
 
-    def job(scheduler: Scheduler) -> None:
-        session = model.session(scheduler=scheduler)
-        session.extend(text)
-        for n in (0, *lengths, 0):  # the last one shows when the one before it has ended
-            session.score(TokenTree.chain([0] * n))
-            session.commit((), 1)  # it was not drafted, so it is computed in the next round
+    def __init__(self, draft: str):
+        self.draft = draft
 
-    run_together([job] * size, Scheduler(policy))
-    seconds: list[list[float]] = [[] for _ in range(longest + 1)]
-    for n, (start, end) in zip(lengths, pairwise(policy.times[-len(lengths) - 1 :]), strict=True):
-        seconds[n].append(end - start)
-    return [min(found) for found in seconds]
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        prompts = [one for one in waiting if one.is_prefill]
+        drafts = [one for one in waiting if one.model == self.draft]
+        return super().pick(prompts or drafts or waiting)
+
+
+class LengthsInTurn(TimedDrafter):
+    """Draft 0, 1, ... tokens in turn.
+
+    begun  when each round began
+    """
+
+    def __init__(self, request: Request, longest: int, clock: Clock):
+        super().__init__(request, longest, clock)
+        self.longest, self.begun = longest, list[float]()
+
+    def propose(
+        self,
+        context: Sequence[int],
+        max_draft_depth: int,
+        sampling: SamplingParams,
+        rng: RandomSource,
+    ) -> TokenTree:
+        self.gamma = len(self.begun) % (self.longest + 1)
+        self.begun.append(self.clock())
+        return super().propose(context, max_draft_depth, sampling, rng)
+
+
+def count_measured_tokens(longest: int) -> int:
+    """Return the most tokens that a request writes while rounds are measured.
+
+    >>> count_measured_tokens(1)  # rounds over 0 and 1 draft tokens, and one at the end
+    13
+    """
+    return REPEATS * (longest + 1) * (longest + 2) // 2 + 1
+
+
+def measure_rounds(
+    draft: str, make_request: MakeRequest, size: int, longest: int, clock: Clock
+) -> tuple[list[float], float]:
+    """Measure `size` requests that decode together. Returns `verify` and `step` of this size.
+
+    draft  name of the draft model
+
+    All that a round does counts: passes, sampling, and the threads that take turns.
+    """
+    drafters = dict[int, LengthsInTurn]()
+
+    def decode(number: int, scheduler: Scheduler) -> None:
+        request, prompt = make_request(number, scheduler)
+        drafters[number] = LengthsInTurn(request, longest, clock)
+        decoder = start_decoder(request.decoder(drafters[number], verify_tree), prompt)
+        for _ in range(REPEATS * (longest + 1) + 1):
+            decoder.step(Seeded(number))
+        decoder.end()
+
+    jobs = [partial(decode, number) for number in range(size)]
+    run_together(jobs, Scheduler(DraftsFirst(draft)))
+    first = drafters[0]
+    step = first.seconds / first.tokens
+    rounds = [end - begun for begun, end in pairwise(first.begun)]
+    least = [min(rounds[n :: longest + 1]) for n in range(longest + 1)]
+    return [max(seconds - n * step, 0.0) for n, seconds in enumerate(least)], step
 
 
 def measure_batches(
-    target: Model, draft: Model, requests: NewRequests, longest: int, clock: Clock
+    draft: str, make_request: MakeRequest, n_texts: int, longest: int, clock: Clock
 ) -> BatchProfile:
-    """Measure a pair of models. `requests` are of both, with prompts, on sessions of their own."""
-    text = next(iter(requests()))[1]
-    verify = {size: measure_rounds(target, text, size, longest, clock) for size in SIZES}
-    step = {size: measure_rounds(draft, text, size, 0, clock)[0] for size in SIZES}
-    reach = profile_draft(draft.name, requests, longest, clock).reach
-    return BatchProfile(verify, step, reach)
+    """Measure a pair of models. Requests number 0 to n_texts - 1 have texts of their own.
+
+    draft  name of the draft model
+    """
+
+    def list_requests() -> Iterator[tuple[Request, Sequence[int]]]:
+        return (make_request(number, None) for number in range(n_texts))
+
+    found = {size: measure_rounds(draft, make_request, size, longest, clock) for size in SIZES}
+    verify = {size: one[0] for size, one in found.items()}
+    step = {size: one[1] for size, one in found.items()}
+    return BatchProfile(verify, step, profile_draft(draft, list_requests, longest, clock).reach)
 
 
 _profiles: WeakKeyDictionary[Model, WeakKeyDictionary[Model, BatchProfile]] = WeakKeyDictionary()
@@ -170,30 +230,33 @@ def find_profile(
     fit into the contexts are not measured.
     """
     limits = [one.config.max_positions for one in (target, draft)]
-    longest = min(longest, (min(limits) - REPEATS - 3) // (REPEATS + 1))
-    if longest < 1:
+    fits = [n for n in range(1, longest + 1) if count_measured_tokens(n) < min(limits)]
+    if not fits:
         raise TinyspecError(
             f"a context of {min(limits)} is too short to measure drafts: use speculative_decoding"
         )
-    tokens = min(max(SAMPLED_TOKENS // len(prompts), 2 * longest), min(limits) // 2)
+    longest = fits[-1]
+    share = max(SAMPLED_TOKENS // len(prompts), 2 * longest)
+
+    def make_request(number: int, scheduler: Scheduler | None) -> tuple[Request, Sequence[int]]:
+        tokens = min(
+            share if scheduler is None else count_measured_tokens(longest), min(limits) - 1
+        )
+        log: list[ForwardRecord] = []
+        request = Request(
+            target.session(log, scheduler),
+            [draft.session(log, scheduler)],
+            sampling,
+            StoppingCriteria(max_new_tokens=tokens),
+            positions=limits[0],
+            draft_max_lengths=limits[1:],
+            forward_log=log,
+            scheduler=scheduler,
+        )
+        return request, prompts[number % len(prompts)][tokens - min(limits) :]
+
     known = _profiles.setdefault(target, WeakKeyDictionary())
     if draft not in known or len(known[draft].reach) < longest:
-
-        def new_requests() -> Iterator[tuple[Request, Sequence[int]]]:
-            for prompt in prompts:
-                log: list[ForwardRecord] = []
-                yield (
-                    Request(
-                        target.session(log),
-                        [draft.session(log)],
-                        sampling,
-                        StoppingCriteria(max_new_tokens=tokens),
-                        positions=limits[0],
-                        draft_max_lengths=limits[1:],
-                        forward_log=log,
-                    ),
-                    prompt[tokens - min(limits) :],
-                )
-
-        known[draft] = measure_batches(target, draft, new_requests, longest, perf_counter)
+        n_texts = len(prompts)
+        known[draft] = measure_batches(draft.name, make_request, n_texts, longest, perf_counter)
     return known[draft]
