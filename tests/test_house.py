@@ -154,18 +154,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3583,
+    "root + show": 3586,
     "_core": 957,
     "lm": 6051,
     "decoding": 2011,
-    "chapters": 14426,
-    "laws": 19670,
+    "chapters": 14472,
+    "laws": 19714,
     "museum": 3705,
     "training": 3370,
-    "bench": 9455,
+    "bench": 9456,
     "grade": 4400,
     "serve": 941,
-    "cli": 2806,
+    "cli": 2807,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -54,13 +54,16 @@ for.
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """Return the draft models that a method needs or can use.
 
-    These are the given ones, else those that the model's own card names. Of more than the method
+    These are the given ones, else what the method makes of the model itself, else those that the
+    model's own card names. Of more than the method
     can use, the first; of fewer, the last once more. A name that was given is loaded once and kept,
     and read again when its files have changed.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
     silent = draft is None
+    if card.make_draft is not None and draft is None:
+        return [card.make_draft(model)]
     if card.own_draft and draft is None:
         draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
         if draft is None:

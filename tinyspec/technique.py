@@ -606,6 +606,7 @@ class Card:
                     by path
     persistent      its state outlives a request
     own_draft       its draft model is one that was trained for this method, not any draft
+    make_draft      makes the draft model of a target where none is given; None: it cannot
     fills_masks     its draft model is an encoder-decoder that fills in masks: it extends
                     translations alone
     optional_draft  uses a draft model if there is one, and does without
@@ -648,6 +649,7 @@ class Card:
     cyclic: bool = False
     keeps: str = ""
     own_draft: bool = False
+    make_draft: Callable[[Any], Any] | None = None
     fills_masks: bool = False
     optional_draft: bool = False
     optional_head: bool = False

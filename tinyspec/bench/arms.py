@@ -104,7 +104,8 @@ class TechniqueArm:
         label: str = "",
     ):
         card = find_technique(spec.name)
-        self.label, self.draft = label or spec.label, None if card.own_draft else draft
+        has_own = card.own_draft or card.make_draft is not None
+        self.label, self.draft = label or spec.label, None if has_own else draft
         self.base, self.persistent = model, card.persistent
         self.model, self.round, self.held = disable_eos(model), -1, 0
         self.knobs: Mapping[str, Any] = {}

@@ -254,7 +254,10 @@ class GenerateOptions:
         return cls(**models, methods=list(methods), knobs=knobs, settings=given)
 
     def load(self) -> tuple[Any, list[Any] | None]:
-        """Return the model, and its draft models where one of the methods needs or can use one."""
+        """Return the model, and its draft models where one of the methods needs or can use one.
+
+        Where a method has a draft of its own, and none was given, each finds what it needs later.
+        """
         return load_all(self.model, self.draft, self.methods, self.device, self.dtype)
 
 
@@ -294,7 +297,8 @@ def load_all(
 
     cards = [find_technique(method) for method in methods]  # before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
-    if not draft and any(card.drafts or card.optional_draft for card in cards):
+    find_own = any(card.own_draft or card.make_draft is not None for card in cards)
+    if not draft and not find_own and any(card.drafts or card.optional_draft for card in cards):
         named = target.config.extra.get("draft") or []
         draft = [named] if isinstance(named, str) else named
     return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None

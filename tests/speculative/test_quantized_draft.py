@@ -1,0 +1,66 @@
+"""Quantised drafts: the target in four bits drafts for itself."""
+
+import gc
+
+import pytest
+import torch
+
+import tinyspec
+from tests.lm.small import LLAMA, model
+from tests.zoo import tiny_zoo
+from tinyspec.laws.traps import quantized_draft as traps
+from tinyspec.lm.quantised import quantise_matrix
+from tinyspec.pairing import drafts_for
+from tinyspec.speculative.drafting import quantized_draft as quantized
+from tinyspec.technique import find_technique
+
+CARD = find_technique("quantized_draft")
+
+
+@pytest.mark.parametrize("trap", traps.TRAPS, ids=lambda trap: trap.law)
+def test_trap(trap: traps.Trap) -> None:
+    assert trap.check(trap.real()).cases > 5
+
+
+def test_the_copy_is_the_target_with_its_matrices_in_four_bits() -> None:
+    target = tinyspec.load("storyteller")
+    copied = quantized.copy_in_four_bits(target)
+    for name, weight in target.weights.items():
+        due = weight.bfloat16() if weight.ndim == 1 else quantise_matrix(weight, "Q4_0").expand()
+        assert torch.equal(copied.weights[name].bfloat16(), due), name
+    assert copied.name == "storyteller-q4" and copied.config == target.config
+
+
+def test_a_matrix_whose_rows_cannot_be_grouped_stays_as_it_is() -> None:
+    small = model(LLAMA)  # rows of 16 and 24
+    copied = quantized.copy_in_four_bits(small)
+    assert copied.dtype == small.dtype
+    for name, weight in small.weights.items():
+        assert torch.equal(copied.weights[name], weight), name
+
+
+def test_the_copy_is_made_once_and_goes_with_its_model() -> None:
+    target = model(LLAMA)
+    assert drafts_for(target, CARD, None) == [quantized.copy_in_four_bits(target)]
+    before = len(quantized._copies)
+    del target
+    gc.collect()
+    assert len(quantized._copies) == before - 1
+
+
+def test_a_draft_that_is_given_is_used() -> None:
+    target, other = model(LLAMA), model(LLAMA, 1)
+    assert drafts_for(target, CARD, other) == [other]
+
+
+def test_the_text_is_plain_decodings_and_most_drafts_are_accepted() -> None:
+    prompt = "The old sailor said"
+    out = tinyspec.generate("storyteller", prompt, method="quantized_draft", max_new_tokens=60)
+    assert out.text == tinyspec.generate("storyteller", prompt, max_new_tokens=60).text
+    assert out.stats.accepted > 0.7 * out.stats.drafted > 0
+
+
+def test_any_model_has_one(tmp_path: object) -> None:
+    zoo = tiny_zoo(tmp_path)  # type: ignore[arg-type]
+    out = tinyspec.generate(zoo.big, "the cat", method="quantized_draft", max_new_tokens=8)
+    assert out.tokens == tinyspec.generate(zoo.big, "the cat", max_new_tokens=8).tokens
