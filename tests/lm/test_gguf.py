@@ -247,6 +247,24 @@ def test_damaged_quantised_weights_are_an_error_as_floats_are(tmp_path):
         checkpoint.read_checkpoint(file, quantised=True)
 
 
+def test_a_quantised_vector_is_an_error(tmp_path):
+    """llama.cpp keeps norms as floats. Here one of the metadata's tensors is written as Q8_0."""
+    file, raw = tmp_path / "model.gguf", quantize(np.ones((1, 256), np.float32), Quant.Q8_0)
+    real = GGUFWriter.add_tensor
+
+    def add(self, name, tensor, raw_dtype=None, **more):
+        is_norm = name == "output_norm.weight"
+        real(self, name, raw[0] if is_norm else tensor,
+             raw_dtype=Quant.Q8_0 if is_norm else raw_dtype, **more)  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GGUFWriter, "add_tensor", add)
+        write(file, CONFIG, Quant.Q4_0)
+    for quantised in (True, False):
+        with pytest.raises(TinyspecError, match=r"'output_norm\.weight' is Q8_0, but vectors"):
+            checkpoint.read_checkpoint(file, quantised=quantised)
+
+
 @needs_kernels
 def test_what_no_kernel_multiplies_is_expanded(tmp_path):
     """So is a matrix that is made of tensors of two kinds: here queries, keys and values."""

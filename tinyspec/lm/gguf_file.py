@@ -26,6 +26,7 @@ from tinyspec.lm.quantised import SCALE_BYTES, QuantisedMatrix
 from tinyspec.lm.tokenizer import Tokenizer, catch_panics
 
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
+FLOAT_KINDS = ("F32", "F16", "BF16", "F64")
 _ROPE_FACTORS = "rope_freqs.weight"
 
 
@@ -74,7 +75,8 @@ def read_gguf(
 
     def keep(ours: str, due: Mapping[str, tuple[int, ...]]) -> bool:
         kinds = {tensors[name].tensor_type.name for name in due}
-        if matrices is None or ours == "positions":  # these are not multiplied
+        is_matrix = all(len(shape) == 2 for shape in due.values()) and ours != "positions"
+        if matrices is None or not is_matrix:
             return False
         if len(kinds) > 1 or not kinds <= SCALE_BYTES.keys():
             return False
@@ -240,6 +242,11 @@ def _infer_llama3_scaling(config: Config, factors: Tensor, source: str) -> dict[
 def _dequantize(tensor: Any, path: Path) -> Tensor:
     from gguf.quants import dequantize
 
+    if len(tensor.shape) == 1 and tensor.tensor_type.name not in FLOAT_KINDS:
+        raise TinyspecError(
+            f"{path}: {tensor.name!r} is {tensor.tensor_type.name}, but vectors are floats in a "
+            ".gguf file; fetch or convert it again"
+        )
     try:
         values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:

@@ -79,7 +79,10 @@ def quantise_matrix(weight: Tensor, kind: str) -> QuantisedMatrix:
 
 
 class QuantisedWeights(Mapping[str, Tensor]):
-    """Weights by name, as bfloat16. A quantised one is expanded when it is read."""
+    """Weights by name, as bfloat16. A quantised one is expanded when it is read.
+
+    A model that is made of them takes them over, and leaves none here: they are in memory once.
+    """
 
     def __init__(self, matrices: dict[str, QuantisedMatrix], plain: dict[str, Tensor]):
         self.matrices, self.plain = matrices, plain
