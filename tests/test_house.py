@@ -154,18 +154,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3586,
+    "root + show": 3589,
     "_core": 957,
-    "lm": 6051,
+    "lm": 6086,
     "decoding": 2011,
-    "chapters": 14472,
+    "chapters": 14482,
     "laws": 19714,
     "museum": 3705,
     "training": 3370,
     "bench": 9456,
     "grade": 4400,
-    "serve": 941,
-    "cli": 2807,
+    "serve": 943,
+    "cli": 2806,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -128,6 +128,16 @@ def talker(tiny: Model) -> Iterator[Served]:
         yield served
 
 
+def test_a_method_with_a_draft_of_its_own_does_not_get_the_servers(story: Served) -> None:
+    from tinyspec.speculative.drafting import quantized_draft
+
+    before = len(quantized_draft._copies)
+    body = {"prompt": PROMPT, "max_tokens": 12, "tinyspec": {"method": "quantized_draft"}}
+    text = story.post(COMPLETIONS, {**body, "temperature": 0}).json()["choices"][0]["text"]
+    assert text == tinyspec.generate("storyteller", PROMPT, max_new_tokens=12).text
+    assert len(quantized_draft._copies) == before + 1
+
+
 class Gate:
     """Forward passes of all models wait here for a permit."""
 

@@ -287,7 +287,10 @@ def load(
         quantised=quick,
     )
     if isinstance(parts.weights, QuantisedWeights):
-        return Model(parts.config, parts.weights, parts.tokenizer, parts.name, parts.extras)
+        try:
+            return Model(parts.config, parts.weights, parts.tokenizer, parts.name, parts.extras)
+        except ValueError as error:  # of the kernels, which have limits
+            raise TinyspecError(f"{name}: {error}") from error
     stored = parts.weights["embed"].dtype
     if want is None:
         want = (

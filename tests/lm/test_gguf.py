@@ -218,18 +218,41 @@ def test_quantised_weights_give_the_logits_of_bfloat16_bit_for_bit(tmp_path, con
 
 
 def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path):
-    write(tmp_path / "model.gguf", CONFIG, Quant.Q4_1)
-    models.load(tmp_path / "model.gguf", dtype="bfloat16").save(tmp_path / "folder")
-    (tmp_path / "model.gguf").rename(tmp_path / "folder" / "model.gguf")
+    folder = tmp_path / "folder"
+    write(tmp_path / "file.gguf", CONFIG, Quant.Q4_1)
+    whole = models.load(tmp_path / "file.gguf", dtype="bfloat16")
+    weights = dict(whole.weights)
+    checkpoint.write_checkpoint(folder, CONFIG, weights, quantised=tmp_path / "file.gguf")
     kept = checkpoint.read_checkpoint(tmp_path / "folder", quantised=True)
     whole = checkpoint.read_checkpoint(tmp_path / "folder")
     assert isinstance(kept.weights, QuantisedWeights) and isinstance(whole.weights, dict)
     assert (kept.config, kept.name) == (whole.config, "folder")
     for name in whole.weights:
         assert torch.equal(kept.weights[name], whole.weights[name]), name
-    write(tmp_path / "folder" / "model.gguf", replace(CONFIG, n_layers=1), Quant.Q4_1)
-    with pytest.raises(TinyspecError, match=r"model\.gguf: another model than config\.json"):
-        checkpoint.read_checkpoint(tmp_path / "folder", quantised=True)
+    write(folder / "model.gguf", CONFIG, Quant.Q4_1, seed=1)  # not the file that was written
+    assert isinstance(checkpoint.read_checkpoint(folder, quantised=True).weights, dict)
+
+
+def test_what_is_saved_over_quantised_weights_counts(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    write(file, CONFIG, Quant.Q4_1)
+    before = models.load(file, dtype="bfloat16")
+    checkpoint.write_checkpoint(folder, CONFIG, dict(before.weights), quantised=file)
+    other = {name: 2 * weight for name, weight in before.weights.items()}
+    Model(models.load(folder).config, other).save(folder)
+    found = models.load(folder).weights
+    assert all(torch.equal(found[name], weight) for name, weight in other.items())
+
+
+@needs_kernels
+def test_a_file_without_quantised_matrices_is_float32_as_before(tmp_path):
+    write(tmp_path / "model.gguf", CONFIG, Quant.F16)
+    assert models.load(tmp_path / "model.gguf").dtype == torch.float32
+    odd = replace(CONFIG, d_ff=33)  # its rows cannot be read in pairs: torch computes
+    write(tmp_path / "odd.gguf", odd, {"ffn_down": Quant.F32, "": Quant.Q4_0})
+    model = models.load(tmp_path / "odd.gguf")
+    assert model.engine is None or model.dtype == torch.float32
+    assert model.logits([1, 2]).isfinite().all()
 
 
 def test_damaged_quantised_weights_are_an_error_as_floats_are(tmp_path):
@@ -272,7 +295,7 @@ def test_what_no_kernel_multiplies_is_expanded(tmp_path):
     parts = checkpoint.read_checkpoint(tmp_path / "model.gguf", quantised=True)
     assert isinstance(parts.weights, dict)
     for name, weight in want.items():
-        assert torch.equal(parts.weights[name], weight.to(torch.bfloat16)), name
+        assert torch.equal(parts.weights[name], weight), name
     mixed = write(tmp_path / "mixed.gguf", CONFIG, {"attn_v": Quant.Q8_0})
     parts = checkpoint.read_checkpoint(tmp_path / "mixed.gguf", quantised=True)
     assert not any("qkv" in name for name in parts.weights.matrices)

@@ -41,6 +41,11 @@ def test_the_command_says_what_it_cost(tmp_path: Path) -> None:
     assert checkpoint.read_checkpoint(out).extras == {}
 
 
+def test_a_folder_that_exists_is_not_written_to(tmp_path: Path) -> None:
+    said = failed(run("quantize", "storyteller", "--to", "q4_0", "--out", str(tmp_path)))
+    assert "give a new folder" in said and not list(tmp_path.iterdir())
+
+
 def test_what_cannot_be_quantised_is_one_line_and_writes_nothing(tmp_path: Path) -> None:
     model(replace(WIDE, d_ff=48), 0).save(tmp_path / "odd")
     out = tmp_path / "out"

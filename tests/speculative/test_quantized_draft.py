@@ -1,6 +1,7 @@
 """Quantised drafts: the target in four bits drafts for itself."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -51,6 +52,20 @@ def test_the_copy_is_made_once_and_goes_with_its_model() -> None:
 def test_a_draft_that_is_given_is_used() -> None:
     target, other = model(LLAMA), model(LLAMA, 1)
     assert drafts_for(target, CARD, other) == [other]
+
+
+def test_threads_get_one_copy() -> None:
+    target = model(LLAMA)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(quantized.copy_in_four_bits, [target] * 4))
+    assert len({id(one) for one in found}) == 1
+
+
+def test_numbers_beyond_float16_are_not_quantised() -> None:
+    weight = torch.full((2, 32), 1e9)
+    assert quantized.quantise_weights({"a.weight": weight, "b.weight": weight / 1e9}).keys() == {
+        "b.weight"
+    }
 
 
 def test_the_text_is_plain_decodings_and_most_drafts_are_accepted() -> None:

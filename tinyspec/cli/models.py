@@ -150,7 +150,6 @@ def quantize(model: str, kind: str, out: Path, quiet: bool) -> None:
     from tinyspec.training.tuned import measure_perplexity, read_held_out_text
 
     before = load(model)
-    base.check_output(out)
     found = quantise_model(before, kind, out)
     after = Model(found.config, found.weights, found.tokenizer, found.name)
     if not quiet and before.has_tokenizer:

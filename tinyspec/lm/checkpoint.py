@@ -70,6 +70,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _INDEX = "model.safetensors.index.json"
 _EXTRAS = "extras.safetensors"
 QUANTISED = "model.gguf"  # in a folder: the quantised weights that the others were expanded from
+MARK = "quantised"  # in the config: the hash of that file; another one is not looked at
 _CONVERT = (
     "a pickle can run code when opened, so tinyspec does not open it; "
     "convert it once with transformers: AutoModelForCausalLM.from_pretrained(folder)"
@@ -129,7 +130,9 @@ def read_checkpoint(
             f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
         )
     if quantised and (path / QUANTISED).is_file():
-        return _read_quantised_folder(path)
+        mark = read_checkpoint_config(path).extra.get(MARK)
+        if mark is not None and mark == hash_file(path / QUANTISED):
+            return _read_quantised_folder(path)
     return read_checkpoint_folder(path, path.resolve().name, dtype, find)
 
 
@@ -143,7 +146,10 @@ def _read_gguf_file(path: Path, quantised: bool) -> Checkpoint:
 
 
 def _read_quantised_folder(folder: Path) -> Checkpoint:
-    """Read the weights of a folder from its .gguf file, of which the others are the expansion."""
+    """Read the weights of a folder from its .gguf file, of which the others are the expansion.
+
+    The config names the file by its hash, so that it was written with the others.
+    """
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     config = _with_tokens(read_checkpoint_config(folder), folder, tokenizer)
     own = _read_gguf_file(folder / QUANTISED, quantised=True)
@@ -327,6 +333,15 @@ def write_extras(folder: str | Path, extras: Mapping[str, Tensor]) -> None:
         raise TinyspecError(f"{folder / _EXTRAS}: cannot be written ({error})") from error
 
 
+def hash_file(file: Path) -> str:
+    """Return a hash of a file. Raises TinyspecError if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            return hashlib.file_digest(opened, partial(hashlib.blake2b, digest_size=16)).hexdigest()
+    except OSError as error:
+        raise TinyspecError(f"{file}: cannot be read ({error})") from error
+
+
 def hash_weights(weights: Mapping[str, Tensor]) -> str:
     """Return a hash of a model's weights in float32: the stored type does not matter."""
     digest = hashlib.blake2b(digest_size=8)
@@ -341,19 +356,27 @@ def write_checkpoint(
     config: Config,
     weights: dict[str, Tensor],
     tokenizer: Tokenizer | None = None,
+    quantised: Path | None = None,
 ) -> None:
     """Write a folder that `read_checkpoint` and transformers load. Weights keep their bytes.
+
+    quantised  a .gguf file of which the weights are the expansion: it is copied to model.gguf
 
     A new folder appears complete or not at all. In an existing one, each file is replaced as a
     whole.
     """
     target = Path(folder)
-    config = borrowed.add_checksum(config, weights)
+    extra = {name: value for name, value in config.extra.items() if name != MARK}
+    if quantised is not None:
+        extra[MARK] = hash_file(quantised)
+    config = borrowed.add_checksum(replace(config, extra=extra), weights)
     theirs = borrowed.drop_shared_weights(config, families.to_checkpoint(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}
     with write_atomically(target) as work:
+        if quantised is not None:
+            shutil.copy(quantised, work / QUANTISED)
         safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         for name, content in (("config.json", values), ("generation_config.json", generation)):
             (work / name).write_text(

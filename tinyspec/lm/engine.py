@@ -49,8 +49,17 @@ def can_pack(config: Config, weights: Mapping[str, Tensor]) -> bool:
     dtypes = {w.dtype for w in weights.values()}
     if len(dtypes) > 1 or any(w.requires_grad or w.device.type != "cpu" for w in weights.values()):
         return False
-    pairs = all(width % 2 == 0 for width in (config.d_model, config.q_dim, config.d_ff))
-    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and pairs)
+    return dtypes == {torch.float32} or (dtypes == {torch.bfloat16} and _has_pairs(config))
+
+
+def can_pack_quantised(config: Config) -> bool:
+    """Return whether the compiled path can run a model of quantised and bfloat16 weights."""
+    return _core.compute is not None and _has_pairs(config)
+
+
+def _has_pairs(config: Config) -> bool:
+    """Return whether the rows of all matrices can be read two numbers at a time."""
+    return all(width % 2 == 0 for width in (config.d_model, config.q_dim, config.d_ff))
 
 
 def pack_matrix(weight: Tensor, room: Tensor | None = None) -> Tensor:
@@ -173,6 +182,8 @@ class Engine:
             self._pack(weights, packed, plain)
             self._compile(packed, plain, quantised or {})
         except BaseException:
+            if quantised is not None:  # the caller reads the file again
+                raise
             rest = dict(weights)
             weights.clear()
             for name, shape in config.shapes().items():

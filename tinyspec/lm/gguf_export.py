@@ -5,7 +5,6 @@ ids back, and a folder has its tokenizer beside it. Our layout is changed to lla
 matrices are split, and the rows of LLaMA's queries and keys are put into its order.
 """
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from tinyspec.errors import TinyspecError
-from tinyspec.lm.checkpoint import QUANTISED as QUANTISED_FILE
 from tinyspec.lm.checkpoint import Checkpoint, read_checkpoint, write_checkpoint
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import FAMILIES, weight_sources
@@ -68,15 +66,20 @@ def quantise_model(model: Model, kind: str, folder: Path) -> Checkpoint:
     they were trained on the weights as they are. Raises TinyspecError as `write_gguf` does, and if
     the folder cannot be written.
     """
+    if folder.exists():
+        raise TinyspecError(f"{folder} exists already: give a new folder")
+    if model.config.repeat > 1 or model.config.head_ids:
+        raise TinyspecError(
+            f"{model.name} repeats layers or borrows embeddings, which no .gguf file describes"
+        )
     with tempfile.TemporaryDirectory() as work:
-        file = Path(work) / QUANTISED_FILE
+        file = Path(work) / "model.gguf"
         write_gguf(file, model, kind)
         matrices = dict[str, QuantisedMatrix]()
         _, plain, _ = read_gguf(file, None, matrices)
         weights = QuantisedWeights(matrices, plain)
         tokenizer = model.tokenizer if model.has_tokenizer else None
-        write_checkpoint(folder, model.config, dict(weights), tokenizer)
-        shutil.copy(file, folder / QUANTISED_FILE)
+        write_checkpoint(folder, model.config, dict(weights), tokenizer, quantised=file)
     return read_checkpoint(folder, quantised=True)
 
 

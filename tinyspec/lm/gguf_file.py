@@ -38,8 +38,8 @@ def read_gguf(
     """Return the Config, float32 weights by our names, and the tokenizer (None: the file has none).
 
     advance   called after each tensor with the bytes read so far, and the bytes of all tensors
-    matrices  gets the matrices of the kinds that the kernels multiply, and the other weights become
-              bfloat16. A matrix that is made of tensors of two kinds is expanded.
+    matrices  gets the matrices of the kinds that the kernels multiply; if there are any, the other
+              weights become bfloat16. A matrix that is made of tensors of two kinds is expanded.
 
     Raises TinyspecError naming the file if it is damaged, its architecture is unknown, or a setting
     is not computed here.
@@ -72,6 +72,13 @@ def read_gguf(
     if families.FAMILIES[config.family].permuted:
         _unpermute_all(config, theirs)
         _unpermute_all(config, rows)
+
+    packs = any(
+        len(tensor.shape) == 2 and tensor.tensor_type.name in SCALE_BYTES
+        for tensor in read_here.values()
+    )
+    if not packs:
+        matrices = None
 
     def keep(ours: str, due: Mapping[str, tuple[int, ...]]) -> bool:
         kinds = {tensors[name].tensor_type.name for name in due}

@@ -75,7 +75,9 @@ def quantise_matrix(weight: Tensor, kind: str) -> QuantisedMatrix:
     from gguf import GGMLQuantizationType
     from gguf.quants import quantize
 
-    return QuantisedMatrix(kind, quantize(weight.float().numpy(), GGMLQuantizationType[kind]))
+    numbers = weight.detach().float().cpu().numpy()
+    with np.errstate(over="ignore"):  # a scale beyond float16 is infinite: `scales` shows it
+        return QuantisedMatrix(kind, quantize(numbers, GGMLQuantizationType[kind]))
 
 
 class QuantisedWeights(Mapping[str, Tensor]):

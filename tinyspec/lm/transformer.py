@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tinyspec.lm.blocks import Blocks
 from tinyspec.lm.config import Config
-from tinyspec.lm.engine import Engine, NextTokenFn, can_pack
+from tinyspec.lm.engine import Engine, NextTokenFn, can_pack, can_pack_quantised
 from tinyspec.lm.forward import Cache, ForwardBatch, ForwardRecord, Scores
 from tinyspec.lm.quantised import QuantisedWeights
 from tinyspec.lm.static import CudaGraphRunner
@@ -40,7 +40,7 @@ class Transformer:
         self.config, self.name = config, name
         self.extras = dict(extras or {})
         self._path: Blocks | Engine
-        if isinstance(weights, QuantisedWeights):
+        if isinstance(weights, QuantisedWeights) and can_pack_quantised(config):
             self._path = Engine(config, weights.plain, weights.matrices)
         else:
             self._path = Blocks(config, dict(weights))

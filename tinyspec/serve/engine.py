@@ -275,7 +275,9 @@ class ServingEngine:
             options["references"] = [self.model.tokenizer.encode(text) for text in texts]
         except TinyspecError as error:
             raise explain(error) from error
-        options["draft"] = self._find_drafts(asked.draft)
+        card = find_technique(options["method"])
+        has_own = asked.draft is None and (card.own_draft or card.make_draft is not None)
+        options["draft"] = None if has_own else self._find_drafts(asked.draft)
         for prompt in prompts:
             self._check_ids(prompt)
         return prompts, options

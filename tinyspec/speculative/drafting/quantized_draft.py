@@ -28,51 +28,66 @@ quantised as well. Where the kernels do not multiply quantised weights the copy 
 as slow as the target.
 """
 
+import threading
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 from torch import Tensor
 
 from tinyspec import _core
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.lm.host import trim_heap
 from tinyspec.lm.model import Model
 from tinyspec.lm.quantised import GROUP, QuantisedMatrix, QuantisedWeights, quantise_matrix
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 KIND = "Q4_0"
 
+_lock = threading.Lock()
 _copies: WeakKeyDictionary[Model, Model] = WeakKeyDictionary()
 
 
 def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
-    """Return the matrices in four bits, by name; those with rows of no multiple of 32 are left out.
+    """Return the matrices in four bits, by name.
 
     weights  of a transformer; matrices [out, in]
+
+    Left out are those with rows of no multiple of 32, and with numbers beyond float16.
     """
-    return {
+    found = {
         name: quantise_matrix(weight, KIND)
         for name, weight in weights.items()
         if weight.ndim == 2 and name != "positions" and weight.shape[1] % GROUP == 0
     }
+    return {name: m for name, m in found.items() if np.isfinite(m.scales()).all()}
 
 
 def copy_in_four_bits(target: Model) -> Model:
     """Return a copy of a model with its matrices in four bits. It is made once for each model."""
-    if target not in _copies:
-        weights = dict(target.weights)
-        matrices = quantise_weights(weights)
-        plain = {name: weight for name, weight in weights.items() if name not in matrices}
-        quantised: Any = QuantisedWeights(matrices, plain)
-        compute = _core.compute
-        if target.engine is not None and compute is not None and compute.unpacks():
-            quantised.plain = {name: weight.bfloat16() for name, weight in plain.items()}
-        else:
-            quantised = {name: quantised[name].to(weights[name]) for name in weights}
-        tokenizer = target.tokenizer if target.has_tokenizer else None
-        _copies[target] = Model(target.config, quantised, tokenizer, f"{target.name}-q4")
-    return _copies[target]
+    with _lock:
+        if target not in _copies:
+            _copies[target] = _make_copy(target)
+        return _copies[target]
+
+
+def _make_copy(target: Model) -> Model:
+    """Return the copy: quantised where the kernels multiply that, else expanded to its type."""
+    weights = dict(target.weights)
+    matrices = quantise_weights(weights)
+    plain = {name: weight for name, weight in weights.items() if name not in matrices}
+    quantised: Any = QuantisedWeights(matrices, plain)
+    compute = _core.compute
+    if target.engine is not None and compute is not None and compute.unpacks():
+        quantised.plain = {name: weight.bfloat16() for name, weight in plain.items()}
+    else:
+        quantised = {name: quantised[name].to(weights[name]) for name in weights}
+    tokenizer = target.tokenizer if target.has_tokenizer else None
+    copied = Model(target.config, quantised, tokenizer, f"{target.name}-q4")
+    trim_heap()
+    return copied
 
 
 @technique(
