@@ -669,6 +669,11 @@ class Card:
         return importlib.import_module(self.build.__module__).__doc__ or ""
 
     @property
+    def has_own_draft(self) -> bool:
+        """Return whether it does not draft with the model that the target's card names."""
+        return self.own_draft or self.make_draft is not None
+
+    @property
     def head_method(self) -> str:
         """Return the technique under whose name its heads are trained, stored and found."""
         return self.head_of or self.name

@@ -9,9 +9,10 @@ import torch
 from tests.lm.small import LLAMA, model
 from tests.zoo import failed, run
 from tinyspec import models
+from tinyspec.cli.models import QUANTISED_KINDS
 from tinyspec.lm import checkpoint
 from tinyspec.lm.gguf_export import quantise_model
-from tinyspec.lm.quantised import QuantisedWeights, quantise_matrix
+from tinyspec.lm.quantised import SCALE_BYTES, QuantisedWeights, quantise_matrix
 
 WIDE = replace(LLAMA, d_model=64, head_dim=16, d_ff=96)
 
@@ -31,6 +32,10 @@ def test_the_folder_holds_each_matrix_rounded_as_llama_cpp_rounds_it(
         assert torch.equal(whole[name], due), name
         assert torch.equal(kept.weights[name], due), name
     assert models.load(tmp_path / "small").logits([1, 2, 3]).isfinite().all()
+
+
+def test_the_command_offers_every_kind_that_is_multiplied() -> None:
+    assert set(QUANTISED_KINDS) == {kind.lower() for kind in SCALE_BYTES}
 
 
 def test_the_command_says_what_it_cost(tmp_path: Path) -> None:

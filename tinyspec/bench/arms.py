@@ -104,8 +104,7 @@ class TechniqueArm:
         label: str = "",
     ):
         card = find_technique(spec.name)
-        has_own = card.own_draft or card.make_draft is not None
-        self.label, self.draft = label or spec.label, None if has_own else draft
+        self.label, self.draft = label or spec.label, None if card.has_own_draft else draft
         self.base, self.persistent = model, card.persistent
         self.model, self.round, self.held = disable_eos(model), -1, 0
         self.knobs: Mapping[str, Any] = {}

@@ -297,8 +297,8 @@ def load_all(
 
     cards = [find_technique(method) for method in methods]  # before anything is loaded
     target = tinyspec.load(model, device=device, dtype=dtype)
-    find_own = any(card.own_draft or card.make_draft is not None for card in cards)
-    if not draft and not find_own and any(card.drafts or card.optional_draft for card in cards):
+    needed = any(card.drafts or card.optional_draft for card in cards)
+    if needed and not draft and not any(card.has_own_draft for card in cards):
         named = target.config.extra.get("draft") or []
         draft = [named] if isinstance(named, str) else named
     return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None

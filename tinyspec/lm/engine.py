@@ -23,13 +23,12 @@ from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
 from tinyspec.lm.host import trim_heap
 from tinyspec.lm.ops import rotary_rows, rotary_tables
-from tinyspec.lm.quantised import QuantisedMatrix
+from tinyspec.lm.quantised import BLOCK, QuantisedMatrix
 
 NextTokenFn = Callable[[Any], int | None]
 """Logits [V], an array or without compiled layers a tensor -> the next token; None: stop."""
 
 _NOTHING = torch.empty(0, 0, 0)
-BLOCK = 16  # outputs that are interleaved in a packed matrix
 LINE = 64  # bytes of a cache line
 SPARE = 1 << 24  # bytes that may be held twice while weights are packed
 

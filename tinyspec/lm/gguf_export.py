@@ -21,8 +21,8 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.quantised import GROUP, SCALE_BYTES, QuantisedMatrix, QuantisedWeights
 
-QUANTISED = {kind.lower(): kind for kind in SCALE_BYTES}
-KINDS = {"float32": "F32", "bfloat16": "BF16", **QUANTISED}
+QUANTISED_KINDS = {kind.lower(): kind for kind in SCALE_BYTES}
+KINDS = {"float32": "F32", "bfloat16": "BF16", **QUANTISED_KINDS}
 
 
 def write_gguf(path: Path, model: Model, kind: str) -> None:
@@ -47,7 +47,7 @@ def write_gguf(path: Path, model: Model, kind: str) -> None:
             if numbers.ndim == 1 or wanted == GGMLQuantizationType.F32:
                 writer.add_tensor(name, numbers)
                 continue
-            if kind in QUANTISED and numbers.shape[1] % GROUP:
+            if kind in QUANTISED_KINDS and numbers.shape[1] % GROUP:
                 raise TinyspecError(
                     f"{kind} works on blocks of {GROUP}, and {name} has rows of {numbers.shape[1]}"
                 )

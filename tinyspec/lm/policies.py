@@ -8,7 +8,7 @@ A policy decides by what waits and by its own past, never by the clock. So the s
 the same schedule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple, Protocol
 
@@ -45,20 +45,6 @@ class LockstepPolicy:
 
     def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
         return {pending.request: pending.rows for pending in waiting}
-
-
-class TimedPolicy(LockstepPolicy):
-    """Run all that wait, and note when: to measure passes, with the work between them.
-
-    times  of each turn, when it began
-    """
-
-    def __init__(self, clock: Callable[[], float]):
-        self.clock, self.times = clock, list[float]()
-
-    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
-        self.times.append(self.clock())
-        return super().pick(waiting)
 
 
 class FirstComePolicy:

@@ -7,9 +7,9 @@ shift m, both float16, and 32 whole numbers q:
     Q4_0  weight = d (q - 8)  q in 0..15            18 bytes, 4.5 bits
     Q4_1  weight = d q + m    q in 0..15            20 bytes, 5 bits
 
-A weight is then rounded to bfloat16. d q is exact in float32, so d q + m is rounded once, in what
-order it may be computed. The kernels unpack groups in registers and get the same bfloat16: so the
-logits are those of the bfloat16 model, bit for bit.
+A weight is then rounded to bfloat16. d q is exact in float32, so d q + m is rounded to float32
+once, whether the product and the sum are one instruction or two. The kernels unpack groups in
+registers and get the same bfloat16. So the logits are those of the bfloat16 model, bit for bit.
 """
 
 from collections.abc import Iterator, Mapping

@@ -276,8 +276,8 @@ class ServingEngine:
         except TinyspecError as error:
             raise explain(error) from error
         card = find_technique(options["method"])
-        has_own = asked.draft is None and (card.own_draft or card.make_draft is not None)
-        options["draft"] = None if has_own else self._find_drafts(asked.draft)
+        finds_own = asked.draft is None and card.has_own_draft
+        options["draft"] = None if finds_own else self._find_drafts(asked.draft)
         for prompt in prompts:
             self._check_ids(prompt)
         return prompts, options

@@ -11,7 +11,6 @@ the draft, or after it about what was known before each token (TETRIS).
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from time import perf_counter
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -27,7 +26,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.policies import LockstepPolicy, Pending
 from tinyspec.lm.scheduler import BatchRule, Scheduler, run_together
 from tinyspec.lm.session import Session
-from tinyspec.speculative.drafting.planner import TimedDrafter, profile_draft, start_decoder
+from tinyspec.speculative.drafting.planner import profile_draft, start_decoder
 from tinyspec.technique import Clock, Request
 from tinyspec.tree import TokenTree
 
@@ -126,15 +125,17 @@ class DraftsFirst(LockstepPolicy):
         return super().pick(prompts or drafts or waiting)
 
 
-class LengthsInTurn(TimedDrafter):
+class LengthsInTurn(ModelDrafter):
     """Draft 0, 1, ... tokens in turn.
 
-    begun  when each round began
+    begun    when each round began
+    drafted  when its draft was made
     """
 
     def __init__(self, request: Request, longest: int, clock: Clock):
-        super().__init__(request, longest, clock)
-        self.longest, self.begun = longest, list[float]()
+        super().__init__(request.drafts[0], longest, request.stop.eos, request.draft_max_length)
+        self.longest, self.clock = longest, clock
+        self.begun, self.drafted = list[float](), list[float]()
 
     def propose(
         self,
@@ -145,7 +146,9 @@ class LengthsInTurn(TimedDrafter):
     ) -> TokenTree:
         self.gamma = len(self.begun) % (self.longest + 1)
         self.begun.append(self.clock())
-        return super().propose(context, max_draft_depth, sampling, rng)
+        tree = super().propose(context, max_draft_depth, sampling, rng)
+        self.drafted.append(self.clock())
+        return tree
 
 
 def count_measured_tokens(longest: int) -> int:
@@ -178,11 +181,12 @@ def measure_rounds(
 
     jobs = [partial(decode, number) for number in range(size)]
     run_together(jobs, Scheduler(DraftsFirst(draft)))
-    first = drafters[0]
-    step = first.seconds / first.tokens
-    rounds = [end - begun for begun, end in pairwise(first.begun)]
-    least = [min(rounds[n :: longest + 1]) for n in range(longest + 1)]
-    return [max(seconds - n * step, 0.0) for n, seconds in enumerate(least)], step
+    begun, drafted = drafters[0].begun, drafters[0].drafted
+    verify = [end - made for made, end in zip(drafted, begun[1:], strict=False)]
+    drafts = [made - start for start, made in zip(begun, drafted, strict=True)]
+    lengths = range(longest + 1)
+    least = [min(verify[n :: longest + 1]) for n in lengths]
+    return least, min(min(drafts[n :: longest + 1]) / n for n in lengths[1:])
 
 
 def measure_batches(

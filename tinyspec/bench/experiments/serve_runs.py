@@ -32,7 +32,7 @@ from tinyspec.decoding.costs import PassCosts, PassSample
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import ForwardBatch, Scores
 from tinyspec.lm.model import Model
-from tinyspec.lm.policies import Pending, Policy, TimedPolicy, fill_budget, split_by_model
+from tinyspec.lm.policies import LockstepPolicy, Pending, Policy, fill_budget, split_by_model
 from tinyspec.lm.scheduler import Scheduler, SharedPass, Ticket
 from tinyspec.lm.session import Session
 from tinyspec.lm.transformer import Transformer
@@ -255,6 +255,20 @@ CHUNKS = (32, 64, 128, 256, 512)  # rows of a prompt
 MIXED = ((32, 4), (32, 12), (128, 4), (128, 12))  # a chunk, and sessions that decode beside it
 CACHED = (64, 512)  # positions before these rows, where the context has so many
 PASSES = 5  # of a cell in a round: the first and the last one are not timed
+
+
+class TimedPolicy(LockstepPolicy):
+    """Run all that wait, and note when: to measure passes, with the work between them.
+
+    times  of each turn, when it began
+    """
+
+    def __init__(self, clock: Clock):
+        self.clock, self.times = clock, list[float]()
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        self.times.append(self.clock())
+        return super().pick(waiting)
 
 
 class PassCell(NamedTuple):

@@ -10,26 +10,28 @@ rounded once, 32 of a row at a time (llama.cpp's Q4_0):
     d       = the weight of greatest size / -8               one float16 for 32 weights
     weight ~= d (q - 8),  q = round(weight / d) + 8          q in 0..15
 
-How much it can gain follows from bytes: a round of gamma draft tokens reads the copy gamma times
-and the target once. With four bits in place of sixteen and all drafts accepted that is
-(gamma + 1) / (1 + 0.28 gamma), at most 3.5; from 32-bit weights more, from 8-bit ones hardly
-anything. A target whose own weights are four bits gains nothing.
+How much it can gain follows from bytes. A round reads the copy gamma times and the target once. So
+if all draft tokens are accepted, and nothing but reading weights takes time, the speed-up is
+
+    (gamma + 1) / (1 + c gamma)       c = bits of the copy / bits of the target
+
+With 4.5 bits in place of 16, c is 0.28 and the speed-up below 3.6. From weights of 8.5 bits it is
+below 1.9, and from weights of 4.5 bits nothing is gained.
 
 Guarantee: EXACT. The copy declares the distribution that it samples from.
 Pitfall: draft tokens that are kept without verification, because the copy is nearly the target; one
 scale for a whole row, which an outlier spoils.
 Tests: tests/speculative/test_quantized_draft.py (the joint distribution; each weight is within a
-step of its own group; the copy has a cache of its own; it is made once for a model).
+step of its own group; it is made once for a model; greedy text is plain decoding's).
 Left out: ML-SpecQD rounds to MXFP4, whose 32 weights share a power of two; and a second, smaller
 model drafts for the copy (`staged` and `cascade` have such levels). QuantSpec (Tiwari et al., ICML
-2025, arXiv 2502.10424) quantises the cache of a long text, too: the copy reads the upper four of
-eight bits. gamma is our choice; the abstract has none. The copy's embedding and output matrix are
-quantised as well. Where the kernels do not multiply quantised weights the copy is expanded, and so
-as slow as the target.
+2025, arXiv 2502.10424) quantises the cache of a long text as well. gamma is our choice. The copy's
+embedding and output matrix are quantised too. Where the kernels do not multiply quantised weights,
+the copy is expanded, and so as slow as the target.
 """
 
 import threading
-from typing import Any
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -78,16 +80,17 @@ def _make_copy(target: Model) -> Model:
     weights = dict(target.weights)
     matrices = quantise_weights(weights)
     plain = {name: weight for name, weight in weights.items() if name not in matrices}
-    quantised: Any = QuantisedWeights(matrices, plain)
+    copied: Mapping[str, Tensor]
     compute = _core.compute
     if target.engine is not None and compute is not None and compute.unpacks():
-        quantised.plain = {name: weight.bfloat16() for name, weight in plain.items()}
+        copied = QuantisedWeights(matrices, {name: w.bfloat16() for name, w in plain.items()})
     else:
-        quantised = {name: quantised[name].to(weights[name]) for name in weights}
+        expanded = {name: one.expand().to(weights[name]) for name, one in matrices.items()}
+        copied = {**plain, **expanded}
     tokenizer = target.tokenizer if target.has_tokenizer else None
-    copied = Model(target.config, quantised, tokenizer, f"{target.name}-q4")
+    model = Model(target.config, copied, tokenizer, f"{target.name}-q4")
     trim_heap()
-    return copied
+    return model
 
 
 @technique(
