@@ -88,7 +88,7 @@ def use(str name not None):
 use(best())
 
 
-def unpacks():
+def multiplies_quantised():
     """Whether the kernel in use multiplies quantised weights as they are, and not slower than bfloat16."""
     return chosen.product_few != NULL
 

@@ -8,7 +8,7 @@ typedef struct {
     __m512i zip;   /* order of words: first numbers and second numbers by turns */
 } Unpacking;
 
-static inline __attribute__((always_inline)) TARGET Unpacking unpacking(const int format) {
+static inline __attribute__((always_inline)) TARGET Unpacking make_unpacking(const int format) {
     Unpacking u;
     float value[16];
     uint16_t zip[32];
@@ -39,13 +39,13 @@ static inline __attribute__((always_inline)) TARGET __m512bh unpack_pair(const i
 
 enum { NEAR = 1024 }; /* bytes by which weights are asked for before they are needed */
 
-static inline __attribute__((always_inline)) TARGET void few(const int format, const int K, const int G, const Matrix *w, int block,
-                                                             const uint16_t *x, int ldx, float *y, int ldy, int add) {
+static inline __attribute__((always_inline)) TARGET void multiply_few(const int format, const int K, const int G, const Matrix *w,
+                                                                     int block, const uint16_t *x, int ldx, float *y, int ldy, int add) {
     V sum[FEW][4 * PARTS];
     const size_t bytes = group_bytes(format), head = group_head(format), step = w->in / GROUP * bytes;
     const int together = format == Q8_0 ? 4 : 8; /* inputs in a word */
     const uint8_t *from = (const uint8_t *)w->data + block * step;
-    Unpacking u = unpacking(format);
+    Unpacking u = make_unpacking(format);
     UNROLL for (int k = 0; k < K; k++)
         UNROLL for (int g = 0; g < G; g++) sum[k][g] = SET(0.0f);
     for (int i = 0; i < w->in; i += GROUP, from += bytes)
@@ -69,9 +69,9 @@ static inline __attribute__((always_inline)) TARGET void few(const int format, c
 #define FEW_OF(format, K)                                                                                                    \
     static TARGET void few_##format##_##K(const Matrix *w, int b, int wide, const uint16_t *x, int ldx, float *y, int ldy, int add) { \
         if (wide)                                                                                                            \
-            few(format, K, WIDE(K), w, b, x, ldx, y, ldy, add);                                                              \
+            multiply_few(format, K, WIDE(K), w, b, x, ldx, y, ldy, add);                                                              \
         else                                                                                                                 \
-            few(format, K, 1, w, b, x, ldx, y, ldy, add);                                                                    \
+            multiply_few(format, K, 1, w, b, x, ldx, y, ldy, add);                                                                    \
     }
 #define WIDE(k) ((k) <= 2 ? 4 : (k) <= 4 ? 2 : 1)
 #define FEW_ROWS(format) \
@@ -95,7 +95,7 @@ static void product_few(const Matrix *w, int first, int last, const uint16_t *x,
 static TARGET void unpack_avx512bf16(const Matrix *w, int block, uint16_t *to) {
     const size_t bytes = group_bytes(w->format), head = group_head(w->format);
     const uint8_t *group = (const uint8_t *)w->data + block * (w->in / GROUP * bytes);
-    Unpacking u = unpacking(w->format);
+    Unpacking u = make_unpacking(w->format);
     for (int i = 0; i < w->in; i += GROUP, group += bytes) {
         begin_group(w->format, &u, group);
         const int together = w->format == Q8_0 ? 4 : 8;

@@ -82,7 +82,7 @@ def _make_copy(target: Model) -> Model:
     plain = {name: weight for name, weight in weights.items() if name not in matrices}
     copied: Mapping[str, Tensor]
     compute = _core.compute
-    if target.engine is not None and compute is not None and compute.unpacks():
+    if target.engine is not None and compute is not None and compute.multiplies_quantised():
         copied = QuantisedWeights(matrices, {name: w.bfloat16() for name, w in plain.items()})
     else:
         expanded = {name: one.expand().to(weights[name]) for name, one in matrices.items()}
