@@ -279,7 +279,8 @@ def load(
     compute = _core.compute
     if want is None and where.type == "cpu" and compute is None:
         want = torch.float32
-    quick = want is None and where.type == "cpu" and compute is not None and compute.multiplies_quantised()
+    on_cpu = where.type == "cpu"
+    quick = want is None and on_cpu and compute is not None and compute.multiplies_quantised()
     parts = checkpoint.read_checkpoint(
         path if path is not None else name,
         dtype=want if where.type == "cpu" else None,
