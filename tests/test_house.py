@@ -154,11 +154,11 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3593,
+    "root + show": 3599,
     "_core": 957,
     "lm": 6079,
     "decoding": 2011,
-    "chapters": 14486,
+    "chapters": 14477,
     "laws": 19714,
     "museum": 3705,
     "training": 3370,

@@ -22,6 +22,7 @@ import pytest
 
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
+from tinyspec import pairing
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.model import Model
@@ -129,13 +130,11 @@ def talker(tiny: Model) -> Iterator[Served]:
 
 
 def test_a_method_with_a_draft_of_its_own_does_not_get_the_servers(story: Served) -> None:
-    from tinyspec.speculative.drafting import quantized_draft
-
-    before = len(quantized_draft._copies)
+    assert "quantized_draft" not in pairing._named.get(story.engine.model, {})
     body = {"prompt": PROMPT, "max_tokens": 12, "tinyspec": {"method": "quantized_draft"}}
     text = story.post(COMPLETIONS, {**body, "temperature": 0}).json()["choices"][0]["text"]
     assert text == tinyspec.generate("storyteller", PROMPT, max_new_tokens=12).text
-    assert len(quantized_draft._copies) == before + 1
+    assert "quantized_draft" in pairing._named[story.engine.model]
 
 
 class Gate:

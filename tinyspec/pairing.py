@@ -1,5 +1,6 @@
 """Which draft models and trained heads go with a model."""
 
+import threading
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -46,9 +47,10 @@ _headed: WeakKeyDictionary[Model, dict[Any, Model]] = WeakKeyDictionary()
 """Models with heads, by what was read: each lives as long as the model without a head."""
 
 _named: WeakKeyDictionary[Model, dict[str, Model]] = WeakKeyDictionary()
-"""Drafts that no caller named: they are read once, and live as long as the model that they draft
-for.
+"""Drafts that no caller named, by name or by the method that made them: they are read or made once,
+and live as long as the model that they draft for.
 """
+_making = threading.Lock()
 
 
 def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
@@ -63,7 +65,11 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         return []
     silent = draft is None
     if card.make_draft is not None and draft is None:
-        return [card.make_draft(model)]
+        with _making:  # requests of a batch come here together, and share the draft
+            known = _named.setdefault(model, {})
+            if card.name not in known:
+                known[card.name] = card.make_draft(model)
+            return [known[card.name]]
     if card.own_draft and draft is None:
         draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
         if draft is None:

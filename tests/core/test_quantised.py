@@ -103,7 +103,9 @@ def test_only_kernels_that_unpack_in_registers_are_chosen_for_it() -> None:
     before = compute.kernel()
     try:
         chosen = {
-            kernel for kernel in compute.kernels() if not compute.use(kernel) and compute.multiplies_quantised()
+            kernel
+            for kernel in compute.kernels()
+            if not compute.use(kernel) and compute.multiplies_quantised()
         }
     finally:
         compute.use(before)

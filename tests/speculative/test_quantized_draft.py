@@ -1,6 +1,7 @@
 """Quantised drafts: the target in four bits drafts for itself."""
 
 import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import tinyspec
 from tests.lm.small import LLAMA, model
 from tests.zoo import tiny_zoo
+from tinyspec.laws.exact.digest import compute_digest
 from tinyspec.laws.traps import quantized_draft as traps
 from tinyspec.lm.quantised import quantise_matrix
 from tinyspec.pairing import drafts_for
@@ -42,11 +44,12 @@ def test_a_matrix_whose_rows_cannot_be_grouped_stays_as_it_is() -> None:
 
 def test_the_copy_is_made_once_and_goes_with_its_model() -> None:
     target = model(LLAMA)
-    assert drafts_for(target, CARD, None) == [quantized.copy_in_four_bits(target)]
-    before = len(quantized._copies)
-    del target
+    (copied,) = drafts_for(target, CARD, None)
+    assert drafts_for(target, CARD, None) == [copied]
+    lives = weakref.ref(copied)
+    del target, copied
     gc.collect()
-    assert len(quantized._copies) == before - 1
+    assert lives() is None
 
 
 def test_a_draft_that_is_given_is_used() -> None:
@@ -57,8 +60,16 @@ def test_a_draft_that_is_given_is_used() -> None:
 def test_threads_get_one_copy() -> None:
     target = model(LLAMA)
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(quantized.copy_in_four_bits, [target] * 4))
+        found = list(pool.map(lambda _: drafts_for(target, CARD, None)[0], range(4)))
     assert len({id(one) for one in found}) == 1
+
+
+def test_the_copy_is_no_state_of_a_decoder() -> None:
+    """Decoders reach the registry. What a method made for other models is not in their digests."""
+    before = compute_digest(CARD)
+    target = model(LLAMA)
+    drafts_for(target, CARD, None)
+    assert compute_digest(CARD) == before
 
 
 def test_numbers_beyond_float16_are_not_quantised() -> None:

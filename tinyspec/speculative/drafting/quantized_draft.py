@@ -30,9 +30,7 @@ embedding and output matrix are quantised too. Where the kernels do not multiply
 the copy is expanded, and so as slow as the target.
 """
 
-import threading
 from collections.abc import Mapping
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from torch import Tensor
@@ -47,9 +45,6 @@ from tinyspec.lm.quantised import GROUP, QuantisedMatrix, QuantisedWeights, quan
 from tinyspec.technique import Guarantee, Knob, Request, technique
 
 KIND = "Q4_0"
-
-_lock = threading.Lock()
-_copies: WeakKeyDictionary[Model, Model] = WeakKeyDictionary()
 
 
 def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
@@ -68,15 +63,10 @@ def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
 
 
 def copy_in_four_bits(target: Model) -> Model:
-    """Return a copy of a model with its matrices in four bits. It is made once for each model."""
-    with _lock:
-        if target not in _copies:
-            _copies[target] = _make_copy(target)
-        return _copies[target]
+    """Return a copy of a model with its matrices in four bits.
 
-
-def _make_copy(target: Model) -> Model:
-    """Return the copy: quantised where the kernels multiply that, else expanded to its type."""
+    They stay quantised where the kernels multiply that, else they are expanded to the model's type.
+    """
     weights = dict(target.weights)
     matrices = quantise_weights(weights)
     plain = {name: weight for name, weight in weights.items() if name not in matrices}
