@@ -447,6 +447,7 @@ GERMAN = {
     "multi30k-parallel": ("parallel", {}),
     "multi30k-crf": ("nar_crf", {}),
     "multi30k-sat": ("sat", {}),
+    "multi30k-refine": ("iterative_refinement", {"iterations": 4}),
 }
 
 

@@ -573,3 +573,11 @@ def test_a_hostile_or_unfinished_folder_is_an_error(tmp_path: Path) -> None:
 def test_who_extends_texts_says_that_this_one_translates(tmp_path: Path) -> None:
     with pytest.raises(TinyspecError, match="an encoder-decoder, which translates"):
         checkpoint.read_checkpoint(damaged(tmp_path / "m"))
+
+
+def test_a_model_moves_to_a_device_with_its_weights_and_stays_where_it_is() -> None:
+    made = Seq2Seq.create(PLAIN, torch.Generator().manual_seed(0))
+    assert made.to(made.device) is made
+    moved = made.to(torch.device("meta"))
+    assert {w.device.type for w in moved.weights.values()} == {"meta"}
+    assert (moved.config, moved.name, moved.device.type) == (made.config, made.name, "meta")

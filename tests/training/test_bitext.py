@@ -115,6 +115,13 @@ def test_every_pair_is_drawn_as_often_as_any_other_and_a_batch_depends_on_its_ge
         make_batch_sampler([], 100)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_batch_is_drawn_with_the_generator_of_any_device() -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    assert set(make_batch_sampler(library(120), 120)(generator)) < set(range(120))
+
+
 def test_the_vocabulary_is_saved_beside_a_checkpoint(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer.save(tmp_path)
     assert Tokenizer.from_folder(tmp_path).same_vocabulary(tokenizer)

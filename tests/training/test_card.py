@@ -23,6 +23,7 @@ TRANSLATION = [
     "multi30k-exits",
     "multi30k-parallel",
     "multi30k-crf",
+    "multi30k-refine",
     "multi30k-sat",
 ]
 

@@ -179,6 +179,13 @@ class Seq2Seq:
             )
         return self._tokenizer
 
+    def to(self, device: torch.device) -> "Seq2Seq":
+        """Return this model on a device: itself, if it is there."""
+        if device == self.device:
+            return self
+        weights = {name: w.to(device) for name, w in self.weights.items()}
+        return Seq2Seq(self.config, weights, self._tokenizer, self.name)
+
     def parameters(self) -> list[Tensor]:
         return list(self.weights.values())
 

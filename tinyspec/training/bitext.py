@@ -113,8 +113,9 @@ def make_batch_sampler(
     )
 
     def draw(generator: torch.Generator) -> list[int]:
-        at = int(torch.multinomial(weights, 1, generator=generator))
-        chosen = torch.randperm(len(pools[at]), generator=generator)[: sizes[at]]
+        where = generator.device
+        at = int(torch.multinomial(weights.to(where), 1, generator=generator))
+        chosen = torch.randperm(len(pools[at]), generator=generator, device=where)[: sizes[at]]
         return [pools[at][i] for i in chosen.tolist()]
 
     return draw

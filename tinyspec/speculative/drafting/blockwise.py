@@ -147,7 +147,8 @@ def draw_predictors(n: int, generator: torch.Generator | None = None) -> range:
     """Return one of n predictors, drawn at random; all of them where no gradient is wanted."""
     if not torch.is_grad_enabled():
         return range(n)
-    drawn = int(torch.randint(n, (), generator=generator))
+    where = None if generator is None else generator.device
+    drawn = int(torch.randint(n, (), generator=generator, device=where))
     return range(drawn, drawn + 1)
 
 
