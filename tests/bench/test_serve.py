@@ -5,6 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -201,6 +202,30 @@ def test_the_grid_has_sessions_rows_chunks_and_mixtures_at_two_lengths() -> None
     assert PassCell((32, 1, 1, 1, 1), 1, 64) in cells
     small = runs.list_cells(96)
     assert all(cell.cached + max(cell.rows) <= 96 for cell in small) and len(small) > 50
+
+
+def test_each_simulated_pass_draws_a_factor_of_its_costs() -> None:
+    def spans(seed: int) -> list[float]:
+        policy = runs.make_policy("lockstep")
+        run = runs.Simulation(policy, RowCosts(), [Visit(0.0, 1, 40)], 1, (1.0, 3.0), seed).run()
+        return [end - begin for begin, end in run.spans]
+
+    drawn = spans(0)
+    assert set(drawn) == {1.0, 3.0} and len(drawn) == 40
+    assert drawn == spans(0) != spans(1)
+
+
+def test_the_spread_of_a_cell_is_that_of_its_times_around_their_median() -> None:
+    class SlowingHand(Hand):
+        def __call__(self) -> float:
+            self.now *= 1.01
+            return super().__call__()
+
+    (found,) = runs.measure_passes(
+        wound_model(hand := SlowingHand()), 3, hand, cells=[PassCell((1,), 0, 8)]
+    )
+    assert len(found.spread) == 3 * (runs.PASSES - 2)
+    assert median(found.spread) == 1.0 and len(set(found.spread)) > 1
 
 
 class BrokenPolicy(runs.PrefillFirstPolicy):

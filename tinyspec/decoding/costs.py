@@ -71,12 +71,17 @@ def count_reads(rows: Sequence[int], cached: Sequence[int]) -> int:
 
 
 class PassSample(NamedTuple):
-    """A pass and the seconds that it took: see `PassCosts.seconds_of`."""
+    """A pass and the seconds that it took: see `PassCosts.seconds_of`.
+
+    seconds  the median, if it ran several times
+    spread   seconds of each time over the median
+    """
 
     rows: tuple[int, ...]
     cached: tuple[int, ...]
     heads: tuple[int, ...]
     seconds: float
+    spread: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -129,10 +129,11 @@ def measure_serve(
     _run_traces(given, model, made, quiet, clock, sleep, out)
     grid = [PassSample(*map(_as_tuple, row)) for row in made["grid"]]
     costs = fit_costs(grid, model.name, name_dtype(model.dtype), torch.get_num_threads())
+    spread = [factor for sample in grid for factor in sample.spread] or [1.0]
     made["costs"] = costs.to_json()
     made["cost_errors"] = list_relative_errors(costs, grid)
     made["simulated"] = {
-        FITTED: simulate_traces(given, model, costs, find_capacity(made), quiet),
+        FITTED: simulate_traces(given, model, costs, find_capacity(made), quiet, spread),
         ROOFLINE: simulate_traces(given, model, a100_costs(), None, quiet),
     }
     made["drawn"] = simulate_drawn_passes(given, model, costs, find_capacity(made))
@@ -251,11 +252,17 @@ def find_capacity(made: Mapping[str, Any]) -> float:
 
 
 def simulate_traces(
-    given: ServeSettings, model: Model, costs: PassCosts, rate: float | None, quiet: bool
+    given: ServeSettings,
+    model: Model,
+    costs: PassCosts,
+    rate: float | None,
+    quiet: bool,
+    spread: Sequence[float] = (1.0,),
 ) -> dict[str, Any]:
     """Return the figures of all traces under a simulated clock, by trace and policy.
 
-    rate  requests per second of the capacity; None: as the clock has it
+    rate    requests per second of the capacity; None: as the clock has it
+    spread  factors of the costs, of which each pass draws one
     """
     room, rows = model.config.max_positions, dict[str, list[Any]](samples=[], passes=[])
     base = Scenario(CAPACITY, given.prompt_tokens, given.new_tokens, None)
@@ -268,7 +275,8 @@ def simulate_traces(
                 rate = find_capacity(rows)
             for round in range(given.rounds):
                 trace = draw_scenario(given, scenario, rate, room, round)
-                run = runs.Simulation(runs.make_policy(policy), costs, trace, given.max_live).run()
+                chosen, seed = runs.make_policy(policy), given.seed + round
+                run = runs.Simulation(chosen, costs, trace, given.max_live, spread, seed).run()
                 _add_run(rows, (scenario.label, round, policy), trace, run)
                 tick()
     return summarize_traces(rows)

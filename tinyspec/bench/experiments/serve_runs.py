@@ -6,8 +6,8 @@ matter.
 
     real       a thread submits each request at its time, whatever the others do (an open loop)
     simulated  the same scheduler and policy run a tiny transformer with the same context. The clock
-               goes on by the costs of each forward pass, and where nobody runs, it jumps to the
-               next arrival.
+               goes on by the costs of each forward pass, times a factor that is drawn from the
+               spread of equal passes. Where nobody runs, it jumps to the next arrival.
 
 A request that arrives during a pass takes part in the next one. In a simulation it is submitted
 from inside the forward pass, so that this is the same.
@@ -194,11 +194,22 @@ class SimulatedModel(Model):
 class Simulation:
     """A trace under a policy, with a clock that goes on by the costs of each pass.
 
-    now  seconds of the simulated clock
+    spread  factors of these costs; each pass draws one
+    seed    of these draws
+    now     seconds of the simulated clock
     """
 
-    def __init__(self, policy: Policy, costs: PassCosts, trace: Sequence[Visit], max_live: int):
+    def __init__(
+        self,
+        policy: Policy,
+        costs: PassCosts,
+        trace: Sequence[Visit],
+        max_live: int,
+        spread: Sequence[float] = (1.0,),
+        seed: int = 0,
+    ):
         self.costs, self.trace, self.now = costs, trace, 0.0
+        self.spread, self._rng = spread, random.Random(seed)
         self.scheduler = Scheduler(policy, max_live=max_live)
         self.times = [list[float]() for _ in trace]
         self.tickets, self.spans = list[Ticket[int]](), list[tuple[float, float]]()
@@ -231,7 +242,7 @@ class Simulation:
     def _spend(self, feeds: Sequence[ForwardBatch]) -> None:
         """Let the time of a pass go by. Who arrives in it takes part in the next one."""
         begun = self.now
-        self.now += self.costs.seconds_of(
+        self.now += self._rng.choice(self.spread) * self.costs.seconds_of(
             [len(feed.tokens) for feed in feeds],
             [feed.n_slots for feed in feeds],
             [len(feed.heads) for feed in feeds],
@@ -296,7 +307,7 @@ def measure_passes(
     tick: Callable[[], None] = lambda: None,
     cells: Sequence[PassCell] | None = None,
 ) -> list[PassSample]:
-    """Return every cell with the median of its seconds. The cells take turns, round by round."""
+    """Return every cell with its median and its spread. The cells take turns, round by round."""
     cells = list_cells(model.config.max_positions) if cells is None else cells
     policy = TimedPolicy(clock)
     seconds: list[list[float]] = [[] for _ in cells]
@@ -308,9 +319,9 @@ def measure_passes(
             sessions[cached] = [model.session(scheduler=scheduler) for _ in range(most)]
             for session in sessions[cached]:
                 session.extend(make_tokens(model, cached))
-        for round in range(rounds):
+        for turn in range(rounds):
             collect_garbage()
-            for number in order_of_turn(range(len(cells)), round):
+            for number in order_of_turn(range(len(cells)), turn):
                 cell, first = cells[number], len(policy.times)
                 scheduler.pass_log.clear()
                 with scheduler.together():
@@ -324,10 +335,12 @@ def measure_passes(
                 seconds[number] += [b - a for a, b in pairwise(stamps[1:])]
                 entries[number] = scheduler.pass_log[-1]
                 tick()
-    return [
-        PassSample(entry.rows, entry.cached, entry.heads, median(seconds[number]))
-        for number, entry in sorted(entries.items())
-    ]
+    samples = list[PassSample]()
+    for number, entry in sorted(entries.items()):
+        middle = median(seconds[number])
+        spread = tuple(round(one / middle, 3) for one in seconds[number])
+        samples.append(PassSample(entry.rows, entry.cached, entry.heads, middle, spread))
+    return samples
 
 
 def repeat_pass(
