@@ -156,16 +156,16 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3599,
     "_core": 957,
-    "lm": 6084,
+    "lm": 6088,
     "decoding": 2012,
     "chapters": 14478,
     "laws": 19714,
     "museum": 3705,
     "training": 3372,
-    "bench": 9479,
+    "bench": 9502,
     "grade": 4400,
     "serve": 943,
-    "cli": 2806,
+    "cli": 2810,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

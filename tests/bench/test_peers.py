@@ -10,11 +10,11 @@ import pytest
 from tests.lm.test_gguf import CONFIG, GPT2
 from tests.zoo import TEXT, Zoo, tiny_zoo
 from tinyspec import models
-from tinyspec.bench import peers
+from tinyspec.bench import llamacpp, peers
 from tinyspec.bench.arms import TechniqueArm, check_token_balance
 from tinyspec.bench.curve import TimedForward
 from tinyspec.bench.peers import TransformersArm
-from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
+from tinyspec.bench.plan import PLAIN, STORED, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, gguf_export
@@ -104,6 +104,19 @@ def test_a_peer_that_is_not_installed_names_the_extra(
             TinyspecError, match=rf"{label} is not installed: pip install 'tinyspec\[peers\]'"
         ):
             peers.make_peer_arms([ArmSpec(label)], settings, big, 96)
+
+
+def test_llama_cpp_can_run_the_models_own_file(zoo: Zoo, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert llamacpp.find_own_file(str(file)) == llamacpp.find_own_file(str(tmp_path)) == file
+    with pytest.raises(TinyspecError, match=r"has no \.gguf file of its own: take llama\.cpp:wei"):
+        llamacpp.find_own_file(zoo.big)
+
+
+def test_a_run_with_weights_as_stored_gives_no_dtype_to_the_loader() -> None:
+    assert BenchSettings(dtype=STORED).load_dtype is None
+    assert BenchSettings(dtype="float32").load_dtype == "float32"
 
 
 def test_a_wrong_knob_of_a_peer_is_an_error(zoo: Zoo, big: Model) -> None:

@@ -19,6 +19,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from tinyspec import _core, models
+from tinyspec.bench.curve import count_read_bytes, count_weight_bytes
 from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint, families
 from tinyspec.lm.config import Config
@@ -215,6 +216,21 @@ def test_quantised_weights_give_the_logits_of_bfloat16_bit_for_bit(tmp_path, con
     ids = [5, 9, 3, 270, 0, 7]
     assert torch.equal(packed.logits(ids), whole.logits(ids))
     assert packed.to(dtype=torch.float32).dtype == torch.float32  # it is expanded for that
+
+
+@needs_kernels
+def test_a_quantised_matrix_counts_as_it_is_stored(tmp_path):
+    write(tmp_path / "model.gguf", CONFIG, Quant.Q8_0)
+    kept = checkpoint.read_checkpoint(tmp_path / "model.gguf", quantised=True)
+    packed, whole = Model(kept.config, kept.weights), models.load(tmp_path / "model.gguf")
+    shapes = CONFIG.shapes()
+    sizes = {name: shapes[name][0] * shapes[name][1] for name in packed.quantised_bytes}
+    assert packed.quantised_bytes == {name: n * 34 // 32 for name, n in sizes.items()}
+    saved = sum(2 * n - n * 34 // 32 for n in sizes.values())
+    assert count_read_bytes(packed) == count_weight_bytes(CONFIG, 2) - saved
+    expanded = whole.to(dtype=torch.float32)
+    assert not expanded.quantised_bytes
+    assert count_read_bytes(expanded) == count_weight_bytes(CONFIG, 4)
 
 
 def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path):

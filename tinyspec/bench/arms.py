@@ -265,12 +265,12 @@ def load_arm_models(
         torch.set_num_threads(settings.threads)
     cards = [find_technique(arm.name) for arm in settings.arms if not arm.is_peer]
     wanted = any_method or any(card.drafts or card.optional_draft for card in cards)
-    model = models.load(settings.model, device=settings.device, dtype=settings.dtype)
+    model = models.load(settings.model, device=settings.device, dtype=settings.load_dtype)
     names = list_draft_names(settings, model)
     if not wanted or not names:
         return model, None
     return model, [
-        models.load(name, device=settings.device, dtype=settings.dtype) for name in names
+        models.load(name, device=settings.device, dtype=settings.load_dtype) for name in names
     ]
 
 

@@ -52,7 +52,7 @@ class OwnForward:
 
     def __init__(self, model: Model, cached: int):
         self.model, self.cached, self.wait = model, cached, make_synchronizer(model.device)
-        self.weights: int | None = count_weight_bytes(model.config, model.dtype.itemsize)
+        self.weights: int | None = count_read_bytes(model)
         self.session = model.session()
         self.session.extend(self._some(cached + 1))
 
@@ -85,6 +85,16 @@ def count_weight_bytes(config: Config, itemsize: int) -> int:
     return itemsize * (
         config.parameters() - sum(shapes[n][0] * shapes[n][1] for n in tables if n in shapes)
     )
+
+
+def count_read_bytes(model: Model) -> int:
+    """Return `count_weight_bytes` of a model; a quantised matrix counts as it is stored."""
+    shapes, size = model.config.shapes(), model.dtype.itemsize
+    saved = sum(
+        size * shapes[name][0] * shapes[name][1] - stored
+        for name, stored in model.quantised_bytes.items()
+    )
+    return count_weight_bytes(model.config, size) - saved
 
 
 def count_operations(config: Config, k: int, cached: int) -> int:

@@ -2,6 +2,7 @@
 
     llama.cpp                  weights in the run's dtype
     llama.cpp:weights=q8_0     or float32, bfloat16
+    llama.cpp:weights=stored   the model's own .gguf file
 
 The weights are written as a .gguf file for the run. Only the C interface is used: ids in, one
 forward pass, its own sampler, id out. Python does nothing else between two tokens.
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 
+from tinyspec import models
 from tinyspec.bench.arms import ArmOutput, Clock
-from tinyspec.bench.plan import ArmSpec, BenchSettings
+from tinyspec.bench.plan import STORED, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.lm import gguf_export
+from tinyspec.lm import checkpoint, gguf_export
 from tinyspec.lm.model import Model
 
 BATCH = 512  # tokens of a prompt that it reads together
@@ -62,8 +64,22 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
         raise TinyspecError(
             "the peer llama.cpp is measured on the CPU only: leave it out with --device cuda"
         )
-    gguf_export.write_gguf(folder / "model.gguf", model, str(knobs.get("weights", settings.dtype)))
+    weights = str(knobs.get("weights", settings.dtype))
+    if weights == STORED:
+        return find_own_file(settings.model)
+    gguf_export.write_gguf(folder / "model.gguf", model, weights)
     return folder / "model.gguf"
+
+
+def find_own_file(model: str) -> Path:
+    """Return the .gguf file that a model is, or has in its folder. Raises TinyspecError if none."""
+    path = models.find_model(model)
+    found = path if path is None or path.suffix == ".gguf" else path / checkpoint.QUANTISED
+    if found is None or not found.is_file():
+        raise TinyspecError(
+            f"{model} has no .gguf file of its own: take llama.cpp:weights=bfloat16, or q8_0"
+        )
+    return found
 
 
 class LlamaCppArm:

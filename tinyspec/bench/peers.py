@@ -69,10 +69,11 @@ def load_transformers(name: str, settings: BenchSettings, model: Model | None = 
     path = models.find_model(name)
     with tempfile.TemporaryDirectory() as folder:
         if path is None or not path.is_dir():
-            (model or models.load(name, dtype=settings.dtype)).save(folder)
+            (model or models.load(name, dtype=settings.load_dtype)).save(folder)
             path = Path(folder)
+        kept = settings.load_dtype
         theirs: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=getattr(torch, settings.dtype)
+            path, dtype="auto" if kept is None else getattr(torch, kept)
         )
     # No token ends a text. A minimum length would forbid the token, and so change the text.
     theirs.generation_config.eos_token_id = None

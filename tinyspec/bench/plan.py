@@ -85,6 +85,10 @@ def read_arms(texts: Iterable[str]) -> list[ArmSpec]:
     return list(dict.fromkeys(ArmSpec.parse(part) for part in parts))
 
 
+STORED = "stored"
+"""The dtype of a run whose weights are as the model's file has them."""
+
+
 @dataclass(frozen=True)
 class BenchSettings:
     """Everything a sample depends on, beside the code and the machine.
@@ -98,6 +102,7 @@ class BenchSettings:
                     `tokens` at most
     draft           the draft model, for arms that need one, or several as A,B; None: the one that
                     the model's card names
+    dtype           of the weights; STORED: as the file has them, quantised or not
     threads         of this process, which every arm uses; None: torch's choice
     """
 
@@ -123,6 +128,11 @@ class BenchSettings:
                 raise TinyspecError(f"{name} is {getattr(self, name)}: it must be at least {low}")
         if unknown := next((a.name for a in read_arms(self.peers) if not a.is_peer), None):
             raise TinyspecError(f"there is no peer '{unknown}': {suggest_nearest(unknown, PEERS)}")
+
+    @property
+    def load_dtype(self) -> str | None:
+        """Return the dtype that `models.load` is given."""
+        return None if self.dtype == STORED else self.dtype
 
     @property
     def arms(self) -> list[ArmSpec]:

@@ -25,7 +25,11 @@ switch = partial(option, default=True, show_default=False)
 @click.group("bench", cls=base.Group, invoke_without_command=True)
 @option("--model", "-m", default="smollm2", help="Name, folder, .gguf file or hub id.")
 @option("--draft", help="The draft model. [default: the one that the model's card names]")
-@option("--dtype", default="bfloat16", help="float32, bfloat16, float16, float64.")
+@option(
+    "--dtype",
+    default="bfloat16",
+    help="float32, bfloat16, float16, float64; stored: as the file has it, quantised or not.",
+)
 @option("--device", default="cpu", help="cpu, cuda, or cuda:0.")
 @option("--threads", type=POSITIVE, help="Threads of every arm. [default: torch's choice]")
 @option(

@@ -164,6 +164,8 @@ class Engine:
     `weights` is emptied while it is packed, so that each weight is in memory once. If packing
     fails, every weight is put back before the error is raised. `quantised` has the other matrices,
     and is emptied too.
+
+    quantised_bytes  of each of these
     """
 
     def __init__(
@@ -235,6 +237,7 @@ class Engine:
             name: wrap_matrix(matrix, shapes[name], bias_of(name))
             for name, matrix in packed.items()
         }
+        self.quantised_bytes = {name: matrix.rows.nbytes for name, matrix in quantised.items()}
         for name in list(quantised):
             ours[name] = wrap_quantised(quantised.pop(name), shapes[name], bias_of(name))
         trim_heap()

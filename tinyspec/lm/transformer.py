@@ -56,6 +56,11 @@ class Transformer:
             return self._path.weights
 
     @property
+    def quantised_bytes(self) -> Mapping[str, int]:
+        """Bytes of each matrix that is multiplied as a .gguf file has it, by its name."""
+        return self._path.quantised_bytes if isinstance(self._path, Engine) else {}
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """The type of the states between layers, and so of hidden states."""
         return self.dtype if self.engine is None else torch.float32
