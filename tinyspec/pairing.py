@@ -38,7 +38,10 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.technique import Card, Trained, find_technique, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
-"""One draft model or several, loaded or by name; None: the one that the model's own card names."""
+"""One draft model or several, loaded or by name; None: the one that the model's own card names.
+
+"quantized_draft" is the model itself in four bits: see `make_draft`.
+"""
 
 Head: TypeAlias = str | Path | None
 """The folder or the name of a trained head; None: the one that was trained for the model."""
@@ -57,19 +60,16 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """Return the draft models that a method needs or can use.
 
     These are the given ones, else what the method makes of the model itself, else those that the
-    model's own card names. Of more than the method
-    can use, the first; of fewer, the last once more. A name that was given is loaded once and kept,
-    and read again when its files have changed.
+    model's own card names. Of more than the method can use, the first; of fewer, the last once
+    more. A name that was given is loaded once and kept, and read again when its files have changed.
+    The name of a method that makes its draft stands for that draft: see `make_draft`.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
     silent = draft is None
-    if card.make_draft is not None and draft is None:
-        with _making:  # requests of a batch come here together, and share the draft
-            known = _named.setdefault(model, {})
-            if card.name not in known:
-                known[card.name] = card.make_draft(model)
-            return [known[card.name]]
+    made = make_draft(model, card.name) if draft is None else None
+    if made is not None:
+        return [made]
     if card.own_draft and draft is None:
         draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
         if draft is None:
@@ -108,12 +108,28 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
             small = named
         else:
             load = models.load if silent else models.load_once
-            small = known.get(str(named)) or load(named, device=model.device, dtype=model.dtype)
+            small = make_draft(model, named) or known.get(str(named))
+            small = small or load(named, device=model.device, dtype=model.dtype)
         check_pair(model, small)
         if not isinstance(named, Model):
             known[str(named)] = small
         loaded.append(small)
     return loaded + loaded[-1:] * (needed - len(loaded))
+
+
+def make_draft(model: Model, method: Any) -> Model | None:
+    """Return the draft model that a method makes of a model; None if no method of this name does.
+
+    It is made once, and lives as long as the model.
+    """
+    card = load_techniques().get(method) if isinstance(method, str) else None
+    if card is None or card.make_draft is None:
+        return None
+    with _making:  # requests of a batch come here together, and share the draft
+        known = _named.setdefault(model, {})
+        if card.name not in known:
+            known[card.name] = card.make_draft(model)
+        return known[card.name]
 
 
 def find_head_card(card: Card, head: Head) -> Card:

@@ -10,6 +10,7 @@ import torch
 import tinyspec
 from tests.lm.small import LLAMA, model
 from tests.zoo import tiny_zoo
+from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.digest import compute_digest
 from tinyspec.laws.traps import quantized_draft as traps
 from tinyspec.lm.quantised import quantise_matrix
@@ -50,6 +51,23 @@ def test_the_copy_is_made_once_and_goes_with_its_model() -> None:
     del target, copied
     gc.collect()
     assert lives() is None
+
+
+def test_other_methods_draft_with_the_copy_by_its_name() -> None:
+    target = model(LLAMA)
+    (copied,) = drafts_for(target, CARD, None)
+    for name in ("speculative_decoding", "auto"):
+        assert drafts_for(target, find_technique(name), "quantized_draft") == [copied], name
+    with pytest.raises(TinyspecError):
+        drafts_for(target, find_technique("auto"), "llma")  # a method that makes no draft
+
+
+def test_auto_with_the_copy_writes_what_plain_decoding_writes() -> None:
+    target = tinyspec.load("storyteller")
+    options = {"max_new_tokens": 40, "temperature": 0.0}
+    done = tinyspec.generate(target, "Once", method="auto", draft="quantized_draft", **options)
+    plain = tinyspec.generate(target, "Once", method="autoregressive", **options)
+    assert done.text == plain.text
 
 
 def test_a_draft_that_is_given_is_used() -> None:

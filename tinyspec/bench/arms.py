@@ -28,7 +28,7 @@ from tinyspec.decoding.trace import Statistics, decode, token_origins
 from tinyspec.generation import start_generation
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.pairing import Draft
+from tinyspec.pairing import Draft, make_draft
 from tinyspec.technique import Request, find_technique
 
 Clock = Callable[[], float]
@@ -270,7 +270,9 @@ def load_arm_models(
     if not wanted or not names:
         return model, None
     return model, [
-        models.load(name, device=settings.device, dtype=settings.load_dtype) for name in names
+        make_draft(model, name)
+        or models.load(name, device=settings.device, dtype=settings.load_dtype)
+        for name in names
     ]
 
 

@@ -197,7 +197,8 @@ def list_option(*names: str, **more: Any) -> Callable[[F], F]:
 draft_option = list_option(
     "--draft",
     metavar="NAME[,NAME...]",
-    help="The draft model, or several. [default: the one that the model's card names]",
+    help="The draft model, or several; quantized_draft: the model in four bits. "
+    "[default: the one that the model's card names]",
 )
 head_option = list_option(
     "--head",
@@ -293,6 +294,7 @@ def load_all(
 ) -> tuple[Any, list[Any] | None]:
     """Return the model, and its draft models where one of the methods needs or can use one."""
     import tinyspec
+    from tinyspec.pairing import make_draft
     from tinyspec.technique import find_technique
 
     cards = [find_technique(method) for method in methods]  # before anything is loaded
@@ -301,7 +303,10 @@ def load_all(
     if needed and not draft and not any(card.has_own_draft for card in cards):
         named = target.config.extra.get("draft") or []
         draft = [named] if isinstance(named, str) else named
-    return target, [tinyspec.load(name, device=device, dtype=dtype) for name in draft] or None
+    return target, [
+        make_draft(target, name) or tinyspec.load(name, device=device, dtype=dtype)
+        for name in draft
+    ] or None
 
 
 # ---------------------------------------------------------------------- showing

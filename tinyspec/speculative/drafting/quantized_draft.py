@@ -18,6 +18,8 @@ if all draft tokens are accepted, and nothing but reading weights takes time, th
 With 4.5 bits in place of 16, c is 0.28 and the speed-up below 3.6. From weights of 8.5 bits it is
 below 1.9, and from weights of 4.5 bits nothing is gained.
 
+Other methods draft with the copy where `draft` is "quantized_draft". So `auto` may choose it.
+
 Guarantee: EXACT. The copy declares the distribution that it samples from.
 Pitfall: draft tokens that are kept without verification, because the copy is nearly the target; one
 scale for a whole row, which an outlier spoils.
