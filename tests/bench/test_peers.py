@@ -189,7 +189,9 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind
         BenchSettings(model="random", dtype="float32"),
         Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 12),
     )
-    (arm,) = peers.make_peer_arms([ArmSpec("llama.cpp", (("weights", kind),))], settings, m, 32)
+    (arm,) = peers.make_peer_arms(
+        [ArmSpec("llama.cpp", (("weights", kind), ("repack", False)))], settings, m, 32
+    )
     made = arm.run(job, 0, time.perf_counter)
     check_token_balance(made, job, arm.label)
     assert made.calls == 12

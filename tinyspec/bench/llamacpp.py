@@ -3,6 +3,7 @@
     llama.cpp                  weights in the run's dtype
     llama.cpp:weights=q8_0     or float32, bfloat16
     llama.cpp:weights=stored   the model's own .gguf file
+    llama.cpp:repack=false     weights keep their layout; 0.3.36 crashes on AMX units otherwise
 
 The weights are written as a .gguf file for the run. Only the C interface is used: ids in, one
 forward pass, its own sampler, id out. Python does nothing else between two tokens.
@@ -24,6 +25,7 @@ from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm import checkpoint, gguf_export
 from tinyspec.lm.model import Model
 
+KNOBS = ("weights", "repack")
 BATCH = 512  # tokens of a prompt that it reads together
 _log_callback: list[Any] = []  # C calls it instead of writing a log, so it must not be freed
 
@@ -56,9 +58,9 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
     """
     load_library()
     knobs = dict(spec.knobs)
-    if strange := next((name for name in knobs if name != "weights"), None):
+    if strange := next((name for name in knobs if name not in KNOBS), None):
         raise TinyspecError(
-            f"{spec.name} has no knob '{strange}': {suggest_nearest(strange, ['weights'])}"
+            f"{spec.name} has no knob '{strange}': {suggest_nearest(strange, KNOBS)}"
         )
     if model.device.type != "cpu":
         raise TinyspecError(
@@ -92,10 +94,15 @@ class LlamaCppArm:
         self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int, sequences: int = 1
     ):
         self.label, self.lib = spec.label, load_library()
-        self.knobs: Mapping[str, Any] = {"weights": settings.dtype, **dict(spec.knobs)}
+        self.knobs: Mapping[str, Any] = {
+            "weights": settings.dtype,
+            "repack": True,
+            **dict(spec.knobs),
+        }
         self.sampling = settings.temperature, settings.top_p
         how = self.lib.llama_model_default_params()
         how.use_mmap, how.n_gpu_layers = False, 0
+        how.use_extra_bufts = bool(self.knobs["repack"])
         self.model = self.lib.llama_model_load_from_file(str(path).encode(), how)
         if not self.model:
             raise TinyspecError(
