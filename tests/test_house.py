@@ -154,7 +154,7 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3599,
+    "root + show": 3606,
     "_core": 957,
     "lm": 6088,
     "decoding": 2012,
@@ -162,10 +162,10 @@ CODE_LINES = {
     "laws": 19714,
     "museum": 3705,
     "training": 3372,
-    "bench": 9502,
+    "bench": 9510,
     "grade": 4400,
     "serve": 943,
-    "cli": 2810,
+    "cli": 2815,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

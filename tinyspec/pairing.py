@@ -108,8 +108,8 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
             small = named
         else:
             load = models.load if silent else models.load_once
-            small = make_draft(model, named) or known.get(str(named))
-            small = small or load(named, device=model.device, dtype=model.dtype)
+            found = make_draft(model, named) or known.get(str(named))
+            small = found or load(named, device=model.device, dtype=model.dtype)
         check_pair(model, small)
         if not isinstance(named, Model):
             known[str(named)] = small
