@@ -67,9 +67,8 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     if card.drafts == 0 and not card.optional_draft:
         return []
     silent = draft is None
-    made = make_draft(model, card.name) if draft is None else None
-    if made is not None:
-        return [made]
+    if draft is None and card.make_draft is not None:
+        draft = card.name
     if card.own_draft and draft is None:
         draft = next(iter(models.find_drafts_of(model.name, card.name)), None)
         if draft is None:

@@ -3,7 +3,9 @@
     llama.cpp                  weights in the run's dtype
     llama.cpp:weights=q8_0     or float32, bfloat16
     llama.cpp:weights=stored   the model's own .gguf file
-    llama.cpp:repack=false     weights keep their layout; 0.3.36 crashes on AMX units otherwise
+    llama.cpp:repack=false     weights keep the layout of their file
+
+With quantised weights, 0.3.36 crashed where it repacked them, on a machine with AMX units.
 
 The weights are written as a .gguf file for the run. Only the C interface is used: ids in, one
 forward pass, its own sampler, id out. Python does nothing else between two tokens.

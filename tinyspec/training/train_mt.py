@@ -75,8 +75,7 @@ def train_mt(
     parent = load_named_model(plan, plan.finetune or plan.start, *folders)
     counted = count_in_pairs(plan, usable)
     model = initial_model(plan, tokenizer, parent or teacher, run.device, counted)
-    near = teacher and teacher.to(run.device)
-    task = make_task(plan, usable, valid, near)
+    task = make_task(plan, usable, valid, teacher and teacher.to(run.device))
     is_mixed = plan.trained is None or not plan.trained.float32
     run.print(
         f"{len(task.pairs):,} pairs; "
