@@ -1,13 +1,16 @@
 """Compute the figures and tables of the page of results. Its prose is in `results.md.jinja`."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
 
 from tinyspec.bench.book import Sample
 from tinyspec.bench.experiments.dialects import describe_dialects
+from tinyspec.bench.experiments.distillspec import tabulate_grid
+from tinyspec.bench.experiments.exits import tabulate_exits
 from tinyspec.bench.experiments.heads import count_paying_sizes, tabulate_heads
 from tinyspec.bench.experiments.long_context import list_budget_rows
+from tinyspec.bench.experiments.mpee import tabulate_mpee
 from tinyspec.bench.experiments.osd import COLUMNS
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
@@ -167,9 +170,18 @@ def tabulate_learning(result: Result) -> str:
     return write_table(COLUMNS[:4], result["figures"], "prompts")
 
 
-def tabulate_yields(result: Result) -> str:
-    """Return what each trained head yields, depth by depth."""
-    return "\n\n".join(grid.to_markdown() for grid in tabulate_heads(result))
+def tabulate_all(kind: str, result: Result, tables: int | None = None) -> str:
+    """Return the tables of an experiment's page, or so many of them, the first ones."""
+    grids = TABLES[kind](dict(result))[:tables]
+    return join_blocks(grid.to_markdown() for grid in grids)
+
+
+TABLES: Mapping[str, Callable[[dict[str, Any]], list[Grid]]] = {
+    "distillspec": tabulate_grid,
+    "exits": tabulate_exits,
+    "heads": tabulate_heads,
+    "mpee": tabulate_mpee,
+}
 
 
 def list_paying_sizes(result: Result) -> str:
@@ -195,11 +207,14 @@ def tabulate_reported(chat: Result, tales: Result) -> str:
     return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
 
 
-def list_unmeasured(chapters: Sequence[Result], others: Sequence[Result]) -> list[str]:
-    """Return the methods that have no row in these results, nor on another page.
+def list_unmeasured(
+    chapters: Sequence[Result], others: Sequence[Result], pages: Iterable[str] = ()
+) -> list[str]:
+    """Return the methods that have no row in these results, nor a page of their own.
 
     chapters  results of `tinyspec bench --chapter`
     others    results whose labels begin with a method: "free 0.5", "sat, K 4"
+    pages     names of all results
     """
     labels = [label for of in chapters for label in list_speedups(of)]
     labels += [label.partition(" ")[0].rstrip(",") for of in others for label in of["figures"]]
@@ -208,12 +223,12 @@ def list_unmeasured(chapters: Sequence[Result], others: Sequence[Result]) -> lis
         f"`{name}`"
         for name, card in load_techniques().items()
         if card.kind not in ("analysis", "policy")
-        and name not in {PLAIN, *rows, *MEASURED_ELSEWHERE}
+        and name not in {PLAIN, *rows, *OTHER_LABELS, *pages}
     ]
 
 
-MEASURED_ELSEWHERE = ("calm", "layerskip", "kangaroo", "ppd", "jacobi")
-"""Methods that another page measures, or that have other labels there (calm)."""
+OTHER_LABELS = ("calm", "kangaroo", "jacobi")
+"""Methods that have other labels on the pages that measure them (sweeps: jacobi, heads: kangaroo)."""
 
 
 def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:

@@ -31,7 +31,9 @@ QUOTED = (
     "laws_seeds_trees",
 )  # fmt: skip
 """The results that the page quotes."""
-OPTIONAL = ("long_context", "heads", "heads-sizes", "osd")
+OPTIONAL = (
+    "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
+)  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
     "peer-torch",
@@ -46,9 +48,11 @@ UNTIMED = (
 
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
-    "long_context", "heads", "osd", "serve", "batches", "clients",
+    "long_context", "heads", "osd", "distillspec", "mpee", "serve", "batches", "clients",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
+LABELLED = ("exits", "exits-translator", "translation")
+"""Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)
 """The pages that a script in tests writes, from another program's run. They have no result here."""
 
@@ -120,6 +124,8 @@ def write_readme(folder: Path) -> str:
         **{name.replace("-", "_"): result for name, result in results.items()},
         claims=_tabulate_claims(results, "../"),
         machines=describe_machines(timed),
+        labelled=[results[name] for name in LABELLED if name in results],
+        names=list(results),
         questions=list_headings(),
         share=answers.GOOD_AGREEMENT,
     )
