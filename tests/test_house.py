@@ -162,7 +162,7 @@ CODE_LINES = {
     "laws": 19714,
     "museum": 3705,
     "training": 3371,
-    "bench": 9510,
+    "bench": 9540,
     "grade": 4400,
     "serve": 943,
     "cli": 2815,

@@ -1,5 +1,6 @@
 """auto with a trained head: exact, its states only when it drafts, and a head that pays or not."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -351,6 +352,16 @@ def test_heads_that_auto_cannot_use_are_named_in_one_line(big: str, tmp_path: Pa
             tinyspec.generate(model, "the cat", method="auto", head=wrong)
     said = failed(run("generate", "--model", big, "--method", "llma", "--head", head, "a"))
     assert "a head for bita, not for llma" in said
+
+
+def test_the_benchmark_gives_an_arm_its_head(big: str, tmp_path: Path) -> None:
+    arm, out = f"medusa:head={save_random_head(big, 'medusa', tmp_path / 'own')}", tmp_path / "r"
+    told = ("bench", "--model", big, "--tasks", "edits:1", "--tokens", "8", "--rounds", "1")
+    told += ("--quiet", "--no-curve", "--no-memory", "--out", str(out))
+    ran = run(*told, "--methods", arm, "--markdown", str(tmp_path / "page.md"))
+    assert ran.exit_code == 0, ran.output
+    assert json.loads(out.read_text())["figures"]["overall"][arm]["nodes_per_token"] > 0
+    assert "llma uses no trained head" in failed(run(*told, "--methods", "llma:head=any"))
 
 
 def test_the_card_says_that_a_head_may_be_given() -> None:

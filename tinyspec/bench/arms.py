@@ -291,7 +291,7 @@ def make_technique_arms(settings: BenchSettings, model: Model, draft: Draft) -> 
     """Return our arms, plain decoding first. A wrong knob is reported now."""
     specs = [spec for spec in settings.arms if not spec.is_peer]
     for spec in specs:
-        find_technique(spec.name).settings(dict(spec.knobs))
+        find_technique(spec.name).settings(spec.card_knobs)
     return [TechniqueArm(spec, model, settings, draft) for spec in specs]
 
 

@@ -19,10 +19,22 @@ GROWING = ("rounds",)  # settings that a resumed run may enlarge: they add sampl
 
 @dataclass(frozen=True)
 class ArmSpec:
-    """An arm by name, with its knobs in the order given."""
+    """An arm by name, with its knobs in the order given.
+
+    One name among them is no knob of a card: `head=FOLDER`, the trained head that it uses.
+    """
 
     name: str
     knobs: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def card_knobs(self) -> dict[str, Any]:
+        """Return the knobs without the head.
+
+        >>> ArmSpec.parse("auto:reach=4:head=smollm2-eagle").card_knobs
+        {'reach': 4}
+        """
+        return {name: value for name, value in self.knobs if name != "head"}
 
     @property
     def label(self) -> str:

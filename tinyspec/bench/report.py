@@ -331,7 +331,7 @@ def list_unusual_knobs(result: Mapping[str, Any]) -> list[str]:
     found = []
     for label, knobs in result.get("knobs", {}).items():
         spec = ArmSpec.parse(label)
-        if not spec.is_peer and (shown := describe_knobs(spec.name, knobs, dict(spec.knobs))):
+        if not spec.is_peer and (shown := describe_knobs(spec.name, knobs, spec.card_knobs)):
             found.append(f"{label} {shown}")
     return [f"knobs that differ from the card's default: {'; '.join(found)}"] if found else []
 
@@ -365,7 +365,7 @@ def list_lossy_arms(labels: Sequence[str]) -> list[str]:
         card = find_technique(spec.name)
         if card.has_own_target:
             lines.append(f"{label}: keeps {card.keeps}, so its text may be another")
-        elif card.promise(**dict(spec.knobs)) in (Guarantee.LOSSY, Guarantee.APPROX):
+        elif card.promise(**spec.card_knobs) in (Guarantee.LOSSY, Guarantee.APPROX):
             lines.append(f"{label}: lossy at these settings, so its text may be another")
     return lines
 

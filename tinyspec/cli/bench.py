@@ -37,8 +37,8 @@ switch = partial(option, default=True, show_default=False)
     multiple=True,
     default=("llma",),
     metavar="LIST",
-    help="NAME or NAME:knob=value:knob=value, with commas between; plain decoding always takes "
-    "part.",
+    help="NAME or NAME:knob=value:knob=value, with commas between; head=FOLDER gives a trained "
+    "head. Plain decoding always takes part.",
 )
 @option("--chapter", help="All techniques of a chapter that this model can run, in tables by task.")
 @option(
