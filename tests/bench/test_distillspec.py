@@ -40,6 +40,7 @@ def test_every_pair_has_a_draft_that_is_trained_once(
     }
     alphas = [cell["alpha"] for row in found.values() for cell in row.values()]
     assert all(0 < alpha < 1 for alpha in alphas) and len(set(alphas)) > 1
+    assert {cell["steps"] for row in found.values() for cell in row.values()} == {3}
     assert "highest acceptance rate" in done.stdout and "| target |" in page.read_text()
     for name in ("target-kl", "target-tv", "mix-kl", "mix-tv"):
         config = json.loads((tmp_path / "drafts" / name / "config.json").read_text())

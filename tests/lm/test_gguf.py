@@ -249,6 +249,18 @@ def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path
     assert isinstance(checkpoint.read_checkpoint(folder, quantised=True).weights, dict)
 
 
+def test_a_folder_may_hold_the_quantised_weights_alone(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    write(file, CONFIG, Quant.Q4_1)
+    whole = models.load(file, dtype="bfloat16")
+    checkpoint.write_checkpoint(folder, CONFIG, dict(whole.weights), quantised=file)
+    (folder / "model.safetensors").unlink()
+    for dtype in (None, "float32", "bfloat16"):
+        found = models.load(folder, dtype=dtype)
+        for name, weight in whole.weights.items():
+            assert torch.equal(found.weights[name].bfloat16(), weight), (dtype, name)
+
+
 def test_what_is_saved_over_quantised_weights_counts(tmp_path):
     folder, file = tmp_path / "folder", tmp_path / "file.gguf"
     write(file, CONFIG, Quant.Q4_1)

@@ -129,10 +129,10 @@ def read_checkpoint(
         raise TinyspecError(
             f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
         )
-    if quantised and (path / QUANTISED).is_file():
-        mark = read_checkpoint_config(path).extra.get(MARK)
-        if mark is not None and mark == hash_file(path / QUANTISED):
-            return _read_quantised_folder(path)
+    if (path / QUANTISED).is_file():
+        alone = not any((path / name).is_file() for name in ("model.safetensors", _INDEX))
+        if alone or (quantised and _has_marked(path)):
+            return _read_quantised_folder(path, quantised)
     return read_checkpoint_folder(path, path.resolve().name, dtype, find)
 
 
@@ -145,14 +145,17 @@ def _read_gguf_file(path: Path, quantised: bool) -> Checkpoint:
     return Checkpoint(config, found, tokenizer, name=path.stem)
 
 
-def _read_quantised_folder(folder: Path) -> Checkpoint:
-    """Read the weights of a folder from its .gguf file, of which the others are the expansion.
+def _has_marked(folder: Path) -> bool:
+    """Return whether the config names this .gguf file by its hash: it was written with the rest."""
+    mark = read_checkpoint_config(folder).extra.get(MARK)
+    return mark is not None and mark == hash_file(folder / QUANTISED)
 
-    The config names the file by its hash, so that it was written with the others.
-    """
+
+def _read_quantised_folder(folder: Path, quantised: bool) -> Checkpoint:
+    """Read the weights of a folder from its .gguf file, of which any others are the expansion."""
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     config = _with_tokens(read_checkpoint_config(folder), folder, tokenizer)
-    own = _read_gguf_file(folder / QUANTISED, quantised=True)
+    own = _read_gguf_file(folder / QUANTISED, quantised)
     if own.config.shapes() != config.shapes():
         raise TinyspecError(f"{folder / QUANTISED}: another model than config.json describes")
     return Checkpoint(config, own.weights, tokenizer, folder.resolve().name, read_extras(folder))
