@@ -3,16 +3,19 @@
 Its tokenizer splits texts as the original does.
 """
 
+import json
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from gguf import GGMLQuantizationType as Quant
-from gguf import GGUFReader, GGUFWriter
+from gguf import GGUFEndian, GGUFReader, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize, quantize
 from hypothesis import Phase, given, settings
@@ -259,6 +262,89 @@ def test_a_folder_may_hold_the_quantised_weights_alone(tmp_path):
         found = models.load(folder, dtype=dtype)
         for name, weight in whole.weights.items():
             assert torch.equal(found.weights[name].bfloat16(), weight), (dtype, name)
+
+
+def test_a_lone_gguf_must_be_of_the_model_that_the_config_describes(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    write(file, CONFIG, Quant.Q4_1)
+    whole = models.load(file, dtype="bfloat16")
+    checkpoint.write_checkpoint(folder, CONFIG, dict(whole.weights), quantised=file)
+    (folder / "model.safetensors").unlink()
+    values = json.loads((folder / "config.json").read_text())
+    other_heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    for change in ({"rope_theta": 500.0}, {"rms_norm_eps": 0.1}, other_heads):
+        (folder / "config.json").write_text(json.dumps(values | change))
+        with pytest.raises(TinyspecError, match="another model than"):
+            models.load(folder)
+
+
+def test_weights_that_another_program_saved_count(tmp_path):
+    """transformers keeps what config.json says of the .gguf file, whatever weights it saves."""
+    folder, file = tmp_path / "folder", tmp_path / "file.gguf"
+    write(file, CONFIG, Quant.Q4_1)
+    whole = models.load(file, dtype="bfloat16")
+    checkpoint.write_checkpoint(folder, CONFIG, dict(whole.weights), quantised=file)
+    assert models.load(folder).quantised_bytes
+    theirs = safetensors.torch.load_file(folder / "model.safetensors")
+    changed = {name: 2 * tensor for name, tensor in theirs.items()}
+    safetensors.torch.save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+    found = models.load(folder)
+    assert not found.quantised_bytes
+    assert torch.equal(found.weights["embed"], 2 * whole.weights["embed"])
+
+
+def test_a_folder_may_be_named_like_a_file(tmp_path):
+    folder, file = tmp_path / "folder.gguf", tmp_path / "file.gguf"
+    write(file, CONFIG, Quant.Q4_1)
+    weights = dict(models.load(file, dtype="bfloat16").weights)
+    checkpoint.write_checkpoint(folder, CONFIG, weights, quantised=file)
+    assert models.load(folder).config.d_model == CONFIG.d_model
+
+
+def place_tensor(file: Path, name: str, offset: int) -> None:
+    """Let a two-dimensional tensor of a .gguf begin at another byte of the data."""
+    data = bytearray(file.read_bytes())
+    at = data.index(name.encode()) + len(name) + 4 + 16 + 4
+    data[at : at + 8] = offset.to_bytes(8, "little")
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("offset", [0, 32, 2**63, 2**64 - 64])
+def test_a_tensor_begins_where_the_one_before_it_ends(tmp_path, offset, recwarn):
+    write(tmp_path / "m.gguf", CONFIG, Quant.Q8_0)
+    place_tensor(tmp_path / "m.gguf", "blk.1.attn_q.weight", offset)
+    with pytest.raises(TinyspecError, match="damaged"):
+        models.load(tmp_path / "m.gguf")
+    assert not recwarn
+
+
+def test_the_other_byte_order_is_named(tmp_path, monkeypatch):
+    big = partial(GGUFWriter, endianess=GGUFEndian.BIG)
+    monkeypatch.setitem(globals(), "GGUFWriter", big)
+    write(tmp_path / "m.gguf", CONFIG, Quant.F32)
+    with pytest.raises(TinyspecError, match="other byte order"):
+        models.load(tmp_path / "m.gguf")
+
+
+def test_a_rope_factor_without_a_type_is_linear(tmp_path):
+    factor: dict[str, Any] = {"llama.rope.scaling.factor": 4.0}
+    write(tmp_path / "m.gguf", CONFIG, Quant.F32, **factor)
+    found = checkpoint.read_checkpoint(tmp_path / "m.gguf").config
+    assert torch.allclose(rotary_frequencies(found) * 4, rotary_frequencies(CONFIG))
+
+
+@pytest.mark.parametrize("key", ["rope.scale_linear", "rope.scaling.attn_factor"])
+def test_what_is_not_computed_here_is_named(tmp_path, key):
+    write(tmp_path / "m.gguf", CONFIG, Quant.F32, **{f"llama.{key}": 2.0})
+    with pytest.raises(TinyspecError, match=key):
+        models.load(tmp_path / "m.gguf")
+
+
+def test_a_file_of_which_nothing_stays_quantised_keeps_its_floats(tmp_path):
+    """attn_v is one of three tensors that are one matrix here, and the others are floats."""
+    write(tmp_path / "m.gguf", CONFIG, {"attn_v": Quant.Q8_0, "": Quant.F32})
+    found = models.load(tmp_path / "m.gguf")
+    assert found.dtype == torch.float32 and not found.quantised_bytes
 
 
 def test_what_is_saved_over_quantised_weights_counts(tmp_path):

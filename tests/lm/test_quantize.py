@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.lm.small import LLAMA, model
+from tests.lm.small import GPT2, LLAMA, model
 from tests.zoo import failed, run
 from tinyspec import models
 from tinyspec.cli.models import QUANTISED_KINDS
+from tinyspec.errors import TinyspecError
 from tinyspec.lm import checkpoint
 from tinyspec.lm.gguf_export import quantise_model
 from tinyspec.lm.quantised import SCALE_BYTES, QuantisedWeights, quantise_matrix
@@ -57,3 +58,25 @@ def test_what_cannot_be_quantised_is_one_line_and_writes_nothing(tmp_path: Path)
     said = failed(run("quantize", str(tmp_path / "odd"), "--to", "q4_0", "--out", str(out)))
     assert "works on blocks of 32" in said and not out.exists()
     assert "q5_0" in failed(run("quantize", "storyteller", "--to", "q5_0", "--out", str(out)))
+
+
+def test_weights_beyond_the_scales_are_named(tmp_path: Path) -> None:
+    big = model(WIDE, 0)
+    big.weights["0.up.weight"][0, 0] = 3e7
+    big.save(tmp_path / "big")
+    out = tmp_path / "out"
+    said = failed(run("quantize", str(tmp_path / "big"), "--to", "q8_0", "--out", str(out)))
+    assert "numbers that q8_0 cannot hold" in said and not out.exists()
+
+
+def test_learned_positions_stay_as_they_are(tmp_path: Path) -> None:
+    """As in llama.cpp: they are looked up, never multiplied."""
+    before = model(replace(GPT2, d_model=64, head_dim=16, d_ff=96), 3)
+    kept = quantise_model(before, "q4_0", tmp_path / "small")
+    assert torch.equal(kept.weights["positions"], before.weights["positions"].bfloat16())
+
+
+def test_a_place_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TinyspecError, match="cannot be written"):
+        quantise_model(model(WIDE, 0), "q8_0", tmp_path / "file" / "out")

@@ -78,8 +78,10 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
 def find_own_file(model: str) -> Path:
     """Return the .gguf file that a model is, or has in its folder. Raises TinyspecError if none."""
     path = models.find_model(model)
-    found = path if path is None or path.suffix == ".gguf" else path / checkpoint.QUANTISED
-    if found is None or not found.is_file():
+    found = path
+    if path is not None and path.is_dir():
+        found = checkpoint.find_quantised_file(path)
+    if found is None:
         raise TinyspecError(
             f"{model} has no .gguf file of its own: take llama.cpp:weights=bfloat16, or q8_0"
         )

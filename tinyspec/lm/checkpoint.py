@@ -7,6 +7,7 @@ it is absent, if tokenizer.json's own post-processor puts BOS before an empty te
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -26,6 +27,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm import borrowed, families
 from tinyspec.lm.config import Config
 from tinyspec.lm.families import from_hf, to_hf, token_ids
+from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.quantised import QuantisedMatrix, QuantisedWeights
 from tinyspec.lm.tokenizer import Tokenizer
 
@@ -33,8 +35,11 @@ from tinyspec.lm.tokenizer import Tokenizer
 @contextmanager
 def write_atomically(target: Path) -> Iterator[Path]:
     """Yield a folder to write into. At the end of the block its files are moved to `target`."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise TinyspecError(f"{target}: cannot be written ({error})") from error
     try:
         yield work
         _make_readable(work)
@@ -117,7 +122,7 @@ def read_checkpoint(
         return read_checkpoint_folder(
             hub.fetch_snapshot(name_or_path, progress), name_or_path, dtype, find
         )
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and (path.is_file() or not path.exists()):  # no folder, no pipe
         return _read_gguf_file(path, quantised)
     if path.is_file() and path.suffix in {pattern[1:] for pattern in _PICKLES}:
         raise TinyspecError(f"{path}: {_CONVERT}")
@@ -129,10 +134,8 @@ def read_checkpoint(
         raise TinyspecError(
             f"{path}: no such checkpoint; expected a folder with config.json, or a .gguf file"
         )
-    if (path / QUANTISED).is_file():
-        alone = not any((path / name).is_file() for name in ("model.safetensors", _INDEX))
-        if alone or (quantised and _has_marked(path)):
-            return _read_quantised_folder(path, quantised)
+    if _is_quantised_alone(path) or (quantised and find_quantised_file(path)):
+        return _read_quantised_folder(path, quantised)
     return read_checkpoint_folder(path, path.resolve().name, dtype, find)
 
 
@@ -145,10 +148,38 @@ def _read_gguf_file(path: Path, quantised: bool) -> Checkpoint:
     return Checkpoint(config, found, tokenizer, name=path.stem)
 
 
-def _has_marked(folder: Path) -> bool:
-    """Return whether the config names this .gguf file by its hash: it was written with the rest."""
+def find_quantised_file(folder: Path) -> Path | None:
+    """Return the .gguf file that has a folder's weights; None: there is none.
+
+    Where safetensors lie beside it, the config names both files by their hashes: they were written
+    together. A program that saves other weights into the folder keeps what config.json says.
+    """
+    file = folder / QUANTISED
+    if not file.is_file() or _is_quantised_alone(folder):
+        return file if file.is_file() else None
     mark = read_checkpoint_config(folder).extra.get(MARK)
-    return mark is not None and mark == hash_file(folder / QUANTISED)
+    files = file, folder / "model.safetensors"
+    if not isinstance(mark, list) or not files[1].is_file():
+        return None
+    return file if mark == [hash_file(one) for one in files] else None
+
+
+def _is_quantised_alone(folder: Path) -> bool:
+    """Return whether a folder has its weights in a .gguf file and nowhere else."""
+    others = (folder / name for name in ("model.safetensors", _INDEX))
+    return (folder / QUANTISED).is_file() and not any(other.is_file() for other in others)
+
+
+def _describe_same_model(one: Config, other: Config) -> bool:
+    """Return whether two configs describe one computation, up to the float32 of a .gguf file."""
+    first, second = (
+        (c.n_layers, c.n_heads, c.n_kv_heads, c.head_dim, c.norm, c.positions) for c in (one, other)
+    )
+    if first != second or not math.isclose(one.norm_eps, other.norm_eps, rel_tol=1e-6):
+        return False
+    if one.positions != "rope":
+        return True
+    return torch.allclose(rotary_frequencies(one), rotary_frequencies(other), rtol=1e-5)
 
 
 def _read_quantised_folder(folder: Path, quantised: bool) -> Checkpoint:
@@ -156,8 +187,13 @@ def _read_quantised_folder(folder: Path, quantised: bool) -> Checkpoint:
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").is_file() else None
     config = _with_tokens(read_checkpoint_config(folder), folder, tokenizer)
     own = _read_gguf_file(folder / QUANTISED, quantised)
-    if own.config.shapes() != config.shapes():
+    is_same = own.config.shapes() == config.shapes()
+    if _is_quantised_alone(folder):  # else the file's weights are those of the safetensors
+        is_same = is_same and _describe_same_model(own.config, config)
+    if not is_same:
         raise TinyspecError(f"{folder / QUANTISED}: another model than config.json describes")
+    if tokenizer is None:
+        tokenizer = own.tokenizer
     return Checkpoint(config, own.weights, tokenizer, folder.resolve().name, read_extras(folder))
 
 
@@ -370,17 +406,17 @@ def write_checkpoint(
     """
     target = Path(folder)
     extra = {name: value for name, value in config.extra.items() if name != MARK}
-    if quantised is not None:
-        extra[MARK] = hash_file(quantised)
     config = borrowed.add_checksum(replace(config, extra=extra), weights)
     theirs = borrowed.drop_shared_weights(config, families.to_checkpoint(config, weights))
     dtype = str(weights["embed"].dtype)[len("torch.") :]
     values = to_hf(config, dtype)
     generation = {"bos_token_id": values["bos_token_id"], "eos_token_id": values["eos_token_id"]}
     with write_atomically(target) as work:
+        safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
         if quantised is not None:
             shutil.copy(quantised, work / QUANTISED)
-        safetensors.torch.save_file(theirs, work / "model.safetensors", metadata={"format": "pt"})
+            files = work / QUANTISED, work / "model.safetensors"
+            values["tinyspec"] = {**config.extra, MARK: [hash_file(file) for file in files]}
         for name, content in (("config.json", values), ("generation_config.json", generation)):
             (work / name).write_text(
                 json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

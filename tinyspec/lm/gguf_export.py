@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,14 +45,22 @@ def write_gguf(path: Path, model: Model, kind: str) -> None:
         parts = torch.split(model.weights[ours].detach().cpu().float(), list(source.rows))
         for name, part in zip(source.names, parts, strict=True):
             numbers = _permute_if_llama(part, c, name).contiguous().numpy()
-            if numbers.ndim == 1 or wanted == GGMLQuantizationType.F32:
+            stays = ours == "positions" and kind in QUANTISED_KINDS  # as llama.cpp has it
+            if numbers.ndim == 1 or stays or wanted == GGMLQuantizationType.F32:
                 writer.add_tensor(name, numbers)
                 continue
             if kind in QUANTISED_KINDS and numbers.shape[1] % GROUP:
                 raise TinyspecError(
                     f"{kind} works on blocks of {GROUP}, and {name} has rows of {numbers.shape[1]}"
                 )
-            writer.add_tensor(name, quantize(numbers, wanted), raw_dtype=wanted)
+            with np.errstate(over="ignore"):
+                rows = quantize(numbers, wanted)
+            is_lossy = kind in QUANTISED_KINDS
+            if is_lossy and not np.isfinite(QuantisedMatrix(wanted.name, rows).scales()).all():
+                raise TinyspecError(
+                    f"{name} has numbers that {kind} cannot hold: its scales are float16"
+                )
+            writer.add_tensor(name, rows, raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -72,14 +81,17 @@ def quantise_model(model: Model, kind: str, folder: Path) -> Checkpoint:
         raise TinyspecError(
             f"{model.name} repeats layers or borrows embeddings, which no .gguf file describes"
         )
-    with tempfile.TemporaryDirectory() as work:
-        file = Path(work) / "model.gguf"
-        write_gguf(file, model, kind)
-        matrices = dict[str, QuantisedMatrix]()
-        _, plain, _ = read_gguf(file, None, matrices)
-        weights = QuantisedWeights(matrices, plain)
-        tokenizer = model.tokenizer if model.has_tokenizer else None
-        write_checkpoint(folder, model.config, dict(weights), tokenizer, quantised=file)
+    try:
+        with tempfile.TemporaryDirectory() as work:
+            file = Path(work) / "model.gguf"
+            write_gguf(file, model, kind)
+            matrices = dict[str, QuantisedMatrix]()
+            _, plain, _ = read_gguf(file, None, matrices)
+            weights = QuantisedWeights(matrices, plain)
+            tokenizer = model.tokenizer if model.has_tokenizer else None
+            write_checkpoint(folder, model.config, dict(weights), tokenizer, quantised=file)
+    except OSError as error:
+        raise TinyspecError(f"{folder}: cannot be written ({error})") from error
     return read_checkpoint(folder, quantised=True)
 
 

@@ -5,7 +5,7 @@ file translates the names, undoes the permutation of LLaMA's queries and keys, a
 scaling, of which a .gguf file keeps only the resulting frequencies.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,11 @@ from tinyspec.lm.tokenizer import Tokenizer, catch_panics
 _KNOWN = ("llama", "qwen2", "qwen3", "gpt2")
 FLOAT_KINDS = ("F32", "F16", "BF16", "F64")
 _ROPE_FACTORS = "rope_freqs.weight"
+_UNCHANGED = {  # what others compute and we do not, with the value that changes nothing
+    "rope.scale_linear": 1.0,
+    "rope.scaling.attn_factor": 1.0,
+    "attention.causal": True,
+}
 
 
 def read_gguf(
@@ -45,9 +50,18 @@ def read_gguf(
     is not computed here.
     """
     try:
-        reader = _open_reader(path)
+        with np.errstate(all="ignore"):  # a damaged offset overflows: `_check_layout` says so
+            reader = _open_reader(path)
+        if reader.byte_order != "I":
+            raise TinyspecError(
+                f"{path}: its numbers have the other byte order than this machine's; "
+                "convert it with gguf-convert-endian"
+            )
+        _check_layout(reader)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         tensors = {t.name: t for t in reader.tensors}
+    except TinyspecError:
+        raise
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such file") from None
     except Exception as error:  # the reader trusts its input: a damaged file fails anywhere
@@ -73,20 +87,21 @@ def read_gguf(
         _unpermute_all(config, theirs)
         _unpermute_all(config, rows)
 
-    packs = any(
-        len(tensor.shape) == 2 and tensor.tensor_type.name in SCALE_BYTES
-        for tensor in read_here.values()
-    )
-    if not packs:
+    shapes = config.shapes()
+
+    def packs(ours: str, names: Collection[str]) -> bool:
+        kinds = {tensors[name].tensor_type.name for name in names if name in tensors}
+        is_matrix = len(shapes[ours]) == 2 and ours != "positions"
+        return is_matrix and len(kinds) == 1 and kinds <= SCALE_BYTES.keys()
+
+    sources = families.weight_sources(config, gguf=True)
+    if not any(packs(ours, source.names) for ours, source in sources.items()):
         matrices = None
 
     def keep(ours: str, due: Mapping[str, tuple[int, ...]]) -> bool:
+        if matrices is None or not packs(ours, due):
+            return False
         kinds = {tensors[name].tensor_type.name for name in due}
-        is_matrix = all(len(shape) == 2 for shape in due.values()) and ours != "positions"
-        if matrices is None or not is_matrix:
-            return False
-        if len(kinds) > 1 or not kinds <= SCALE_BYTES.keys():
-            return False
         for name, shape in due.items():
             found = tuple(int(n) for n in reversed(tensors[name].shape))
             families.check_shape(found, shape, f"{path}: {name}")
@@ -133,6 +148,21 @@ def _open_reader(path: Path) -> Any:
             return found
 
     return Reader(path)
+
+
+def _check_layout(reader: Any) -> None:
+    """Raise ValueError unless each tensor begins where the one before it ends, as in llama.cpp.
+
+    The reader takes any offset: a damaged one gives the weights of another tensor.
+    """
+    due, step = 0, int(reader.alignment)
+    for tensor in reader.tensors:
+        if not len(tensor.shape) or not all(tensor.shape):
+            raise ValueError(f"{tensor.name} has the shape {tensor.shape.tolist()}")
+        offset = int(tensor.field.parts[-1][0])
+        if offset != due:
+            raise ValueError(f"{tensor.name} lies at byte {offset} of the data, expected {due}")
+        due += -(-int(tensor.n_bytes) // step) * step
 
 
 def read_gguf_config(metadata: dict[str, Any], tensors: dict[str, Any], source: str) -> Config:
@@ -192,8 +222,11 @@ def read_gguf_config(metadata: dict[str, Any], tensors: dict[str, Any], source: 
         "attention_bias": "blk.0.attn_q.bias" in tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in tensors,
     }
+    for name, plain in _UNCHANGED.items():
+        f.require(f"{family}.{name}", plain)
+    usual = "linear" if f"{family}.rope.scaling.factor" in metadata else "none"
     f.require(kind := f"{family}.rope.scaling.type", "none", "linear")
-    if metadata.get(kind) == "linear":
+    if metadata.get(kind, usual) == "linear":
         values["rope_scaling"] = {
             "rope_type": "linear",
             "factor": f.positive_number(f"{family}.rope.scaling.factor"),
@@ -217,7 +250,8 @@ def _shortest_float(value: float) -> float:
     >>> _shortest_float(9.999999747378752e-06)
     1e-05
     """
-    return float(str(np.float32(value)))
+    with np.errstate(all="ignore"):
+        return float(str(np.float32(value)))
 
 
 def _infer_llama3_scaling(config: Config, factors: Tensor, source: str) -> dict[str, Any]:
@@ -255,7 +289,8 @@ def _dequantize(tensor: Any, path: Path) -> Tensor:
             ".gguf file; fetch or convert it again"
         )
     try:
-        values = dequantize(tensor.data, tensor.tensor_type)
+        with np.errstate(all="ignore"):  # what is not finite is an error later, by name
+            values = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError:
         raise TinyspecError(
             f"{path}: {tensor.name} is {tensor.tensor_type.name}, which gguf cannot dequantise"
