@@ -156,16 +156,16 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3605,
     "_core": 957,
-    "lm": 6088,
+    "lm": 6160,
     "decoding": 2012,
     "chapters": 14478,
     "laws": 19714,
     "museum": 3705,
     "training": 3371,
-    "bench": 9540,
+    "bench": 9550,
     "grade": 4400,
     "serve": 943,
-    "cli": 2815,
+    "cli": 2820,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

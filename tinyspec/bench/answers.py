@@ -228,7 +228,7 @@ def list_unmeasured(
 
 
 OTHER_LABELS = ("calm", "kangaroo", "jacobi")
-"""Methods that have other labels on the pages that measure them (sweeps: jacobi, heads: kangaroo)."""
+"""Methods that have other labels on the pages that measure them."""
 
 
 def _pair_speedups(chat: Result, tales: Result) -> dict[str, tuple[float | None, float | None]]:
