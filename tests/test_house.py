@@ -154,18 +154,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3605,
+    "root + show": 3620,
     "_core": 957,
     "lm": 6160,
-    "decoding": 2012,
-    "chapters": 14478,
+    "decoding": 2020,
+    "chapters": 14480,
     "laws": 19714,
     "museum": 3705,
-    "training": 3371,
+    "training": 3450,
     "bench": 9550,
     "grade": 4400,
-    "serve": 943,
-    "cli": 2820,
+    "serve": 965,
+    "cli": 2825,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

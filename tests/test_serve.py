@@ -470,6 +470,12 @@ WRONG: list[tuple[Any, int, str | None, str]] = [
     ({**PLAIN, "tinyspec": {"method": "sot"}}, 400, "tinyspec.method", "extend one text"),
     ({**PLAIN, "tinyspec": {"method": "sarathi"}}, 400, "tinyspec.method", "--policy sarathi"),
     ({**PLAIN, "tinyspec": {"knobs": {"seed": 1}}}, 400, "tinyspec.knobs", "no knob 'seed'"),
+    (
+        {**PLAIN, "tinyspec": {"method": "medusa", "knobs": {"head": "~"}}},
+        400,
+        "tinyspec.knobs",
+        "no knob 'head'",
+    ),
     ({**PLAIN, "tinyspec": {"draft": "gpt"}}, 400, "tinyspec.draft", "apprentice"),
     ({**PLAIN, "tinyspec": {"x": 1}}, 400, "tinyspec.x", "no field 'x'"),
     (
@@ -507,6 +513,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**HELLO[0], "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": HELLO, "logprobs": 1}, "logprobs"),
+    ({"messages": HELLO, "max_tokens": -5, "max_completion_tokens": 3}, "max_tokens"),
     ({"messages": HELLO, "top_logprobs": 2}, "top_logprobs"),
     ({"messages": HELLO, "prompt": "a"}, "prompt"),
 ]
@@ -556,6 +563,7 @@ def test_no_value_of_a_knob_is_a_defect(story: Served, method: str) -> None:
 def test_unknown_paths_and_methods_of_http(story: Served) -> None:
     assert "/nope" in error_of(story.get("/nope"), 404)["message"]
     error_of(story.get(COMPLETIONS), 405)
+    error_of(story.get("/health/"), 404)
     error_of(story.post("/v1/models", {}), 405)
 
 
@@ -586,6 +594,27 @@ def test_a_key_is_asked_for(tiny: Model) -> None:
             served.client("wrong").models.list()
         assert served.client("open sesame").models.list().data
         assert served.get("/health").status_code == 200, "who watches it needs no key"
+
+
+def test_a_key_may_have_any_letters(tiny: Model) -> None:
+    """A client sends UTF-8; spaces at the ends of a header are no part of it."""
+    with serving(tiny, key=" schlüssel") as served:
+        right = {"Authorization": b"Bearer " + "schlüssel".encode()}
+        assert served.get("/v1/models", headers=right).status_code == 200
+
+
+def test_knobs_of_the_server_hold_however_a_client_spells_the_method(tiny: Model) -> None:
+    with serving(tiny, method="llma", knobs={"k": 2}) as served:
+        for name in ("llma", "LLMA", "prompt_lookup"):
+            body = {"prompt": "the cat", "max_tokens": 8, "tinyspec": {"method": name}}
+            reply = served.post(COMPLETIONS, body).json()
+            assert reply["tinyspec"]["method"] == "llma"
+            assert reply["tinyspec"]["drafted"] <= 2 * reply["tinyspec"]["target_calls"]
+
+
+def test_a_head_that_does_not_fit_is_said_before_the_server_starts(tiny: Model) -> None:
+    with pytest.raises(TinyspecError, match="medusa"):
+        engine.ServingEngine(tiny, method="medusa")
 
 
 def test_a_defect_is_told_without_its_words(
@@ -777,9 +806,14 @@ def test_sigterm_ends_the_command_with_code_0() -> None:
         wait_until(is_ready)
         reply = httpx.post(url[0] + COMPLETIONS, json=PLAIN, timeout=PATIENCE)
         assert reply.status_code == 200
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(PATIENCE) == 0
-        assert process.stderr.read() == ""
+        host, port = url[0].removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:  # sends half of a body
+            head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n"
+            slow.sendall(head.encode() + b"{")
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(PATIENCE) == 0
+            assert process.stderr.read() == ""
 
 
 # ---------------------------------------------------------------------- the command

@@ -975,16 +975,26 @@ def find_technique(name: str) -> Card:
 
 
 _kept: "WeakKeyDictionary[Any, dict[Hashable, Any]]" = WeakKeyDictionary()
+MOST_STATES = 8  # of one technique for one model: a client of a server chooses the knobs
 
 
 def per_model_state(target: Any, key: Hashable, make: Callable[[], T]) -> T:
     """Return what a persistent technique keeps for this target's model, made on the first call.
 
     It lives as long as the model. All decoders of a translator share it, whatever they translate.
+    Of the states of one technique (the first part of the key) the oldest is forgotten when there
+    are too many.
     """
     owner = getattr(target.model, "state_owner", target.model)
     known = _kept.setdefault(owner, {})
-    if key not in known:
-        known[key] = make()
-    found: T = known[key]
+    found: T | None = known.get(key)
+    if found is None:
+        found = known[key] = make()
+        alike = [other for other in known if _first_part(other) == _first_part(key)]
+        for other in alike[:-MOST_STATES]:
+            known.pop(other, None)
     return found
+
+
+def _first_part(key: Hashable) -> Any:
+    return key[0] if isinstance(key, tuple) else key

@@ -237,6 +237,10 @@ DAMAGES = {
         lambda f: {"weights": {**f.weights, BLOCK: torch.zeros(3, 3)}},
         f"{BLOCK} has the shape [3, 3], expected [32, 32]",
     ),
+    "numbers that are whole": (
+        lambda f: {"weights": {**f.weights, BLOCK: torch.ones(32, 32, dtype=torch.int8)}},
+        f"{BLOCK} has numbers of the type int8",
+    ),
     "a number that is not finite": (
         lambda f: {"weights": {**f.weights, BLOCK: torch.full((32, 32), torch.nan)}},
         "not finite",

@@ -1,6 +1,7 @@
 """A head is trained on its target's own texts and states: caches, batches, figures, command."""
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import tinyspec
 from tests.training.interrupting import check_it_goes_on_to_the_same_weights
 from tests.zoo import Zoo, failed, run, tiny_zoo
+from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.lm.heads import RANKS, TOKEN_MAP, FrozenTarget, freeze_target, head_weights, read_head
 from tinyspec.lm.model import Model
@@ -17,6 +19,7 @@ from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.technique import Guarantee, TrainingBatch, find_technique, load_techniques
 from tinyspec.training import features, heads, outputs
 from tinyspec.training.outputs import OutputSettings, TargetOutput
+from tinyspec.training.text_cache import write_part
 
 SMALL = {
     "texts.texts": 8, "texts.tokens": 16, "texts.prompt": 8, "texts.question": 6, "texts.batch": 4,
@@ -281,6 +284,15 @@ BAD = {
     "a vocabulary beyond the target's": (["--set", "head.draft_vocab=999"], "draft_vocab is 999"),
     "no texts": (["--set", "texts.texts=0"], "texts is 0"),
     "a flag for texts": (["--set", "texts.texts=true"], "texts is True"),
+    "less than no steps": (["--set", "train.steps=-1"], "[train] steps is -1"),
+    "an unknown optimizer": (["--set", 'train.optimizer="x"'], "it must be 'adamw' or 'muon'"),
+    "one beta": (["--set", "train.betas=5"], "[train] betas is 5: it must be a list"),
+    "a rate that is no number": (["--set", "train.lr=nan"], "it must be a finite number"),
+    "no texts in a step": (["--set", "batch=0"], "batch is 0: it must be at least 1"),
+    "a number for a name": (["--set", "name=5"], "name is 5: it must be a text"),
+    "a number for a table": (["--set", "extra=5"], "extra is 5: it must be a table"),
+    "a seed without an end": (["--seed", "99999999999999999999"], "[train] seed is 9999"),
+    "an unknown device": (["--device", "foo"], "unknown device 'foo'"),
 }
 
 
@@ -292,13 +304,47 @@ def test_what_is_wrong_with_a_recipe_is_said_in_one_line(
     method = more[1] if more[0] == "--method" else "medusa"
     rest = [] if more[0] == "--method" else more
     assert message in failed(train(zoo, tmp_path / "head", *rest, method=method))
-    assert not (tmp_path / "head/model.safetensors").exists()
+    left = [path.name for path in tmp_path.glob("head/**/*") if path.is_file()]
+    assert set(left) <= {"recipe.toml"}
 
 
 def test_a_trained_head_is_not_overwritten(zoo: Zoo, tmp_path: Path) -> None:
     assert train(zoo, tmp_path / "head").exit_code == 0
     assert "already holds a trained model" in failed(train(zoo, tmp_path / "head"))
     assert train(zoo, tmp_path / "head", "--restart").exit_code == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00001-of-00002.safetensors"])
+def test_a_folder_that_holds_another_model_is_left_alone(
+    name: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / name).write_text("mine")
+    assert "already holds a trained model" in failed(train(zoo, tmp_path / "head"))
+    assert [path.name for path in (tmp_path / "head").iterdir()] == [name]
+
+
+def test_a_folder_may_have_any_name(zoo: Zoo, tmp_path: Path) -> None:
+    assert train(zoo, tmp_path / 'a"b\\c').exit_code == 0
+
+
+def test_a_damaged_state_is_named(zoo: Zoo, tmp_path: Path) -> None:
+    state = tmp_path / "head/.tinyspec/state.pt"
+    state.parent.mkdir(parents=True)
+    for junk in (b"junk", pickle.dumps({"a": 1})):
+        state.write_bytes(junk)
+        assert "damaged" in failed(train(zoo, tmp_path / "head"))
+
+
+def test_what_a_full_disk_cuts_off_is_removed(tmp_path: Path) -> None:
+    def write() -> None:
+        with write_part(tmp_path / "a") as part:
+            part.write_text("half")
+            raise RuntimeError("iostream error")
+
+    with pytest.raises(TinyspecError, match="is the disk full"):
+        write()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_for_and_method_go_together(zoo: Zoo, tmp_path: Path) -> None:

@@ -126,14 +126,14 @@ def lm(
     overrides = read_overrides(seed, settings)
     draft = {name: run.pop(name) for name in DRAFT_SETTINGS}
 
+    from tinyspec.training.driver import check_free
     from tinyspec.training.recipe import read_recipe
     from tinyspec.training.train_lm import train_lm
 
     run |= {"console": make_console(quiet)}
     if distill is not None:
-        begun = (out / ".tinyspec" / "state.pt").exists()
-        if (out / "model.safetensors").exists() and not (begun or run["restart"]):
-            raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
+        if not run["restart"]:
+            check_free(out)
         recipe = write_recipe(distill, out, overrides, **draft)
     assert recipe is not None
     if distill is not None or read_recipe(recipe, overrides).distill:
@@ -287,17 +287,19 @@ def write_head_recipe(
 ) -> Path:
     """Write the recipe of a head where the training keeps its state, and return its file."""
     import os
+    import shutil
 
     from tinyspec import models
     from tinyspec.technique import find_technique
     from tinyspec.training.distill import set_recipe_values
+    from tinyspec.training.driver import check_free
     from tinyspec.training.heads import head_recipe
+    from tinyspec.training.recipe import read_head_recipe
 
     is_tuned = find_technique(method).tuned is not None
-    file = out / ".tinyspec" / "recipe.toml"
-    trained = (out / "model.safetensors").exists() and not (file.parent / "state.pt").exists()
-    if trained and not restart:
-        raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
+    file, is_new = out / ".tinyspec" / "recipe.toml", not out.exists()
+    if not restart:
+        check_free(out)
     path = models.find_model(target)
     is_name = path is None or os.sep not in target
     named = target if is_name or path is None else os.path.relpath(path, out)
@@ -305,6 +307,11 @@ def write_head_recipe(
     minutes = 20 if is_tuned else 10
     text = head_recipe(named, method, out.resolve().name, minutes, is_tuned)
     file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
+    try:
+        read_head_recipe(file)
+    except TinyspecError:
+        shutil.rmtree(out if is_new else file.parent)
+        raise
     return file
 
 

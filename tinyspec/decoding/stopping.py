@@ -83,12 +83,19 @@ class StoppingCriteria:
     def _completes_stop_string(self, seen: Sequence[int]) -> bool:
         """Return whether the last token completed a stop string.
 
-        A token may be less than a character, never less than a byte.
+        A token may be less than a character, never less than a byte. The last tokens are decoded
+        first, which is quick. They may begin inside a character, so a hit is looked at again in the
+        whole text.
         """
         if not self.strings or self.decode is None:
             return False
         window = max(len(s.encode()) for s in self.strings) + 8
-        return any(s in self.decode(seen[-window:]) for s in self.strings)
+        return self._has_stop_string(seen[-window:]) and self._has_stop_string(seen)
+
+    def _has_stop_string(self, seen: Sequence[int]) -> bool:
+        assert self.decode is not None
+        text = self.decode(seen)
+        return any(s in text for s in self.strings)
 
     def trim(self, text: str) -> str:
         """Return the text up to the first stop string."""

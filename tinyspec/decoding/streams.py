@@ -114,7 +114,10 @@ class GrowingText:
         """Return the piece that may be shown after further tokens."""
         if self.pieces is None:
             return ""
-        self.text = self.stop.trim(self.text + self.pieces.push(list(tokens)))
+        piece = self.pieces.push(list(tokens))
+        if is_finished:  # half a character at the end may belong to a stop string
+            piece += self.pieces.flush()
+        self.text = self.stop.trim(self.text + piece)
         return self._upto(len(self.text) - (0 if is_finished else self.stop.withheld(self.text)))
 
     def flush(self) -> str:

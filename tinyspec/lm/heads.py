@@ -364,6 +364,10 @@ def check_head(
         raise TinyspecError(f"{folder / 'model.safetensors'}: {problem}")
 
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+WHOLE = (torch.int32, torch.int64)
+
+
 def _find_problems(
     head: HeadFile, config: Config, shapes: Mapping[str, Sequence[int]]
 ) -> Iterator[str]:
@@ -376,10 +380,12 @@ def _find_problems(
     for name, weight in head.weights.items():
         if name not in shapes:
             yield f"{name} is not a tensor of {head.method} with these settings"
+        elif weight.dtype not in (WHOLE if name == TOKEN_MAP else FLOATS):
+            yield f"{name} has numbers of the type {str(weight.dtype).removeprefix('torch.')}"
         elif weight.is_floating_point() and not bool(weight.isfinite().all()):
             yield f"{name} has numbers that are not finite"
     if (ids := head.weights.get(TOKEN_MAP)) is not None and TOKEN_MAP in shapes:
-        rising = [] if ids.is_floating_point() else ids.tolist()
+        rising = ids.tolist() if ids.dtype in WHOLE else []
         if (
             not rising
             or any(a >= b for a, b in pairwise(rising))

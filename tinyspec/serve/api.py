@@ -234,8 +234,10 @@ def read_request(body: Mapping[str, Any], is_chat: bool, served: str) -> Asked:
     options: dict[str, Any] = {name: given[name] for name in SAMPLING if name in given}
     options["stop"] = _read_stops(given.get("stop", []))
     seed = _take(given, "seed", int, "a whole number", 0)
-    budget = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    options |= {"seed": seed, "max_new_tokens": _read_budget(given, budget)}
+    budget = _read_budget(given, "max_tokens")
+    if "max_completion_tokens" in given:
+        budget = _read_budget(given, "max_completion_tokens")
+    options |= {"seed": seed, "max_new_tokens": budget}
     if "prediction" in given:
         options["references"] = [_read_prediction(given["prediction"])]
     own = _take(given, "tinyspec", dict, "an object", {})

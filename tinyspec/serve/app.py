@@ -82,7 +82,7 @@ def make_app(engine: ServingEngine, key: str | None = None) -> Starlette:
         ClientDisconnect: routes.answer_nobody,
         Exception: routes.answer_defect,
     }
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", routes.show_page, methods=["GET"]),
             Route("/health", routes.show_health, methods=["GET"]),
@@ -94,6 +94,8 @@ def make_app(engine: ServingEngine, key: str | None = None) -> Starlette:
         ],
         exception_handlers=handlers,
     )
+    app.router.redirect_slashes = False  # an address with a slash too many is another one: 404
+    return app
 
 
 class EventStream(StreamingResponse):
@@ -204,7 +206,9 @@ class Routes:
         if self.key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = hmac.compare_digest(given.strip().encode(), self.key.encode())
+        theirs = given.strip().encode("latin-1")  # as which the bytes of a header are read
+        ours = self.key.strip().encode("utf-8", "surrogateescape")
+        right = hmac.compare_digest(theirs, ours)
         if scheme.lower() != "bearer" or not right:
             raise ApiError(
                 "the key is missing or wrong: send `Authorization: Bearer KEY`",
@@ -358,6 +362,21 @@ class GracefulServer(uvicorn.Server):
             await asyncio.to_thread(self.engine.close)
             self.should_exit = True
         return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the connections; one that is still open after some seconds is cut.
+
+        Without that, uvicorn cancels its task, which writes a traceback.
+        """
+        late = asyncio.get_running_loop().call_later(CLOSE_SECONDS - 1, self._cut_connections)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _cut_connections(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
 
 def open_socket(host: str, port: int) -> socket.socket:

@@ -25,6 +25,7 @@ from tinyspec.generation import Generation, check_options, prompt_ids, start_gen
 from tinyspec.lm.model import Model
 from tinyspec.lm.policies import Policy
 from tinyspec.lm.scheduler import Event, RequestCancelled, Scheduler, SharedPass, Ticket
+from tinyspec.pairing import attach_head, find_head_card
 from tinyspec.serve.api import (
     ApiError,
     Asked,
@@ -235,7 +236,10 @@ class ServingEngine:
             self.policy, max_live=self.max_live, max_slots=self.max_slots, log_size=0
         )
         self.scheduler.pass_log = PassCounter(self.metrics)
-        check_options(method=self._find_card(self.method).name, **self.knobs)
+        card = self._find_card(self.method)
+        check_options(method=card.name, **self.knobs)
+        head = self.knobs.get("head")
+        attach_head(self.model, find_head_card(card, head), head)
 
     @property
     def name(self) -> str:
@@ -267,7 +271,7 @@ class ServingEngine:
         """
         options = dict(asked.options)
         try:
-            method = options.setdefault("method", self._choose_method(asked))
+            method = options.get("method") or self._choose_method(asked)
             options |= self._read_method(method, options.pop("knobs"))
             check_options(**options)
             prompts = [prompt_ids(self.model, prompt) for prompt in asked.prompts]
@@ -288,20 +292,24 @@ class ServingEngine:
         return COPYING if "references" in asked.options and not can_copy else self.method
 
     def _read_method(self, method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the knobs of a method, and its head. Raises ApiError for what it does not have."""
+        """Return a method, its knobs and its head. Raises ApiError for what it does not have.
+
+        A head is the operator's: a request names no file.
+        """
         try:
             card = self._find_card(method)
         except TinyspecError as error:
             param, code = "tinyspec.method", "unknown_method"
             raise ApiError(str(error), param=param, code=code) from error
-        own = self.knobs if method == self.method else {}
+        is_own = card.name == self._find_card(self.method).name
+        own = dict(self.knobs) if is_own else {}
+        head = own.pop("head", None)
         every = {**own, **knobs}
-        head = every.pop("head", None)
         try:
             card.settings(every)  # only the method's knobs, so no other argument
         except TinyspecError as error:
             raise ApiError(str(error), param="tinyspec.knobs") from error
-        return {**every, "head": head}
+        return {**every, "method": card.name, "head": head}
 
     def _find_drafts(self, name: str | None) -> list[Model] | None:
         """Return the draft models of a request, all or the one that it names."""

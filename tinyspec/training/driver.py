@@ -36,6 +36,17 @@ class RunOptions(TypedDict, total=False):
     console: Console | None
 
 
+def check_free(out: Path) -> None:
+    """Raise TinyspecError if a folder holds a model, or a head, that no training left unfinished.
+
+    A page, a recipe and a log may lie there: a zoo has these of models without weights.
+    """
+    is_begun = (out / ".tinyspec" / "state.pt").exists()
+    if is_begun or not (any(out.glob("*.safetensors")) or (out / "config.json").exists()):
+        return
+    raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
+
+
 class RecipeRun(Generic[R]):
     """One training of a recipe's model into the folder `out`.
 
@@ -64,7 +75,12 @@ class RecipeRun(Generic[R]):
         budget = {} if minutes is None else {"train.minutes": str(float(minutes))}
         self.recipe: R = read(self.path, {**(overrides or {}), **budget})
         gpu = f"cuda:{ranks.this_rank()}" if ranks.count_processes() > 1 else "cuda"
-        self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
+        try:
+            self.device = torch.device(device or (gpu if torch.cuda.is_available() else "cpu"))
+        except RuntimeError:
+            raise TinyspecError(
+                f"unknown device {device!r}: expected cpu, cuda, or cuda:0"
+            ) from None
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise TinyspecError(
                 "device cuda: torch finds no CUDA device here; --device cpu trains on the processor"
@@ -77,10 +93,8 @@ class RecipeRun(Generic[R]):
                 if not self.path.exists():  # the recipe of `--distill` stands beside the state
                     self.path.parent.mkdir(parents=True)
                     self.path.write_bytes(text)
-        elif (self.out / "model.safetensors").exists() and not (self.state / "state.pt").exists():
-            raise TinyspecError(
-                f"{self.out} already holds a trained model; --restart trains it again"
-            )
+        else:
+            check_free(self.out)
 
     def train(
         self,

@@ -13,6 +13,7 @@ The table a is stored in the head's file. Techniques build their trees from it. 
 tokens has figures of its own, which its technique's file defines.
 """
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Unpack
@@ -56,8 +57,8 @@ def head_recipe(
     return f"""# {what}
 # tinyspec train head --recipe recipe.toml --out FOLDER
 
-name = "{name}"
-target = "{target}"
+name = {json.dumps(name)}
+target = {json.dumps(target)}
 method = "{method}"
 batch = {8 if is_tuned else 16}   # texts a step
 context = 256    # tokens of each, at most

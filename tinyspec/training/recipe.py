@@ -1,12 +1,15 @@
 """Read recipes: the TOML files beside checkpoints that say how they were trained."""
 
+import collections.abc
+import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from types import NoneType
+from typing import Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.errors import TinyspecError, describe_value, suggest_nearest
 from tinyspec.lm.config import Config, Seq2SeqConfig
 from tinyspec.lm.families import to_hf
 from tinyspec.technique import (
@@ -382,8 +385,15 @@ def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
             if section in values:
                 names = {f.name for f in fields(content)}
                 reject_unknown_keys(values[section], names, f"[{section}] ")
-                values[section] = content(**_lists_to_tuples(values[section]))
-        return kind(settings=values.pop("train"), **_lists_to_tuples(values))
+                own = _lists_to_tuples(values[section])
+                check_types(own, content, f"[{section}] ")
+                values[section] = content(**own)
+        settings, rest = values.pop("train"), _lists_to_tuples(values)
+        check_types({key: rest[key] for key in rest.keys() - kind.SECTIONS.keys()}, kind)
+        for name in {"batch", "context", "tokens", "longest"} & rest.keys():
+            if rest[name] < 1:
+                raise TinyspecError(f"{name} is {rest[name]}: it must be at least 1")
+        return kind(settings=settings, **rest)
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such recipe") from None
     except (
@@ -397,6 +407,52 @@ def reject_unknown_keys(keys: Iterable[str], known: set[str], section: str = "")
     for key in keys:
         if key not in known:
             raise TinyspecError(f"{section}{key} is not known; {suggest_nearest(key, known)}")
+
+
+def check_types(values: Mapping[str, Any], kind: type, section: str = "") -> None:
+    """Raise TinyspecError for a value that is not of the type that a dataclass gives its field.
+
+    Numbers must be finite. Fields of other types than numbers, texts, truth values, choices, lists
+    of these and tables are not looked at.
+
+    >>> check_types({"steps": 3, "betas": (0.9, 1), "optimizer": "muon"}, TrainSettings)
+    """
+    hints = get_type_hints(kind)
+    for key, value in values.items():
+        wanted = [one for one in get_args(hints[key]) or (hints[key],) if one is not NoneType]
+        if get_origin(hints[key]) in (Literal, tuple, Mapping, collections.abc.Mapping):
+            wanted = [hints[key]]
+        checks = {one: CHECKS.get(get_origin(one) or one) for one in wanted}
+        if any(check is None or check(value, one) for one, check in checks.items()):
+            continue
+        what = " or ".join(_describe_type(one) for one in wanted)
+        raise TinyspecError(f"{section}{key} is {describe_value(value)}: it must be {what}")
+
+
+def _is_number(value: Any, kind: Any = float) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+CHECKS: Mapping[Any, Callable[[Any, Any], bool]] = {
+    int: lambda value, kind: type(value) is int,
+    float: _is_number,
+    str: lambda value, kind: isinstance(value, str),
+    bool: lambda value, kind: isinstance(value, bool),
+    Literal: lambda value, kind: value in get_args(kind),
+    tuple: lambda values, kind: (
+        isinstance(values, tuple)
+        and all(CHECKS[get_args(kind)[0]](value, get_args(kind)[0]) for value in values)
+    ),
+    collections.abc.Mapping: lambda value, kind: isinstance(value, Mapping),
+}
+"""Whether a value is of a type, by the type or its origin."""
+
+
+def _describe_type(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(map(repr, get_args(kind)))
+    names = {int: "a whole number", float: "a finite number", str: "a text", bool: "true or false"}
+    return names.get(kind, "a list" if get_origin(kind) is tuple else "a table")
 
 
 def _lists_to_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from tinyspec.errors import TinyspecError
+
 
 @dataclass(frozen=True)
 class TrainSettings:
@@ -38,6 +40,28 @@ class TrainSettings:
     log_every: int = 50
     valid_every: int = 500
     save_minutes: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raise TinyspecError for a number that is out of its range."""
+        for name, low in LEAST.items():
+            value = getattr(self, name)
+            if value is not None and not value >= low:
+                raise TinyspecError(f"[train] {name} is {value}: it must be at least {low}")
+        for name in ("decay", "floor", "ema"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise TinyspecError(
+                    f"[train] {name} is {getattr(self, name)}: it must be from 0 to 1"
+                )
+        if not abs(self.seed) < MOST_SEEDS:
+            raise TinyspecError(f"[train] seed is {self.seed}: it must be below {MOST_SEEDS}")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise TinyspecError(f"[train] betas are {self.betas}: give two numbers from 0 to 1")
+
+
+LEAST = dict.fromkeys(("steps", "pieces", "log_every", "valid_every"), 1)
+LEAST |= dict.fromkeys(("warmup", "lr", "clip", "minutes"), 0)
+"""The least value of a setting."""
+MOST_SEEDS = 1 << 40  # a step's seed is made of the seed and the step, and must fit into 64 bits
 
 
 def learning_rate(settings: TrainSettings, step: int, elapsed: float = 0.0) -> float:

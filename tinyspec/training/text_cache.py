@@ -5,7 +5,8 @@ An interrupted run continues with the first batch that has no file.
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -67,10 +68,23 @@ def _read_file(path: Path) -> Any:
 
 
 def _write_file(path: Path, content: Any) -> None:
-    """Write a temporary file, then move it: a reader never sees half a file."""
-    part = path.with_suffix(".part")
-    if path.suffix == ".json":
-        part.write_text(json.dumps(content), encoding="utf-8")
-    else:
-        torch.save(content, part)
-    os.replace(part, path)
+    with write_part(path) as part:
+        if path.suffix == ".json":
+            part.write_text(json.dumps(content), encoding="utf-8")
+        else:
+            torch.save(content, part)
+
+
+@contextmanager
+def write_part(path: Path) -> Iterator[Path]:
+    """Yield a temporary file to write, then move it to `path`: a reader never sees half a file.
+
+    Raises TinyspecError if it cannot be written. Then nothing is left of it.
+    """
+    part = path.with_suffix(f"{path.suffix}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    except (OSError, RuntimeError) as error:  # torch.save raises RuntimeError if the disk is full
+        part.unlink(missing_ok=True)
+        raise TinyspecError(f"{path}: cannot be written ({error}); is the disk full?") from error

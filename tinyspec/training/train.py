@@ -36,6 +36,7 @@ from tinyspec.progress import progress_bar
 from tinyspec.training import ranks
 from tinyspec.training.muon import Muon
 from tinyspec.training.schedule import TrainSettings, learning_rate, training_progress
+from tinyspec.training.text_cache import write_part
 
 Batch = tuple[Tensor, ...]
 Batches = Callable[[torch.Generator], Batch]
@@ -300,7 +301,7 @@ class _TrainingState:
                 file.write(json.dumps(self.log[-1]) + "\n")
 
     def save(self) -> None:
-        """Write the state to a temporary file, then move it: no reader sees half a state."""
+        """Write state.pt."""
         if not all(bool(w.isfinite().all()) for w in self.weights.values()):
             raise TinyspecError(
                 f"weights are no longer finite at step {self.step}: "
@@ -312,9 +313,8 @@ class _TrainingState:
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             **{name: getattr(self, name) for name in self.SAVED},
         }
-        part = self.folder / "state.pt.part"
-        torch.save(state, part)
-        os.replace(part, self.folder / "state.pt")
+        with write_part(self.folder / "state.pt") as part:
+            torch.save(state, part)
 
     def resume(self) -> None:
         """Load state.pt if there is one, and remove later lines from the log."""
@@ -323,13 +323,16 @@ class _TrainingState:
             if self.is_main:
                 log.unlink(missing_ok=True)
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        same = [w.shape for w in state["weights"]] == [w.shape for w in self.tensors]
-        if (
-            state["names"] != list(self.weights)
-            or not same
-            or bool(state["average"]) != bool(self.average)
-        ):
+        try:
+            state = torch.load(path, map_location=self.device, weights_only=True)
+            names, shapes = state["names"], [w.shape for w in state["weights"]]
+            same = shapes == [w.shape for w in self.tensors]
+            is_averaged = bool(state["average"])
+        except Exception as error:  # the reader fails anywhere in a damaged file
+            raise TinyspecError(
+                f"{path}: damaged ({type(error).__name__}); --restart begins anew"
+            ) from error
+        if names != list(self.weights) or not same or is_averaged != bool(self.average):
             raise TinyspecError(
                 f"{path} is of a training with other weights: --restart begins anew"
             )

@@ -361,6 +361,8 @@ class StaticEagleDrafter(EagleDrafter):
         """Return at most k tokens after a node, in draw order, each with its distribution."""
         if self.is_sampled and not sampling.greedy:
             return sample_siblings(sampling.probs(row, history), k, rng)
+        if not k:  # no node of the tree is below this one
+            return []
         k = min(k, self.head.rows.out)  # the head has rows for so many tokens
         return [(token, None) for token in rank_tokens(sampling, row, history, k)]
 
