@@ -148,7 +148,9 @@ def test_a_method_with_a_row_on_any_page_is_measured() -> None:
     chapter = {"figures": {"overall": {"autoregressive": {"mean": 1}, "rest:price=0": {"mean": 2}}}}
     exits = {"figures": {"full": {}, "free 0.5": {}, "ee_llm:inference=pipeline 0.9": {}}}
     texts = {"figures": {"teacher, greedy": {}, "sat, K 4": {}, "enat": {}}}
+    heads = {"arms": {"kangaroo": {}}}
     before = list_unmeasured([], [])
-    now = list_unmeasured([chapter], [exits, texts], ["bench", "osd"])
-    assert set(before) - set(now) == {"`rest`", "`free`", "`ee_llm`", "`sat`", "`enat`", "`osd`"}
+    now = list_unmeasured([chapter], [exits, texts, heads], ["bench", "osd"])
+    found = {"rest", "free", "ee_llm", "sat", "enat", "osd", "kangaroo"}
+    assert set(before) - set(now) == {f"`{name}`" for name in found}
     assert "`planner`" not in before and "`autoregressive`" not in before and "`calm`" not in before

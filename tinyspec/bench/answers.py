@@ -217,7 +217,8 @@ def list_unmeasured(
     pages     names of all results
     """
     labels = [label for of in chapters for label in list_speedups(of)]
-    labels += [label.partition(" ")[0].rstrip(",") for of in others for label in of["figures"]]
+    tables = [of.get("arms", of.get("figures")) for of in others]
+    labels += [label.partition(" ")[0].rstrip(",") for rows in tables for label in rows]
     rows = {ArmSpec.parse(label).name for label in labels}
     return [
         f"`{name}`"
@@ -227,7 +228,7 @@ def list_unmeasured(
     ]
 
 
-OTHER_LABELS = ("calm", "kangaroo", "jacobi")
+OTHER_LABELS = ("calm", "jacobi", "specdec")
 """Methods that have other labels on the pages that measure them."""
 
 

@@ -33,6 +33,7 @@ QUOTED = (
 """The results that the page quotes."""
 OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
+    "batches",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -51,7 +52,7 @@ TABLED = (
     "long_context", "heads", "osd", "distillspec", "mpee", "serve", "batches", "clients",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
-LABELLED = ("exits", "exits-translator", "translation")
+LABELLED = ("exits", "exits-translator", "translation", "heads", "batches")
 """Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)
 """The pages that a script in tests writes, from another program's run. They have no result here."""
