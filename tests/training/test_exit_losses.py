@@ -209,7 +209,7 @@ def test_a_trained_model_is_trained_on_with_exits(zoo: Path) -> None:
 def test_the_section_names_what_is_wrong_with_it(tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     for section, complaint in (
-        ('weights = "linar"', r"\[exits\] 'linar' is not known; did you mean 'linear'"),
+        ('weights = "linar"', r"\[exits\] weights 'linar' is not known; did you mean 'linear'"),
         ('weigths = "linear"', r"\[exits\] weigths is not known; did you mean 'weights'"),
         ("p_max = 1.0", "0 <= p_max < 1"),
         ("rotation = 0", "rotation >= 1"),

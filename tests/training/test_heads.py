@@ -285,7 +285,10 @@ BAD = {
     "no texts": (["--set", "texts.texts=0"], "texts is 0"),
     "a flag for texts": (["--set", "texts.texts=true"], "texts is True"),
     "less than no steps": (["--set", "train.steps=-1"], "[train] steps is -1"),
-    "an unknown optimizer": (["--set", 'train.optimizer="x"'], "it must be 'adamw' or 'muon'"),
+    "an unknown optimizer": (
+        ["--set", 'train.optimizer="x"'],
+        "[train] optimizer 'x' is not known; known: adamw, muon",
+    ),
     "one beta": (["--set", "train.betas=5"], "[train] betas is 5: it must be a list"),
     "a rate that is no number": (["--set", "train.lr=nan"], "it must be a finite number"),
     "no texts in a step": (["--set", "batch=0"], "batch is 0: it must be at least 1"),

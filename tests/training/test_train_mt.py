@@ -237,7 +237,11 @@ def test_bad_recipes_say_what_is_wrong(zoo: Path) -> None:
         ("beam = 1", "beam = 0", "beam is 0"),
         ("longest", "longst", "longst is not known"),
         ("d_model = 16", "d_modell = 16", r"section \[shape\]"),
-        ('inherit = ["embed", "encoder"]', 'inherit = "embed"', "inherit must be a list"),
+        (
+            'inherit = ["embed", "encoder"]',
+            'inherit = "embed"',
+            "inherit is 'embed': it must be a list",
+        ),
         ('inherit = ["embed", "encoder"]', "inherit = { embed = 3 }", "inherit must be a list"),
         ("fertilities = 24", "", r"\[shape\] fertilities is missing"),
     ):

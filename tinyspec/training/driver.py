@@ -39,10 +39,11 @@ class RunOptions(TypedDict, total=False):
 def check_free(out: Path) -> None:
     """Raise TinyspecError if a folder holds a model, or a head, that no training left unfinished.
 
-    A page, a recipe and a log may lie there: a zoo has these of models without weights.
+    What lies beside a recipe may be there: a zoo has it of models without weights.
     """
     is_begun = (out / ".tinyspec" / "state.pt").exists()
-    if is_begun or not (any(out.glob("*.safetensors")) or (out / "config.json").exists()):
+    is_model = (out / "config.json").exists() and not (out / "recipe.toml").exists()
+    if is_begun or not (is_model or any(out.glob("*.safetensors"))):
         return
     raise TinyspecError(f"{out} already holds a trained model; --restart trains it again")
 

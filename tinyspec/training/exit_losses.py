@@ -27,13 +27,13 @@ remaining layers are not scaled up.
 
 import itertools
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tinyspec.errors import TinyspecError, suggest_nearest
+from tinyspec.errors import TinyspecError
 from tinyspec.lm.blocks import Blocks
 
 Weights = Literal["none", "linear", "sum", "uniform"]
@@ -65,14 +65,6 @@ class ExitLosses:
     report: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for value, kinds in (
-            (self.weights, get_args(Weights)),
-            (self.curriculum, get_args(Curriculum)),
-        ):
-            if value not in kinds:
-                raise TinyspecError(
-                    f"[exits] {value!r} is not known; {suggest_nearest(str(value), kinds)}"
-                )
         whole = self.rotation >= 1 and self.every >= 1
         if not (0 <= self.p_max < 1 and self.e_scale >= 0 and whole):
             raise TinyspecError(

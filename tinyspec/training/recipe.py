@@ -166,7 +166,7 @@ class TranslationRecipe:
             *self.inherit,
             *(self.inherit.values() if isinstance(self.inherit, Mapping) else ()),
         ]
-        if isinstance(self.inherit, str) or not all(isinstance(prefix, str) for prefix in lent):
+        if not all(isinstance(prefix, str) for prefix in lent):
             raise TinyspecError(
                 "inherit must be a list of prefixes of weights' names, or a table of such prefixes"
             )
@@ -425,6 +425,9 @@ def check_types(values: Mapping[str, Any], kind: type, section: str = "") -> Non
         checks = {one: CHECKS.get(get_origin(one) or one) for one in wanted}
         if any(check is None or check(value, one) for one, check in checks.items()):
             continue
+        if isinstance(value, str) and get_origin(wanted[0]) is Literal:
+            hint = suggest_nearest(value, get_args(wanted[0]))
+            raise TinyspecError(f"{section}{key} {describe_value(value)} is not known; {hint}")
         what = " or ".join(_describe_type(one) for one in wanted)
         raise TinyspecError(f"{section}{key} is {describe_value(value)}: it must be {what}")
 
