@@ -93,10 +93,10 @@ def test_a_string_that_began_long_before_the_block_is_found() -> None:
 
 def test_a_window_that_begins_inside_a_character_has_no_stop_of_its_own() -> None:
     """Its first bytes alone read as U+FFFD, which the whole text does not have."""
-    ids = [*("é" * 20).encode(), 97]
+    ids = [*("é" * 20).encode(), 97, 98]
     decode = lambda ids: bytes(ids).decode("utf-8", "replace")  # noqa: E731
-    for stop in ("\ufffd", "\ufffd" * 2):
-        assert StoppingCriteria(strings=(stop,), decode=decode).cut(ids[:-1], [97]) == (1, None)
+    stop = StoppingCriteria(strings=("\ufffd",), decode=decode)
+    assert stop.cut(ids[:-1], [98]) == (1, None)
 
 
 @given(text=st.text("abc", max_size=8), stop=st.text("abc", min_size=1, max_size=4))

@@ -11,7 +11,13 @@ from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.decoding.streams import DecodingBatch, Stream, StreamDecoder, decode_many
+from tinyspec.decoding.streams import (
+    DecodingBatch,
+    GrowingText,
+    Stream,
+    StreamDecoder,
+    decode_many,
+)
 from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.exact.models import small_network
@@ -183,3 +189,17 @@ def test_a_fork_at_any_length_goes_on_as_a_fresh_session_would() -> None:
         got, expected = (one.score(TokenTree()).logits for one in (twin, fresh))
         assert abs(got - expected).max() < 1e-10
         assert len(session) == len(PREFIX)
+
+
+def test_half_a_character_at_the_end_may_complete_a_stop_string() -> None:
+    """A stream then ends before it, as the text that is decoded whole does."""
+
+    class Pieces:
+        def push(self, tokens: list[int]) -> str:
+            return "top"
+
+        def flush(self) -> str:
+            return "\ufffd"
+
+    growing = GrowingText(StoppingCriteria(strings=("p\ufffd",), decode=str), Pieces())  # type: ignore[arg-type]
+    assert growing.push([1], is_finished=True) == "to"

@@ -29,7 +29,7 @@ from tinyspec.speculative.drafting.token_recycling import (
     read_static_tree,
     update_matrix,
 )
-from tinyspec.technique import Request, find_technique, per_model_state
+from tinyspec.technique import MOST_STATES, Request, find_technique, per_model_state
 from tinyspec.tree import ROOT
 
 CARD = find_technique("token_recycling")
@@ -242,3 +242,14 @@ def test_an_end_of_text_inside_a_block_ends_the_text() -> None:
 def test_knobs_out_of_range_raise_a_one_line_error() -> None:
     with pytest.raises(TinyspecError, match="nodes is 0: it must be from 1 to 1024"):
         CARD.make(Request(Table(3)), nodes=0)
+
+
+def test_the_oldest_state_of_a_technique_is_forgotten(model: Any) -> None:
+    """A client of a server chooses the knobs, and each choice has a state of its own."""
+    session = model.session()
+    first = per_model_state(session, ("mine", 0), object)
+    for k in range(1, MOST_STATES):
+        per_model_state(session, ("mine", k), object)
+    assert per_model_state(session, ("mine", 0), object) is first
+    per_model_state(session, ("mine", MOST_STATES), object)
+    assert per_model_state(session, ("mine", 0), object) is not first

@@ -31,8 +31,8 @@ class ArmSpec:
     def card_knobs(self) -> dict[str, Any]:
         """Return the knobs without the head.
 
-        >>> ArmSpec.parse("auto:reach=4:head=smollm2-eagle").card_knobs
-        {'reach': 4}
+        >>> ArmSpec.parse("auto:k=8:head=smollm2-eagle").card_knobs
+        {'k': 8}
         """
         return {name: value for name, value in self.knobs if name != "head"}
 

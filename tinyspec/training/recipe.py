@@ -1,6 +1,5 @@
 """Read recipes: the TOML files beside checkpoints that say how they were trained."""
 
-import collections.abc
 import math
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -420,7 +419,7 @@ def check_types(values: Mapping[str, Any], kind: type, section: str = "") -> Non
     hints = get_type_hints(kind)
     for key, value in values.items():
         wanted = [one for one in get_args(hints[key]) or (hints[key],) if one is not NoneType]
-        if get_origin(hints[key]) in (Literal, tuple, Mapping, collections.abc.Mapping):
+        if get_origin(hints[key]) in (Literal, tuple, Mapping):
             wanted = [hints[key]]
         checks = {one: CHECKS.get(get_origin(one) or one) for one in wanted}
         if any(check is None or check(value, one) for one, check in checks.items()):
@@ -446,7 +445,7 @@ CHECKS: Mapping[Any, Callable[[Any, Any], bool]] = {
         isinstance(values, tuple)
         and all(CHECKS[get_args(kind)[0]](value, get_args(kind)[0]) for value in values)
     ),
-    collections.abc.Mapping: lambda value, kind: isinstance(value, Mapping),
+    Mapping: lambda value, kind: isinstance(value, Mapping),
 }
 """Whether a value is of a type, by the type or its origin."""
 

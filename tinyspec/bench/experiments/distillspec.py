@@ -6,7 +6,7 @@ budget and the same held-out texts of the target. Two figures over whole distrib
 
     alpha      mean of sum min(p, q) at temperature 1: the acceptance rate
     agreement  share of positions where both have the same most probable token
-    steps      of the training: a draft that writes texts makes fewer in the same minutes
+    steps      of the training, as many as the budget allowed
 """
 
 import json
