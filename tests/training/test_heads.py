@@ -339,6 +339,18 @@ def test_a_damaged_state_is_named(zoo: Zoo, tmp_path: Path) -> None:
         assert "damaged" in failed(train(zoo, tmp_path / "head"))
 
 
+def test_a_wrong_setting_loses_nothing_of_a_begun_training(zoo: Zoo, tmp_path: Path) -> None:
+    kept = tmp_path / "head/.tinyspec"
+    kept.mkdir(parents=True)
+    for name in ("state.pt", "recipe.toml"):
+        (kept / name).write_text("mine")
+    assert "steps is -1" in failed(train(zoo, tmp_path / "head", "--set", "train.steps=-1"))
+    assert {path.name: path.read_text() for path in kept.iterdir()} == {
+        "state.pt": "mine",
+        "recipe.toml": "mine",
+    }
+
+
 def test_what_a_full_disk_cuts_off_is_removed(tmp_path: Path) -> None:
     def write() -> None:
         with write_part(tmp_path / "a") as part:

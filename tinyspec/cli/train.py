@@ -306,11 +306,17 @@ def write_head_recipe(
     file.parent.mkdir(parents=True, exist_ok=True)
     minutes = 20 if is_tuned else 10
     text = head_recipe(named, method, out.resolve().name, minutes, is_tuned)
+    before = file.read_bytes() if file.exists() else None
     file.write_text(set_recipe_values(text, overrides), encoding="utf-8")
     try:
         read_head_recipe(file)
-    except TinyspecError:
-        shutil.rmtree(out if is_new else file.parent)
+    except TinyspecError:  # nothing is lost: a begun training keeps its state and its recipe
+        if before is not None:
+            file.write_bytes(before)
+        else:
+            file.unlink()
+        if is_new:
+            shutil.rmtree(out)
         raise
     return file
 
