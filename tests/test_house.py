@@ -165,7 +165,7 @@ CODE_LINES = {
     "bench": 9550,
     "grade": 4400,
     "serve": 965,
-    "cli": 2830,
+    "cli": 2835,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

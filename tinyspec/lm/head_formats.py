@@ -43,6 +43,7 @@ from tinyspec.lm.families import FAMILIES, ConfigReader, from_hf, to_hf
 from tinyspec.lm.heads import (
     RANKS,
     TOKEN_MAP,
+    WHOLE,
     HeadFile,
     freeze_target,
     read_head_config,
@@ -71,7 +72,6 @@ LLAMA_DEFAULTS = {
 }
 """The values of LlamaConfig that transformers leaves out of a file. `from_hf` knows the others."""
 
-WHOLE = (torch.int32, torch.int64)
 Weights = dict[str, Tensor]
 
 
