@@ -1,5 +1,6 @@
 """Kangaroo: layers run once, the adapter's rows, and where a draft stops."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from tinyspec.laws import feature_laws
 from tinyspec.laws.exact.models import small_network
 from tinyspec.laws.traps import kangaroo as traps
 from tinyspec.lm.config import Config
-from tinyspec.lm.heads import freeze_target
+from tinyspec.lm.heads import HeadFile, embedding_checksum, freeze_target, write_head
 from tinyspec.lm.model import Model
+from tinyspec.pairing import attach_head
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("kangaroo")
@@ -101,3 +103,14 @@ def test_the_file_has_the_names_of_the_authors_code() -> None:
 def test_an_exit_at_the_last_layer_is_refused() -> None:
     with pytest.raises(TinyspecError, match="exit is 3: the model has 3 layers"):
         TRAINED.layers(small_network(0).config, KangarooSettings(exit=3))
+
+
+def test_a_file_whose_exit_the_target_lacks_is_refused(tmp_path: Path) -> None:
+    target = small_network(0)
+    shapes = TRAINED.all_shapes(target.config, KangarooSettings())
+    weights = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    check = embedding_checksum(target.weights["embed"])
+    file = HeadFile("kangaroo", target.name, check, {"exit": 3}, {}, weights)
+    write_head(tmp_path / "head", file)
+    with pytest.raises(TinyspecError, match="exit is 3: the model has 3 layers"):
+        attach_head(target, CARD, tmp_path / "head")

@@ -137,6 +137,14 @@ def test_point_masses_are_the_most_likely_tokens(knobs: dict[str, str]) -> None:
     assert first == best.argsort(descending=True)[: len(first)].tolist()
 
 
+def test_a_head_that_was_never_right_drafts_nothing() -> None:
+    """All its measured ranks are 0: no node of a tree would be worth its cost."""
+    model = traps.random_target(2, 8)
+    head_weights(model, "eagle")[RANKS].zero_()
+    for sampling in (GREEDY, SAMPLED):
+        assert propose(begin([1, 2, 3], sampling, model)).tokens == []
+
+
 def test_tokens_after_a_penalty_are_ranked_with_the_nodes_own_history() -> None:
     sampling, moved, text = SamplingParams(0.0, repetition_penalty=4.0), 0, [1, 2]
     model = traps.random_target(2, 8)
