@@ -108,7 +108,8 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
         else:
             load = models.load if silent else models.load_once
             found = make_draft(model, named) or known.get(str(named))
-            small = found or load(named, device=model.device, dtype=model.dtype)
+            dtype = None if model.quantised_bytes else model.dtype  # None: as it is stored
+            small = found or load(named, device=model.device, dtype=dtype)
         check_pair(model, small)
         if not isinstance(named, Model):
             known[str(named)] = small

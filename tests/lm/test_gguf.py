@@ -30,6 +30,8 @@ from tinyspec.lm.gguf_file import unpermute_rows
 from tinyspec.lm.model import Model
 from tinyspec.lm.ops import rotary_frequencies
 from tinyspec.lm.quantised import QuantisedWeights
+from tinyspec.pairing import drafts_for
+from tinyspec.technique import find_technique
 
 CONFIG = Config(
     vocab_size=300, d_model=256, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=64, d_ff=512,
@@ -234,6 +236,17 @@ def test_a_quantised_matrix_counts_as_it_is_stored(tmp_path):
     expanded = whole.to(dtype=torch.float32)
     assert not expanded.quantised_bytes
     assert count_read_bytes(expanded) == count_weight_bytes(CONFIG, 4)
+
+
+@needs_kernels
+def test_a_draft_of_quantised_weights_stays_as_it_is_stored_too(tmp_path):
+    """Named by its path; beside a target of floats it has the target's type."""
+    write(tmp_path / "model.gguf", CONFIG, Quant.Q8_0)
+    model, card = models.load(tmp_path / "model.gguf"), find_technique("speculative_decoding")
+    for target in (model, model.to(dtype=torch.float32)):
+        (draft,) = drafts_for(target, card, tmp_path / "model.gguf")
+        assert bool(draft.quantised_bytes) == bool(target.quantised_bytes)
+        assert draft.dtype == target.dtype
 
 
 def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path):

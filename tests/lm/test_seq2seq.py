@@ -496,9 +496,9 @@ def damaged(folder: Path, **changes: object) -> Path:
             {"decoder_layers": 10**9},
             "decoder_layers is 1000000000, expected a whole number from 1 to 1000",
         ),
-        ({"decoder_layers": 3}, r"missing decoder.2.*, which config.json asks for"),
+        ({"decoder_layers": 3}, r"missing decoder.2.*, which the config asks for"),
         ({"decoder_layers": 1}, r"decoder.1.*more not in the architecture"),
-        ({"vocab_size": 21}, r"embed has shape \[20, 16\], config.json makes it \[21, 16\]"),
+        ({"vocab_size": 21}, r"embed has shape \[20, 16\], the config makes it \[21, 16\]"),
         ({"fertilities": 0}, "fertility.bias, fertility.weight not in the architecture"),
         ({"lengths": -1}, "lengths is -1, expected"),
         ({"positional": "yes"}, "positional is 'yes', expected true or false"),
@@ -511,7 +511,7 @@ def damaged(folder: Path, **changes: object) -> Path:
         ({"heads": {"a": [2, 0]}}, "sizes from 1 to 16777216"),
         ({"heads": {"a": [True]}}, "sizes from 1 to 16777216"),
         ({"heads": {"embed": [2, 3]}}, "heads: embed is a weight of the architecture: rename"),
-        ({"heads": {"a": [2, 3]}}, "missing a, which config.json asks for"),
+        ({"heads": {"a": [2, 3]}}, "missing a, which the config asks for"),
     ],
 )
 def test_a_config_that_contradicts_is_an_error_that_names_the_field(
@@ -531,9 +531,9 @@ def test_a_head_is_stored_beside_the_architecture_and_checked(tmp_path: Path) ->
     made.save(tmp_path / "m")
     file = tmp_path / "m" / "config.json"
     for heads, says in (
-        ({}, "crf_from not in the architecture that config.json describes"),
-        ({"crf_from": [20, 4]}, r"crf_from has shape \[20, 3\], config.json makes it \[20, 4\]"),
-        ({"crf_from": [20, 3], "crf_to": [20, 3]}, "missing crf_to, which config.json asks for"),
+        ({}, "crf_from not in the architecture that the config describes"),
+        ({"crf_from": [20, 4]}, r"crf_from has shape \[20, 3\], the config makes it \[20, 4\]"),
+        ({"crf_from": [20, 3], "crf_to": [20, 3]}, "missing crf_to, which the config asks for"),
     ):
         file.write_text(json.dumps({**json.loads(file.read_text()), "heads": heads}))
         with pytest.raises(TinyspecError, match=says) as error:

@@ -489,7 +489,7 @@ def from_checkpoint(
             it in another form: then it is not among the weights
 
     Raises TinyspecError, naming `file` and the tensor, if one is missing, unknown, not a float, not
-    finite, or of another shape than config.json gives.
+    finite, or of another shape than the config gives.
     """
     have = {name: name for name in theirs}
     if config.family == "gpt2" and not gguf:  # GPT2Model saves without GPT2LMHeadModel's prefix
@@ -504,13 +504,13 @@ def from_checkpoint(
             else ""
         )
         raise TinyspecError(
-            f"{file}: missing {list_names(missing)}, which config.json asks for{hint}"
+            f"{file}: missing {list_names(missing)}, which the config asks for{hint}"
         )
     head = _tied_head_name(config, gguf)
     left = [n for n in have if n not in set(wanted) and n != head and not _HARMLESS.fullmatch(n)]
     if left:
         raise TinyspecError(
-            f"{file}: {list_names(left)} not in the architecture that config.json describes"
+            f"{file}: {list_names(left)} not in the architecture that the config describes"
         )
     shapes, ours = config.shapes(), {}
     for name, source in sources.items():
@@ -531,7 +531,7 @@ def from_checkpoint(
         theirs[have[head]]().to(ours["embed"].dtype), ours["embed"]
     ):
         raise TinyspecError(
-            f"{file}: {head} differs from the embedding, but config.json ties them; "
+            f"{file}: {head} differs from the embedding, but the config ties them; "
             "set tie_word_embeddings to false"
         )
     return ours
@@ -576,7 +576,7 @@ def check_shape(found: tuple[int, ...], due: tuple[int, ...], what: str) -> None
     """Raise TinyspecError unless a tensor has this shape."""
     if found != due:
         raise TinyspecError(
-            f"{what} has shape {list(found)}, config.json makes it {list(due)}; one is wrong"
+            f"{what} has shape {list(found)}, the config makes it {list(due)}; one is wrong"
         )
 
 

@@ -124,10 +124,10 @@ def _read_weights(
     tensors, file = checkpoint.open_tensors(folder)
     shapes = config.shapes()
     if missing := [name for name in shapes if name not in tensors]:
-        raise TinyspecError(f"{file}: missing {list_names(missing)}, which config.json asks for")
+        raise TinyspecError(f"{file}: missing {list_names(missing)}, which the config asks for")
     if left := [name for name in tensors if name not in shapes]:
         raise TinyspecError(
-            f"{file}: {list_names(left)} not in the architecture that config.json describes"
+            f"{file}: {list_names(left)} not in the architecture that the config describes"
         )
     weights = {}
     for name, shape in shapes.items():
