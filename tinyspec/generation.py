@@ -219,7 +219,7 @@ def start_generation(
     if card.kind == "streams":
         stopping = stopping_criteria(model, stops, max_new_tokens)
         asked = StreamRequest(model, prompt, chat, sampling, stopping, forward_log)
-        streams = cast(Decoder, card.stream_decoder(asked, **knobs))  # it has a decoder's face
+        streams = cast(Decoder, card.stream_decoder(asked, **knobs))  # it has a decoder's methods
         return GenerationRun(streams, model, ids, seed, knobs)
     request = Request(
         target=model.session(forward_log, scheduler),
@@ -308,8 +308,8 @@ def generate(
     A list of prompts runs as one ragged batch: row i uses seed + i and equals the row run alone
     with that seed; on a CPU in float32 and bfloat16 to the bit, for no row of the compiled
     transformer depends on what is computed beside it. Methods that decide the length of drafts for
-    the whole batch (`bass`, `synergy`, `smartspec`, `tetris`) promise this at temperature 0. Of
-    more than 64 rows, the next one begins where one ends.
+    the whole batch (`bass`, `synergy`, `smartspec`, `tetris`) promise this at temperature 0. At
+    most 64 rows run at once: when one ends, the next one begins.
 
     A row that fails ends the batch: the error names the row, `prompt[2]: ...`, and no row has a
     result.

@@ -60,9 +60,10 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
     """Return the draft models that a method needs or can use.
 
     These are the given ones, else what the method makes of the model itself, else those that the
-    model's own card names. Of more than the method can use, the first; of fewer, the last once
-    more. A name that was given is loaded once and kept, and read again when its files have changed.
-    The name of a method that makes its draft stands for that draft: see `make_draft`.
+    model's own card names. If more are given than the method can use, the first ones are taken. If
+    fewer are given, the last one is used again. A name that was given is loaded once and kept, and
+    read again when its files have changed. The name of a method that makes its draft stands for
+    that draft: see `make_draft`.
     """
     if card.drafts == 0 and not card.optional_draft:
         return []
@@ -78,9 +79,8 @@ def drafts_for(model: Model, card: Card, draft: Draft) -> list[Model]:
                 f"'{card.name}' (tinyspec train lm --recipe FILE --out FOLDER), or pass draft=..."
             )
     draft = model.config.extra.get("draft") if draft is None else draft
-    if (
-        draft is None and card.drafts
-    ):  # the card is silent: a draft on this machine that was made for it
+    if draft is None and card.drafts:
+        # The model's card names no draft: take one on this machine that was made for the model.
         draft = next(iter(models.find_drafts_of(model.name)), None)
     given: Sequence[Any] = () if draft is None else [draft]
     if isinstance(draft, Sequence) and not isinstance(draft, str):
@@ -189,7 +189,10 @@ def read_fitting_head(path: Path, model: Model, card: Card) -> HeadFile:
     """Return the content of a head's folder, in any format. Raises TinyspecError unless it fits."""
     method, trained = read_head_method(path), card.trained
     if method != card.head_method or trained is None:
-        raise TinyspecError(f"{path}: a head for {method}, not for {card.head_method}")
+        raise TinyspecError(
+            f"{path}: a head for {method}, not for {card.head_method}: give another head, or "
+            "another method"
+        )
     format = find_format(path)
     if format is None:
         found = read_head(path)
@@ -258,7 +261,9 @@ def export_head(
     if folder.exists():
         raise TinyspecError(f"{folder} exists already: name a new folder")
     if (known := find_format(path)) is not None:
-        raise TinyspecError(f"{path}: a head in the format {known}; a head of ours is exported")
+        raise TinyspecError(
+            f"{path}: a head in the format {known}: give a head that `tinyspec train head` wrote"
+        )
     found = read_head(path)
     if found.method != FORMATS[format].method:
         fitting = [name for name, one in FORMATS.items() if one.method == found.method]

@@ -47,7 +47,7 @@ from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.plugins import import_file, import_packages, paths_in_environment
 
 CHAPTERS = ("tinyspec.speculative", "tinyspec.early_exit", "tinyspec.nonautoregressive")
-TEXT_LIMIT = 1 << 16  # characters of a knob that is a text: the costs of 1,024 calls are 10,000
+TEXT_LIMIT = 1 << 16  # characters of a knob that is a text; 1,024 costs take about 10,000
 
 Clock = Callable[[], float]
 """() -> time in seconds, from any starting point."""
@@ -60,8 +60,8 @@ class Guarantee(Enum):
     """What is promised, relative to plain decoding on the same target with the same settings."""
 
     EXACT = "exact"  # the same joint distribution at any temperature, over several rounds
-    GREEDY = "greedy"  # the same tokens as greedy decoding
-    LOSSY = "lossy"  # lossy by design; exact or greedy at a knob's neutral value
+    GREEDY = "greedy"  # the same tokens as greedy decoding; for techniques of a reader
+    LOSSY = "lossy"  # lossy by design; exact at a knob's neutral value
     APPROX = "approx"  # no neutral value exists
     NONE = "none"  # an analysis: it decodes nothing
 
@@ -148,8 +148,8 @@ class Knob:
     def _check_text(self, value: Any) -> None:
         """Raise TinyspecError unless a value is a text, or what the command line makes of one.
 
-        Every technique reads numbers in its own texts. Here they are kept to 18 digits, which no
-        reader of numbers refuses and no computer counts to.
+        Every technique reads numbers in its own texts. They may have at most 18 digits, so that
+        each fits into 64 bits.
         """
         if isinstance(value, bool) or not isinstance(
             value, (str, int, float, Path, list, tuple, range, set, frozenset, NoneType)
@@ -300,7 +300,7 @@ class Trained(NamedTuple):
     and the laws.
 
     settings  dataclass of the values that decide the shapes: a recipe's section [head]
-    layers    (config, settings) -> layers whose outputs the head reads. None of them: it is
+    layers    (config, settings) -> layers whose outputs the head reads. An empty tuple: it is
               trained through the target's layers, as probes are, and predict ignores the states
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
     begin     (target, settings, seed) -> the tensors before training
@@ -314,9 +314,8 @@ class Trained(NamedTuple):
     unroll    (weights, target, ids, states, depths) -> what predict returns at depth 0, 1, ...,
               where a depth goes on from the one before it; None: each depth stands alone
     figures   (weights, target, batch) -> further figures of a validation, by name, each [2]: what
-              is counted, and by what the sum is divided. Of what drafts no tokens
-    needed    whether the technique never runs without it. Where it may, its builder says what is
-              missing
+              is counted, and by what the sum is divided. Only if the technique drafts no tokens
+    needed    whether the technique always needs it. If not, its builder says what is missing
     """
 
     settings: type[HeadSettings]
@@ -408,6 +407,7 @@ class Tuned(NamedTuple):
               its draft is not read off rows that were trained for it
     tokens    special tokens that are added to the model's vocabulary, if it lacks them
     examples  (model, settings) -> texts to train on; None: texts that the model wrote
+    adds_own  whether texts that the model wrote join the examples, so that it forgets less
     tables    (config, settings, texts, seed) -> further tensors of whole numbers, by name, that are
               counted on the texts [n] and not trained. They are stored as they are
     """
@@ -420,6 +420,7 @@ class Tuned(NamedTuple):
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
     tokens: tuple[str, ...] = ()
     examples: Callable[[Model, Any], list[TrainingExample]] | None = None
+    adds_own: bool = False
     tables: Callable[[Config, Any, Sequence[Tensor], int], dict[str, Tensor]] = count_nothing
 
     def add_tokens(self, model: Model) -> Model:
@@ -482,8 +483,8 @@ class TrainedTranslator(NamedTuple):
     finetune   the loss of a second stage, in which the teacher takes part
     figures    (model, settings, sources, targets, generator) -> further figures of a validation, by
                name, each [B]. The targets are the teacher's greedy translations
-    own_text   as figures, but the targets are what the model itself writes, and each figure is
-               [2, B]: what is counted, and by what the sum is divided
+    own_text   (model, settings, sources, texts that the model wrote) -> further figures, by name,
+               each [2, B]: what is counted, and by what the sum is divided
     best       the figure whose least value decides which weights are best; empty: BLEU decides
     equip      (config, settings) -> config with the technique's own weights
     begin      sets those of its own weights, by name, that do not begin at random
@@ -549,8 +550,8 @@ def read_trained_settings(
     """Return the settings that a model was trained for, as its config.json stores them.
 
     equip   (config, settings) -> config with the weights that the settings ask for
-    part    what these weights are, and
-    remedy  what to do if the model has others, in an error
+    part    names these weights in an error
+    remedy  says in an error what to do if the model has other weights
 
     Raises TinyspecError if a setting is missing or wrong, or if the weights have other shapes.
     """
@@ -584,7 +585,7 @@ def tuned_settings(model: Any, method: str, kind: Callable[..., T]) -> T:
     except (TypeError, KeyError) as error:
         raise TinyspecError(
             f"{model.name}: config.json: {TUNED}: the settings are not those of {method}, as "
-            "`tinyspec train head` writes them"
+            "`tinyspec train head` writes them: tune the model again"
         ) from error
 
 
@@ -750,19 +751,25 @@ class Card:
     def policy(self, **knobs: Any) -> Policy:
         """Return the policy of a scheduler."""
         if self.kind != "policy":
-            raise TinyspecError(f"{self.name} extends a text and schedules no requests")
+            raise TinyspecError(
+                f"{self.name} schedules no requests: give a policy, such as sarathi"
+            )
         return cast(Policy, self.build(**self.settings(knobs)))
 
     def stream_decoder(self, request: StreamRequest, **knobs: Any) -> StreamDecoder:
         """Return a decoder of several streams for this request."""
         if self.kind != "streams":
-            raise TinyspecError(f"{self.name} writes an answer by one stream")
+            raise TinyspecError(
+                f"{self.name} writes an answer by one stream: give sot or apar for several"
+            )
         return cast(StreamDecoder, self.build(request, **self.settings(knobs)))
 
     def refiner(self, request: RefineRequest, **knobs: Any) -> Refiner:
         """Return a refiner for this request."""
         if self.kind != "refine":
-            raise TinyspecError(f"{self.name} extends a text and rewrites none")
+            raise TinyspecError(
+                f"{self.name} rewrites no text: give one that does, such as mask_predict"
+            )
         return cast(Refiner, self.build(request, **self.settings(knobs)))
 
     def promise(self, **knobs: Any) -> Guarantee:

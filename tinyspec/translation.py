@@ -198,7 +198,7 @@ class RewritingRun:
 
     def __iter__(self) -> Iterator[Pass]:
         for step in self.refinement:
-            self.passes.append(step.written())
+            self.passes.append(step.as_record())
             yield step
         self.finished = True
         self._close()

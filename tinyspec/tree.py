@@ -1,7 +1,7 @@
 """The shape of a draft: a tree of draft tokens under the newest committed token.
 
 Nodes stand in topological order: a parent before its children, siblings in draw order. Siblings may
-be equal: nodes are proposals, not positions, and the model computes equal paths once.
+be equal, because a token may be drawn twice. The model computes equal paths once.
 
 Each node carries the distribution it was drawn from, *given all the past and its earlier siblings*,
 or None. A node with None is verified as a point mass, which is always exact.

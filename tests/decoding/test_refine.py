@@ -71,7 +71,7 @@ def test_every_pass_is_an_event_and_the_source_is_encoded_once() -> None:
 def test_a_pass_is_reported_as_plain_data() -> None:
     request = RefineRequest(random_reader(0))
     step = next(iter(refine(request.model, SOURCE, hosted.FillIn(request.model), Seeded(0))))
-    written = step.written()
+    written = step.as_record()
     assert written.calls == 1
     assert [len(tokens) for tokens in written.tokens] == [3, 2]
     assert written.changed == [

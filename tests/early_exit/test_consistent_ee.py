@@ -24,8 +24,10 @@ from tinyspec.early_exit.consistent_ee import (
     PolicyTraining,
     choose_exit,
     consistent_loss,
+    consistent_translator_batch_loss,
     find_memorized_layers,
     follow_decisions,
+    make_translation_training,
     measure_policy,
     mix_with_coin,
     policy_logits,
@@ -33,8 +35,6 @@ from tinyspec.early_exit.consistent_ee import (
     policy_shapes,
     reinforce,
     reward_exits,
-    train_consistent_translator,
-    train_on_translations,
 )
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
@@ -382,7 +382,7 @@ def test_on_translations_each_phase_moves_its_own_weights_alone() -> None:
         model = make_translator()
         training = TranslatorTraining(model, model, settings, 0.0, 0.1, progress)
         generator = torch.Generator().manual_seed(0)
-        loss = train_consistent_translator(training, (SOURCE, TARGET), generator)
+        loss = consistent_translator_batch_loss(training, (SOURCE, TARGET), generator)
         loss.backward()  # type: ignore[no-untyped-call]
         moved = has_gradient(model.weights)
         assert moved and all(name.startswith(LEAD) is of_policy for name in moved)
@@ -402,7 +402,7 @@ def test_on_translations_the_models_phase_alone_drops_out_and_reads_no_original(
             torch.manual_seed(0)
             training = TranslatorTraining(model, original, settings, dropout, 0.0, progress)
             generator = torch.Generator().manual_seed(0)
-            loss = train_consistent_translator(training, pair, generator)
+            loss = consistent_translator_batch_loss(training, pair, generator)
             losses.append(float(loss.detach()))
         assert (losses[1] != losses[0]) is is_dropped
         assert (losses[2] != losses[0]) is reads_original
@@ -414,7 +414,7 @@ def test_a_translators_loss_is_that_of_the_exits_with_which_it_decodes() -> None
     for w in model.weights.values():
         w.requires_grad_(False)
     settings = ConsistentSettings(width=4, rounds=1)
-    made = train_on_translations(model, model, settings, SOURCE, TARGET)
+    made = make_translation_training(model, model, settings, SOURCE, TARGET)
     states, depths = made.leave_greedily()
     log_probs, layers, n = made.log_probs(states).tolist(), depths.tolist(), 0
     for source, target in (([5, 6, 7], [4, 5, 2]), ([8, 9], [6, 2])):

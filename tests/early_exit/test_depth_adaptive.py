@@ -34,7 +34,7 @@ from tinyspec.early_exit.depth_adaptive import (
     read_batch,
     read_translations,
     smooth_scores,
-    train_translator_predictors,
+    translator_predictors_batch_loss,
     translator_weights,
 )
 from tinyspec.errors import TinyspecError
@@ -396,7 +396,7 @@ def test_on_translations_the_predictors_alone_are_trained() -> None:
     source, target = torch.tensor([[5, 6, 7], [8, 9, 0]]), torch.tensor([[4, 5], [6, 0]])
     settings = DepthAdaptiveSettings(penalty=0.1, width=1.0)
     training = TranslatorTraining(model, model, settings, 0.3, 0.1, 0.0)
-    loss = train_translator_predictors(training, (source, target), torch.Generator())
+    loss = translator_predictors_batch_loss(training, (source, target), torch.Generator())
     loss.backward()  # type: ignore[no-untyped-call]
     moved = {name for name, w in model.weights.items() if w.grad is not None and w.grad.any()}
     assert moved == {name for name in model.weights if name.startswith(LEAD)}

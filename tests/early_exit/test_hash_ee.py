@@ -22,11 +22,11 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.early_exit.hash_ee import (
     HashSettings,
     assign_layers,
+    build_layer_table,
     check_exits,
-    count_layers,
     decode_with_hash,
     hash_loss,
-    mix_index,
+    hash_to_index,
     resolve_exits,
 )
 from tinyspec.errors import TinyspecError
@@ -117,11 +117,11 @@ def test_a_hash_is_the_same_in_every_process() -> None:
     config = Config(12, 8, 4, 2, 1, 4, 12, 64)
     texts = [torch.arange(12).int(), torch.arange(6).int()]
     tables = [
-        count_layers(config, HashSettings(kind, exits="1,2,3"), texts, 7)["layers"].tolist()
+        build_layer_table(config, HashSettings(kind, exits="1,2,3"), texts, 7)["layers"].tolist()
         for kind in ("frequency", "random", "inconsistent")
     ]
     assert tables == GOLDEN
-    assert [mix_index(5, at, 100) for at in range(5)] == MIXED
+    assert [hash_to_index(5, at, 100) for at in range(5)] == MIXED
 
 
 GOLDEN = [
@@ -268,7 +268,7 @@ def fit(kind: str, steps: int = 250) -> dict[str, float]:
         for name in ("none", "random", "inconsistent")
     }
     tables = {
-        name: count_layers(config, settings, list(write_texts(50, 0)), 0)
+        name: build_layer_table(config, settings, list(write_texts(50, 0)), 0)
         for name, settings in kinds.items()
     }
     tables["none"] = {"layers": torch.full((11,), 4)}

@@ -293,7 +293,7 @@ def test_the_recipe_trains_and_the_result_runs(
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path / "nowhere"))
     big, out = tiny_zoo(tmp_path).big, tmp_path / "mine"
     small = {
-        "target": json.dumps(big), "head.lists": 12, "batch": 4, "context": 96, "train.steps": 12,
+        "target": json.dumps(big), "head.lists": 12, "texts.texts": 6, "batch": 4, "context": 96, "train.steps": 12,
         "train.lr": 3e-3, "train.warmup": 2, "train.valid_every": 6, "train.log_every": 3,
     }  # fmt: skip
     words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
@@ -309,10 +309,8 @@ def test_the_recipe_trains_and_the_result_runs(
     fork, child = find_tokens(model)
     assert child == fork + 1 == model.config.vocab_size - 1
     page = (out / "README.md").read_text()
-    assert (
-        "on texts that were made for it" in page
-        and "temperature" not in page.split("- **data**")[1]
-    )
+    assert "on texts that were made for it" in page
+    assert "6 texts drawn from the target at temperature 0.8" in page
     used = run("generate", "--model", str(out), "--method", "apar", "Describe", "-n", "6")
     assert used.exit_code == 0, used.output
     assert "was not tuned" not in used.stderr

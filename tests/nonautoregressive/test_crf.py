@@ -12,13 +12,13 @@ from tinyspec.nonautoregressive.crf import (
     DOWN,
     Lattice,
     build_lattice,
-    dynamic_heads,
+    dynamic_transition_shapes,
     find_best_path,
     log_likelihood,
     log_partition,
-    mix_neighbours,
     score_choice,
-    static_heads,
+    static_transition_shapes,
+    transition_matrices,
     word_logprobs,
 )
 
@@ -29,7 +29,7 @@ TRANSITIONS = ("none", "static", "dynamic")
 
 def random_weights(words: int, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    shapes = static_heads(words, RANK) | dynamic_heads(WIDTH, RANK)
+    shapes = static_transition_shapes(words, RANK) | dynamic_transition_shapes(WIDTH, RANK)
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64)
         for name, shape in shapes.items()
@@ -195,7 +195,7 @@ def test_dynamic_transitions_without_f_are_the_static_ones() -> None:
     for name in (f"{DOWN}.weight", f"{DOWN}.bias"):
         weights[name] = torch.zeros_like(weights[name])
     assert torch.equal(
-        mix_neighbours(weights, states), torch.eye(2, dtype=torch.float64).expand(1, 2, 2, 2)
+        transition_matrices(weights, states), torch.eye(2, dtype=torch.float64).expand(1, 2, 2, 2)
     )
 
 

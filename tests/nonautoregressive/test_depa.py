@@ -26,12 +26,12 @@ from tinyspec.nonautoregressive.depa import (
     DepaSettings,
     add_depa_weights,
     begin_as_identities,
+    depa_batch_loss,
     depa_loss,
     find_phase,
     find_target_words,
     list_target_words,
     reverse_words,
-    train_depa,
     transform_inputs,
     transform_position,
     translate_transformed,
@@ -153,7 +153,7 @@ def test_without_both_parts_the_loss_is_that_of_parallel() -> None:
             if method == "depa":
                 settings = DepaSettings(0.0, 0.0, False)
                 training = TranslatorTraining(model, None, settings, dropout, 0.1, 0.0)
-                loss = train_depa(training, (SOURCE, TARGET), draws())
+                loss = depa_batch_loss(training, (SOURCE, TARGET), draws())
             else:
                 loss = parallel_loss(model, (SOURCE, TARGET), dropout, 0.1)
             made.append((loss, torch.autograd.grad(loss, weight)[0]))
@@ -175,7 +175,7 @@ def test_the_progress_decides_the_phase_that_is_trained() -> None:
     for progress, phase in ((0.0, "forward"), (0.2, "backward"), (0.49, "backward"), (0.5, "")):
         model = small_mixer(0)
         training = TranslatorTraining(model, None, settings, 0.0, 0.0, progress)
-        got = float(train_depa(training, (SOURCE, TARGET), draws()))
+        got = float(depa_batch_loss(training, (SOURCE, TARGET), draws()))
         assert got == float(depa_loss(model, (SOURCE, TARGET), phase or "parallel", True))
         assert find_phase(settings, progress) == (phase or "parallel")
 

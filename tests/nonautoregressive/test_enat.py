@@ -34,14 +34,14 @@ from tinyspec.nonautoregressive.enat import (
     EnatRefiner,
     EnatSettings,
     add_enat_weights,
+    adversarial_loss,
     begin_as_copies,
     count_table,
+    discriminator_logits,
     enat_loss,
     format_phrases,
-    judge_words,
     look_up_phrases,
     phrase_table,
-    play_game,
     read_table,
     symmetrize_links,
     translate_rough_words,
@@ -204,15 +204,15 @@ def test_the_discriminator_learns_and_then_the_mapping_fools_it() -> None:
     def told_apart() -> float:
         with torch.no_grad():
             moved = model.embedding[4:34] @ model.weights[MAP].T
-            right = (judge_words(model, model.embedding[34:]) > 0).sum()
-            return float(right + (judge_words(model, moved) < 0).sum()) / 60
+            right = (discriminator_logits(model, model.embedding[34:]) > 0).sum()
+            return float(right + (discriminator_logits(model, moved) < 0).sum()) / 60
 
     def play(names: tuple[str, ...], adversary: float, steps: int) -> None:
         weights = [model.weights[name].requires_grad_() for name in names]
         adam = torch.optim.Adam(weights, lr=1e-2)
         for _ in range(steps):
             adam.zero_grad()
-            play_game(model, source, target, adversary).backward()
+            adversarial_loss(model, source, target, adversary).backward()
             adam.step()
         for weight in weights:
             weight.requires_grad_(False)
@@ -230,7 +230,9 @@ def test_every_weight_of_the_game_has_a_gradient_and_the_embedding_has_none() ->
     weights = {name: w.clone().requires_grad_(name in names) for name, w in model.weights.items()}
     model = Seq2Seq(model.config, weights)
     slopes = torch.autograd.grad(
-        play_game(model, SOURCE, TARGET, 1.0), [weights[name] for name in names], allow_unused=True
+        adversarial_loss(model, SOURCE, TARGET, 1.0),
+        [weights[name] for name in names],
+        allow_unused=True,
     )
     assert all(slope is not None and bool(slope.any()) for slope in slopes[:-1])
     assert slopes[-1] is None

@@ -19,11 +19,11 @@ from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive.fcl_nat import (
     PACINGS,
     FclNatSettings,
+    fcl_nat_batch_loss,
     fcl_nat_loss,
     mix_batch,
     mix_inputs,
     plan_step,
-    train_fcl_nat,
 )
 from tinyspec.nonautoregressive.parallel import (
     length_nll,
@@ -84,7 +84,7 @@ def test_without_a_curriculum_the_loss_is_that_of_parallel() -> None:
             if curriculum:
                 settings = FclNatSettings(curriculum=0)
                 training = TranslatorTraining(model, None, settings, dropout, 0.1, 0.0)
-                loss = train_fcl_nat(training, (SOURCE, TARGET), draws())
+                loss = fcl_nat_batch_loss(training, (SOURCE, TARGET), draws())
             else:
                 loss = parallel_loss(model, (SOURCE, TARGET), dropout, 0.1)
             made.append((loss, torch.autograd.grad(loss, weight)[0]))

@@ -38,12 +38,12 @@ from tinyspec.nonautoregressive.flowseq import (
     fill_up,
     find_lengths,
     fits_difference,
+    flowseq_batch_loss,
     flowseq_config,
     flowseq_terms,
     normal_noise,
     posterior_of,
     read_latents,
-    train_flowseq,
     translate_by_flow,
     translate_without_noise,
 )
@@ -205,7 +205,7 @@ def test_the_cost_of_latent_vectors_weighs_more_and_more() -> None:
     def loss(progress: float) -> tuple[float, float]:
         training = TranslatorTraining(model, None, settings, 0.0, 0.0, progress)
         with torch.no_grad():
-            got = float(train_flowseq(training, batch, torch.Generator().manual_seed(0)))
+            got = float(flowseq_batch_loss(training, batch, torch.Generator().manual_seed(0)))
             generator = torch.Generator().manual_seed(0)
             terms = flowseq_terms(model, batch, settings, generator, progress)
         weight = max(0.0, min(1.0, (progress - 0.2) / 0.4))
@@ -230,9 +230,9 @@ def test_the_first_step_with_latent_costs_begins_the_flow_and_no_later_one_does(
         training = TranslatorTraining(model, None, SHAPES[0], 0.0, 0.0, progress)
         if progress == 0.2:
             with torch.no_grad():  # a validation begins nothing
-                train_flowseq(training, batch, torch.Generator().manual_seed(0))
+                flowseq_batch_loss(training, batch, torch.Generator().manual_seed(0))
             assert torch.equal(before, weights["flow_scale_0"])
-        train_flowseq(training, batch, torch.Generator().manual_seed(0))
+        flowseq_batch_loss(training, batch, torch.Generator().manual_seed(0))
         seen.append(not torch.equal(before, weights["flow_scale_0"]))
     assert seen == [False, False, True, False] and float(weights[BEGUN]) == 1
 
@@ -319,7 +319,7 @@ def train_on_dialects(steps: int) -> tuple[Dialects, Seq2Seq, FlowSeqSettings, A
 
     def loss(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
         training = TranslatorTraining(model, None, settings, 0.0, 0.0, next(done) / steps)
-        return train_flowseq(training, batch, generator)
+        return flowseq_batch_loss(training, batch, generator)
 
     fit(loss, model, [(p.source, p.target) for p in pairs], steps, 4e-3)
     return task, model, settings, held

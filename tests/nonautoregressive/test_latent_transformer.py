@@ -42,6 +42,7 @@ from tinyspec.nonautoregressive.latent_transformer import (
     find_nearest,
     fits_places,
     join_digits,
+    latent_batch_loss,
     latent_config,
     latent_terms,
     lay_out_places,
@@ -49,7 +50,6 @@ from tinyspec.nonautoregressive.latent_transformer import (
     prior_states,
     quantize_slices,
     split_codes,
-    train_latent,
     translate_by_likeliest_codes,
     translate_through_codes,
     update_codebook,
@@ -227,7 +227,7 @@ def test_the_loss_of_the_trainer_weighs_its_terms_and_reads_the_settings() -> No
     batch = torch.tensor([[4, 5]]), torch.tensor([[5, 6]])
     with torch.no_grad():
         training = TranslatorTraining(model, None, settings, 0.0, 0.0, 1.0)
-        got = train_latent(training, batch, torch.Generator().manual_seed(0))
+        got = latent_batch_loss(training, batch, torch.Generator().manual_seed(0))
         terms = latent_terms(model, batch, settings, torch.Generator().manual_seed(0))
     expected = terms.words + terms.codes + COMMITMENT * terms.commitment
     assert float(got) == pytest.approx(float(expected)) and COMMITMENT == 0.25
@@ -317,7 +317,7 @@ def train_on_dialects(settings: LatentSettings, steps: int) -> tuple[Dialects, S
 
     def loss(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
         training = TranslatorTraining(model, None, settings, 0.0, 0.0, next(done) / steps)
-        return train_latent(training, batch, generator)
+        return latent_batch_loss(training, batch, generator)
 
     fit(loss, model, [(p.source, p.target) for p in pairs], steps)
     return task, model, held

@@ -254,7 +254,7 @@ def test_lengths_stay_within_the_positions() -> None:
         find_technique("mask_predict").refiner(request, lengths=99),
         Seeded(0),
     )
-    assert max(len(text) for text in [*running][-1].written().tokens) == 5
+    assert max(len(text) for text in [*running][-1].as_record().tokens) == 5
 
 
 def test_the_card_says_what_it_is() -> None:

@@ -28,7 +28,7 @@ from tinyspec.laws.traps.nag_bert import (
 from tinyspec.laws.traps.nar_crf import score_pair
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import nag_bert
-from tinyspec.nonautoregressive.crf import E1, E2, static_heads
+from tinyspec.nonautoregressive.crf import E1, E2, static_transition_shapes
 from tinyspec.nonautoregressive.nag_bert import (
     HIDDEN_SHARE,
     NagBertRefiner,
@@ -38,8 +38,8 @@ from tinyspec.nonautoregressive.nag_bert import (
     context_aware_loss,
     decode_ratio_first,
     masked_word_loss,
+    nag_bert_batch_loss,
     nag_bert_loss,
-    train_nag_bert,
     write_all_labels,
 )
 from tinyspec.nonautoregressive.refine_many import refine_many, translate_sources
@@ -205,7 +205,7 @@ def test_pre_training_fills_in_words_of_both_languages() -> None:
     model = random_labeller(0)
     batch = torch.tensor([[4, 6], [6, 0]]), torch.tensor([[5, 5, 6], [4, 0, 0]])
     training = TranslatorTraining(model, None, NagBertSettings(rank=2), 0.0, 0.0, 0.0)
-    got = train_nag_bert(training, batch, torch.Generator().manual_seed(0))
+    got = nag_bert_batch_loss(training, batch, torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     source, target = (float(masked_word_loss(model, texts, generator)) for texts in batch)
     assert float(got) == pytest.approx((source + target) / 2) and source != target
@@ -264,7 +264,7 @@ def test_pre_training_helps_and_the_context_aware_term_and_the_crf_lower_repeats
     held, few, many = pairs[:150], pairs[150:], [compress(random) for _ in range(3000)]
     sources = pad_sequences([x for x, _ in held])
     config = Seq2SeqConfig(28, 32, 4, 64, 2, 0, 24)
-    config = replace(config, heads=static_heads(28, 8))
+    config = replace(config, heads=static_transition_shapes(28, 8))
 
     def fill_in(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
         both = [masked_word_loss(model, texts, generator) for texts in batch]

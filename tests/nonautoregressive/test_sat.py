@@ -29,8 +29,8 @@ from tinyspec.nonautoregressive.sat import (
     SatSettings,
     fits_groups,
     group_mask,
+    sat_batch_loss,
     shift_by_group,
-    train_sat,
     translate_batch_in_groups,
     translate_in_groups,
 )
@@ -94,7 +94,7 @@ def test_one_word_per_group_is_the_teachers_mask_inputs_and_loss() -> None:
     for dropout, smoothing in ((0.0, 0.0), (0.0, 0.1), (0.3, 0.1)):
         training = TranslatorTraining(model, None, SatSettings(1), dropout, smoothing, 1.0)
         torch.manual_seed(0)
-        ours = train_sat(training, (source, target), torch.Generator())
+        ours = sat_batch_loss(training, (source, target), torch.Generator())
         torch.manual_seed(0)
         assert torch.equal(ours, teacher_forcing_loss(model, source, target, dropout, smoothing))
 
@@ -147,8 +147,8 @@ def test_a_pass_as_plain_data_tells_the_new_words() -> None:
     running, passes = run(group_writer(3, 3), SOURCES[2])
     for number, step in enumerate(passes):
         words = len(step.after.text(0))
-        assert step.written().changed == [list(range(3 * number, words))]
-    assert running.tokens == passes[-1].written().tokens[0]
+        assert step.as_record().changed == [list(range(3 * number, words))]
+    assert running.tokens == passes[-1].as_record().tokens[0]
 
 
 def test_a_canvas_can_be_rewritten_again() -> None:

@@ -38,8 +38,8 @@ from tinyspec.nonautoregressive.synst import (
     encode_chunks,
     fits_layout,
     lay_out,
+    synst_batch_loss,
     synst_loss,
-    train_synst,
     translate_by_chunks,
     translate_likeliest_chunks,
     word_states,
@@ -260,7 +260,7 @@ def test_what_a_recipe_says_reaches_the_loss(german: Tokenizer) -> None:
     def loss(settings: Any, dropout: float = 0.0, smoothing: float = 0.0, seed: int = 0) -> float:
         torch.manual_seed(0)
         training = TranslatorTraining(model, None, settings, dropout, smoothing, 1.0)
-        return float(train_synst(training, batch, torch.Generator().manual_seed(seed)))
+        return float(synst_batch_loss(training, batch, torch.Generator().manual_seed(seed)))
 
     fixed, fine = SynstSettings(6, False), SynstSettings(1, False)
     assert len({loss(fixed), loss(fine), loss(fixed, 0.5), loss(fixed, 0.0, 0.1)}) == 4

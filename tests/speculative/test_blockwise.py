@@ -353,7 +353,9 @@ def test_a_recipe_smooths_labels_and_drops_out_only_what_it_trains(frozen: bool)
         training = TranslatorTraining(model, None, settings, dropout, smoothing, 0.0)
         torch.manual_seed(0)
         return float(
-            blockwise.train_blockwise(training, batch, torch.Generator().manual_seed(1)).detach()
+            blockwise.blockwise_batch_loss(
+                training, batch, torch.Generator().manual_seed(1)
+            ).detach()
         )
 
     half, none, full = loss(0, 0.5), loss(0, 0), loss(0, 1)

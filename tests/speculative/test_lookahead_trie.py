@@ -350,7 +350,7 @@ def test_after_looks_in_vain_only_every_fourth_round_is_looked_at_until_one_is_w
     assert not any(trust.should_skip_round(1) for _ in range(8))
     paper = AcceptanceTracker(0.0)
     for _ in range(20):
-        paper.record_without_running((), (), ())
+        paper.remember_lookup((), (), ())
         assert not paper.should_skip_round(1)
 
 
@@ -370,5 +370,5 @@ def test_output_of_skipped_rounds_is_counted_at_the_next_lookup() -> None:
     for token in range(2, 30):
         drafted(d, [token - 1])
         d.observe(Round(TokenTree(), NOTHING, Verdict((), token), (token,), ()))
-    d.count_outputs()
+    d.insert_outputs()
     assert d.forest.gather([(OUTPUTS, 9)], [20], 1, 1, 4)[0] == [21, 22, 23, 24]

@@ -69,7 +69,7 @@ def test_trap_the_draft_follows_the_state() -> None:
 
 
 def test_trap_removal_loses_least() -> None:
-    assert traps.removal_loses_least(ppd.hang_prompts).cases > 50
+    assert traps.removal_loses_least(ppd.allocate_prompts).cases > 50
 
 
 def test_trap_tokens_per_round_are_those_of_a_long_run() -> None:
@@ -122,15 +122,15 @@ def test_the_chance_to_end_is_what_the_children_leave() -> None:
 
 
 def test_one_prompt_stays_after_every_candidate() -> None:
-    assert ppd.hang_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 0) == [1, 1, 1]
-    assert ppd.hang_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 100) == [2, 2, 2]
-    assert ppd.hang_prompts([0.3, 0.2], [0.5], 2) == [1, 1]
-    assert ppd.hang_prompts([], [0.5, 0.6], 4) == []
+    assert ppd.allocate_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 0) == [1, 1, 1]
+    assert ppd.allocate_prompts([0.3, 0.2, 0.1], [0.5, 0.6], 100) == [2, 2, 2]
+    assert ppd.allocate_prompts([0.3, 0.2], [0.5], 2) == [1, 1]
+    assert ppd.allocate_prompts([], [0.5, 0.6], 4) == []
 
 
 def test_a_prompt_that_loses_is_removed_before_one_that_gains() -> None:
     """The tree of state 2 is worth less than that of state 1 here, that of state 3 more."""
-    assert ppd.hang_prompts([0.5, 0.1], [0.5, 0.4, 0.6], 5) == [3, 2]
+    assert ppd.allocate_prompts([0.5, 0.1], [0.5, 0.4, 0.6], 5) == [3, 2]
 
 
 @pytest.mark.parametrize("curve", CURVES)

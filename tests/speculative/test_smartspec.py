@@ -10,7 +10,7 @@ from tinyspec.laws.traps import smartspec as traps
 from tinyspec.speculative.batched import BatchProfile
 from tinyspec.speculative.integrated.smartspec import (
     TRIAL_ROUNDS,
-    Drafted,
+    DraftHistory,
     SmartSpecDrafter,
     SmartSpecRule,
     choose_lengths,
@@ -41,7 +41,7 @@ def test_the_seconds_of_unequal_drafts_lie_between_those_of_equal_ones() -> None
 
 def test_a_request_alone_drafts_and_a_crowd_does_not() -> None:
     rule = SmartSpecRule(lambda text: PROFILE, 3)
-    question = Drafted((), 10, 9)
+    question = DraftHistory((), 10, 9)
     assert rule.decide({0: question}, 1)[0] == 3
     assert rule.decide(dict.fromkeys(range(4), question), 4) == dict.fromkeys(range(4), 0)
     assert rule.decide({0: question}, 4) == {0: 0}  # the three others do not ask at this moment

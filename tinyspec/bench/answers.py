@@ -5,6 +5,8 @@ from statistics import median
 from typing import Any
 
 from tinyspec.bench.book import Sample
+from tinyspec.bench.experiments.batches import tabulate_batches
+from tinyspec.bench.experiments.clients import tabulate_clients
 from tinyspec.bench.experiments.dialects import describe_dialects
 from tinyspec.bench.experiments.distillspec import tabulate_grid
 from tinyspec.bench.experiments.exits import tabulate_exits
@@ -12,6 +14,8 @@ from tinyspec.bench.experiments.heads import count_paying_sizes, tabulate_heads
 from tinyspec.bench.experiments.long_context import list_budget_rows
 from tinyspec.bench.experiments.mpee import tabulate_mpee
 from tinyspec.bench.experiments.osd import COLUMNS
+from tinyspec.bench.experiments.serve_tables import tabulate_serve
+from tinyspec.bench.experiments.streams import tabulate_streams
 from tinyspec.bench.plan import PLAIN, ArmSpec
 from tinyspec.bench.report import (
     SAME_TEXT,
@@ -177,10 +181,14 @@ def tabulate_all(kind: str, result: Result, tables: int | None = None) -> str:
 
 
 TABLES: Mapping[str, Callable[[dict[str, Any]], list[Grid]]] = {
+    "batches": tabulate_batches,
+    "clients": tabulate_clients,
     "distillspec": tabulate_grid,
     "exits": tabulate_exits,
     "heads": tabulate_heads,
     "mpee": tabulate_mpee,
+    "serve": tabulate_serve,
+    "streams": tabulate_streams,
 }
 
 

@@ -555,6 +555,35 @@ class PpdSettings:
     dtype: str | None = dtype_setting()
 
 
+@command("streams", tables=True)
+@dataclass(frozen=True)
+class StreamSettings:
+    """Answers that several streams write (sot, apar): time and tokens per second against plain
+    decoding of the same model.
+
+    The answers differ from plain decoding's. Their quality is not measured.
+
+    \b
+    Examples:
+      tinyspec bench streams --questions 5
+      tinyspec bench streams --methods sot:points=4 --tokens 64 --out streams.json
+      tinyspec bench streams --model models/storyteller-apar --methods apar,apar:streams=2
+    """
+
+    model: str = model_setting("smollm2")
+    methods: tuple[str, ...] = setting(
+        ("sot", "sot:router=prompt", "sot:router=words"),
+        "One technique of several streams, with any knobs: NAME or NAME:knob=value.",
+        of=str,
+    )
+    questions: int = setting(
+        20, "Questions: MT-bench's, or lists for a model tuned for apar.", least=1
+    )
+    tokens: int = setting(128, "Most tokens of each stream.", least=1)
+    rounds: int = rounds_setting(1)
+    dtype: str | None = dtype_setting()
+
+
 @command("sweeps", tables=True, chart=True)
 @dataclass(frozen=True)
 class SweepSettings:

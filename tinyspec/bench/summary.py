@@ -18,7 +18,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from tinyspec.bench import answers, report
 from tinyspec.bench.experiment import Experiment
-from tinyspec.bench.experiments import parts
+from tinyspec.bench.experiments import parts, serve_tables
 from tinyspec.bench.harness import describe_machines
 from tinyspec.bench.plot import Chart, draw_chart
 
@@ -33,7 +33,8 @@ QUOTED = (
 """The results that the page quotes."""
 OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
-    "batches",
+    "bench-stored", "bench-smollm2-heads", "bench-auto-heads", "batches", "batches-smollm2",
+    "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -50,9 +51,13 @@ UNTIMED = (
 TABLED = (
     "sizes", "exits", "sweeps", "translation", "parts", "dialects", "layerskip", "ppd",
     "long_context", "heads", "osd", "distillspec", "mpee", "serve", "batches", "clients",
+    "streams",
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
-LABELLED = ("exits", "exits-translator", "translation", "heads", "batches")
+LABELLED = (
+    "exits", "exits-translator", "translation", "heads", "batches", "batches-long", "streams",
+    "streams-apar",
+)  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)
 """The pages that a script in tests writes, from another program's run. They have no result here."""
@@ -116,7 +121,7 @@ def write_readme(folder: Path) -> str:
     }
     functions = {
         name: function
-        for module in (answers, parts, report)
+        for module in (answers, parts, report, serve_tables)
         for name, function in vars(module).items()
         if name.startswith(("count_", "describe_", "find_", "list_", "tabulate_"))
     }

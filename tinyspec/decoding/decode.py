@@ -3,8 +3,8 @@
 Three parts can be exchanged. A `Drafter` proposes draft tokens. A `Target` scores them, and may run
 less than the whole model. A `Verifier` decides which of them are accepted.
 
-A `Decoder` can be rewound, so a decoder can be the drafter of another decoder. Its tokens then
-declare the distribution they were committed under.
+A `Decoder` can be rewound, so it can be the drafter of another decoder. If the verifier of the
+inner decoder is exact, its tokens declare the distributions they were committed under.
 """
 
 from collections.abc import Iterator, Sequence
@@ -74,12 +74,12 @@ class TargetProbs:
         return self._block
 
     def histories(self) -> list[Sequence[int]]:
-        """Return the text up to each node, the root first; the root's alone without a penalty."""
+        """Return the text up to each node, root first; without a penalty only the root's."""
         nodes = range(len(self.tree.tokens)) if self.sampling.repetition_penalty != 1.0 else ()
         return [self._history(node, self.sampling) for node in (ROOT, *nodes)]
 
     def greedy_token(self, node: int) -> int | None:
-        """Return the greedy token after a node; None above temperature 0."""
+        """Return the greedy token after a node; None above temperature 0, and of Fractions."""
         return self.sampling.greedy_token(self.logits_at(node), self._history(node, self.sampling))
 
     def probs_under(self, node: int, sampling: SamplingParams) -> Probs:
@@ -246,7 +246,9 @@ class Decoder:
     def step(self, rng: RandomSource) -> Round:
         """Run one round. Raises ValueError if the text is finished."""
         if self.finished:
-            raise ValueError(f"the text is finished ({self.finished})")
+            raise ValueError(
+                f"the text is finished ({self.finished}): extend it or rewind it first"
+            )
         passes_before = len(self.forward_log)
 
         # 1. Draft: propose a tree of candidate tokens. An empty tree is plain decoding.

@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # both import this file
     from tinyspec.decoding.rng import RandomSource
     from tinyspec.decoding.sampling import SamplingParams
 
+NO_MASS = (
+    "cannot draw from a row without finite mass: if the logits contain NaN or inf, check the "
+    "weights, or compute in a wider dtype"
+)
+
 
 class LogitCheck(NamedTuple):
     """Whether logits define a distribution, asked when they are needed.
@@ -50,7 +55,8 @@ def apply_sampling_to_rows(
 ) -> tuple[Tensor, Tensor]:
     """Return logits [n, V] as distributions, float64 [n, V], and the highest logit of each row [n].
 
-    histories  one for each row
+    histories  one for each row; not read without a penalty
+
     Nothing is copied to the host: `LogitCheck` reads the highest logits when a row is needed.
     """
     scores = penalize_repetition(logits.detach(), histories, penalty).to(torch.float64)
@@ -157,7 +163,8 @@ def verify_on_device(
     for token, is_probe in zip(tokens, probe, strict=True):
         if not is_probe and not 0 <= token < rows.shape[1]:
             raise TinyspecError(
-                f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}"
+                f"drafted token {token} is outside of the target's vocabulary of {rows.shape[1]}: "
+                "use a draft with the target's tokenizer"
             )
     place, ends, used = _plan_tests(tokens, parents, probe)
     left, ratios, own = rows.clone(), rows.new_zeros(len(tokens)), rows.new_ones(len(tokens))
@@ -259,7 +266,7 @@ def _verify_numbers(
         )
     token = int(sampled[ends.index(here)])
     if token < 0:
-        raise TinyspecError("cannot draw from a row without finite mass")
+        raise TinyspecError(NO_MASS)
     return tuple(accepted), token, tuple(rejected), used + 1
 
 
@@ -285,10 +292,7 @@ class DeviceKernels(Kernels):
         p = p.to(torch.float64)
         (token,), (mass,) = fetch_to_host(sample_rows(p[None], [u]), p.sum()[None])
         if token < 0 or not math.isfinite(mass):
-            raise TinyspecError(
-                "cannot draw from a row without finite mass: if the logits contain NaN or inf, "
-                "check the weights, or compute in a wider dtype"
-            )
+            raise TinyspecError(NO_MASS)
         return int(token)
 
     def sample_without_replacement(self, p: Tensor, uniforms: Any) -> list[int]:

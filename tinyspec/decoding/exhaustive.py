@@ -14,8 +14,8 @@ def claim_stream(asked: set[tuple[str, int]], role: str, round: int) -> None:
     """Note that a stream was asked for. Raise TinyspecError if it was asked for before."""
     if (role, round) in asked:
         raise TinyspecError(
-            f"the stream {role!r} of round {round} was asked for twice, "
-            "and shared noise biases the output"
+            f"the stream {role!r} of round {round} was asked for twice, and shared noise biases "
+            "the output: give each use a role of its own"
         )
     asked.add((role, round))
 
@@ -34,7 +34,8 @@ class _Script:
         choice = self.choices[index] if index < len(self.choices) else 0
         if choice >= len(options):
             raise TinyspecError(
-                "the function decides differently when run again: it has randomness of its own"
+                "the function decides differently when run again: draw every random number from "
+                "the given source"
             )
         self.taken.append((choice, len(options)))
         value, probability = options[choice]

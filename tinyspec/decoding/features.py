@@ -18,7 +18,7 @@ from tinyspec.tree import ROOT
 class FeatureDrafter(BaseDrafter):
     """Keep the states of the text's tokens; subclasses propose from them.
 
-    hidden_layers  layers of the target whose outputs are read; the last one after the final norm
+    hidden_layers  layers of the target whose outputs are read; n_layers: after the final norm
     states         [n - 1] states [layers, d] of the first n - 1 of n committed tokens; empty for a
                    text of one token
     """

@@ -31,7 +31,7 @@ Outcome: TypeAlias = tuple[tuple[int, ...], int, tuple[int, ...]]
 TokenSampler: TypeAlias = Callable[[int, int], int]
 """(an accepted node or ROOT, its depth with ROOT at 0) -> the target's next token."""
 
-TOP_K_COLUMNS = 32  # maxima of as many columns bound the k-th highest: the rest need not be sorted
+TOP_K_GROUP = 32  # numbers that share a maximum: the k-th maximum bounds the k-th highest number
 
 
 class Kernels:
@@ -121,7 +121,8 @@ class Kernels:
         """Return (node, depth) -> the target's token after a node: greedy, or sampled from p[node].
 
         A sampled token's uniform belongs to its position in the text, len(p.context) + depth.
-        Raises TinyspecError if a draft token is outside of the vocabulary.
+        Raises TinyspecError if a draft token is outside of the vocabulary. At temperature 0 and on
+        a device such a token is rejected instead.
         """
         greedy_token = getattr(p, "greedy_token", None)  # of `TargetProbs`: needs no distribution
         if greedy_token is not None and (first := greedy_token(ROOT)) is not None:
@@ -130,7 +131,8 @@ class Kernels:
         for token, is_probe in zip(tree.tokens, tree.probe, strict=True):
             if not is_probe and not 0 <= token < vocabulary:
                 raise TinyspecError(
-                    f"drafted token {token} is outside of the target's vocabulary of {vocabulary}"
+                    f"drafted token {token} is outside of the target's vocabulary of {vocabulary}: "
+                    "use a draft with the target's tokenizer"
                 )
         start = len(getattr(p, "context", ()))
         return lambda node, depth: rng.draw_at(p[node], start + depth)
@@ -237,9 +239,9 @@ def top_k_ids(row: NDArray[Any], k: int) -> list[int]:
     """
     if k == 1:
         return [int(row.argmax())]
-    width = len(row) // TOP_K_COLUMNS
+    width = len(row) // TOP_K_GROUP
     if k <= width:
-        maxima = row[: TOP_K_COLUMNS * width].reshape(TOP_K_COLUMNS, width).max(axis=0)
+        maxima = row[: TOP_K_GROUP * width].reshape(TOP_K_GROUP, width).max(axis=0)
         first = np.flatnonzero(row >= np.partition(maxima, width - k)[width - k])
     else:
         first = np.arange(len(row))

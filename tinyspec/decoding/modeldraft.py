@@ -134,7 +134,7 @@ class ModelDrafter(BaseDrafter):
 
 
 class SharedSessionDrafter(ModelDrafter):
-    """Draft on a session that another owner extends: a view of the target's, or a joint member."""
+    """Draft on a session that another owner extends: a view, or a member of a `JointTarget`."""
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
         return None

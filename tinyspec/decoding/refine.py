@@ -111,7 +111,7 @@ class Pass(NamedTuple):
     after: Canvas
     calls: tuple[ForwardRecord, ...]
 
-    def written(self) -> PassRecord:
+    def as_record(self) -> PassRecord:
         """Return the pass as plain data, without tensors."""
         width = self.before.tokens.shape[1]  # a canvas may have grown
         moved = self.after.mask.clone()

@@ -106,7 +106,7 @@ class SamplingParams:
         return kernels_of(logits).sample(logits, history, self, u)
 
     def greedy_token(self, logits: Any, history: Sequence[int] = ()) -> int | None:
-        """Return the token with all the mass if sampling is greedy on the CPU, else None."""
+        """Return the greedy token at temperature 0; None above it, and of Fractions."""
         return kernels_of(logits).greedy_token(logits, history, self)
 
     def as_floats(self) -> tuple[float, int | None, float | None, float | None, float]:

@@ -75,8 +75,9 @@ def decode_many(
 
     Closing the iterator ends them all. The first failure ends them all, and is raised here.
 
-    in_turns  between two passes one text runs after the other: where they decide for each other
-    max_live  how many run at once; the next one begins where one ends
+    in_turns  between two passes the texts run one after the other: needed if one text decides what
+              another one does
+    max_live  how many run at once; when one ends, the next one begins
     """
     batch = DecodingBatch[T](Scheduler(in_turns=in_turns, max_live=max_live))
     ended = 0
@@ -184,9 +185,10 @@ def fork_nothing(stream: Stream, round: Round, scheduler: Scheduler) -> Iterable
 class StreamDecoder:
     """One request whose answer is written by several streams: the base class of its techniques.
 
-    A technique writes `write_answer`. The rest has the face of a `Decoder`: `extend` takes the
-    prompt, `run` yields rounds, `new` holds the tokens that were generated, in the order in which
-    they are read, and `text` the answer so far. Stops and `max_new_tokens` hold for each stream.
+    A technique writes `write_answer`. The other methods are those of a `Decoder`: `extend` takes
+    the prompt, `run` yields rounds, `new` holds the tokens that were generated, in the order in
+    which they are read, and `text` the answer so far. Stops and `max_new_tokens` hold for each
+    stream.
 
     forward_log  all passes; those of a stream are in its decoder's own log, too
     most         how many streams run at once; the others wait

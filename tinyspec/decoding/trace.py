@@ -116,9 +116,11 @@ class TraceRound:
     path     accepted nodes;  refused: rejected nodes
     emitted  tokens committed;  origins: where each of them came from
     layers   layers run for each row of the scores;  ran: for the row of each emitted token
-    p, q     in a detailed trace: the probability of each draft token under the target, and under
-             the distribution it was drawn from (None: a point mass)
-    said     in a detailed trace: the probability of each emitted token under the target
+    p        in a detailed trace: the target's probability of each draft token, before the sampling
+             settings
+    q        its probability under the distribution it was drawn from, with the sampling settings
+             (None: a point mass)
+    said     as p, of each emitted token
     """
 
     tokens: list[int]

@@ -30,8 +30,8 @@ class Verdict(NamedTuple):
     """What a verifier decided.
 
     accepted  accepted nodes, from the root down
-    next      the recovered token after a rejection, or the bonus token after a leaf; None: the
-              round ends on an accepted node whose distribution is known
+    next      the recovered token after a rejection, or the bonus token after a leaf; None: no
+              further token, because the round was cut at an accepted one
     rejected  nodes that were tested and rejected, in order
     """
 
@@ -109,7 +109,7 @@ def match_tree(tree: TokenTree, token_after: TokenSampler) -> Verdict:
     """Output the target's tokens, and accept draft tokens while they are the same.
 
     A child with token x is accepted with probability p(x), if the target's token is sampled from p:
-    the same as in the walk over point masses.
+    the same as by the rule of `verify_tree` for point masses.
 
     token_after  (an accepted node or ROOT, its depth with ROOT at 0) -> the target's next token
     """

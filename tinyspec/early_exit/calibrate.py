@@ -80,7 +80,7 @@ class Calibration(NamedTuple):
 def least_examples(delta: Any, epsilon: Any, p_value: PValue = hoeffding_p_value) -> int:
     """Return the fewest examples with which a candidate can pass: those whose losses are all 0.
 
-    By Hoeffding's inequality that is ln(1 / epsilon) / (2 delta^2).
+    With `hoeffding_p_value` that is ln(1 / epsilon) / (2 delta^2), rounded up.
 
     >>> least_examples(0.1, 0.05), least_examples(0.05, 0.05)
     (150, 600)
@@ -129,7 +129,7 @@ def calibrate(
     for candidate in candidates:
         sample = losses(candidate)
         if not all(0 <= loss <= 1 for loss in sample):
-            raise TinyspecError("a loss is outside 0 to 1: these p-values do not hold for it")
+            raise TinyspecError("a loss is outside 0 to 1: scale all losses to 0 to 1")
         check_examples(len(sample), delta, epsilon, p_value)
         total = sum(sample)
         p = p_value(total, len(sample), delta)

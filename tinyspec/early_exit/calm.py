@@ -31,7 +31,7 @@ Pitfall: the greatest probability in place of the gap; copying the keys and valu
 layer instead of the state; a threshold that only looked best on the examples.
 Tests: tests/early_exit/test_calm.py (`run_until_confident` against what runs, layer by layer; both
 ends; the classifier) and laws/exit_laws.py (the exact joint distribution at thresholds that bite).
-Left out: the encoder of the paper's T5, which it runs in full, is the prompt here; the classifier
+Left out: T5's encoder, which the paper runs in full: here the prompt runs in full; the classifier
 trained by a geometric-like loss, an ablation of the paper. The default threshold, 0.9, is ours: the
 paper calibrates one for each task and tolerance, as `tinyspec calibrate` does.
 """
@@ -97,13 +97,13 @@ def run_until_confident(
 class ConfidenceMeasure(NamedTuple):
     """A measure of confidence, and what it reads.
 
-    of      the confidence at an exit, from 0 to 1
-    row     whether it reads the row of the exit: a product with the output matrix
-    states  how many hidden states it reads
+    of            the confidence at an exit, from 0 to 1
+    reads_logits  whether it reads the logits of the exit: one product with the output matrix
+    states        how many hidden states it reads
     """
 
     of: Callable[[ExitPoint], Any]
-    row: bool = False
+    reads_logits: bool = False
     states: int = 0
 
 
@@ -121,7 +121,7 @@ def find_measure(name: str, model: Any) -> ConfidenceMeasure:
         )
     if name == "saturation":
         return ConfidenceMeasure(_saturated, states=2)
-    return ConfidenceMeasure(lambda at: softmax_response(at.logits), row=True)
+    return ConfidenceMeasure(lambda at: softmax_response(at.logits), reads_logits=True)
 
 
 WEIGHT, BIAS = "exits.weight", "exits.bias"  # of the exit classifier, among a model's extras
@@ -203,7 +203,7 @@ class ConfidenceRule(ExitRule):
         self, measure: ConfidenceMeasure, threshold: Callable[[int], float], layers: range
     ):
         self.measure, self.threshold, self.layers = measure, threshold, layers
-        self.row, self.states = measure.row, measure.states
+        self.reads_logits, self.states = measure.reads_logits, measure.states
 
     def should_exit(self, at: ExitPoint) -> bool:
         return bool(self.measure.of(at) >= self.threshold(at.step))
@@ -295,7 +295,10 @@ def calm(
     session: Any = request.target
     model, depth = session.model, session.model.config.n_layers
     if min_exit > depth:
-        raise TinyspecError(f"min_exit is {min_exit}: {model.name} has {depth} layers")
+        raise TinyspecError(
+            f"min_exit is {min_exit}: {model.name} has {depth} layers: set min_exit to at most "
+            f"{depth}"
+        )
     rule = ExitRule()
     if threshold < math.inf:
         layers = range(min_exit, depth, interval)

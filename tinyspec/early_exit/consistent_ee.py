@@ -111,7 +111,9 @@ def policy_shapes(config: Config, settings: "PolicySettings") -> dict[str, tuple
     """Return the shapes of the policies of all layers but the last, one below another."""
     exits, width = config.n_layers - 1, settings.width
     if not exits:
-        raise TinyspecError("consistent_ee: the model has one layer, there is nowhere to exit")
+        raise TinyspecError(
+            "consistent_ee: the model has one layer, there is nowhere to exit: use a deeper model"
+        )
     return {
         "hidden.weight": (exits * width, config.d_model),
         "hidden.bias": (exits * width,),
@@ -158,7 +160,7 @@ class PolicyRule(ExitRule):
         return self.chance_to_leave(at.layer, at.states[0]) > self.threshold
 
     def chance_to_leave(self, layer: int, state: Tensor) -> float:
-        """Return pi. On the host: operations of torch would wake its threads."""
+        """Return pi, computed with numpy: torch would start its threads for it."""
         w, rows = self.weights, slice((layer - 1) * self.width, layer * self.width)
         x = w["hidden.weight"][rows] @ as_doubles(state) + w["hidden.bias"][rows]
         gelu = 0.5 * x * (1 + np.tanh((2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)))
@@ -282,7 +284,8 @@ class PolicyTraining:
 
     run       depths -> the masked stream of the texts' states [B, T, d]
     read      states -> logits: final norm and output matrix
-    original  both of the model before the first phase: its exits are the memorized layers'
+    original  `run` and `read` of the model before the first phase: with its exits the memorized
+              layers are found
     targets   [B, T] the right tokens; known [B, T]: where they count, and where tokens may leave
     weights   of the policy
     """
@@ -297,7 +300,7 @@ class PolicyTraining:
     settings: ConsistentSettings
 
     def loss(self, progress: float, generator: torch.Generator) -> Tensor:
-        """Return the loss of the phase; where no gradient is wanted, less the policy's reward."""
+        """Return the loss of the phase; without gradients, minus the policy's mean reward."""
         if not self.known.any():
             return self.weights["out.bias"].sum() * 0
         trains_model, done = self.settings.phase_at(progress)
@@ -340,7 +343,7 @@ class PolicyTraining:
         return find_memorized_layers(is_right)
 
     def policy_loss(self, eps: float, draw: Callable[[torch.Size], Tensor]) -> Tensor:
-        """Return less the mean reward of K draws, with the gradient of REINFORCE.
+        """Return minus the mean reward of K draws, with the gradient of REINFORCE.
 
         draw  shape -> numbers from 0 to 1, which decide who leaves
         """
@@ -377,7 +380,7 @@ def mix_with_coin(chance: Tensor, eps: float) -> Tensor:
 
 
 def reinforce(rewards: Tensor, log_chances: Tensor) -> Tensor:
-    """Return less the mean reward, with the policy's gradient: both are [K, n].
+    """Return minus the mean reward, with the policy's gradient. Both inputs are [K, n].
 
     The baseline of a token is the mean of its K rewards, each with its own part in it: so the mean
     of the gradient is (K - 1) / K of the exact one.
@@ -387,14 +390,14 @@ def reinforce(rewards: Tensor, log_chances: Tensor) -> Tensor:
     return surrogate - surrogate.detach() - rewards.mean()
 
 
-def train_on_texts(
+def make_text_training(
     blocks: Blocks,
     original: Blocks,
     batch: TrainingBatch,
     weights: HeadWeights,
     settings: ConsistentSettings,
 ) -> PolicyTraining:
-    """Return a batch of texts. The tokens that the model wrote are known."""
+    """Return the `PolicyTraining` of a batch of texts. Tokens that the model wrote count."""
     ids = batch.ids[:, :-1]
     return PolicyTraining(
         lambda depths: blocks.layer_states(ids, depths=depths),
@@ -411,7 +414,7 @@ def train_on_texts(
 def consistent_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) -> Tensor:
     """Return the loss of a batch in the phase of the training."""
     original = tuning.original.torch_blocks()
-    training = train_on_texts(tuning.blocks, original, batch, tuning.beside, tuning.settings)
+    training = make_text_training(tuning.blocks, original, batch, tuning.beside, tuning.settings)
     return training.loss(tuning.progress, generator)
 
 
@@ -420,13 +423,13 @@ def policy_phase_loss(weights: HeadWeights, target: FrozenTarget, batch: Trainin
     blocks, settings = target.blocks, ConsistentSettings()
     assert blocks is not None
     generator = torch.Generator().manual_seed(int(torch.randint(1 << 62, ())))
-    return train_on_texts(blocks, blocks, batch, weights, settings).loss(0.0, generator)
+    return make_text_training(blocks, blocks, batch, weights, settings).loss(0.0, generator)
 
 
 LEAD = "consistent_ee/"  # leads the names of the policy's weights in an encoder-decoder
 
 
-def train_on_translations(
+def make_translation_training(
     model: Seq2Seq,
     original: Seq2Seq,
     settings: ConsistentSettings,
@@ -435,7 +438,10 @@ def train_on_translations(
     dropout: float = 0.0,
     trains_model: bool = False,
 ) -> PolicyTraining:
-    """Return a batch of translations [B, T] of sources [B, S]. Their tokens and ends are known."""
+    """Return the `PolicyTraining` of translations [B, T] of sources [B, S].
+
+    Words and ends count.
+    """
     weights = {name.removeprefix(LEAD): w for name, w in model.weights.items() if LEAD in name}
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains_model):
         given = model.causal_inputs(source, target, dropout)
@@ -456,10 +462,10 @@ def train_on_translations(
     )
 
 
-def train_consistent_translator(
+def consistent_translator_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
-    """Return the loss of translations in the phase of the training; a frozen model drops nothing.
+    """Return the loss of translations in the current phase. A frozen model has no dropout.
 
     Labels are smoothed in no phase: a reward is the log-probability of the right token.
     """
@@ -469,7 +475,7 @@ def train_consistent_translator(
     dropout = training.dropout if trains_model else 0.0
     assert training.teacher is not None  # the model as it was at first
     options = source, target, dropout, trains_model
-    made = train_on_translations(model, training.teacher, settings, *options)
+    made = make_translation_training(model, training.teacher, settings, *options)
     return made.loss(progress, generator)
 
 
@@ -481,13 +487,14 @@ def measure_policy(
     target: Tensor,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Return what the policy's exits cost, its layers and how often its exit is right.
+    """Return means over the tokens of a batch, the same for each of its rows.
 
-    They are means over the tokens of a batch, the same for each of its rows. The cost is the
-    cross-entropy, and the price of a layer for a token of middle hardness: the model that told the
-    memorized layers is not there.
+    held_out  cross-entropy at the policy's exits, plus alpha / 2 for each layer. It stands for
+              alpha (1 - ml / L): the model that gives ml is not available here
+    layers    layers that were run
+    right     share of right tokens
     """
-    made = train_on_translations(model, model, settings, source, target)
+    made = make_translation_training(model, model, settings, source, target)
     states, depths = made.leave_greedily()
     is_right = made.read(states).argmax(-1) == made.targets[made.known]
     price = settings.alpha / 2
@@ -506,7 +513,7 @@ def equip_with_policy(config: Seq2SeqConfig, settings: ConsistentSettings) -> Se
 
 
 TRANSLATOR = TrainedTranslator(
-    train_consistent_translator,
+    consistent_translator_batch_loss,
     None,
     "It writes from left to right, and a policy decides after how many decoder layers a token is "
     "read (`consistent_ee`). Policy and model were trained in {settings.rounds} rounds, from its "

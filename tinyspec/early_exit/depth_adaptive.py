@@ -126,12 +126,12 @@ def predict_exit(
 
 
 class SequenceRule(ExitRule):
-    """Let all tokens of a text leave after as many layers, which the source decides."""
+    """Let all tokens of a text leave after the same number of layers, chosen by the source."""
 
     def __init__(self, weights: Mapping[str, Any], depth: int):
         self.weight, self.bias = weights["sequence.weight"], weights["sequence.bias"]
         self.layers, self.text_layers = range(1, depth), (depth,)
-        self.read = dict[int, Any]()  # states of the forced text, by position
+        self.read = dict[int, Any]()  # states of the given text, by position
 
     def read_text(self, states: Tensor, first: int) -> None:
         self.read.update(enumerate(as_doubles(states[0]), first))
@@ -153,7 +153,7 @@ class SequenceRule(ExitRule):
 
 
 class MultinomialRule(ExitRule):
-    """Let a token leave where its state after the first layer says. No other layer is asked."""
+    """Let a token leave where its state after the first layer says. No later state is read."""
 
     states = 1
 
@@ -188,7 +188,7 @@ class GeometricRule(ExitRule):
 class GreatestProbabilityRule(ExitRule):
     """Let a token leave at the first layer whose greatest probability is above its threshold."""
 
-    row = True
+    reads_logits = True
 
     def __init__(self, thresholds: Sequence[float]):
         self.thresholds, self.layers = thresholds, range(1, len(thresholds) + 1)
@@ -379,7 +379,9 @@ def predictor_shapes(config: Config, settings: DepthAdaptiveSettings) -> dict[st
     """Return the shapes of the three predictors that are trained."""
     depth, d = config.n_layers, config.d_model
     if depth < 2:
-        raise TinyspecError("depth_adaptive: the model has one layer, there is nowhere to exit")
+        raise TinyspecError(
+            "depth_adaptive: the model has one layer, there is nowhere to exit: use a deeper model"
+        )
     choices = {
         f"{name}.{part}": shape
         for name in ("sequence", "multinomial")
@@ -464,7 +466,7 @@ def translator_weights(model: Seq2Seq) -> dict[str, Tensor]:
     return {name.removeprefix(LEAD): w for name, w in model.weights.items() if LEAD in name}
 
 
-def train_translator_predictors(
+def translator_predictors_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return the loss of all predictors on translations; nothing is dropped out."""
@@ -487,7 +489,7 @@ def measure_translator_predictors(
 
 
 TRANSLATOR = TrainedTranslator(
-    train_translator_predictors,
+    translator_predictors_batch_loss,
     None,
     "It writes from left to right, as its teacher does, whose weights it has. Beside them are the "
     "predictors of `depth_adaptive`, trained to say after how many decoder layers a token is read: "
@@ -539,7 +541,7 @@ TRANSLATOR = TrainedTranslator(
         Knob(
             "thresholds",
             "",
-            "of the confidence at each exit from the lowest up, as 0.9,0.8; empty: the threshold",
+            "thresholds of confidence, lowest exit first, as 0.9,0.8; empty: threshold for all",
         ),
     ),
 )
@@ -550,7 +552,9 @@ def depth_adaptive(
     session: Any = request.target
     model, depth = session.model, session.model.config.n_layers
     if thresholds.strip() and predictor != "confidence":
-        raise TinyspecError(f"thresholds is for predictor confidence, not for {predictor}")
+        raise TinyspecError(
+            f"thresholds is for predictor confidence, not for {predictor}: leave it empty"
+        )
     each = parse_thresholds(thresholds, threshold, depth - 1, model.name)
     if threshold == math.inf:
         return request.decoder(BaseDrafter(), verify_tree)

@@ -12,17 +12,18 @@ layers above are still due, because later tokens attend to their keys and values
     pipeline   The layers stand on stages that work at the same time. The token that left enters the
                first stage as the next input, while the later stages finish the old one.
 
-Both give the tokens of a decoder that runs the layers above at once, and does not read them.
+Both give the tokens of a decoder that runs the layers above at once and ignores their logits.
 
 Training. The loss adds up the losses of the exits, L = sum_i w_i CE_i, and each stage of a pipeline
-computes its own. Stage i gets g_i, the gradient of all later losses by its output x_i. It
-backpropagates the scalar
+computes its own. Stage i gets g_i, the gradient of all later losses with respect to its
+output x_i. It backpropagates the scalar
 
     l_i + <g_i, x_i>        g_i is a constant
 
-whose gradients by its weights and its input are those of L. Only x_i and g_i cross between stages.
-Tied weights are copies, and their gradients are added up at the end. `stage_gradients` is that, and
-`tinyspec train lm` (section [exits]) trains such exits in one process.
+whose gradients with respect to its weights and its input are those of L. Only x_i and g_i cross
+between stages. Tied weights are copies, and their gradients are added up at the end.
+`stage_gradients` is that, and `tinyspec train lm` (section [exits]) trains such exits in one
+process.
 
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. The keys and values are those
 of the whole model (*cache-exact*).
@@ -97,7 +98,7 @@ class ProbableRule(ExitRule):
     n_waiting tells how many wait
     """
 
-    row = True
+    reads_logits = True
 
     def __init__(self, layers: Sequence[int], threshold: float, cap: float = math.inf):
         self.layers, self.threshold, self.cap = layers, threshold, cap
@@ -165,11 +166,11 @@ def count_pipeline_steps(exits: Sequence[int], depth: int, stages: int) -> list[
 def backpropagate_stage(
     loss: Tensor, output: Tensor, received: Tensor, gradient: Tensor | None
 ) -> Tensor:
-    """Backpropagate through one stage, and return the gradient of all losses by what it received.
+    """Backpropagate through one stage. Return the gradient with respect to what it received.
 
     loss      of the stage's own exits
     output    its last state, which the next stage received; received: its first state
-    gradient  of all later losses by the output; None: there is no later stage
+    gradient  of all later losses with respect to the output; None: there is no later stage
     """
     auxiliary = loss if gradient is None else loss + (gradient.detach() * output).sum()
     auxiliary.backward()  # type: ignore[no-untyped-call]
@@ -185,7 +186,7 @@ def stage_gradients(
     exit_weights: Sequence[float],
     stages: int,
 ) -> dict[str, Tensor]:
-    """Return the gradients of sum_l w_l CE_l by every weight, computed stage by stage.
+    """Return the gradient of sum_l w_l CE_l for every weight, computed stage by stage.
 
     ids, targets  [B, T]
     exit_weights  w_l of the exit after each layer
@@ -270,6 +271,8 @@ def ee_llm(request: Request, *, threshold: float, exits: str, inference: str, ca
         return request.decoder(BaseDrafter(), verify_tree)
     recomputes = inference == "recompute"
     rule = ProbableRule(layers, threshold, cap if recomputes else math.inf)
+    # The paper's recomputation is our `restart`: waiting tokens run again from layer 1. A pipeline
+    # gives the text of our `recompute`, which runs the layers above at once.
     target = ExitTarget(session, rule, "restart" if recomputes else "recompute")
     rule.n_waiting = lambda newest: sum(position < newest for position in target.unfilled)
     return replace(request, target=target).decoder(BaseDrafter(), verify_tree)

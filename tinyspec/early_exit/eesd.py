@@ -4,11 +4,11 @@ Paper: Liu, Wang, Wang, Cai, Findings of ACL 2024, arXiv 2406.03853. There is no
 could read the abstract, the introduction and a summary; the formulas of the control are ours.
 
 Idea. After the first N layers stands one trainable layer of the target's form, then the target's
-output matrix. Their rows are the draft, and the target verifies it with its other layers. How many
-tokens a draft should have depends on how often they are accepted, which is not known. So a beta
-distribution stands for what is known of the acceptance rate. Each round draws a rate from it, and
-drafts as many tokens as are best at this rate (*Thompson sampling*). While little is known, the
-lengths vary; later they are the best one.
+output matrix. Draft tokens are sampled from its logits, and the target verifies them with its other
+layers. How many tokens a draft should have depends on how often they are accepted, which is not
+known. So a beta distribution stands for what is known of the acceptance rate. Each round draws a
+rate from it, and drafts as many tokens as are best at this rate (*Thompson sampling*). While little
+is known, the lengths vary; later they are the best one.
 
     theta ~ Beta(a, b)               a: 1 + draft tokens accepted so far, b: 1 + those rejected
     tokens of a round = 1 + theta + ... + theta^n    n: draft tokens
@@ -83,7 +83,7 @@ def draft_by_thompson(
 ) -> list[int]:
     """Return the draft tokens of a round.
 
-    next_probs  draft tokens -> next-token distribution [V] after the first layers and the own one
+    next_probs  draft tokens -> next-token distribution [V] of the trained exit
     draw_rate   () -> an acceptance rate, drawn from what is known of it
     c           time of a draft token, in target passes
     rng         a numpy.random.Generator
@@ -128,7 +128,7 @@ class ThompsonControl:
     def draw_rate(self, rng: RandomSource) -> float:
         """Return a rate drawn from the distribution.
 
-        It is the mean if the random numbers cannot be drawn from the unit interval.
+        It is the mean if `rng` gives no uniforms, as when all outcomes are enumerated.
         """
         a, b = 1 + self.accepted, 1 + self.rejected
         uniforms = rng.uniforms(1)
@@ -138,7 +138,7 @@ class ThompsonControl:
         return float(np.random.Generator(np.random.Philox(seed)).beta(a, b))
 
     def learn(self, round: Round) -> None:
-        """Count the tokens of a draft that were judged. A stop may have cut the round."""
+        """Count the judged tokens of a draft. A round that a stop has cut is not counted."""
         if round.truncated:
             return
         n = len(round.verdict.accepted)
@@ -233,7 +233,7 @@ class EesdDrafter(KangarooDrafter):
         Knob(
             "cost",
             0.0,
-            "time of a draft token, in target passes; 0: its layers, of all layers",
+            "time of a draft token, in target passes; 0: (exit + 1) / layers of the target",
             low=0.0,
             high=1.0,
         ),

@@ -35,7 +35,7 @@ class ExitPoint(NamedTuple):
 
     layer   layers that it ran
     step    which new token its row decides: 0 is the first after the prompt
-    logits  [V] the row of an exit here; None if the rule reads none
+    logits  [V] of the exit at this layer; None if the rule does not read them
     states  as many hidden states as the rule reads, each [d]: after this layer, after the one
             below, ...
     """
@@ -50,15 +50,16 @@ class ExitRule:
     """The rule by which a token leaves. This one never lets it leave.
 
     layers       where it may be asked, from the lowest up; a token that stays everywhere runs all
-    row          whether it reads the row of an exit, which is a product with the output matrix
+    reads_logits  whether it reads the logits of an exit: one product with the output matrix
     states       how many hidden states it reads
-    text_layers  layers whose states of forced text it reads; the last one's follow the final norm
+    text_layers  layers whose states it reads for text that is given, not generated. The states of
+                 the last layer are those after the final norm
     prompt       whether the prompt's tokens leave too, each after the first layer of `layers_of`
     compares     whether it learns from the rows of tokens that left early and are run further
     """
 
     layers: Sequence[int] = ()
-    row = False
+    reads_logits = False
     states = 0
     text_layers: Sequence[int] = ()
     prompt = False
@@ -141,8 +142,8 @@ def parse_layers(text: str, depth: int, name: str, *, top: bool = False) -> tupl
     except ValueError:
         raise TinyspecError(f"exits is {text!r}: it must be layers, such as 4,8") from None
     if not 1 <= layers[0] <= layers[-1] < depth + top:
-        below = "" if top else ", exits are below the top"
-        raise TinyspecError(f"exits is {text!r}: {name} has {depth} layers{below}")
+        hint = f"choose layers from 1 to {depth - 1 + top}" if depth + top > 1 else "it has no exit"
+        raise TinyspecError(f"exits is {text!r}: {name} has {depth} layers: {hint}")
     return layers
 
 
@@ -199,7 +200,7 @@ class ExitTarget:
             self.rule.read_text(read, len(self.session) - 1 - read.shape[1])
             scores = scores._replace(hidden=scores.hidden[:n])
         self.start = len(self.session)
-        self._forget_points(())
+        self._keep_unfilled(())
         self.rule.begin(self.session)
         return scores
 
@@ -219,11 +220,16 @@ class ExitTarget:
         newest, points = len(self) - 1, list[ExitPoint]()
         for layer in self.rule.layers_of(self.session.committed[newest].token, newest):
             below = tuple(range(max(layer - self.rule.states + 1, 0), layer + 1))
-            seen = self.session.run_to_layer(tree, layer, hidden_layers=below, head=self.rule.row)
+            seen = self.session.run_to_layer(
+                tree, layer, hidden_layers=below, head=self.rule.reads_logits
+            )
             states = [rows[0] for rows in seen.hidden][::-1]
             points.append(
                 ExitPoint(
-                    layer, len(self) - self.start, seen.logits[0] if self.rule.row else None, states
+                    layer,
+                    len(self) - self.start,
+                    seen.logits[0] if self.rule.reads_logits else None,
+                    states,
                 )
             )
             if self.rule.should_exit(points[-1]):
@@ -242,7 +248,7 @@ class ExitTarget:
             scores, rows = self.session.score_with_late_rows(tree, hidden_layers)
             waited = [(self.points[at], rows[at]) for at in self.unfilled if at in rows]
             self.rule.learn_from_pairs([*waited, (points[-1], scores.logits[0])])
-        self._forget_points(())
+        self._keep_unfilled(())
         return scores
 
     def commit(self, path: Sequence[int], next: int | None) -> None:
@@ -253,7 +259,7 @@ class ExitTarget:
         """Forget the text after `length` tokens; its last token is run again."""
         self.session.rewind(length)
         self.rule.forget_text(length - 1)
-        self._forget_points([position for position in self.unfilled if position < length - 1])
+        self._keep_unfilled([position for position in self.unfilled if position < length - 1])
         self.start = min(self.start, length)
 
     def end(self) -> None:
@@ -267,12 +273,12 @@ class ExitTarget:
         due = [position for position in self.unfilled if position < len(self) - 1]
         if due:
             if self.is_filled_at_once:
-                self._forget_points(self.unfilled[len(due) :])
+                self._keep_unfilled(self.unfilled[len(due) :])
             self.fill(self.session, due)
 
-    def _forget_points(self, left: Sequence[int]) -> None:
-        """Go on with these positions alone: all others have their keys and values."""
-        self.unfilled = list(left)
+    def _keep_unfilled(self, kept: Sequence[int]) -> None:
+        """Keep these positions as unfilled. The others are filled by now, or were cut off."""
+        self.unfilled = list(kept)
         self.points = {at: self.points[at] for at in self.unfilled}
 
     def _run_prompt(self, tokens: Sequence[int]) -> None:

@@ -14,15 +14,15 @@ confidence can be trusted (*adaptive threshold*).
     match    = [argmax after L_S layers = argmax after all layers]
 
 The confidences of the matches, and of the others, are fitted by a beta distribution each, from
-their mean m and variance s^2. The next text has the least theta of a grid such that theta and all
-greater values of the grid are more likely a match than zeta:
+their mean m and variance s^2. The next text has the least theta of a grid from which on a match is
+more probable than zeta at every value c of the grid:
 
     a = m (m (1 - m) / s^2 - 1),    b = a (1 - m) / m
     Beta(c; a, b of the matches) / (Beta(c; matches) + Beta(c; others)) > zeta
 
 Training. The model is tuned by `tinyspec train head --method free`, on texts that it wrote. The
-losses of both exits are weighted by their depth, and each of the first layers is drawn to the layer
-of the whole model that it can stand for (*layerwise distillation*):
+losses of both exits are weighted by their depth, and each of L_S layers of the whole model teaches
+the nearest of the first layers (*layerwise distillation*):
 
     loss = (L_S CE_S + L CE_L) / (L_S + L) + alpha mean over i of MSE(t_i, s_a(i))
 
@@ -79,7 +79,7 @@ from tinyspec.technique import (
 GRID_POINTS = 10  # thresholds that a fit chooses from, as in the authors' code
 HIGHEST_THRESHOLD = 0.9  # the greatest of them, and the threshold of the first text
 MARGIN = 1e-4  # confidences are clipped so far from 0 and 1, where a beta density may be infinite
-MAX_FITS = 300  # texts before which the threshold is fitted again; later it stands
+MAX_FITS = 300  # fits at most, one before each text; after them the threshold is fixed
 
 
 def decode_in_two_depths(
@@ -198,7 +198,7 @@ class ThresholdEstimator:
 class TwoDepthRule(ExitRule):
     """Let a token leave after L_S layers if its confidence exceeds the threshold of the text."""
 
-    row = True
+    reads_logits = True
 
     def __init__(
         self, layer: int, threshold: float, estimator: Callable[[], ThresholdEstimator] | None
@@ -230,7 +230,9 @@ def resolve_shallow_depth(shallow: int, depth: int, name: str = "the model") -> 
     (2, 3, 4)
     """
     if shallow > depth:
-        raise TinyspecError(f"shallow is {shallow}: {name} has {depth} layers")
+        raise TinyspecError(
+            f"shallow is {shallow}: {name} has {depth} layers: set shallow to at most {depth}"
+        )
     return shallow or max(1, depth // 3)
 
 

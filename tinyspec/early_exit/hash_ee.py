@@ -147,7 +147,7 @@ def assign_layers(
     return table
 
 
-def mix_index(token: int, position: int, size: int) -> int:
+def hash_to_index(token: int, position: int, size: int) -> int:
     """Return a number below `size` that looks random, the same in every process."""
     digest = blake2b(f"{token} {position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") % size
@@ -155,7 +155,7 @@ def mix_index(token: int, position: int, size: int) -> int:
 
 def look_up_layer(table: Sequence[int], is_mixed: bool, token: int, position: int) -> int:
     """Return the layer of a token: its own, or one that its position decides too (the control)."""
-    return table[mix_index(token, position, len(table)) if is_mixed else token]
+    return table[hash_to_index(token, position, len(table)) if is_mixed else token]
 
 
 class HashRule(ExitRule):
@@ -209,7 +209,7 @@ def check_exits(target: FrozenTarget, settings: HashSettings, seed: int) -> dict
     return {}
 
 
-def count_layers(
+def build_layer_table(
     config: Config, settings: HashSettings, texts: Sequence[Tensor], seed: int
 ) -> dict[str, Tensor]:
     """Return the table of the layers, counted on these texts.
@@ -262,14 +262,14 @@ def hash_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
         hash_loss,
         small=HashSettings(exits="1,2"),
         begin=check_exits,
-        tables=count_layers,
+        tables=build_layer_table,
     ),
     knobs=(
         Knob(
             "hash",
             "own",
-            "own: the table that the model was tuned with, else dealt; dealt: the exits are dealt "
-            "to the ids in turn; off: every token runs all layers",
+            "own: the table that the model was tuned with, else dealt; dealt: token ids take the "
+            "exits in turn; off: every token runs all layers",
             choices=("own", "dealt", "off"),
         ),
         Knob(

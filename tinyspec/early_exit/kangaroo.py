@@ -11,8 +11,8 @@ would say. It has keys and values of its own, and no MLP:
     q(next) = softmax(H norm'(a_i))              H: the target's output matrix  [V]
 
 A draft token runs E layers and the adapter. It ends the draft if the adapter's highest probability
-for it was below `threshold`: the second early exit. The target then runs the layers E .. L of all
-draft tokens at once, *from the states that the draft has left*: no layer is computed twice.
+for it was below `threshold`: the second early exit. The target then runs the layers E + 1 to L of
+all draft tokens at once, *from the states that the draft has left*: no layer is computed twice.
 
     layer evaluations of a round with n draft tokens = n E + E + (L - E) (n + 1)
 
@@ -21,12 +21,13 @@ position, on texts that the target wrote.
 
 Guarantee: EXACT, at any temperature: draft tokens are sampled and declare their distributions.
 Pitfall: the last draft token has no row in the adapter if the whole draft was accepted; without
-its row the next draft is worse, and the output stays right. Law F1 sees it. The draft must not stop
-*because of the token that was drawn*: then it would not follow its declared distribution.
+its row the next draft is worse, and the output stays right. Law F1 (laws/feature_laws.py) finds it.
+The draft must not stop *because of the token that was drawn*: then it would not follow its declared
+distribution.
 Tests: tests/early_exit/test_kangaroo.py (layer evaluations; the adapter's rows are those of a dense
 pass; the draft stops after an uncertain token, which stays; a fitted adapter drafts the text).
 Additions of ours: `draft_vocab` restricts H to the target's most frequent tokens; sampling.
-Left out: a draft for a text of one token.
+Left out: a draft while the text has one token, since no state is known yet.
 """
 
 from collections.abc import Mapping, Sequence
@@ -113,7 +114,10 @@ def begin_adapter(target: FrozenTarget, settings: KangarooSettings, seed: int) -
 def begin_exit_layer(
     target: FrozenTarget, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> dict[str, Tensor]:
-    """Return random matrices, gains of one, and outputs of zero: its rows are those of an exit."""
+    """Return random matrices, norm gains of one, and output matrices of zero.
+
+    The layer adds nothing at first, so its logits are those of a plain exit.
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()
     for name, shape in shapes.items():
@@ -135,7 +139,10 @@ def run_adapter(weights: HeadWeights, target: FrozenTarget, states: Tensor) -> T
 def predict_by_adapter(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a depth: exit states are known of draft tokens too."""
+    """Return the logits [B, T, W] of the draft token at a depth, from 0.
+
+    Draft tokens have exit states too: entry t is the adapter's output at t + 1 + depth.
+    """
     logits = run_adapter(weights, target, states[:, 0])
     return F.pad(logits[:, 1 + depth :], (0, 0, 0, 1 + depth))
 

@@ -139,8 +139,8 @@ def count_tokens(n: int, rho: float, depth: int) -> list[int]:
     return counts
 
 
-def count_products(config: Config, classes: int, tokens: Sequence[int]) -> int:
-    """Return the multiplications and additions of all products of matrices.
+def count_flops(config: Config, classes: int, tokens: Sequence[int]) -> int:
+    """Return the FLOPs of all matrix products: multiplications and additions.
 
     tokens  of each layer that is run
     """
@@ -188,7 +188,7 @@ class MpeeClassifier:
     def layer_logits(self, ids: Tensor, rho: float = 1.0) -> Iterator[Tensor]:
         """Yield the logits [B, classes] after each layer of texts [B, n - 1].
 
-        A layer runs when its logits are asked for: who stops leaves early.
+        A layer runs only when its logits are asked for, so to stop the loop is an early exit.
         """
         w, blocks = self.weights, Blocks(self.config, self.weights)
         x = F.embedding(ids, w["embed"])
@@ -215,7 +215,7 @@ class MpeeClassifier:
             x, told = fuse_tokens(x, told, rho, self.is_fused)
 
     def update_memory(self, state: Tensor, memory: Tensor) -> Tensor:
-        """Return what the next classifier reads: [B, d] each."""
+        """Return the new memory [B, d], which the classifier of this layer reads."""
         both = torch.cat((state, memory if self.is_recycled else 0 * memory), dim=1)
         gate = F.linear(both, self.weights["gate.weight"]).sigmoid()
         update = F.linear(both, self.weights["update.weight"]).tanh()

@@ -171,7 +171,8 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     least = (depth + 1) // 2
     if layer > depth:
         raise TinyspecError(
-            f"layer {layer} is out of range: {name} has {depth}; ppd takes {least} to {depth}"
+            f"layer is {layer}: {name} has {depth} layers: set layer to 0, or from {least} to "
+            f"{depth}"
         )
     if 0 < layer < least:
         raise TinyspecError(
@@ -195,7 +196,7 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
         Knob(
             "layer",
             0,
-            "after which the next token is guessed; 0: two thirds of the depth",
+            "layer after which the next token is guessed; 0: two thirds of the depth",
             low=0,
             high=1024,
             small=(0, 3),

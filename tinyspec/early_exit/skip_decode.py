@@ -144,16 +144,18 @@ class DepthSchedule(NamedTuple):
 
 
 def plan_depths(speedup: float, depth: int, warmup: int, horizon: int) -> DepthSchedule:
-    """Return the schedule whose tokens run L / speedup layers on average.
+    """Return the schedule whose mean depth over `horizon` new tokens is about L / speedup.
 
-    Raises TinyspecError if the warm-up alone has more layers than the model.
+    A token runs at least `warmup` + 1 layers, so a large speedup may not be reached. With horizon 0
+    every token runs e_max layers. Raises TinyspecError if the warm-up leaves no layer after it.
 
     >>> plan_depths(2, 10, 1, 64)[1:3], plan_depths(1.25, 10, 1, 64)[1:3]
     ((8, 2), (10, 6))
     """
     if warmup >= depth:
         raise TinyspecError(
-            f"warmup is {warmup}: the model has {depth} layers, and one must follow"
+            f"warmup is {warmup}: the model has {depth} layers, and one must follow: set warmup to "
+            f"at most {depth - 1}"
         )
     both = 2 * depth / speedup  # e_max + e_min
     least = min(max(round(both) - depth, warmup + 1), depth)

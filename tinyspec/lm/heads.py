@@ -35,7 +35,7 @@ RANKS = "ranks"  # [depths, RANKED] how often each candidate was right, on held-
 RANKED = 10  # candidates of a depth that are measured
 SETTINGS = "settings/"  # leads the names of a head's settings among a model's extras
 NO_ROW = -1  # of a token that a head has no row for
-MOST_HEADS = 64  # and layers of each: every one is several names, and a number may be damaged
+MOST_HEADS = 64  # heads, and layers of each: a damaged file must not ask for millions
 MOST = 2**31  # of any other setting
 
 
@@ -361,7 +361,7 @@ def check_head(
             f"--method {head.method}`"
         )
     for problem in _find_problems(head, model.config, shapes):
-        raise TinyspecError(f"{folder / 'model.safetensors'}: {problem}")
+        raise TinyspecError(f"{folder / 'model.safetensors'}: {problem}; train it again")
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

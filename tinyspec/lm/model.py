@@ -39,7 +39,7 @@ class Model(Transformer):
     def random(
         cls, config: Config, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 0.02
     ) -> "Model":
-        """Return a model with fresh weights, drawn as for GPT-2 from N(0, scale).
+        """Return a model with fresh normal weights of standard deviation `scale`, as GPT-2's.
 
         Matrices whose output is added to the residual stream are scaled by 1/sqrt(2 L).
         """

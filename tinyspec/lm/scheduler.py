@@ -262,7 +262,7 @@ class Scheduler:
             self._changed.notify_all()
 
     def cancel_all(self) -> None:
-        """Cancel all requests, and wait until they have ended."""
+        """Cancel all requests, and wait up to JOIN_SECONDS until they have ended."""
         with self._changed:
             self.cancel(*self._queue, *self._live.values())
         self.join(JOIN_SECONDS)
@@ -547,7 +547,7 @@ class ScheduledForward:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether the request that asks is the only one that runs."""
+        """Return `Scheduler.is_alone` for the request that asks."""
         return self.scheduler.is_alone()
 
     def run_chain(self, *arguments: Any) -> list[tuple[int, Tensor, Tensor]]:

@@ -6,8 +6,9 @@ depth, runs only what is missing. Draft trees, half-computed tokens, LayerSkip's
 postponed K/V fills are all this one mechanism.
 
 Committed tokens stand in cache slots 0..n-1, where slot == position. Uncommitted nodes stand after
-them, a parent before its children. `commit` moves a path, and the nodes below it, to the slots of
-their positions. The newest committed token is run with the first tree, not before.
+them, a parent before its children. `commit` moves a path to the slots of its positions, and the
+nodes below it to the slots right after them. The newest committed token is run with the first tree,
+not before.
 
 A `View` (view.py) is the same session under another plan, with draft tokens of its own.
 """
@@ -123,8 +124,8 @@ class Node:
     ) -> tuple[int, Tensor | None]:
         """Return the latest sublayer that it can continue from, and its state there.
 
-        At sublayer 0 the state is None: it starts from its embedding. It must start below each
-        hidden layer that was not asked for before.
+        At sublayer 0 the state is None: it starts from its embedding. It starts at sublayer 2 l or
+        before, for each hidden layer l that is not stored yet.
         """
         agreed = min(self.sublayers_valid(plan, n_layers), stop)
         for layer in hidden_layers:
@@ -242,7 +243,7 @@ class Session:
 
     @property
     def is_alone(self) -> bool:
-        """Return whether its forward passes are shared with no other request now."""
+        """Return whether no other request shares its passes; see `Scheduler.is_alone`."""
         if isinstance(self.forward, ScheduledForward):
             return self.forward.is_alone
         return self.forward == self.model.forward
@@ -322,7 +323,10 @@ class Session:
         self._commit_nodes(nodes)
 
     def rewind(self, length: int) -> None:
-        """Forget the text after its first `length` tokens. The last of them will be run again."""
+        """Forget the text after its first `length` tokens, and the draft.
+
+        The newest token that is left will be run again. If `length` is the whole text, do nothing.
+        """
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         if length == len(self):
@@ -355,7 +359,8 @@ class Session:
         records how many positions that spares: `ForwardRecord.shared`.
 
         length       how many tokens of the text it begins with; None: all
-        forward_log  where it records its passes, and what computes them; None: those of this one
+        forward_log  where it records its passes; None: the log of this session
+        forward      what computes its passes; None: what computes those of this session
         """
         if length is not None and not 0 <= length <= len(self):
             raise ValueError(f"cannot fork at {length}: the text has {len(self)} tokens")
@@ -473,7 +478,8 @@ class Session:
         """
         if not 0 <= layer <= self.model.config.n_layers:
             raise TinyspecError(
-                f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}"
+                f"layer {layer} is out of range: {self.model.name} has layers 1 to "
+                f"{self.model.config.n_layers}; 0 is the embedding"
             )
         scores, self.scored = self.score_tree(
             tree, hidden_layers, self.plan, stop=2 * layer, head=head
@@ -481,10 +487,10 @@ class Session:
         return scores
 
     def run_committed(self, positions: Iterable[int], layer: int) -> None:
-        """Run committed tokens through their first `layer` layers, as far as they lack them.
+        """Run committed tokens up to a layer; what was run already is not run again.
 
-        So a prompt runs whose tokens leave early. All that a token attends to must have been run
-        as far, or filled.
+        This is for a prompt whose tokens leave early. All that a token attends to must have been
+        run as far, or filled.
         """
         stop, n_layers = min(2 * layer, self._end), self.model.config.n_layers
         todo = [
@@ -506,7 +512,8 @@ class Session:
     ) -> None:
         """Complete the keys and values of committed tokens that exited early.
 
-        slots  which tokens; None: all but the newest
+        slots  positions of the tokens in the text; None: all but the newest. Tokens that were
+               never run are skipped
         how    copy       make keys and values of the layers above from the state at the exit (CALM)
                recompute  run these layers now; the next `score` does the same for what is left
         """
@@ -622,8 +629,8 @@ class Session:
     ) -> Scores:
         """Run one forward pass over nodes, parents before children, up to sublayer `stop`.
 
-        Each node continues from where it stopped, and records what was computed. Of a prompt,
-        perhaps only the first nodes are run: as many as the scores have layers.
+        Each node continues from where it stopped, and records what was computed. A scheduler may
+        run only the first nodes of a prompt. Then `len(scores.layers)` says how many.
 
         heads        nodes whose logits are wanted
         copying      make keys and values from the nodes' states, run no layer
@@ -919,7 +926,9 @@ class Session:
             node = None if probe else parent.children.get(token)
             if node is None:
                 if parent.position + 1 >= limit:
-                    raise TinyspecError(f"the draft reaches beyond the context of {limit}")
+                    raise TinyspecError(
+                        f"the draft reaches beyond the context of {limit} tokens: draft fewer"
+                    )
                 node = Node(token, parent, probe=probe)
                 self._probe_nodes += [node] if probe else []
             attached.append(node)

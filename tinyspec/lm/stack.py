@@ -12,7 +12,7 @@ A layer has the form and the tensor names of LLaMA's. Its tensors say which part
 
 Heads, widths and rotation are the target's (`head_config`), also for a target with learned
 positions. `Stack` runs the layers at inference, and `UnrolledLayer` runs one of them for training:
-on whole texts, with gradients. They share no line that knows a position.
+on whole texts, with gradients. Each has its own code for positions and masks.
 """
 
 from collections.abc import Mapping, Sequence

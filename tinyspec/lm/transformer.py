@@ -120,10 +120,10 @@ class Transformer:
     # ------------------------------------------------------------------ inference
 
     def forward(self, feeds: Sequence[ForwardBatch]) -> list[Scores]:
-        """Run the rows of every feed through the layers of its plan, and write the forward log.
+        """Run the rows of every ForwardBatch through the layers of its plan, and write the log.
 
-        The rows of all feeds form one matrix, so each weight is read once for all of them; only
-        attention is done feed by feed. A row that was partly computed before (`starts` > 0) keeps
+        The rows of all batches form one matrix, so each weight is read once for all of them; only
+        attention is done batch by batch. A row that was partly computed before (`starts` > 0) keeps
         its state until its sublayer comes.
         """
         if isinstance(self.pack_weights()._path, Engine):

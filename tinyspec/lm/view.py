@@ -69,14 +69,19 @@ class View:
                 self._position = None if self._position == len(self.session) else self._position
                 continue
             if not 0 <= token < self.session.model.config.vocab_size:
-                raise TinyspecError(f"token id {token} is outside the vocabulary")
+                raise TinyspecError(
+                    f"token id {token} is outside the vocabulary of "
+                    f"{self.session.model.config.vocab_size}"
+                )
             if not self.session.committed:
                 raise TinyspecError(
                     "there is no text yet: extend the view's session with a prompt first"
                 )
             tip = self._trunk[-1] if self._trunk else self.session.committed[-1]
             if tip.position + 1 >= limit:
-                raise TinyspecError(f"the draft reaches beyond the context of {limit}")
+                raise TinyspecError(
+                    f"the draft reaches beyond the context of {limit} tokens: draft fewer"
+                )
             self._trunk.append(tip.children.get(token) or type(tip)(token, tip))
 
     def extend(self, tokens: Sequence[int], hidden_layers: Sequence[int] = ()) -> Scores:

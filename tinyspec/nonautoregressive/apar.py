@@ -29,6 +29,7 @@ Training. From an answer with at least three pairs (root, detail), cross-entropy
 
 and on as many unstructured answers, which have no [Fork]. The pairs are the items of a list "title:
 detail", or paragraphs: the first sentence and the rest. Answers with code or formulas are left out.
+Texts that the model wrote itself join these examples, as unstructured ones.
 
 Guarantee: LOSSY: another answer than one stream's. At forks 0 it is plain decoding of the tuned
 model without its two tokens. Each stream is plain decoding of its own text, and streams are
@@ -42,7 +43,7 @@ Left out: Medusa's heads in every stream, which the paper adds; pages of the cac
 share: here a fork copies keys and values; early release of a detail's cache, and the scheduling of
 many requests.
 Ours: streams that wait for a place; the values of both bounds; the texts of the recipe, which are
-made by a grammar.
+made by a grammar, and the model's own.
 """
 
 import random
@@ -306,9 +307,9 @@ class ForkingDecoder(StreamDecoder):
         yield from self.read_in_order(main, running)
 
     def fork_after(self, stream: Stream, round: Round, scheduler: Scheduler) -> Iterable[Stream]:
-        """Return the stream that begins after a round of its parent, if there is one.
+        """Return the details that begin after a round of `stream`; there may be none.
 
-        It begins when its parent has run [Fork], so that both have its keys and values.
+        A detail begins once `stream` has run [Fork], so that both have the keys of [Fork].
         """
         ready, decoder = list[Stream](), stream.decoder
         if stream in self._open:
@@ -350,6 +351,7 @@ class ForkingDecoder(StreamDecoder):
         small=AparSettings(lists=12),
         tokens=(FORK, CHILD),
         examples=make_training_examples,
+        adds_own=True,
     ),
     knobs=(
         Knob("forks", 64, "most forks of an answer", low=0, high=1024, small=(2, 0)),

@@ -122,7 +122,7 @@ class GermanChunker:
         return join_trees("S", clauses)
 
     def split_words(self, ids: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return the tokens of each word. A space or a punctuation mark begins one."""
+        """Return the tokens of each word. It begins at a space, and before and after each mark."""
         words = list[list[int]]()
         is_open = False
         for token in ids:

@@ -55,12 +55,12 @@ class Lattice(NamedTuple):
         return self.words.gather(-1, chosen[..., None])[..., 0]
 
 
-def static_heads(vocab_size: int, rank: int) -> dict[str, tuple[int, ...]]:
+def static_transition_shapes(vocab_size: int, rank: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of E1 and E2."""
     return {E1: (vocab_size, rank), E2: (vocab_size, rank)}
 
 
-def dynamic_heads(d_model: int, rank: int) -> dict[str, tuple[int, ...]]:
+def dynamic_transition_shapes(d_model: int, rank: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of f."""
     width = WIDTH * rank
     return {
@@ -71,8 +71,8 @@ def dynamic_heads(d_model: int, rank: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def mix_neighbours(weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
-    """Return M_i between all neighbours: [B, T - 1, r, r].
+def transition_matrices(weights: Mapping[str, Tensor], states: Tensor) -> Tensor:
+    """Return M_i of each pair of neighbours: [B, T - 1, r, r].
 
     states  [B, T, d]
     """
@@ -112,7 +112,7 @@ def build_lattice(
         left, right = weights[E1][words[:, :-1]], weights[E2][words[:, 1:]]
     if transitions == "dynamic":
         assert states is not None
-        left = left @ mix_neighbours(weights, states)
+        left = left @ transition_matrices(weights, states)
     return Lattice(
         words, emissions.gather(-1, words), left.to(emissions), right.to(emissions), slots
     )

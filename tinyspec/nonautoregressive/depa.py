@@ -23,8 +23,8 @@ its end comes after its first word. E is a constant inside the attention, and ta
 those of the training targets. W_c and W_q begin as identities: position i then reads the source
 words near place i, and of these the nearest target words.
 
-Guarantee: APPROX, with the number of lengths. With both parts off the loss is that of `parallel`,
-bit for bit. Its own rule is proved by an oracle in plain lists.
+Guarantee: APPROX: no number of lengths gives the teacher's distribution. With both parts off the
+loss is that of `parallel`, bit for bit. What runs is compared with a second version in plain lists.
 Pitfall: a text that is reversed with its padding; two models, one for each direction; attention
 over the source alone, which is a soft copy; attention over words of the source language.
 Tests: tests/nonautoregressive/test_depa.py (`transform_position` against what runs; a text that is
@@ -184,13 +184,13 @@ class DepaSettings:
         for name in ("forward", "backward"):
             share = getattr(self, name)
             if not isinstance(share, int | float) or not 0 <= share <= 1:
-                raise TinyspecError(f"{name} is {share}: it is a share, from 0 to 1")
+                raise TinyspecError(f"{name} is {share}: it must be from 0 to 1")
         if self.forward + self.backward > 1:
             raise TinyspecError(
-                f"forward {self.forward} and backward {self.backward}: together at most 1"
+                f"forward + backward is {self.forward + self.backward:g}: it must be at most 1"
             )
         if not isinstance(self.transform, bool):
-            raise TinyspecError(f"transform is {self.transform}: it is true or false")
+            raise TinyspecError(f"transform is {self.transform}: it must be true or false")
 
 
 def find_phase(settings: DepaSettings, progress: float) -> str:
@@ -301,7 +301,7 @@ class DepaRefiner(ParallelRefiner):
 # ------------------------------ the card
 
 
-def train_depa(
+def depa_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `depa_loss` of a batch of the trainer; nothing is drawn from the generator."""
@@ -327,7 +327,7 @@ def translate_transformed(
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_depa,
+        depa_batch_loss,
         translate_transformed,
         "It writes all words at once (`depa`). For a share of {settings.backward} of its training "
         "it wrote from right to left; it reads mixtures of target embeddings: "

@@ -24,8 +24,9 @@ players, because the gradient of J is reversed on its way to W. The table is cou
 pairs alone: IBM alignments in both directions, made symmetric; all phrases that agree with them;
 for each source phrase the target phrase of the highest relative frequency.
 
-Guarantee: APPROX, with the number of lengths. With W = 1 and mu = lambda = 0 the loss and the words
-are those of `parallel`, bit for bit. Its own rule is proved by an oracle in plain lists.
+Guarantee: APPROX: no number of lengths gives the teacher's distribution. With W = 1 and mu = lambda
+= 0 the loss and the words are those of `parallel`, bit for bit. What runs is compared with a second
+version in plain lists.
 Pitfall: a dictionary of single words under the name of a phrase table; D and W that descend the
 same J; a table that has seen the test sentences.
 Tests: tests/nonautoregressive/test_enat.py (`look_up_phrases` inside what runs, the phrases of a
@@ -246,7 +247,7 @@ class EnatSettings:
         for name in ("alignment", "adversary"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not 0 <= value < float("inf"):
-                raise TinyspecError(f"{name} is {value}: it is a weight, 0 or more")
+                raise TinyspecError(f"{name} is {value}: it must be a number of at least 0")
 
 
 def add_enat_weights(config: Seq2SeqConfig, settings: EnatSettings) -> Seq2SeqConfig:
@@ -280,7 +281,7 @@ def map_words(model: Seq2Seq, words: Tensor) -> Tensor:
     return linear(model.embed_words(words), model.weights[MAP])
 
 
-def align_sentences(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
+def sentence_alignment_loss(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
     """Return L_align, in the mean over a batch."""
     pad, e = model.config.pad, model.embedding
     moved, wanted = linear(e[source], model.weights[MAP]), e[target]  # [B, S, d], [B, T, d]
@@ -292,19 +293,19 @@ def align_sentences(model: Seq2Seq, source: Tensor, target: Tensor) -> Tensor:
     return distances.mean()
 
 
-def judge_words(model: Seq2Seq, vectors: Tensor) -> Tensor:
+def discriminator_logits(model: Seq2Seq, vectors: Tensor) -> Tensor:
     """Return the logit of D for each of these vectors [N, d]: [N]."""
     inner = F.relu(linear(vectors, model.weights[UP], model.weights[UP_BIAS]))
     return linear(inner, model.weights[DOWN])[:, 0]
 
 
-def play_game(model: Seq2Seq, source: Tensor, target: Tensor, adversary: float) -> Tensor:
-    """Return J. Its gradient at D is that of J; at W it is that of - `adversary` times J."""
+def adversarial_loss(model: Seq2Seq, source: Tensor, target: Tensor, adversary: float) -> Tensor:
+    """Return J. Its gradient with respect to D is that of J; to W, - `adversary` times that."""
     pad, e = model.config.pad, model.embedding.detach()
     moved = linear(e[source[source != pad]], model.weights[MAP])
     opposed = moved.detach() + adversary * (moved.detach() - moved)
-    real = judge_words(model, e[target[target != pad]])
-    return F.softplus(-real).mean() + F.softplus(judge_words(model, opposed)).mean()
+    real = discriminator_logits(model, e[target[target != pad]])
+    return F.softplus(-real).mean() + F.softplus(discriminator_logits(model, opposed)).mean()
 
 
 def read_rough_words(
@@ -346,9 +347,9 @@ def enat_loss(
     loss = (words + length_nll(model, target, memory)) / slots.sum()
     if settings.decoder_input == "mapping":
         if settings.alignment:
-            loss = loss + settings.alignment * align_sentences(model, source, target)
+            loss = loss + settings.alignment * sentence_alignment_loss(model, source, target)
         if settings.adversary:
-            loss = loss + play_game(model, source, target, settings.adversary)
+            loss = loss + adversarial_loss(model, source, target, settings.adversary)
     return loss
 
 
@@ -386,7 +387,7 @@ class EnatRefiner(ParallelRefiner):
 # ------------------------------ the card
 
 
-def train_enat(
+def enat_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `enat_loss` of a batch of the trainer; nothing is drawn from the generator."""
@@ -423,7 +424,7 @@ def enat_settings(model: Seq2Seq) -> EnatSettings:
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_enat,
+        enat_batch_loss,
         translate_rough_words,
         "It writes all words at once, from rough target words in place of copies of the source "
         "(`enat`, by {settings.decoder_input}). Its figure is that of the likeliest length.",

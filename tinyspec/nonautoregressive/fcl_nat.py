@@ -28,8 +28,9 @@ copy. From then on, until alpha is 1, reading the answer lowers the loss. Here t
 when alpha is 1, and no target word is read any more. `flip = 0.45` is the published schedule. The
 law LEAK (laws/traps/fcl_nat.py) changes y_t and watches the logits of position t.
 
-Guarantee: APPROX, with the number of lengths; decoding is that of `parallel`. Without a curriculum
-the loss is that of `parallel`, bit for bit; at alpha = 0 it is the teacher's, and the length's.
+Guarantee: APPROX: no number of lengths gives the teacher's distribution. Decoding is that of
+`parallel`. Without a curriculum the loss is that of `parallel`, bit for bit; at alpha = 0 it is the
+teacher's, and the length's.
 Pitfall: the leak; a warm start under the name of a curriculum; a share of all positions of a batch,
 padding included.
 Tests: tests/nonautoregressive/test_fcl_nat.py (`mix_inputs` against what runs; both ends of the
@@ -117,12 +118,12 @@ class FclNatSettings:
 
     def __post_init__(self) -> None:
         if not isinstance(self.curriculum, int | float) or not 0 <= self.curriculum <= 1:
-            raise TinyspecError(f"curriculum is {self.curriculum}: it is a share, from 0 to 1")
+            raise TinyspecError(f"curriculum is {self.curriculum}: it must be from 0 to 1")
         if self.pacing not in PACINGS:
             known = ", ".join(PACINGS)
             raise TinyspecError(f"pacing is {self.pacing!r}: it must be one of {known}")
         if not isinstance(self.flip, int | float) or not 0 <= self.flip <= 1:
-            raise TinyspecError(f"flip is {self.flip}: it is an alpha, from 0 to 1")
+            raise TinyspecError(f"flip is {self.flip}: it must be from 0 to 1")
 
 
 PACINGS: dict[str, Callable[[float], float]] = {
@@ -179,7 +180,7 @@ def curriculum_states(
 
     plan  alpha, and whether the mask is open
 
-    While it is causal, the end of a text is a position too.
+    While the mask is causal, the end of a text is a position too.
     """
     pad, (alpha, is_open) = model.config.pad, plan
     places, slots = copy_uniformly((source != pad).sum(dim=1), (target != pad).sum(dim=1))
@@ -217,7 +218,7 @@ def fcl_nat_loss(
 # ------------------------------ the card
 
 
-def train_fcl_nat(
+def fcl_nat_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `fcl_nat_loss` of a batch of the trainer."""
@@ -235,7 +236,7 @@ def train_fcl_nat(
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_fcl_nat,
+        fcl_nat_batch_loss,
         translate_likeliest_length,
         "It writes all words at once, from copies of the source. It learnt this from an "
         "autoregressive model, whose inputs became copies during a share of "

@@ -149,7 +149,10 @@ class Flow:
         return normal_log_density(noise, slots) + logdet
 
     def count_row_layers(self, rows: int) -> float:
-        """Return how many layers a direction runs over latent vectors of so many rows, summed."""
+        """Return the layer evaluations of one pass through the flow, summed over positions.
+
+        rows  positions at the first level, padding included
+        """
         per_level = COUPLINGS * self.steps * rows
         return float(sum(per_level >> level for level in range(self.levels)))
 

@@ -24,8 +24,8 @@ Decoding. Without noise (temperature 0) the flow gives one z: that is the paper'
 With several lengths or samples in one batch, a teacher chooses (*noisy parallel decoding*), or the
 model's own importance-weighted estimate `rank`, plus log p(T | x), per position.
 
-Guarantee: APPROX, with the number of samples. No setting gives a teacher's distribution. The flow's
-density is proved by numerical Jacobians, its rule by an oracle in plain lists.
+Guarantee: APPROX: no number of samples gives a teacher's distribution. The flow's density is
+compared with numerical Jacobians, and what runs with a second version in plain lists.
 Pitfall: a "flow" of one diagonal scaling, whose latent vectors stay independent; a log-determinant
 without the mask or the number of heads; a posterior that collapsed: print the bits of z per word,
 and shuffle z.
@@ -312,7 +312,7 @@ def flowseq_terms(
     return FlowSeqTerms(cost, latents, length, slots.sum())
 
 
-def train_flowseq(
+def flowseq_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return the loss of a batch of the trainer, per position."""
@@ -329,7 +329,9 @@ def normal_noise(rng: RandomSource, length: int, width: int) -> Tensor:
     """Return standard normal noise [length, width], in float64."""
     uniforms = rng.uniforms(length * width)
     if uniforms is None:
-        raise TinyspecError("flowseq draws real numbers: its outcomes cannot be walked")
+        raise TinyspecError(
+            "flowseq draws real numbers: use a seeded source, not an enumerating one"
+        )
     drawn: Tensor = torch.special.ndtri(torch.tensor(uniforms).clamp(min=LEAST_UNIFORM))
     return drawn.view(length, width)
 
@@ -358,7 +360,8 @@ class FlowSeqRefiner:
     def start(self, source: Sequence[int], memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Return a canvas of masks, `samples` candidates for each of the likeliest lengths.
 
-        `extra` is the number of each candidate and log p(T | x): what an estimate starts from.
+        `extra` is the numbers of the candidates [C], log p(T | x) of each [C], and their estimates
+        so far [C, 0].
         """
         longest = self.model.config.max_positions - (self.teacher is not None)  # it reads bos too
         lengths, logprobs = find_lengths(self.model, self.settings, memory, self.lengths, longest)
@@ -389,7 +392,9 @@ class FlowSeqRefiner:
     def write_words(self, canvas: Canvas, memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Write the likeliest words of every candidate's latent vectors, filled up with ends."""
         slots, count = canvas.mask, len(canvas.tokens)
-        if canvas.extra is None:  # one of many sources: what is drawn has no random source
+        if (
+            canvas.extra is None
+        ):  # one source of a batch: `extra` is not kept, and a draw is an error
             numbers = torch.ones(count, dtype=torch.long, device=slots.device)
             canvas = canvas._replace(extra=(numbers, canvas.scores[:, 0], canvas.scores[:, :0]))
         width = self.model.config.d_model
@@ -473,7 +478,7 @@ def fits_difference(
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_flowseq,
+        flowseq_batch_loss,
         translate_without_noise,
         "It reads all words off latent vectors, which a flow of {settings.levels} levels makes "
         "from noise (`flowseq`). Its figure is that of no noise and the likeliest length.",
@@ -503,7 +508,7 @@ def fits_difference(
         Knob(
             "estimates",
             1,
-            "latent vectors from the posterior in such an estimate, a pass for each",
+            "latent vectors drawn for the importance estimate, one pass each",
             low=1,
             high=64,
             small=(1, 2),

@@ -18,11 +18,11 @@ Training. The input of pass i + 1 is, with probability 1/2, a damaged reference 
 y^i; the coin falls once for a pass of a batch. The state h^i is added to both, and gradients flow
 through it, but not through the choice of words. C picks max(1, floor(w T)) positions, never the
 last one; each of them gets, with equal chances, a random word, a swap with the next word, or the
-same word once more in place of the next. The share w falls from pass to pass: .9, .63, .37, .1. The
+same word once more in place of the next. The share w falls from pass to pass: .9, .63, .37. The
 targets are the teacher's (distillation). The first decoder and the refiner begin as the teacher's.
 
-Guarantee: APPROX, with the number of iterations. One iteration is the first decoder alone. Its own
-rule is proved by an oracle in plain lists.
+Guarantee: APPROX: no number of iterations gives the teacher's distribution. One iteration is the
+first decoder alone. What runs is compared with a second version in plain lists.
 Pitfall: one decoder that is trained for one pass and iterated; no denoising; words without states.
 Tests: tests/nonautoregressive/test_iterative_refinement.py (`refine_translation` against what
 runs, pass by pass; the stop; the corruptions, all of them enumerated; the passes of the loss).
@@ -66,8 +66,8 @@ from tinyspec.technique import (
 
 REFINER = "refiner"  # name of the second stack
 DAMAGE = (0.9, 0.63, 0.37, 0.1)
-"""Share of the positions of a reference that are damaged after each pass of the training. There are
-as many passes; after the last one nothing is read."""
+"""Share of the positions of a reference that are damaged after each pass of the training. The last
+share is never used: no pass follows it."""
 DENOISING = 0.5  # how often a pass of the training reads a damaged reference
 VALIDATION_PASSES = 4  # as many as in the training
 
@@ -219,7 +219,7 @@ class IterativeRefiner:
 # ------------------------------ the card
 
 
-def train_iterative_refinement(
+def iterative_refinement_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `refinement_loss` of a batch of the trainer."""
@@ -240,7 +240,7 @@ def translate_in_iterations(model: Seq2Seq, settings: object, sources: Tensor) -
     guarantee=Guarantee.APPROX,
     kind="refine",
     translator=TrainedTranslator(
-        train_iterative_refinement,
+        iterative_refinement_batch_loss,
         translate_in_iterations,
         "A first decoder writes all words at once, and a refiner rewrites all of them, again and "
         "again (`iterative_refinement`). Its figure is that of four iterations over the likeliest "
@@ -253,7 +253,7 @@ def translate_in_iterations(model: Seq2Seq, settings: object, sources: Tensor) -
         Knob(
             "adaptive",
             False,
-            "whether to stop when a translation has the words of the one before",
+            "whether to stop when a translation has the words of the one before, in any order",
             choices=(True, False),
         ),
         Knob("lengths", 1, "target lengths tried at once", low=1, high=1024, small=(2, 1)),

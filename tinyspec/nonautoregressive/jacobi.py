@@ -17,10 +17,11 @@ The model is an unchanged autoregressive one, and there is no draft model.
           length need not be known
 
 After k sweeps the first k tokens are final, so m sweeps are enough, and the greedy text is the only
-fixed point. In the frame a sweep is a draft: the rest of the block is a chain after the newest
-token. Verification accepts the tokens that came true and adds the next one. So whatever has a final
-input is committed in the sweep that computed it, and no pass confirms what is known. `solve_blocks`
-is the published algorithm: it stops at y(k + 1) = y(k), which may take one pass more.
+fixed point. In the common loop (decoding/decode.py) a sweep is a draft: the rest of the block is a
+chain after the newest token. Verification accepts the tokens that came true and adds the next one.
+So whatever has a final input is committed in the sweep that computed it, and no pass confirms what
+is known. `solve_blocks` is the published algorithm: it stops at y(k + 1) = y(k), which may take one
+pass more.
 
 Guarantee: EXACT. At temperature 0 it is Jacobi iteration; above, the same guesses are verified as
 point masses.
@@ -285,7 +286,8 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
         Knob(
             "init",
             "pad",
-            "first guess of a block: padding, random, from the text, the newest token",
+            "first guess; pad: padding; random: any ids; prompt: ids of the text; last: the newest "
+            "token",
             choices=("pad", "random", "prompt", "last"),
         ),
     ),

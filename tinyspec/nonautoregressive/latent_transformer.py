@@ -23,8 +23,8 @@ is chosen often, and codes do not die out. The gradient of e goes to z as it is 
 Training. On people's translations or a teacher's. In the first part of the training (`startup`)
 sentences pass the bottleneck as vectors, fewer and fewer of them, and the prior is not trained.
 
-Guarantee: APPROX, with the number of samples. No setting gives a teacher's distribution. Its own
-rule is proved by an oracle in plain lists, and by walking every sequence of codes.
+Guarantee: APPROX: no number of samples gives a teacher's distribution. What runs is compared with
+a second version in plain lists, which also walks every sequence of codes.
 Pitfall: a codebook that is learnt by gradients, of which one code is used; codes that are written
 in parallel, so that they are mixed in place of the words; a decompressor without the source.
 Tests: tests/nonautoregressive/test_latent_transformer.py (`translate_through_codes` and
@@ -161,7 +161,10 @@ def latent_config(config: Seq2SeqConfig, settings: LatentSettings) -> Seq2SeqCon
     """Return a config with the weights of compressor, codebooks, prior and decompressor."""
     d, rows = config.d_model, settings.slices * settings.entries
     if d % settings.slices:
-        raise TinyspecError(f"[translator] {settings.slices} slices do not divide a width of {d}")
+        raise TinyspecError(
+            f"[translator] {settings.slices} slices do not divide a width of {d}: set slices to a "
+            f"divisor of {d}"
+        )
     if config.max_positions <= 1 << settings.halvings:
         raise TinyspecError(
             f"[translator] a code stands for {1 << settings.halvings} words, and there are "
@@ -388,7 +391,7 @@ def latent_terms(
     return LatentTerms(words, codes, commitment)
 
 
-def train_latent(
+def latent_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return the loss of a batch of the trainer."""
@@ -431,7 +434,9 @@ class LatentRefiner:
     ) -> Canvas:
         """Write the next code of every sample; after the last one, write the words."""
         count, device = len(canvas.tokens), canvas.tokens.device
-        if canvas.extra is None:  # one of many sources: what is drawn has no random source
+        if (
+            canvas.extra is None
+        ):  # one source of a batch: `extra` is not kept, and a draw is an error
             number = torch.full((count,), min(self.samples - 1, 1), device=device)
             canvas = canvas._replace(extra=(number, number.new_empty(count, 0)))
         numbers, codes = canvas.extra
@@ -493,7 +498,7 @@ def fits_places(config: Seq2SeqConfig, settings: LatentSettings, source: int, ta
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_latent,
+        latent_batch_loss,
         translate_by_likeliest_codes,
         "It writes one of 2^{settings.bits} codes for every 2^{settings.halvings} places from left "
         "to right, then all words in one pass (`latent_transformer`). Its figure is that of the "

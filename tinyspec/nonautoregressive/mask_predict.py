@@ -17,8 +17,8 @@ that of the length, both summed and divided by the number of hidden words, as in
 one. (The released code never hides all N; this follows the paper.) As published, the targets are
 sentences translated by a teacher.
 
-Guarantee: APPROX. No setting gives the teacher's distribution; T = 1 is one parallel pass. Its own
-rule is proved by an oracle in laws/nonautoregressive_laws.py.
+Guarantee: APPROX: no setting gives the teacher's distribution; T = 1 is one parallel pass. What
+runs is compared with a second version in laws/nonautoregressive_laws.py.
 Pitfall: hiding 15 % of the words as BERT does, so that the first pass fails; computing all
 probabilities anew in each pass.
 Tests: tests/nonautoregressive/test_mask_predict.py (`mask_and_predict` against what runs, pass by
@@ -144,7 +144,7 @@ def count_masked(length: Tensor, iteration: int, iterations: int) -> Tensor:
 
 
 def select_lowest(scores: Tensor, slots: Tensor, count: Tensor) -> Tensor:
-    """Return the `count` [C] slots of each row with the lowest scores [C, T].
+    """Return which slots [C, T] have the `count` [C] lowest scores [C, T] of their row.
 
     Of equal scores the leftmost slot is taken. Padding is never among them.
     """
@@ -260,7 +260,7 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
     [[2, 3]]
     """
     if width < 1:
-        raise TinyspecError(f"{width} lengths: a length beam holds at least one")
+        raise TinyspecError(f"lengths is {width}: it must be at least 1")
     order = logprobs.sort(dim=-1, descending=True, stable=True)
     found = []
     for values, lengths in zip(
@@ -280,7 +280,7 @@ def select_lengths(logprobs: Tensor, width: int) -> list[list[int]]:
 # ------------------------------ the card
 
 
-def train_mask_predict(
+def mask_predict_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `masked_lm_loss` of a batch of the trainer."""
@@ -301,7 +301,7 @@ def translate_to_validate(model: Seq2Seq, settings: Any, sources: Tensor) -> lis
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     translator=TrainedTranslator(
-        train_mask_predict,
+        mask_predict_batch_loss,
         translate_to_validate,
         "It fills in masked words, in several passes (`mask_predict`). Its figure is that of four "
         "iterations over two lengths.",

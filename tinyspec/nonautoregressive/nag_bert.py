@@ -21,8 +21,8 @@ the encoder fills in hidden words of both languages' sentences (`masked_word_los
 shares, Devlin et al. 2019, arXiv 1810.04805). Then `nag_bert_loss`, on sentences that a teacher
 translates.
 
-Guarantee: APPROX, with the ratio. Its own rule is proved by an oracle that enumerates all label
-sequences (laws/traps/nag_bert.py). At ratio 1 all positions are labelled.
+Guarantee: APPROX: no ratio gives the teacher's distribution. What runs is compared with an
+enumeration of all label sequences (laws/traps/nag_bert.py). At ratio 1 all positions are labelled.
 Pitfall: one eos, so that the CRF never sees what follows it; the context-aware term left out, as in
 the released training code, which has a plain cross-entropy in its place.
 Tests: tests/nonautoregressive/test_nag_bert.py (`decode_ratio_first` against what runs; the loss,
@@ -50,7 +50,7 @@ from tinyspec.nonautoregressive.crf import (
     build_lattice,
     find_best_path,
     log_likelihood,
-    static_heads,
+    static_transition_shapes,
     word_logprobs,
 )
 from tinyspec.nonautoregressive.nar_crf import check_rank, decode_structured, score_words
@@ -230,7 +230,7 @@ def nag_bert_loss(
     return (structure + CONTEXT_WEIGHT * context) / slots.sum()
 
 
-def train_nag_bert(
+def nag_bert_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return the loss of a batch of the trainer: first hidden words, then translations.
@@ -313,7 +313,7 @@ class NagBertRefiner:
     guarantee=Guarantee.APPROX,
     kind="refine",
     translator=TrainedTranslator(
-        train_nag_bert,
+        nag_bert_batch_loss,
         write_all_labels,
         "It has no decoder: every position of its encoder gets a word, and a CRF of rank "
         "{settings.rank} joins them (`nag_bert`). For {settings.pretraining:.0%} of the training "
@@ -322,7 +322,7 @@ class NagBertRefiner:
         settings=NagBertSettings,
         fits=can_label,
         equip=lambda config, settings: replace(
-            config, heads=static_heads(config.vocab_size, settings.rank)
+            config, heads=static_transition_shapes(config.vocab_size, settings.rank)
         ),
         float32=True,
     ),

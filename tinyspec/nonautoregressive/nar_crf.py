@@ -16,9 +16,9 @@ also depend on the decoder's states at the two positions.
 Training. `nar_crf_loss`, on sentences that a teacher translates, from the weights of a model that
 writes in parallel. The right words are forced among the candidates (crf.py).
 
-Guarantee: APPROX, with the number of candidates. Its own rule is proved by an oracle that
-enumerates all sentences (laws/traps/nar_crf.py). With transitions `none` each position takes its
-likeliest word.
+Guarantee: APPROX: no number of candidates gives the teacher's distribution. What runs is compared
+with an enumeration of all sentences (laws/traps/nar_crf.py). With transitions `none` each position
+takes its likeliest word.
 Pitfall: transitions that do not depend on the position, under the name of dynamic ones (public
 implementations have them alone); special tokens that take places in the beam; right words that are
 no candidates, so that a sentence may be likelier than certain.
@@ -50,10 +50,10 @@ from tinyspec.nonautoregressive.crf import (
     UP,
     Lattice,
     build_lattice,
-    dynamic_heads,
+    dynamic_transition_shapes,
     find_best_path,
     log_likelihood,
-    static_heads,
+    static_transition_shapes,
     word_logprobs,
 )
 from tinyspec.nonautoregressive.mask_predict import (
@@ -173,7 +173,7 @@ class NarCrfSettings:
         check_rank(self.rank)
         if self.transitions not in TRANSITIONS[:2]:
             raise TinyspecError(
-                f"transitions is {self.transitions!r}: trained are dynamic or static ones"
+                f"transitions is {self.transitions!r}: it must be dynamic or static"
             )
 
 
@@ -185,10 +185,10 @@ def check_rank(rank: object) -> None:
 
 def crf_heads(config: Seq2SeqConfig, settings: NarCrfSettings) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights that the transitions need."""
-    heads = static_heads(config.vocab_size, settings.rank)
+    heads = static_transition_shapes(config.vocab_size, settings.rank)
     if settings.transitions == "static":
         return heads
-    return heads | dynamic_heads(config.d_model, settings.rank)
+    return heads | dynamic_transition_shapes(config.d_model, settings.rank)
 
 
 def nar_crf_loss(

@@ -19,8 +19,8 @@ Kim and Rush 2016, arXiv 1606.07947). An aligner supplies the fertilities (train
 Then `finetune_loss`: the word-level reverse KL to the teacher; the fertilities learn by REINFORCE
 with the average fertilities as baseline.
 
-Guarantee: APPROX, with the number of samples. Its own rule is proved by an exact oracle that walks
-all fertility sequences (laws/nonautoregressive_laws.py).
+Guarantee: APPROX: no number of samples gives the teacher's distribution. What runs is compared with
+a second version that walks all fertility sequences (laws/nonautoregressive_laws.py).
 Pitfall: a length head with evenly spread copies in place of fertilities; no positional attention;
 candidates scored by the student itself.
 Tests: tests/nonautoregressive/test_nat.py (`decode_noisy_parallel` against what runs; T is the sum
@@ -186,7 +186,7 @@ def nat_loss(
 ) -> Tensor:
     """Return - log p_F(f|x) - sum over t of log p(y_t|x, f), per target token.
 
-    generator  as every loss has one; nothing is drawn here
+    generator  not used: nothing is drawn here
     """
     given = AlignedPairs(*batch)
     return _supervised(model, given, model.encode(given.source, dropout), dropout, smoothing)
@@ -449,14 +449,14 @@ def make_decodable(fertilities: Tensor, fertile: Tensor, max_target_length: Tens
 # ------------------------------ the card
 
 
-def train_nat(
+def nat_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `nat_loss` of a batch of the trainer."""
     return nat_loss(training.model, batch, generator, training.dropout, training.smoothing)
 
 
-def train_finetuning(
+def finetuning_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `finetune_loss` of a batch of the trainer."""
@@ -497,14 +497,14 @@ def require_teacher(
     kind="refine",
     teacher=True,
     translator=TrainedTranslator(
-        train_nat,
+        nat_batch_loss,
         lambda model, settings, sources: translate_batch(model, sources),
         "It writes all words at once, after it has predicted how many each source word gives "
         "(`nat`). Its figure is that of one pass with the most probable fertilities.",
         shape={"positional": True, "fertilities": 4},
         fits=lambda config, settings, source, target: target <= (config.fertilities - 1) * source,
         aligned=True,
-        finetune=train_finetuning,
+        finetune=finetuning_batch_loss,
     ),
     knobs=(
         Knob(

@@ -19,8 +19,8 @@ likeliest ones, or with `around` those around the likeliest.
 Training. Everything, on the sentences as the teacher translates them (sequence-level distillation,
 Kim and Rush 2016, arXiv 1606.07947); the layers begin as the teacher's.
 
-Guarantee: APPROX, with the number of lengths. No setting gives the teacher's distribution. Its own
-rule is proved by an oracle in plain lists (laws/plain_lists.py).
+Guarantee: APPROX: no number of lengths gives the teacher's distribution. What runs is compared with
+a second version in plain lists (laws/plain_lists.py).
 Pitfall: scores with the target's true length, which no translator knows; a position that sees its
 own copy; candidates that the student judges itself.
 Tests: tests/nonautoregressive/test_parallel.py (`translate_from_copies` against what runs; the
@@ -240,7 +240,7 @@ LENGTH_KNOBS = (
     Knob(
         "judge",
         "teacher",
-        "who chooses among several lengths: the teacher, or the model's own mean",
+        "who chooses a length: the teacher; self: the model's own mean log-probability",
         choices=("teacher", "self"),
     ),
     AROUND,

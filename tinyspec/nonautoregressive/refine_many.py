@@ -112,5 +112,5 @@ class _NoRandomSource:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise TinyspecError(
-            "this technique draws while it rewrites: its sources are refined one by one"
+            "this technique draws random numbers while it rewrites: call `refine` for each source"
         )

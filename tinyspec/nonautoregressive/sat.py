@@ -22,9 +22,9 @@ Training. Cross-entropy, from the teacher's weights, on the sentences as the tea
 them (sequence-level distillation). The target with its end is padded to a multiple of K; padding
 has no label.
 
-Guarantee: APPROX, with the K of the checkpoint. At K = 1 its text is greedy decoding's and its
-loss the teacher's, bit for bit. Its own rule is proved by an oracle in plain lists, and beam
-search by an enumeration of all texts.
+Guarantee: APPROX, but for K = 1: there its text is greedy decoding's and its loss the teacher's,
+bit for bit. What runs is compared with a second version in plain lists, and beam search with an
+enumeration of all texts.
 Pitfall: a causal mask inside a group, which hides words that are known; K heads on one state,
 which is blockwise decoding; looking for the end only in the last word of a group.
 Tests: tests/nonautoregressive/test_sat.py (`translate_in_groups` against what runs; K = 1 against
@@ -292,7 +292,7 @@ class SatSettings:
         check_ranges(self, {"k": 256})
 
 
-def train_sat(
+def sat_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `sat_loss` of a batch of the trainer; nothing is drawn from the generator."""
@@ -320,7 +320,7 @@ def fits_groups(config: Seq2SeqConfig, settings: SatSettings, source: int, targe
     guarantee=Guarantee.APPROX,
     kind="refine",
     translator=TrainedTranslator(
-        train_sat,
+        sat_batch_loss,
         translate_batch_in_groups,
         "It writes groups of {settings.k} words from left to right, the words of a group at once "
         "(`sat`).",

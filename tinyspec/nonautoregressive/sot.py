@@ -212,13 +212,14 @@ def fit_word_router(lists: Sequence[str], others: Sequence[str]) -> Callable[[st
         for word in split_words(question):
             ids.setdefault(word, len(ids))
 
-    def count_words(question: str) -> Tensor:
+    def mark_words(question: str) -> Tensor:
+        """Return 1 for each known word of a question, else 0, and then 1 for the bias."""
         row = torch.zeros(len(ids) + 1, dtype=torch.float64)
         row[[ids[word] for word in split_words(question) if word in ids]] = 1.0
         row[-1] = 1.0  # the bias
         return row
 
-    x = torch.stack([count_words(question) for question in questions])
+    x = torch.stack([mark_words(question) for question in questions])
     y = torch.tensor([1.0] * len(lists) + [0.0] * len(others), dtype=torch.float64)
     costs = torch.where(y > 0, 0.3, 0.7)  # of a false no, and of a false yes
     weights = torch.zeros(x.shape[1], dtype=torch.float64)
@@ -228,7 +229,7 @@ def fit_word_router(lists: Sequence[str], others: Sequence[str]) -> Callable[[st
             loss = F.binary_cross_entropy_with_logits(x @ w, y, costs) + 0.005 * w @ w
             (slope,) = torch.autograd.grad(loss, w)
         weights = (w - slope).detach()
-    return lambda question: float(torch.sigmoid(count_words(question) @ weights))
+    return lambda question: float(torch.sigmoid(mark_words(question) @ weights))
 
 
 @lru_cache(maxsize=1)
@@ -360,7 +361,7 @@ class SkeletonDecoder(StreamDecoder):
         Knob(
             "router",
             "always",
-            "who decides whether a skeleton is made",
+            "who decides on a skeleton; prompt: the model; words: a classifier of the question",
             choices=("always", "never", "prompt", "words"),
         ),
         Knob("points", 10, "most points that are expanded", low=1, high=64, small=(2, 1)),

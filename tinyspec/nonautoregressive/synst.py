@@ -21,8 +21,8 @@ it writes what it finds likeliest. (This is an option of the authors' code; its 
 targets are the teacher's (distillation). The words' labels are smoothed if the recipe says so, the
 chunks' are not.
 
-Guarantee: APPROX. No setting gives the teacher's distribution. Its own rule is proved by an oracle
-in plain lists (laws/traps/synst.py).
+Guarantee: APPROX: no setting gives the teacher's distribution. What runs is compared with a second
+version in plain lists (laws/traps/synst.py).
 Pitfall: groups of a fixed size under the name of chunks; sizes without labels; a word decoder that
 does not read the chunks; scores with the chunks of the reference, which no translator knows.
 Tests: tests/nonautoregressive/test_synst.py (`translate_by_chunks` against what runs; beam search
@@ -31,7 +31,7 @@ Ours: **the trees are made by a chunker of function words, not by a parser**, be
 parser comes with our packages; the layers begin as the teacher's; a chunk longer than `longest` is
 cut; the first chunk is never the end, sizes that pass the limit of a translation are impossible,
 and so are special tokens as words; beam search compares the mean log-probability of chunks.
-Left out: predicting the chunks once more in the last pass, which the authors' decoder does; it
+Left out: predicting the chunks once more in the last pass, as the authors' decoder does: ours only
 reads them. Their length penalty. Words of several beams: the words of the best chunks alone are
 written.
 """
@@ -119,7 +119,7 @@ class SynstSettings:
         check_ranges(self, {"k": 256, "longest": 256})
         if self.k > self.longest:
             raise TinyspecError(
-                f"k is {self.k}, and longest {self.longest}: a chunk of k tokens needs an id"
+                f"k is {self.k}, longest is {self.longest}: set longest to at least {self.k}"
             )
         if not isinstance(self.random_k, bool):
             raise TinyspecError(f"random_k is {self.random_k}: it must be true or false")
@@ -237,7 +237,7 @@ def cut_targets(
     ]
 
 
-def train_synst(
+def synst_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `synst_loss` of a batch of the trainer, whose targets are German."""
@@ -397,7 +397,7 @@ def translate_likeliest_chunks(
     guarantee=Guarantee.APPROX,
     kind="refine",
     translator=TrainedTranslator(
-        train_synst,
+        synst_batch_loss,
         translate_likeliest_chunks,
         "It predicts syntactic chunks from left to right, then all words at once (`synst`). Its "
         "chunks have at most {settings.k} tokens or one word, and come from a chunker of German "

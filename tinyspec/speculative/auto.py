@@ -12,8 +12,9 @@ the choices, and is taken unless another one is 3 % better.
                                                d: seconds of a draft step; 0 if looked up
 
 Up to three sources compete. Looked-up drafts come from the text itself, the references and earlier
-outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975): what followed any suffix of the
-text, and what followed it without its newest token, as if that had replaced another one. Both are
+outputs (suffix decoding, Oliaro et al. 2024, arXiv 2411.04975). There are two lookups. The first
+finds what followed a suffix of the text. The second leaves out the newest token: it assumes that
+the model wrote this token in place of another one, and goes on after that one. Both results are
 merged into one tree. c_i is a frequency times how often drafts of that kind were lately accepted
 (speculative/lookup.py). Of a draft model, if there is one, c_i is learned by position. Of a trained
 head, if one is given, it is learned by the node of its tree, and its draft has one price.
@@ -23,12 +24,13 @@ for on the prompt, and then only while the head is in use: up to 8 rounds after 
 it drafts again later, one pass over the tokens in between computes what it missed. The policy
 spreads the price of that pass over 16 rounds.
 
-Measurement. The first two rounds are plain. The cost of a size that was never run is estimated from
-the nearest size that was (at first a further token costs 10 % of a pass). A round is at most three
+Measurement. The first two rounds are plain. The cost of a size that was never run is read off a
+line: from plain decoding through the next smaller size that was run, else through the next larger
+one (at first a further token costs 10 % of a pass). A round is at most three
 times as wide as any before it. Sizes that were not run for long, and a draft model whose gain is
 unknown, are tried now and then, in 1 % of the time. Looked-up tokens are compared with the text
 even if they were not run. After eight lookups without a token worth running, only every fourth
-round looks up. If lookups take more than 3 % of a pass, the second kind is left out. A draft model
+round looks up. If lookups take more than 3 % of a pass, the second one is left out. A draft model
 reads the prompt when it is first tried.
 
 Guarantee: EXACT, whatever is chosen. The choice is made before anything is drawn, from the past and
@@ -239,8 +241,9 @@ class LazyHead:
 def make_head_drafter(request: Request) -> FeatureDrafter:
     """Return the drafter of the head that the target has, with a tree for a CPU.
 
-    Its tree is as small as that of our own row in the results, and its siblings are the likeliest
-    tokens. Raises TinyspecError for a head that needs probes or samples its drafts.
+    The knobs have the values of our own rows in the results (`Knob.ours`), so the tree is small.
+    Siblings are the likeliest tokens. Raises TinyspecError for a head that needs probes or samples
+    its drafts.
     """
     card = find_technique(request.head)
     chosen = {knob.name: knob.ours for knob in card.knobs if knob.ours is not None}
@@ -305,7 +308,7 @@ class LookupDrafter(SuffixDecodingDrafter):
         self.compared = self.trusts[: len(looks)]
         drafts = list[tuple[Sequence[int], Sequence[int], Sequence[float]]]()
         for trust, (tokens, parents, shares, matches) in zip(self.compared, looks, strict=True):
-            trust.record_without_running(tokens, parents, matches)
+            trust.remember_lookup(tokens, parents, matches)
             if tokens:
                 drafts.append((tokens, parents, trust.estimate_chances(parents, shares, matches)))
         tokens, parents, chances = drafts[0] if len(drafts) == 1 else merge_drafts(drafts)
@@ -324,7 +327,7 @@ class LookupDrafter(SuffixDecodingDrafter):
         )  # fmt: skip
 
     def should_skip_round(self, max_draft_depth: int) -> bool:
-        """Return whether this round looks up nothing; then nothing is compared with it."""
+        """Return whether this round makes no lookup. If so, no tracker learns from it."""
         if resting := self.trust.should_skip_round(max_draft_depth):
             self.compared = []
         return resting
@@ -463,7 +466,11 @@ _curves: WeakKeyDictionary[Any, WeakKeyDictionary[Any, CostModel]] = WeakKeyDict
 
 
 def shared_cost_model(request: Request, longest: int) -> CostModel:
-    """Return the cost model of this pair of models; a new one without a clock or a session."""
+    """Return the cost model of this pair of models, for drafts of at most `longest` tokens.
+
+    It is kept, and replaced by a new one if `longest` changes. Without a clock, or if the target is
+    no session of a model, it is new and is not kept.
+    """
     target = getattr(request.target, "model", None)
     if request.clock is None or target is None:
         return CostModel(longest)

@@ -5,8 +5,9 @@ many other requests share the pass. Before each draft every request asks a `Batc
 answers when all requests of the scheduler wait: it sees all that ask at one moment, and a schedule
 does not depend on which thread is faster. A request without a scheduler is a batch of one.
 
-Any rule is exact whose answer does not depend on the tokens that are drawn: it may be asked before
-the draft, or after it about what was known before each token (TETRIS).
+A rule is exact if its answer about a token depends neither on that token nor on later ones. So it
+may be asked before the draft is drawn. Or it is asked after, and is told only what was known before
+each token was drawn (TETRIS).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

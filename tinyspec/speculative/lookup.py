@@ -7,7 +7,8 @@ acceptance probability is at least `price`:
 
     share * first(match) * further(match)^(depth - 1)
 
-    share           the token's frequency among the first tokens of the draft
+    share           the token's frequency, over the sum of the frequencies of the draft's first
+                    tokens
     first(match)    how often, after a match of this length, one of the first tokens was lately the
                     next token of the text
     further(match)  how often, once it was, the token after it was right too
@@ -84,10 +85,13 @@ class AcceptanceTracker:
         """Return whether one of these first tokens, found after such a match, is worth running."""
         return max(shares) * self.first[match_bucket(match)] >= self.price * sum(shares)
 
-    def record_without_running(
+    def remember_lookup(
         self, tokens: Sequence[int], parents: Sequence[int], matches: Sequence[int]
     ) -> TokenTree:
-        """Remember these tokens, to compare them with the text. Return the empty draft."""
+        """Remember these tokens, to compare them with the text later. Return the empty draft.
+
+        The lookup counts as failed; `select_tree` takes that back if it runs any of its tokens.
+        """
         self.tokens, self.parents, self.matches = tokens, parents, matches
         self.failed_lookups += 1
         return TokenTree()
@@ -97,7 +101,7 @@ class AcceptanceTracker:
     ) -> list[float]:
         """Return for each token the estimated probability that it and its ancestors are right.
 
-        shares   how often each token occurred
+        shares   frequency of each token: a count, or D(N) of suffix decoding
         matches  length of the match before each token
         """
         # Sum of the shares of the first tokens after each match, because a draft may join trees.
@@ -125,7 +129,7 @@ class AcceptanceTracker:
         matches: Sequence[int],
     ) -> TokenTree:
         """Return the tokens worth running. All are remembered, to compare them with the text."""
-        self.record_without_running(tokens, parents, matches)
+        self.remember_lookup(tokens, parents, matches)
         if not tokens:
             return TokenTree()
         place = {ROOT: ROOT}
@@ -252,31 +256,31 @@ class RequestForest(BaseDrafter):
         self.own = next(numbers)
         self.pieces: list[tuple[int, int, int]] = []
         self.length = self.piece_end = 0
-        self.uncounted: list[int] = []
+        self.pending_outputs: list[int] = []
 
     def insert(self, tree: int, tokens: Sequence[int]) -> int:
-        """Append these tokens to the text, in this tree. Return the number of the tree's nodes."""
+        """Append these tokens to the text, in this tree. Return how many nodes the tree has."""
         if not self.pieces or self.pieces[-1][1] != tree or self.piece_end != self.length:
             self.pieces.append((self.forest.open(tree), tree, self.length))
         self.length = self.piece_end = self.length + len(tokens)
         return self.forest.append(self.pieces[-1][0], tokens)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.count_outputs()
+        self.insert_outputs()
         self.insert(self.own, tokens)
 
     def observe(self, round: Round) -> None:
-        self.uncounted += round.tokens
+        self.pending_outputs += round.tokens
 
-    def count_outputs(self) -> None:
-        """Enter the output tokens that are not in the forest yet."""
-        if self.uncounted:
-            tokens, self.uncounted = self.uncounted, []
+    def insert_outputs(self) -> None:
+        """Insert the output tokens that are not in the forest yet."""
+        if self.pending_outputs:
+            tokens, self.pending_outputs = self.pending_outputs, []
             if self.insert(OUTPUTS, tokens) > self.forest.bound:
                 self.forest.prune(OUTPUTS)
 
     def rewind(self, length: int) -> None:
-        self.count_outputs()
+        self.insert_outputs()
         while self.pieces and self.pieces[-1][2] >= length:
             text, _, _ = self.pieces.pop()
             self.forest.rewind(text, 0)
@@ -294,7 +298,7 @@ class RequestForest(BaseDrafter):
 
     def release(self) -> None:
         """Remove the prompts from the forest."""
-        self.count_outputs()
+        self.insert_outputs()
         for text, _, _ in self.pieces:
             self.forest.close(text)
         self.forest.drop(self.own)
@@ -309,8 +313,8 @@ def shared_forest(
 ) -> "tuple[Forest, count[int]]":
     """Return the forest of this model for these settings, and the numbers of its requests.
 
-    It is a new one if nothing is remembered, and in a batch (no clock), where the text of a request
-    must be the text that it gets alone.
+    The forest is new if nothing is remembered. It is also new in a batch (no clock), because there
+    a request must get the text that it gets alone.
     """
 
     def make() -> "tuple[Forest, count[int]]":

@@ -68,7 +68,10 @@ class NestedDrafter(BaseDrafter):
     # ------------------------------ the inner text
 
     def follow(self, text: Sequence[int]) -> None:
-        """Make this the inner decoder's text. Its common beginning stays; nothing is run yet."""
+        """Set the inner decoder's text. The common beginning is kept, and nothing is run yet.
+
+        A text longer than the context of the inner model is ignored.
+        """
         if self.positions is not None and len(text) > self.positions:
             return
         inner = self.decoder

@@ -68,6 +68,8 @@ class KatzModel:
 
         prob(x | c) = (count(c x) - discount) / count(c)    where x was seen after c
         prob(x | c) = backoff(c) prob(x | c without its first token)                  elsewhere
+
+        The discount is 0 if all tokens of the vocabulary were seen after c.
         """
         row, longest = self.unigrams, self._longest_seen(context)
         for n in range(1, len(longest) + 1):
@@ -75,7 +77,7 @@ class KatzModel:
         return row
 
     def logits(self, context: Sequence[int]) -> Any:
-        """Return the distribution as `SamplingParams.probs` takes it."""
+        """Return log-probabilities [V]; of an exact model the probabilities, as Fractions."""
         row = self.probs(context)
         return row.tolist() if self.number is Fraction else np.log(row)
 
@@ -130,7 +132,10 @@ def batch_tokens(model: Any) -> int:
 
 
 def sample_batch(model: Any, number: int, tokens: int, seed: int = 0) -> list[list[int]]:
-    """Sample a batch of texts, in turn a token of each. Fewer tokens are the first ones of more."""
+    """Sample texts in turns: a token of text 0, then one of text 1, and so on.
+
+    With fewer tokens, each text is a beginning of the text that it is with more.
+    """
     start = start_token(model)
 
     def sample(row: int, scheduler: Scheduler) -> list[int]:

@@ -27,7 +27,7 @@ ANCHORS = 32  # positions of a text at which a step trains
 
 @dataclass(frozen=True)
 class ProbeSettings(HeadSettings):
-    """The section [head] of a recipe of probes, which the target's own output matrix reads.
+    """The section [head] of a recipe of probes. The target's own output matrix reads the probes.
 
     METHOD  the method's name, as errors say it
     """
@@ -38,11 +38,12 @@ class ProbeSettings(HeadSettings):
         super().__post_init__()
         if self.draft_vocab:
             raise TinyspecError(
-                f"[head] draft_vocab: {self.METHOD} reads the target's own rows: leave it out"
+                f"[head] draft_vocab: {self.METHOD} uses the target's whole output matrix: leave "
+                "draft_vocab out"
             )
 
 
-def begin_probes(target: FrozenTarget, n: int, seed: int) -> Tensor:
+def init_probe_embeddings(target: FrozenTarget, n: int, seed: int) -> Tensor:
     """Return embeddings [n, d] near the mean embedding, each a little different."""
     noise = torch.randn(n, target.config.d_model, generator=torch.Generator().manual_seed(seed))
     return target.embed.mean(0) + 0.1 * target.embed.std() * noise.to(target.embed)

@@ -64,17 +64,20 @@ def train_tuned(
     run = RecipeRun(read_head_recipe, recipe, out, **options)
     plan, where, card, tuned = run.recipe, run.device, run.recipe.card, run.recipe.tuned
     source = find_beside(plan.target, run.path.parent, run.out) or plan.target
-    target = models.load(source, device=where)
+    author = models.load(source, device=where)
     settings = plan.settings_of_head()
-    if tuned.tokens:
-        target = tuned.add_tokens(target)
+    target = tuned.add_tokens(author) if tuned.tokens else author
     frozen = freeze_target(target, None, torch.float32, layers=False)
     begun = tuned.begin(frozen, settings, plan.settings.seed)
-    if tuned.examples is None:
-        texts, _ = prepare_texts(run, target, prompts, data_folder)
-    else:
+    texts, n_made = list[TargetOutput](), 0
+    if tuned.examples is not None:
         texts = [as_output(example) for example in tuned.examples(target, settings)]
-        run.print(f"texts that were made for {plan.method}: {len(texts)}")
+        n_made = len(texts)
+        run.print(f"texts that were made for {plan.method}: {n_made}")
+    if tuned.examples is None or tuned.adds_own:
+        written, _ = prepare_texts(run, author, prompts, data_folder)
+        # Texts of one training have equally many distributions, and those that were made have none.
+        texts += [drop_distributions(text) for text in written] if n_made else written
 
     def copy_to_float32(weight: Tensor) -> Tensor:
         return weight.detach().to(where, torch.float32, copy=True)
@@ -160,7 +163,7 @@ def train_tuned(
         timed=min(len(held), TIMED_TEXTS),
         timed_tokens=TIMED_TOKENS,
         texts=len(texts),
-        made_texts=tuned.examples is not None,
+        made_texts=n_made,
         licence=extra.get("licence"),
         folder=run.out.name,
     )
@@ -172,6 +175,11 @@ def as_output(example: TrainingExample) -> TargetOutput:
     positions = torch.arange(example.first - 1, len(example.ids) - 1)
     nothing = torch.empty(len(positions), 0)
     return TargetOutput(torch.tensor(example.ids), positions, nothing.int(), nothing.half())
+
+
+def drop_distributions(text: TargetOutput) -> TargetOutput:
+    """Return a text of a target without its distributions."""
+    return as_output(TrainingExample(text.ids.tolist(), int(text.positions[0]) + 1))
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ each step. It is trained again without each of three parts:
     whole texts      rho is 1 in each step
 
 On the held-out books, all thresholds tau and shares rho are tried. Operations are counted by
-`mpee.count_products`, as shares of the whole encoder's. For a budget, the best setting within it
+`mpee.count_flops`, as shares of the whole encoder's. For a budget, the best setting within it
 is chosen on every second passage and judged on the others: by layers alone (rho = 1), by tokens
 alone (tau = 1), and by both.
 """
@@ -33,7 +33,7 @@ from tinyspec.bench.settings import MpeeSettings
 from tinyspec.early_exit.mpee import (
     ALPHA,
     MpeeClassifier,
-    count_products,
+    count_flops,
     count_tokens,
     mpee_loss,
 )
@@ -190,7 +190,7 @@ def answer_passages(model: MpeeClassifier, held: Passages, rho: float) -> Answer
         sure.append(probs)
         right.append(label == held.labels[at : at + BATCH])
     tokens = count_tokens(held.ids.shape[1] + 1, rho, depth)
-    costs = [count_products(model.config, classes, tokens[: n + 1]) for n in range(depth)]
+    costs = [count_flops(model.config, classes, tokens[: n + 1]) for n in range(depth)]
     return Answers(torch.cat(sure, dim=1), torch.cat(right, dim=1), costs)
 
 

@@ -188,7 +188,7 @@ REMEMBERED = [
         "a trie that only grows",
         PRUNED,
         "self.insert(OUTPUTS, tokens)",
-        RequestForest.count_outputs,
+        RequestForest.insert_outputs,
         law=trie_traps.PRUNED,
     ),
     _suffix(

@@ -223,7 +223,7 @@ def translations_are_drafted_by_blocks(build: Build) -> Iterator[int]:
             continue  # no translation holds it
         is_whole = expected[-1] == TRANSLATOR.eos
         written = torch.tensor([expected[: -1 if is_whole else None]], dtype=torch.long)
-        (blocks,) = blockwise.split_into_blocks(model, torch.tensor([list(source)]), written)
+        (blocks,) = blockwise.count_tokens_per_pass(model, torch.tensor([list(source)]), written)
         passes = [len(round.tokens) for round in rounds]
         if not is_whole:  # the last blocks were cut by the limit
             n = max(i for i in range(len(passes) + 1) if sum(passes[:i]) <= len(expected) - 3)
@@ -319,7 +319,7 @@ TOYS = [
         "right guesses that are counted after a wrong one",
         "row.long().cumprod(dim=-1).sum(dim=-1)",
         "row.long().sum(dim=-1)",
-        blockwise.split_into_blocks,
+        blockwise.count_tokens_per_pass,
         law=TRANSLATED,
     ),
     _blockwise(

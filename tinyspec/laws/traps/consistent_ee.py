@@ -15,8 +15,8 @@ from tinyspec.early_exit.consistent_ee import (
     PolicyRule,
     PolicyTraining,
     find_memorized_layers,
+    make_text_training,
     policy_shapes,
-    train_on_texts,
 )
 from tinyspec.laws.evidence import accuse, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import logits_of_states, run_dense, small_network
@@ -55,7 +55,7 @@ def policy_case(seed: int, first: int) -> tuple[Any, dict[str, torch.Tensor], Po
     return (
         model,
         weights,
-        train_on_texts(model.torch_blocks(), model.torch_blocks(), batch, weights, settings),
+        make_text_training(model.torch_blocks(), model.torch_blocks(), batch, weights, settings),
     )
 
 

@@ -270,7 +270,7 @@ TRAPS = [
     Trap(ROUGH, words_of_rough_inputs, refine_card("enat")),
     Trap(AGREES, phrases_agree_with_links, lambda: enat.find_phrases),
     Trap(FREQUENT, frequent_phrases_are_kept, lambda: enat.count_phrases),
-    Trap(GAME, players_are_opposed, lambda: enat.play_game),
+    Trap(GAME, players_are_opposed, lambda: enat.adversarial_loss),
     Trap(FOUR_TERMS, loss_of_four_terms, lambda: enat.enat_loss),
 ]
 
@@ -323,14 +323,14 @@ TOYS = [
         "both players descend J",
         "(moved.detach() - moved)",
         "(moved - moved.detach())",
-        enat.play_game,
+        enat.adversarial_loss,
         law=GAME,
     ),
     _enat(
         "a discriminator that the mapping does not meet",
-        "judge_words(model, opposed)",
-        "judge_words(model, opposed.detach() + 0 * opposed)",
-        enat.play_game,
+        "discriminator_logits(model, opposed)",
+        "discriminator_logits(model, opposed.detach() + 0 * opposed)",
+        enat.adversarial_loss,
         law=GAME,
     ),
     _enat(

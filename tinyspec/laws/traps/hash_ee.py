@@ -192,7 +192,7 @@ TOYS = [
         "rare tokens leave first",
         "descending=True",
         "descending=False",
-        hash_ee.count_layers,
+        hash_ee.build_layer_table,
         law=COUNTED,
     ),
     _hash(

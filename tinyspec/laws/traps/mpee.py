@@ -141,7 +141,7 @@ TRAPS = [
     Trap(BOTH, exits_as_written, lambda: small_classifier),
     Trap(WHOLE, neutral_runs_everything, lambda: small_classifier),
     Trap(FUSED, fusion_loses_nothing, lambda: mpee.fuse_tokens),
-    Trap(OPERATIONS, operations_are_counted, lambda: mpee.count_products),
+    Trap(OPERATIONS, operations_are_counted, lambda: mpee.count_flops),
 ]
 
 _mpee = partial(Toy, technique="mpee")
@@ -177,7 +177,7 @@ TOYS = [
         "attention that costs as little as a token does",
         "4 * n * n * q",
         "4 * n * q",
-        mpee.count_products,
+        mpee.count_flops,
         law=OPERATIONS,
     ),
 ]

@@ -20,15 +20,15 @@ from tinyspec.laws.traps import Trap, refine_card
 from tinyspec.laws.traps.nar_crf import score_sentences, sum_in_logs
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.seq2seq import Seq2Seq
-from tinyspec.nonautoregressive.crf import E1, static_heads
+from tinyspec.nonautoregressive.crf import E1, static_transition_shapes
 from tinyspec.nonautoregressive.nag_bert import (
     NagBertRefiner,
     NagBertSettings,
     add_masks,
     append_ends,
     context_aware_loss,
+    nag_bert_batch_loss,
     nag_bert_loss,
-    train_nag_bert,
 )
 from tinyspec.technique import RefineRequest, TranslatorLoss, TranslatorTraining
 
@@ -49,7 +49,7 @@ PAIRS = (((4, 6), (5, 5, 6)), ((6,), (4,)), ((5, 5), (6, 4)))
 
 def random_labeller(seed: int, positions: int = 5) -> Seq2Seq:
     """Return a random float64 encoder with a CRF of rank 2 and large weights."""
-    heads = static_heads(SIZES.vocab_size, 2)
+    heads = static_transition_shapes(SIZES.vocab_size, 2)
     config = replace(SIZES, max_positions=positions, heads=heads)
     return random_translator(config, seed, 3, "labeller")
 
@@ -223,7 +223,7 @@ TRAPS = [
     Trap(ENDS, two_ends_close_the_labels, lambda: append_ends),
     Trap(CONTEXT, neighbours_are_made_unlikely, lambda: context_aware_loss),
     Trap(LOSS, loss_has_two_terms, lambda: nag_bert_loss),
-    Trap(PRETRAINED, encoder_is_pretrained, lambda: train_nag_bert),
+    Trap(PRETRAINED, encoder_is_pretrained, lambda: nag_bert_batch_loss),
 ]
 
 _nag = partial(Toy, technique="nag_bert")
@@ -282,7 +282,7 @@ TOYS = [
         "no pre-training",
         "if training.progress < settings.pretraining:",
         "if False:",
-        train_nag_bert,
+        nag_bert_batch_loss,
         law=PRETRAINED,
     ),
 ]

@@ -206,7 +206,7 @@ TRAPS = [
     Trap(PLACED, check_prompt_drafts, card("parallel_prompt")),
     Trap(AIMED, loss_is_the_weighted_divergence, lambda: parallel_prompt.prompt_loss),
     Trap(STATE, draft_follows_the_state, card("parallel_prompt")),
-    Trap(REMOVED, removal_loses_least, lambda: parallel_prompt.hang_prompts),
+    Trap(REMOVED, removal_loses_least, lambda: parallel_prompt.allocate_prompts),
     Trap(STEADY, rounds_are_those_of_a_long_run, lambda: parallel_prompt.tokens_per_round),
 ]
 
@@ -252,7 +252,7 @@ TOYS = [
         "as many prompts after every candidate",
         "prompts = [len(values)] * len(ends)",
         "return [min(most // len(ends), len(values))] * len(ends)\nprompts = []",
-        parallel_prompt.hang_prompts,
+        parallel_prompt.allocate_prompts,
         law=REMOVED,
     ),
     _ppd(

@@ -225,8 +225,8 @@ def translation_loss(
 
 
 @torch.inference_mode()
-def split_into_blocks(model: Seq2Seq, source: Tensor, target: Tensor) -> list[list[int]]:
-    """Return the numbers of tokens that each pass accepts of the model's own greedy translations.
+def count_tokens_per_pass(model: Seq2Seq, source: Tensor, target: Tensor) -> list[list[int]]:
+    """Return how many tokens each pass accepts, one list for each of the model's translations.
 
     target  [B, T] what the model writes greedily, without ends, padded
 
@@ -283,7 +283,7 @@ class BlockwiseTranslatorSettings:
         return "Both were trained together, from its teacher's weights"
 
 
-def train_blockwise(
+def blockwise_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `translation_loss` of a batch of the trainer; a frozen model drops nothing out."""
@@ -312,12 +312,12 @@ def count_accepted_tokens(
     model: Seq2Seq, settings: BlockwiseTranslatorSettings, source: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
     """Return the tokens of the model's own translations, and the passes that they take: [2, B]."""
-    blocks = split_into_blocks(model, source, target)
+    blocks = count_tokens_per_pass(model, source, target)
     return {"accepted": torch.tensor([[sum(row) for row in blocks], [len(row) for row in blocks]])}
 
 
 TRANSLATOR = TrainedTranslator(
-    train_blockwise,
+    blockwise_batch_loss,
     None,
     "It writes from left to right, and a layer on its last state guesses the {settings.guesses} "
     "tokens after the next one (`blockwise`). {settings.about}. Its figure is greedy decoding's. "

@@ -56,8 +56,8 @@ class BlockwiseTunedSettings(BlockwiseSettings):
         super().__post_init__()
         if self.draft_vocab:
             raise TinyspecError(
-                "[head] draft_vocab: the layer has the rows of the model that is tuned with it: "
-                "leave it out"
+                "[head] draft_vocab: the layer uses the whole output matrix of the model that is "
+                "tuned with it: leave draft_vocab out"
             )
 
 

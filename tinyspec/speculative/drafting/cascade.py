@@ -9,11 +9,13 @@ the first draft tokens of a round are the most likely to be accepted, so the lar
 makes those and ever smaller ones the rest. A matrix of quotas K says both.
 
     K[1][i] = tokens that draft model i contributes to the target's draft
-    K[i+1][j] = tokens that draft model j contributes when a draft of model i is drafted, j > i
+    K[i+1][j] = tokens that draft model j contributes when smaller models draft for model i, j > i
 
-Lenience l between draft models: a reviewer also accepts a token that it finds at least 1/l as
-likely as its writer did. Towards the target it is 1. The authors run l = 2 and 3; the default is 1,
-because a token that passed a lenient review can no longer declare its distribution.
+Lenience l: between draft models a token x is accepted with probability min(1, l p(x) / q(x)). A
+token that passed a lenient review can no longer declare its distribution: it is a point mass, and
+q(x) is 1. At temperature 0 a reviewer accepts its likeliest token, and any x with l p(x) > q(x), p
+before the temperature. Towards the target l is 1. The authors run l = 2 and 3; the default is 1.
+(`speculative_decoding` has the scale the other way round: there l < 1 is lenient.)
 
 Guarantee: EXACT. Each token declares the distribution it was committed under by the level that
 finalized it. A copied token, and one that passed a lenient review, is a point mass.
@@ -207,8 +209,9 @@ class CascadeDrafter(BaseDrafter):
 def lenient_review(lenience: float) -> Verifier:
     """Return the verifier of a review between draft models, with this lenience l.
 
-    A token is accepted with min(1, l p(x) / q(x)), where q is its writer's distribution. At
-    temperature 0 the reviewer's distribution before it is sharpened decides, and q(x) counts as 1.
+    A token is accepted with probability min(1, l p(x) / q(x)); q(x) is 1 for a point mass, and all
+    tokens of a lenient cascade are point masses. At temperature 0 the reviewer accepts its
+    likeliest token, and any token with l p(x) > q(x), where p is its distribution at temperature 1.
     The verifier raises TinyspecError if the draft branches.
     """
 
@@ -259,13 +262,14 @@ def count_bigrams(draft: Any, tokens: int) -> KatzModel:
         Knob(
             "quotas",
             "auto",
-            "K by rows, from the largest draft down to max-gram; auto: the paper's",
+            "draft tokens of each level, one row for each reviewer, as 5,14,10/1,10/10 for two "
+            "draft models (the last number of a row is max-gram's); auto: the paper's",
             small=("2,0,1/1,0/1", "1,1,1/1,1/1", "3,0,0/2,0/1"),
         ),
         Knob(
             "lenience",
             1.0,
-            "between draft levels: 1/l as likely as its writer says is enough",
+            "l between draft levels: a token is accepted with min(1, l p / q); 1 is exact",
             low=1.0,
             high=100.0,
             small=(1.0, 2.0),
@@ -286,8 +290,8 @@ def count_bigrams(draft: Any, tokens: int) -> KatzModel:
         Knob(
             "sample",
             2048,
-            "tokens of the smallest draft model's own sampling run, for the bigram table; above "
-            "8192 of those that `tinyspec train ngrams` wrote",
+            "tokens of the smallest draft model's own sampling run, for the bigram table; 0: none; "
+            "more than 8192 need `tinyspec train ngrams` first",
             low=0,
             high=1 << 20,
             small=(6, 0),

@@ -7,9 +7,9 @@ limits what more training can give. Here nothing holds the layer's output to the
 What it reads comes from a low, a middle and a high layer of the target, and the output matrix is
 its own:
 
-    g_i = W [s_i^2; s_i^(L/2); s_i^(L-3)]          s^l: state after l layers of the target     [d]
-    a_i = layer(g_i; attention reads [norm(e(x_{i+1})); norm'(g_i)])                           [d]
-    q(x_{i+2}) = softmax(H' norm''(a_i))           H': trained rows, for the draft vocabulary  [W]
+    g_i = A [s_i^2; s_i^(L/2); s_i^(L-3)]          s^l: state after l layers; A: trained         [d]
+    a_i = layer(g_i; attention reads [norm(e(x_{i+1})); norm'(g_i)])                             [d]
+    q(x_{i+2}) = softmax(H' norm''(a_i))           H': trained; W: size of the draft vocabulary  [W]
 
 At the next depth a_i stands in for g. The layer must learn to go on from such states, so training
 drafts as decoding does (training-time test). Step k goes on from the outputs of step k - 1, with
@@ -28,7 +28,7 @@ Tests: tests/speculative/test_eagle3.py (the draft at every depth is what the un
 says; three layers are read; the loss by hand, with a vocabulary that has gaps; names of the file;
 a head in the format of the speculators package drafts alike).
 Additions of ours: H' begins as the target's rows; the authors' begins at random.
-Left out: norms before W and further layers, which heads of other programs may have. (These programs
+Left out: norms before A and further layers, which heads of other programs may have. (These programs
 read offsets, `d2t`, in place of ids; `tinyspec export` writes them.)
 """
 

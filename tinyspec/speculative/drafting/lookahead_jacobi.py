@@ -17,7 +17,7 @@ iteration, and each column becomes an n-gram in a pool. The *verification* branc
 n-grams of the pool that begin with the newest token. The oldest iteration is dropped, and the
 window moves on by one position, however many tokens the pass commits.
 
-In the frame, the window is made of probes: computed, shown to `observe`, never verified nor
+In the decoding loop, the window is made of probes: computed, shown to `observe`, never verified nor
 committed. Row 0 is a chain that begins with the newest token, and cell (i, j) is a child of cell
 (i - 1, j), so that a cell attends to just what the paper's mask shows it. N-grams of one pass that
 begin alike share their nodes.
@@ -54,8 +54,8 @@ def advance_window(
     row    [W] the model's argmax after each column
     depth  N - 1: the iterations that are kept
 
-    While the window has fewer than N - 1 rows, none is dropped: the text overtakes their first
-    column instead, and there are no n-grams yet.
+    While the window has fewer than N - 1 rows, no row is dropped. Instead every row loses its first
+    cell, because the text has reached that position. There are no n-grams yet.
 
     >>> advance_window([[4, 5], [2, 3]], [6, 7], depth=2)
     ([[2, 3], [6, 7]], [[4, 2, 6], [5, 3, 7]])
@@ -97,8 +97,9 @@ class JacobiWindow:
 
     rows  rows[i][j] is the token for position i + j after the newest token, which is rows[0][0]
 
-    At first there is one row. Each pass adds one, and the text overtakes a column, so the first row
-    begins longer by as many. Once all rows are there, a new one replaces the oldest.
+    At first there is one row, of W + N - 2 cells. Each pass adds a row, and every row loses its
+    first cell, because the text has reached that position. So N - 1 rows have W cells each. From
+    then on a new row replaces the oldest one.
     """
 
     def __init__(self, width: int, depth: int, text: Sequence[int]):

@@ -13,7 +13,7 @@ trained alone at first:
     L_0   cross-entropy of the model's own next token
           or, with self-distillation, KL(original model || model in training)
     CE_i  cross-entropy of head i on the token i places after the next one
-    c     1 ("constant"), or rising: progress ("linear"), sin(progress pi / 2) ("sine")
+    c     1 ("constant"), or rising to 1: r ("linear"), sin(r pi / 2) ("sine"); r = progress / rise
 
 Self-distillation is for texts that the model wrote itself, as ours are.
 
@@ -86,7 +86,8 @@ class Medusa2Settings(MedusaSettings):
         MedusaSettings(**inherited)  # checks them
         if self.draft_vocab:
             raise TinyspecError(
-                "[head] draft_vocab: the heads of Medusa-2 have the model's rows: leave it out"
+                "[head] draft_vocab: the heads of Medusa-2 propose from the whole vocabulary: "
+                "leave draft_vocab out"
             )
         for name, least, most in (
             ("heads_weight", 0.0, math.inf),

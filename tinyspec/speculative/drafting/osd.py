@@ -11,9 +11,10 @@ emptied:
 
     L = mean over places t of D(p_t || q_t)         p_t: target's row after y_1 .. y_t, q_t: draft's
 
-where t is the place *before* the rejected token: its row of the draft drafted that token. D is KL
-(as in the authors' online step), reverse KL, or the Jensen-Shannon divergence. The rows are those
-at temperature 1. The optimiser is AdamW without weight decay; gradients are clipped to norm 1.
+where t is the place *before* the rejected token: the draft drew that token from its row at t. D is
+KL (as in the authors' online step), reverse KL, or the Jensen-Shannon divergence. The rows are
+those at temperature 1. The optimiser is AdamW without weight decay; gradients are clipped to norm
+1.
 
 The weights of a draft change only between requests. So all draft tokens of a request are drawn from
 one model, and the distribution that they declare is that model's.
@@ -23,10 +24,10 @@ Pitfall: the released step keeps the row *at* the rejected token, which predicts
 it counts the bonus token of a fully accepted round as rejected. Both are rows of laws/museum. A
 draft whose keys and values are older than its weights.
 State: weights, optimiser and buffer outlive the request (`persistent`), one for each target, draft
-and set of knobs, while the target lives. In a batch, where a row must equal the row run alone,
-each request has its own, so nothing is learned. Above temperature 0 the text of a seed depends on
-the requests before it. At temperature 0 it is plain decoding's text. The first update copies the
-draft's weights in float32, and Adam keeps two more numbers for each.
+and set of knobs, while the target lives. In a batch a text must be the one that its
+request gets alone. So each request has its own, and nothing is learned. Above temperature 0 the
+text of a seed depends on the requests before it. At temperature 0 it is plain decoding's text. The
+first update copies the draft's weights in float32, and Adam keeps two more numbers for each.
 Tests: tests/speculative/test_osd.py (only places of rejected tokens get a gradient, and it is
 (q - p) / n; the joint distribution while a draft changes between rounds and after an update; every
 draft of a request is that of one set of weights; more tokens are accepted after updates).

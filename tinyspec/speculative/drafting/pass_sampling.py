@@ -17,8 +17,8 @@ d numbers are trained, by cross-entropy on texts that the target wrote, at rando
 
 Guarantee: EXACT. Draft tokens declare the distribution of their look-ahead's row under the user's
 sampling settings.
-Pitfall: look-aheads that stay in the cache; a row that is read one look-ahead late. Law F2 sees the
-latter; the output stays right.
+Pitfall: look-aheads that stay in the cache; a row that is read one look-ahead late. Law F2
+(laws/feature_laws.py) detects the latter; the output stays right.
 Tests: tests/speculative/test_pass_sampling.py (fitted look-aheads draft the text; the target's own
 rows do not change to the bit; a cycle takes two passes; the text's positions end at the context).
 Ours, because we could not read the paper's: the look-aheads begin near the mean embedding.
@@ -40,7 +40,7 @@ from tinyspec.lm.forward import Scores
 from tinyspec.lm.heads import FrozenTarget, head_weights
 from tinyspec.speculative.probing import (
     ProbeSettings,
-    begin_probes,
+    init_probe_embeddings,
     predict_by_probes,
     probe_loss,
     sample_chain,
@@ -79,7 +79,7 @@ def ahead_shapes(config: Config, settings: PassSettings) -> dict[str, tuple[int,
 
 def begin_ahead(target: FrozenTarget, settings: PassSettings, seed: int) -> dict[str, Tensor]:
     """Return look-aheads that begin as the mean embedding, each a little different."""
-    return {AHEAD: begin_probes(target, settings.tokens, seed)}
+    return {AHEAD: init_probe_embeddings(target, settings.tokens, seed)}
 
 
 def count_ahead(weights: HeadWeights) -> int:

@@ -123,7 +123,8 @@ def recommend_drafts(
     for draft, span in zip(drafts, spans, strict=True):
         if not span:
             raise TinyspecError(
-                f"{draft.name}: no draft length was measured both of it and of the target"
+                f"{draft.name}: no draft length was measured both for this draft and for the "
+                "target: measure both for at least 1 draft token"
             )
         rate, n = max((tokens_per_second(draft.tar(n), n, draft.step, verify[n]), -n) for n in span)
         choices.append(Recommendation(draft.name, -n, draft.tar(-n), rate, rate * plain, None))

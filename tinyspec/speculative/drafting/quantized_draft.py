@@ -2,10 +2,10 @@
 
 Paper: Georganas et al. 2025, arXiv 2503.13565 (ML-SpecQD). Nothing is trained.
 
-Idea. A pass over one row takes as long as its weights need to arrive. The same weights in four bits
-are less than a third of the bytes, and the model that they make is close to the target. So a copy
-drafts: no other model has to be found or trained, and any checkpoint can do it. The weights are
-rounded once, 32 of a row at a time (llama.cpp's Q4_0):
+Idea. A pass over one token takes as long as reading all weights from memory. The same weights in
+four bits are less than a third of the bytes, and the model that they make is close to the target.
+So a copy drafts: no other model has to be found or trained, and any checkpoint can do it. The
+weights are rounded once, 32 of a row at a time (llama.cpp's Q4_0):
 
     d       = the weight of greatest size / -8               one float16 for 32 weights
     weight ~= d (q - 8),  q = round(weight / d) + 8          q in 0..15
@@ -54,7 +54,8 @@ def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
 
     weights  of a transformer; matrices [out, in]
 
-    Left out are those with rows of no multiple of 32, and with numbers beyond float16.
+    Left out are `positions`, matrices whose rows are not a multiple of 32 long, and matrices with
+    numbers beyond float16.
     """
     found = {
         name: quantise_matrix(weight, KIND)
@@ -67,7 +68,8 @@ def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
 def copy_in_four_bits(target: Model) -> Model:
     """Return a copy of a model with its matrices in four bits.
 
-    They stay quantised where the kernels multiply that, else they are expanded to the model's type.
+    They stay quantised if the kernels can multiply quantised matrices. Otherwise they are expanded
+    to the model's type.
     """
     weights = dict(target.weights)
     matrices = quantise_weights(weights)

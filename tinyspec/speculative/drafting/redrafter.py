@@ -78,7 +78,7 @@ FORMS = "rnn", "mlp"
 STEPS = 5  # draft tokens that are trained: drafter_predict_n_tokens of the authors' code
 FILTER = 50  # tokens of a step that the authors' search considers
 NORM_EPS = 1e-6  # of form "mlp"
-STATE_SHARE = 0.5 ** (0.5 / STEPS)  # of the state in a step's mix; its square halves in all steps
+STATE_SHARE = 0.5 ** (0.5 / STEPS)  # weight of the state in a step: its square, STEPS times, is 1/2
 
 # ------------------------------------------------------------------ what is trained
 
@@ -306,7 +306,7 @@ class Beam(NamedTuple):
 
     value   log-probability
     tokens  draft tokens
-    state   [d] or [m] of the head before the newest of them; None: of none
+    state   [d] or [m] of the head after all tokens but the newest; None: no step was run yet
     """
 
     value: float
@@ -399,8 +399,8 @@ class RedrafterDrafter(FeatureDrafter):
         unroll=unroll_recurrence,
     ),
     knobs=(
-        # Of one beam the law of drafts knows which tokens it has. The authors' code counts the
-        # newest token too (beam length 4).
+        # `ours` is 1: of a single beam, law F2 can say which tokens the draft must have. In the
+        # authors' code `length` counts the newest token too (beam length 4).
         Knob("beams", 10, "texts that the search keeps", low=1, high=64, small=(1, 2), ours=1),
         Knob("length", 3, "draft tokens of a text", low=1, high=STEPS, small=(2, 3)),
     ),

@@ -115,7 +115,7 @@ class RestDrafter(BaseDrafter):
                 context, 1, min(self.matches, CHEAP_LOOKUP), min(self.nodes, CHEAP_LOOKUP)
             )
             if not found.match or not self.trust.is_worth_running(found.weights, found.match):
-                return self.trust.record_without_running(
+                return self.trust.remember_lookup(
                     found.tokens, found.parents, [found.match] * len(found.tokens)
                 )
         found = self._longest(context, min(self.length, max_draft_depth), self.matches, self.nodes)

@@ -111,18 +111,18 @@ def parse_skip_set(skip: Any, n_layers: int) -> SkipSet:
             for sublayer in (2 * layer, 2 * layer + 1)
         )
     if isinstance(skip, (str, Path)) and str(skip).endswith(".json"):
-        skip = _searched(Path(skip), n_layers)
+        skip = _read_search_result(Path(skip), n_layers)
     words = re.findall(r"[^,+\s]+", skip) if isinstance(skip, str) else list(skip)
-    chosen = frozenset(sublayer for word in words for sublayer in _read(word, n_layers))
+    chosen = frozenset(sublayer for word in words for sublayer in _parse_sublayers(word, n_layers))
     if len(chosen) == 2 * n_layers:
         raise TinyspecError(
-            f"this skips all {2 * n_layers} sublayers, and nothing is left to draft with: leave "
-            "some out"
+            f"skip names all {2 * n_layers} sublayers, and nothing is left to draft with: name "
+            "fewer"
         )
     return chosen
 
 
-def _read(word: Any, n_layers: int) -> Iterable[int]:
+def _parse_sublayers(word: Any, n_layers: int) -> Iterable[int]:
     """Return the sublayers of one word, such as a3 or m2-5, or of a sublayer's number."""
     if isinstance(word, int):
         word = f"{'am'[word % 2]}{word // 2}"
@@ -138,7 +138,7 @@ def _read(word: Any, n_layers: int) -> Iterable[int]:
     return range(2 * first + "am".index(found[1]), 2 * last + 2, 2)
 
 
-def _searched(path: Path, n_layers: int) -> str:
+def _read_search_result(path: Path, n_layers: int) -> str:
     """Return the skip set that a search has written."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -149,7 +149,8 @@ def _searched(path: Path, n_layers: int) -> str:
         ) from None
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TinyspecError(
-            f"{path} is no result of `tinyspec bench skip` ({type(error).__name__})"
+            f"{path} is no result of `tinyspec bench skip` ({type(error).__name__}): write one "
+            f"with `tinyspec bench skip --out {path}`"
         ) from error
     if searched != n_layers:
         raise TinyspecError(

@@ -69,7 +69,7 @@ from tinyspec.tree import ROOT, Probs, TokenTree
 
 PRIOR = (0.6, 0.12, 0.06, 0.04, 0.03, 0.02, 0.01, 0.01)  # P of a small draft of the storyteller
 PRIOR_WEIGHT = 16  # observed nodes that the prior counts for: soon outweighed
-ACCEPTS_DIGITS = 3  # P is rounded to these decimals, so that equal trees are planned only once
+ACCEPTS_DIGITS = 3  # decimals to which P is rounded before a tree is planned
 
 
 @cache
@@ -384,7 +384,8 @@ def _read_acceptance(path: str) -> str:
         return ",".join(f"{share}" for share in found["accepts"])
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise TinyspecError(
-            f"{path} is no result of `tinyspec bench acceptance` ({type(error).__name__})"
+            f"{path} is no result of `tinyspec bench acceptance` ({type(error).__name__}): write "
+            f"one with `tinyspec bench acceptance --out {path}`"
         ) from error
 
 

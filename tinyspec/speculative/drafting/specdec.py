@@ -12,8 +12,8 @@ the block in one pass. Its own likeliest token need not be the drafted one:
     accept x  if  x is among the beta likeliest tokens, and  log p(x_1) - log p(x) <= tau
 
 p is the translator's distribution after the block's tokens before x, and x_1 its likeliest token.
-The first token that is not accepted, and all after it, is replaced by x_1, and the next block of
-masks begins there. With beta = 1 the text is the translator's greedy text.
+The first token that is not accepted is dropped, with all tokens after it. x_1 takes its place, and
+the next block of masks follows x_1. With beta = 1 the text is the translator's greedy text.
 
 Training. Of each target the teacher wrote, y_1 .. y_L with its end, a prefix of 0 to L - 1 tokens
 stays, each length equally likely; k masks follow. The loss is the cross-entropy at the masks, with
@@ -295,7 +295,7 @@ class SpecDecSettings:
             raise TinyspecError(f"k is {self.k}: it must be a whole number of at least 1")
 
 
-def train_specdec(
+def specdec_batch_loss(
     training: TranslatorTraining, batch: tuple[Tensor, ...], generator: torch.Generator
 ) -> Tensor:
     """Return `block_filling_loss` of a batch of the trainer."""
@@ -322,7 +322,7 @@ def fits_positions(
     drafts=1,
     fills_masks=True,
     translator=TrainedTranslator(
-        train_specdec,
+        specdec_batch_loss,
         lambda model, settings, sources: translate_by_blocks(model, sources, settings.k),
         "It fills a block of {settings.k} masks after a translation, and so drafts for its "
         "teacher (`specdec`). Its figure is that of the translations that it writes alone, block "

@@ -68,9 +68,9 @@ def verify_chain(p: Any, q: Any, draft: list[int], rng: Any) -> list[int]:
 def lenient_verifier(lenience: float) -> Verifier:
     """Return a verifier of chains that accepts with min(1, p(x) / (l q(x))) (appendix A.5).
 
-    At temperature 0 a draft token is accepted if p(x) >= l max p, where p is the distribution
-    before it is sharpened. The verifier raises TinyspecError if the draft branches, and above
-    temperature 0 if a token declares no distribution.
+    At temperature 0 a draft token is accepted if p(x) >= l max p, where p is the target's
+    distribution at temperature 1 and otherwise the same settings. The verifier raises TinyspecError
+    if the draft branches, and above temperature 0 if a token declares no distribution.
     """
 
     def judge(tree: TokenTree, p: TargetProbs, rng: RandomSource) -> Verdict:
@@ -84,8 +84,8 @@ def lenient_verifier(lenience: float) -> Verifier:
                 passed = soft[token] >= lenience * max(soft)
             elif q is None:
                 raise TinyspecError(
-                    "lenience scales the distribution a token was drawn from: this draft declares "
-                    "none"
+                    "lenience needs the distribution that a token was drawn from, and this draft "
+                    "declares none: set lenience to 1"
                 )
             elif not (passed := rng.accept(row[token] / (lenience * q[token]))):
                 rest = residual(row, [lenience * x for x in q])
@@ -114,7 +114,7 @@ def acceptance_rate(pairs: Iterable[tuple[Probs, Probs]]) -> float:
 
 
 def expected_tokens(alpha: Any, gamma: int) -> Any:
-    """Return the tokens of a round if each draft token is accepted with probability alpha.
+    """Return the expected number of tokens of a round, at acceptance rate alpha.
 
         (1 - alpha^(gamma+1)) / (1 - alpha)                                            equation 1
 

@@ -256,7 +256,12 @@ def draw_siblings(
     knobs=(
         Knob("budget", 8, "nodes of the tree", low=1, high=512, small=(3, 4)),
         Knob("width", 2, "children that a leaf gets at a time", low=1, high=1024, small=(2, 1)),
-        Knob("children", "drawn", "how they are found", choices=("drawn", "likeliest")),
+        Knob(
+            "children",
+            "drawn",
+            "the children of a leaf: drawn from the draft model, or its likeliest tokens",
+            choices=("drawn", "likeliest"),
+        ),
         Knob(
             "guesses",
             3,
@@ -265,12 +270,12 @@ def draw_siblings(
             high=64,
             small=(1, 0),
         ),
-        Knob("order", 3, "of the n-gram model", low=2, high=16),
+        Knob("order", 3, "n: the last n - 1 tokens predict the next one", low=2, high=16),
         Knob(
             "sample",
             2048,
-            "tokens of the draft's own sampling run, to count n-grams in; above 8192 of those that "
-            "`tinyspec train ngrams` wrote",
+            "tokens of the draft's own sampling run in which n-grams are counted; 0: none; more "
+            "than 8192 need `tinyspec train ngrams` first",
             low=0,
             high=1 << 20,
             small=(64,),

@@ -20,7 +20,7 @@ Pitfall: a fixed number of draft tokens after the longest match. LLMA copies k t
 a fixed number of nodes; here the size adapts to the match, and the best draft need not follow the
 longest one.
 State: outputs outlive the request (`persistent`), one tree per model, while the model lives. In a
-batch, where a row must equal the row run alone, each request has its own. What is known
+batch each request has its own, because its text must be the one that it gets alone. What is known
 changes the speed and never the text of a seed.
 Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against what runs; a draft has
 at most alpha p nodes; both trees serve; a second request is faster than the first).
@@ -116,7 +116,7 @@ class SuffixDecodingDrafter(RequestForest):
         self.text = forest.open(self.own)
 
     def extend(self, tokens: Sequence[int], scores: Scores) -> None:
-        self.count_outputs()
+        self.insert_outputs()
         self.forest.append(self.text, tokens)
         self.length += len(tokens)
 
@@ -135,7 +135,7 @@ class SuffixDecodingDrafter(RequestForest):
 
     def look_up(self, context: Sequence[int], max_draft_depth: int) -> LookupDraft:
         """Return the best draft: tokens, parents, D(N), and the match length of each node."""
-        self.count_outputs()
+        self.insert_outputs()
         suffix, most = context[-self.forest.depth :], self.most
         found: LookupDraft = self.forest.best(
             (self.own, OUTPUTS), suffix, self.alpha, most, max_draft_depth, self.floor
@@ -144,14 +144,14 @@ class SuffixDecodingDrafter(RequestForest):
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        self.uncounted += round.tokens
+        self.pending_outputs += round.tokens
 
-    def count_outputs(self) -> None:
-        self.forest.append(self.text, self.uncounted)
-        super().count_outputs()
+    def insert_outputs(self) -> None:
+        self.forest.append(self.text, self.pending_outputs)
+        super().insert_outputs()
 
     def rewind(self, length: int) -> None:
-        self.count_outputs()
+        self.insert_outputs()
         self.forest.rewind(self.text, min(length, self.forest.length(self.text)))
         super().rewind(length)
 

@@ -53,7 +53,7 @@ def next_length(length: int, accepted: Sequence[int], fell: bool, limit: int) ->
 class BassRule:
     """One draft length for all requests, which follows what they accepted.
 
-    A round of the batch is over when as many requests have asked as decode.
+    A round of the batch is over when every request that decodes has asked.
 
     first     the length of the first draft;  limit  the longest
     accepted  by the requests that have asked in this round; None: of a draft that was cut

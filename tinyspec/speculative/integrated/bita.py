@@ -12,15 +12,15 @@ rows are the next draft. So a round is one pass. Mask j after the token at posit
 predict the token t + 2 + j. A trained prefix of P keys and values a layer tells the layers that a
 row is a mask: ordinary rows do not see it, so the target's own rows stay as they are.
 
-The draft is a tree. Slot j has `candidates` - j candidates, and only the first of them has
+The draft is a tree. Slot j has max(`candidates` - j, 1) candidates, and only the first of them has
 children. Candidates are point masses.
 
 Training minimises the mean cross-entropy of all masks on texts that the target wrote, at random
 positions; the groups of a text share one pass over it.
 
 Guarantee: EXACT, at any temperature: candidates are point masses. The authors' decoder is greedy.
-Pitfall: the group after the wrong token; a prefix that ordinary rows see. The output stays right
-with the first. Law F2 sees it.
+Pitfall: the group after the wrong token, which leaves the output right (law F2 of
+laws/feature_laws.py detects it); a prefix that ordinary rows see, which changes the output.
 Tests: tests/speculative/test_bita.py (the target's rows stay as they are with a prefix; one pass a
 round; the group after the last accepted token is read; the tree of 12).
 Left out: masks after a token that ends the text; a vocabulary of its own. The authors train on the
@@ -45,7 +45,7 @@ from tinyspec.lm.heads import FrozenTarget, head_weights
 from tinyspec.speculative.probing import (
     ProbeGroupDrafter,
     ProbeSettings,
-    begin_probes,
+    init_probe_embeddings,
     predict_by_probes,
     probe_loss,
 )
@@ -88,7 +88,7 @@ def begin_bita(target: FrozenTarget, settings: BitaSettings, seed: int) -> dict[
     """Return masks near the mean embedding, and a random prefix."""
     shape = bita_shapes(target.config, settings)[PREFIX]
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
-    masks = begin_probes(target, settings.masks, seed)
+    masks = init_probe_embeddings(target, settings.masks, seed)
     return {MASKS: masks, PREFIX: 0.02 * drawn.to(target.embed)}
 
 
@@ -116,7 +116,7 @@ class BitaDrafter(ProbeGroupDrafter):
     """Draft a tree from the group of masks after the last accepted token.
 
     masks       ids of the masks of a group
-    candidates  of the first slot; each further slot has one less
+    candidates  of the first slot; each further slot has one less, but at least 1
     positions   tokens that the target's context holds
     ends        tokens that nothing follows
     """
@@ -174,7 +174,7 @@ class BitaDrafter(ProbeGroupDrafter):
         Knob(
             "candidates",
             5,
-            "candidates of the first mask; each further mask has one less",
+            "candidates of the first mask; each further mask has one less, but at least 1",
             low=1,
             high=64,
             small=(2, 1),

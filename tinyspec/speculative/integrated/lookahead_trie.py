@@ -11,10 +11,11 @@ technique:
     branch inserting       a branch of `branch_length` tokens is stored after every position
     branch eliminating     the branches of a prompt are removed when its request ends
     node pruning           beyond `bound` nodes all counts are halved; a count of 0 is removed
-    multi-stage retrieval  the longest match first; while it has fewer than `branch_length` draft
-                           tokens, one token less. The last stage is the draft; of too many tokens
-                           the most frequent, half of the draft reserved for outputs and the rest
-                           filled from the prompt first
+    multi-stage retrieval  the longest match is looked up first. While a stage finds fewer than
+                           `branch_length` draft tokens, a match one token shorter is looked up.
+                           What the last stage with a result found is the draft. Of too many tokens
+                           the most frequent are kept: half of the draft is reserved for outputs,
+                           and the rest is filled from the prompt first
 
 *Stop words* are tokens that say little about what follows. No branch of an output begins at one,
 and a stop word alone is not looked up. The default is none, as in the authors' code.
@@ -25,8 +26,8 @@ Guarantee: EXACT. A branch is a point mass, so verification is exact at any temp
 the trie holds.
 Pitfall: a dictionary of the prompt's n-grams, which forgets what other requests wrote.
 State: outputs outlive the request (`persistent`), one trie for each model. In a batch each request
-has its own, because a row must equal the row run alone. What the trie knows changes the speed
-and never the text of a seed.
+has its own, because its text must be the one that it gets alone. What the trie knows changes the
+speed and never the text of a seed.
 Addition of ours: with `price` > 0 (off by default) a draft token is run only if its probability to
 be accepted is at least `price` (speculative/lookup.py). Then the stages are joined, because a token
 that also follows a longer match is more likely.
@@ -78,7 +79,7 @@ def retrieve_branches(
     outputs, prompt  how often each window of up to branch_length + 1 tokens occurred in what the
                      model wrote, and in this prompt
     text             the prompt and the output so far
-    branch_length    tokens of the longest match, and draft tokens that are enough
+    branch_length    tokens of the longest match; a stage with so many draft tokens is the last
     decoding_length  draft tokens of a round
     stop_words       tokens at which no branch of an output begins, and no match of one token
 
@@ -140,7 +141,7 @@ class LookaheadTrieDrafter(RequestForest):
     ) -> TokenTree:
         if self.trust.should_skip_round(max_draft_depth):
             return TokenTree()
-        self.count_outputs()
+        self.insert_outputs()
         suffix, deepest = context[-self.branch :], min(self.branch, max_draft_depth)
         enough = min(self.branch, self.budget)
         if self.trust.price > 0:
@@ -148,7 +149,7 @@ class LookaheadTrieDrafter(RequestForest):
             plan = [(self.own, 2), (OUTPUTS, 4)]
             tokens, parents, shares, matches = self.forest.gather(plan, suffix, self.branch, 1, 1)
             if not tokens or not self.trust.is_worth_running(shares, matches[0]):
-                return self.trust.record_without_running(tokens, parents, matches)
+                return self.trust.remember_lookup(tokens, parents, matches)
         draft = self.retrieve(suffix, enough, deepest)
         return reshape_branches(self.trust.select_tree(*draft), self.mode, self.budget)
 
@@ -175,7 +176,7 @@ class LookaheadTrieDrafter(RequestForest):
 
     def observe(self, round: Round) -> None:
         self.trust.learn(round.tokens)
-        self.uncounted += round.tokens
+        self.pending_outputs += round.tokens
 
     def end(self) -> None:
         super().end()

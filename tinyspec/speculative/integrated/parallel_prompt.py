@@ -36,7 +36,7 @@ authors' code:
 
 Guarantee: EXACT, at any temperature: candidates are point masses.
 Pitfall: the chain after the wrong token, or virtual tokens that see each other. The output stays
-right. Law F2 sees both.
+right. Law F2 (laws/feature_laws.py) detects both.
 Tests: tests/speculative/test_parallel_prompt.py (one pass a round; the state machine by hand; the
 removal against all ways to remove; the steady state by hand; the loss against its formula).
 Additions of ours: trees for other K than 3. The authors try every size of a tree; for K = 3 we try
@@ -72,8 +72,8 @@ from tinyspec.speculative.drafting.distillspec import append_rest, kl_divergence
 from tinyspec.speculative.probing import (
     ProbeGroupDrafter,
     ProbeSettings,
-    begin_probes,
     draw_anchors,
+    init_probe_embeddings,
 )
 from tinyspec.speculative.treedraft import (
     StaticTree,
@@ -94,7 +94,7 @@ from tinyspec.tree import ROOT, TokenTree
 
 PROMPTS = "prompts.weight"  # [K, virtual tokens of each, d]
 DECAY = 0.8  # of a prompt's loss against the prompt before it
-CHOICES = 256  # of the sizes of all trees that are tried, at most: for K = 3, 16 sizes of two trees
+CHOICES = 256  # most combinations of tree sizes that are tried; for K = 3: 16 sizes of two trees
 
 Chances = tuple[tuple[float, ...], ...]
 """For each prompt, how often its candidate of each rank was right."""
@@ -122,7 +122,7 @@ def prompt_shapes(config: Config, settings: PromptSettings) -> dict[str, tuple[i
 
 def begin_prompts(target: FrozenTarget, settings: PromptSettings, seed: int) -> dict[str, Tensor]:
     """Return prompts that begin near the mean embedding."""
-    begun = begin_probes(target, settings.prompts * settings.virtual, seed)
+    begun = init_probe_embeddings(target, settings.prompts * settings.virtual, seed)
     return {PROMPTS: begun.view(settings.prompts, settings.virtual, -1)}
 
 
@@ -211,8 +211,10 @@ def end_chances(places: StaticTree, accepted: Sequence[float]) -> list[float]:
     return ends
 
 
-def hang_prompts(ends: Sequence[float], values: Sequence[float], most: int) -> list[int]:
-    """Return how many prompts stand after each candidate: at least 1, together at most `most`.
+def allocate_prompts(ends: Sequence[float], values: Sequence[float], most: int) -> list[int]:
+    """Return how many prompts stand after each candidate.
+
+    There is at least 1 after each, and in all at most `most`, if that is enough for 1 each.
 
     ends    chance of each candidate that it is accepted last
     values  accepted tokens of a round in state 1, 2, ...; there are as many prompts as states
@@ -220,7 +222,7 @@ def hang_prompts(ends: Sequence[float], values: Sequence[float], most: int) -> l
     All prompts are there at first. The one that loses least is removed, again and again. If each
     further prompt is worth less than the one before it, no other way to remove them loses less.
 
-    >>> hang_prompts([0.5, 0.1], [0.4, 0.6, 0.7], 4)
+    >>> allocate_prompts([0.5, 0.1], [0.4, 0.6, 0.7], 4)
     [3, 1]
     """
     prompts = [len(values)] * len(ends)
@@ -290,7 +292,7 @@ def build_prompt_trees(nodes: int, chances: Chances) -> tuple[PromptTree, ...]:
     for chosen in product(*options):
         values, trees = [sum(accepted[places]) for places in chosen], list[PromptTree]()
         for places in chosen:
-            prompts = hang_prompts(ends[places], values, nodes - len(places))
+            prompts = allocate_prompts(ends[places], values, nodes - len(places))
             trees.append(PromptTree(places, tuple(ends[places]), tuple(prompts)))
         if (tokens := tokens_per_round(trees, values)) > most_tokens:
             best, most_tokens = tuple(trees), tokens

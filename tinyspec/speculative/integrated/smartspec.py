@@ -15,10 +15,11 @@ each round, from what was accepted so far and from measured times:
 
 One more draft token of request i adds a_i^(k_i + 1). For each number of draft steps, tokens are
 added one at a time, the greatest gain first, and the lengths with the greatest goodput on the way
-are chosen. No other lengths have more.
+are chosen. No other lengths have a greater goodput. Plain decoding is kept unless drafts are more
+than 10 % better, as in the released code.
 
 Guarantee: EXACT. Lengths follow from earlier rounds and the clock.
-Pitfall: a rate that counts tokens behind a rejection, of which nothing is known; one request's time
+Pitfall: a rate that counts tokens after a rejection, of which nothing is known; one request's time
 taken from a pass that others shared.
 Tests: tests/speculative/test_smartspec.py (the chosen lengths against all lengths of a small batch;
 the rate against its definition; a request that is drafted badly stops drafting, and tries again).
@@ -41,10 +42,10 @@ PLAIN_BONUS = 1.1  # on the goodput of plain decoding: the released code's
 TRIAL_ROUNDS = 100  # without a draft, after which a request forgets how badly it was drafted
 
 
-class Drafted(NamedTuple):
+class DraftHistory(NamedTuple):
     """What a rule is told about a request.
 
-    tested    draft tokens that were accepted or rejected; those behind a rejection were not tested
+    tested    draft tokens that were accepted or rejected; those after a rejection were not tested
     accepted  how many of them were accepted
     """
 
@@ -56,14 +57,16 @@ class Drafted(NamedTuple):
     def rate(self) -> float:
         """Return the acceptance rate.
 
-        >>> Drafted((), tested=0, accepted=0).rate, Drafted((), tested=4, accepted=0).rate
+        >>> DraftHistory((), tested=0, accepted=0).rate, DraftHistory((), tested=4, accepted=0).rate
         (0.7, 0.35)
         """
         return (FIRST_RATE * FIRST_WEIGHT + self.accepted) / (FIRST_WEIGHT + self.tested)
 
 
 def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) -> list[int]:
-    """Return the draft length of each request with the greatest goodput of the batch.
+    """Return the draft lengths with the greatest goodput of the batch.
+
+    Plain decoding is kept unless drafts have more than PLAIN_BONUS times its goodput.
 
     rates    [b] acceptance rates
     longest  most tokens of a draft
@@ -122,7 +125,7 @@ class SmartSpecRule:
         self.measure, self.longest = measure, longest
         self.profile: BatchProfile | None = None
 
-    def decide(self, questions: Mapping[int, Drafted], n_decoding: int) -> Mapping[int, int]:
+    def decide(self, questions: Mapping[int, DraftHistory], n_decoding: int) -> Mapping[int, int]:
         """Return the lengths. The requests that do not ask now are taken to be like these."""
         if self.profile is None:
             self.profile = self.measure([one.text for one in questions.values()])
@@ -138,8 +141,8 @@ class SmartSpecDrafter(BatchDrafter):
 
     tested = accepted = plain_rounds = 0
 
-    def question(self) -> Drafted:
-        return Drafted(self.context, self.tested, self.accepted)
+    def question(self) -> DraftHistory:
+        return DraftHistory(self.context, self.tested, self.accepted)
 
     def observe(self, round: Round) -> None:
         super().observe(round)

@@ -26,7 +26,7 @@ was tuned. Above temperature 0 candidates are sampled from the rows of the masks
 distributions, and a rejected one is replaced by a sample of what the target has beyond them.
 Pitfall: the released code accepts with probability p(c) / q(c), but after a rejection it samples
 from p, which changes the distribution (laws/museum). The group after the wrong token: the output
-stays right, and law F2 sees it. Masks that later rows can see.
+stays right, and law F2 (laws/feature_laws.py) detects it. Masks that later rows can see.
 Tests: tests/speculative/test_space.py (`decode_by_groups` against what runs, step by step; the loss
 against the rows of single masks; one pass a step; the rows of the text stay as they are).
 Left out: a mask token that is added to the vocabulary (the authors' id is 32002, beyond LLaMA's
@@ -123,7 +123,7 @@ def find_mask_token(settings: SpaceSettings, config: Config) -> int:
     if settings.mask_id >= config.vocab_size:
         raise TinyspecError(
             f"[head] mask_id is {settings.mask_id}, but the vocabulary has {config.vocab_size} "
-            "tokens"
+            f"tokens: give an id below {config.vocab_size}, or -1 for the last token"
         )
     return settings.mask_id % config.vocab_size
 

@@ -86,7 +86,8 @@ def make_contrast(beta: float, plausibility: float) -> CombineLogits:
         if kernels_of(expert) is EXACT:
             if beta != round(beta):
                 raise TinyspecError(
-                    f"rational weights have an exact contrast at whole beta only, got {beta}"
+                    f"beta is {beta}: for tables of fractions use a whole number, such as "
+                    f"{math.floor(beta)}"
                 )
             return contrast_weights(expert, amateur, round(beta), as_fraction(plausibility))
         xp: Any = torch if kernels_of(expert) is DEVICE else np

@@ -154,7 +154,7 @@ class CyclicPipeline:
 def count_ticks(calls: Sequence[ForwardRecord], group: int) -> float:
     """Return how often the group of layers was applied, from a forward log.
 
-    A pass in which every token ran all of its repetitions counts as many.
+    A pass in which every token ran all r repetitions counts as r ticks.
     """
     return sum(call.row_layers / (call.rows * group) for call in calls)
 

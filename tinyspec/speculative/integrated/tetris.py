@@ -15,10 +15,11 @@ accepted independently, no other choice accepts more of them in this pass.
 
 Guarantee: EXACT, because s_ij is known before token j is drawn: it is the draft model's highest
 probability there. The paper's s_ij is the draft probability of the token that *was* drawn. Above
-temperature 0 that is not exact. Two requests, room for one draft token, p = (1/2, 1/2),
-q = (9/10, 1/10), and the other one's score is 1/2: a draft is verified if it is token 0, and then
+temperature 0 that is not exact. An example: a pass has room for one draft token, and two requests
+have one each. For the first one p = (1/2, 1/2) and q = (9/10, 1/10); the score of the second one's
+token is 1/2. Then token 0 of the first request is verified and token 1 is not, so
 
-    P(0) = 9/10 5/9 + 1/10 1/2 = 11/20
+    P(0) = 9/10 * 5/9 + 1/10 * 1/2 = 11/20         and not p(0) = 1/2
 
 `tinyspec laws --toys` shows it. At temperature 0 both scores are the same.
 Pitfall: scores of the drawn tokens; an equal share for each request.

@@ -112,7 +112,7 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
         Knob(
             "fallback",
             0.6,
-            "the small model hands over unless it is surer than this; 1: always",
+            "the small model hands over unless it is surer than this; 1: it always hands over",
             low=0.0,
             high=1.0,
             small=(0.5, 0.0),
@@ -124,11 +124,18 @@ def rollback_verifier(rollback: float, rule: str) -> Verifier:
             low=0.0,
             high=20.0,
         ),
-        Knob("rule", "paper", "what ends a block", choices=("paper", "safe"), small=("safe",)),
+        Knob(
+            "rule",
+            "paper",
+            "a token above the rollback distance is removed: always (paper), or only if the target "
+            "writes another token there (safe)",
+            choices=("paper", "safe"),
+            small=("safe",),
+        ),
         Knob(
             "gamma",
             10,
-            "most tokens the small model writes before it is read",
+            "most tokens the small model writes before the large model reads them",
             low=1,
             high=64,
             advised=True,

@@ -13,8 +13,8 @@ token verification does not compute.
     S_i = sum over x of max(0, w_i p(x) - q(x))             p, q after x_1 ... x_i
     P(position i passes) = S_i / (S_i + 1 - w_i)            for i < gamma;  w_gamma for i = gamma
 
-The token added after position i is sampled from norm(max(0, w_i p - q)); after a draft that passes
-whole, from p.
+The token added after position i is sampled from max(0, w_i p - q), divided by its sum; after a
+draft that passes whole, from p.
 
 Why it is exact. The round keeps at least i tokens with probability w_i and ends at i with
 probability S_i. So after x_1 ... x_i it goes on to x with mass min(q(x), w_i p(x)) and ends with

@@ -9,7 +9,7 @@ in which they were drawn. Each rejection replaces the target's distribution by t
 the next candidate is tested against that.
 
     P(accept x_i) = min(1, p_i(x_i) / q_i(x_i))            p_1 = p, q_1 = q
-    p_(i+1)       = norm(max(0, p_i - q_i))                after a rejection of x_i
+    p_(i+1)       = max(0, p_i - q_i), divided by its sum  after a rejection of x_i
     q_(i+1)       = q                                      with replacement
     q_(i+1)       = norm(q_i with q_i(x_i) = 0)            without replacement
 

@@ -11,7 +11,7 @@ and tests it against the distribution q_s of the model s that drew it. After a r
 with the residual and the children that remain.
 
     P(accept x_s) = min(1, p(x_s) / q_s(x_s))        s: uniform among the untested children
-    p            <- norm(max(0, p - q_s))            after a rejection
+    p            <- max(0, p - q_s), divided by its sum        after a rejection
 
 Training. The draft models are made for each other (*collective boost-tuning*): the first is
 fine-tuned on the target's own greedy texts, the prompts on which it now agrees with the target are

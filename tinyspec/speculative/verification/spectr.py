@@ -13,8 +13,8 @@ are tested, one after the other, against the same p, divided by one factor rho b
     residual(x)  = norm(p(x) - min(q(x), p(x) / rho) (1 - (1 - beta)^k) / beta)
     rho          = the least factor with 1 - (1 - beta)^k <= rho beta
 
-Drafts whose token was accepted, or is equal to it, stay for the next position, with a rho for as
-many as they are. A draft that survives to its end earns a bonus token.
+If a draft token is accepted, all drafts with the same token here go on to the next position, where
+rho is computed for as many drafts. A draft that is accepted to its end earns a bonus token.
 
 Why it is exact. With left(x) = max(0, p - rho q) an accepted token has mass s (p - left), where
 s = (1 - (1 - beta)^k) / (rho beta) <= 1. What is missing is (1 - s) p + s left, the residual. At
@@ -87,9 +87,10 @@ def division_factor(p: Any, q: Any, k: int) -> Any:
     p, q  [V] arrays of floats or of Fractions, or tensors
 
     rho beta = sum_x min(rho q, p) grows with rho and 1 - (1 - beta)^k falls, so there is one root.
-    It is at most k, because 1 - (1 - beta)^k <= k beta. Between two values of p / q the sum is a
-    straight line: the root on the line is found, and the tokens that have left it are dropped.
-    Lines lie above the (concave) sum, so this comes from below, in a few passes of O(V).
+    It is at most k, because 1 - (1 - beta)^k <= k beta. Between two neighbouring values of p / q
+    the sum is linear in rho. A step solves the equation on this line; then tokens with p <= rho q
+    count by their p, which is constant. The sum is concave, so each step ends at or below the root.
+    There are few steps of O(V) each.
     """
     rho, whole = Fraction(1) if is_rational(p) else 1.0, p.sum()
     while k > 1:
@@ -148,7 +149,8 @@ def verify_tree_k_seq(tree: TokenTree, p: Any, rng: RandomSource) -> Verdict:
     while waiting:
         drafts = _draws_of_one(tree, waiting)
         q, tokens = tree.draft_probs[drafts[0]], [tree.tokens[node] for node in drafts]
-        # `ratio` raises if a draft token breaks the drafter's contract, so all are computed first.
+        # `acceptance_ratio` raises if a token breaks the drafter's contract, so all are computed
+        # before the first is tested.
         ratios = [acceptance_ratio(row, q, token) for token in tokens]
         p_and_q = as_vectors(row, q, tokens[0])
         rho = division_factor(*p_and_q, len(drafts))

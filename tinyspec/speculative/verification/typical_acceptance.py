@@ -24,8 +24,9 @@ token is not sampled at all: it need only be drafted and pass. With `argmax` not
 temperature only moves the threshold, and every seed gives the same text. At temperature 0 the text
 is plain decoding's at any epsilon. The paper claims the quality of the text, not its distribution.
 The authors' README says that giving up the distribution makes sampled text faster than greedy text.
-Pitfall: a threshold without the entropy. It rejects even the likeliest token where the target is
-unsure. With it that token always passes, if delta < 1: exp(-H(p)) is at most the greatest p(x).
+Pitfall: a threshold without the entropy. Such a threshold rejects even the likeliest token where
+the target is unsure. With the entropy the likeliest token always passes, if delta < 1: exp(-H(p))
+is at most the greatest p(x).
 Tests: tests/speculative/test_typical_acceptance.py (the threshold by hand; the likeliest token
 passes; `extend_by_typical_path` against what runs; greedy text; a smaller epsilon accepts more).
 Left out: the acceptance of the authors' code without `fast`, in which a sampled token decides at
