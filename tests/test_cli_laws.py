@@ -64,6 +64,7 @@ def test_it_prints_what_was_proved() -> None:
         assert word in result.output
 
 
+@pytest.mark.slow
 def test_as_json() -> None:
     told = json.loads(run("laws", "--all", "--json").stdout)
     assert told["profile"] == "ci"

@@ -52,6 +52,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.modules.pop("lesson", None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("stage")
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.stem)
 def test_a_lesson_runs(path: Path) -> None:

@@ -36,8 +36,8 @@ METHODS = [
     for name, card in load_techniques().items()
     if card.kind == "decoder" and card.drafts <= 1 and name not in NEEDS_MORE
 ]
-NESTED = ("cascade", "staged")  # decoders in decoders take longest
-EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in NESTED else name for name in METHODS]
+SLOW = ("cascade", "staged", "synergy", "smartspec")  # decoders in decoders; measured profiles
+EVERY = [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in METHODS]
 
 
 def job(*ids: int, tokens: int = 9) -> Job:

@@ -16,6 +16,8 @@ from tinyspec.bench.settings import BatchSettings
 from tinyspec.lm.policies import Pending
 from tinyspec.speculative.integrated.synergy import best_lengths
 
+pytestmark = pytest.mark.slow  # it measures in real time
+
 METHODS = ("speculative_decoding:gamma=2", "synergy:table=2@1+0@2", "bass")
 
 

@@ -162,6 +162,7 @@ def test_sampling_compares_speeds_and_not_texts(zoo: Zoo, tmp_path: Path) -> Non
     assert loaded(out)["figures"]["overall"]["llma"]["identical"] is None
 
 
+@pytest.mark.slow
 def test_a_chapter_lists_what_it_ran_and_what_it_left_out(zoo: Zoo, tmp_path: Path) -> None:
     out = tmp_path / "r.json"
     call = [

@@ -28,6 +28,8 @@ from tinyspec.generation import generate
 from tinyspec.lm.model import Model
 from tinyspec.models import load
 
+pytestmark = pytest.mark.slow  # it measures in real time
+
 for needed in ("starlette", "uvicorn"):
     pytest.importorskip(needed, reason="the server's extra: pip install -e '.[serve]'")
 

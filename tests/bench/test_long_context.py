@@ -14,6 +14,8 @@ from tinyspec.bench.harness import dump_json
 from tinyspec.bench.report import write_page
 from tinyspec.lm.session import Session
 
+pytestmark = pytest.mark.slow  # it measures in real time
+
 ARMS = [PLAIN, "8", "16", FULL]
 RESULTS = Path(__file__).parent.parent.parent / "tutorials" / "results"
 

@@ -29,6 +29,7 @@ def test_every_arm_answers(arm: str) -> None:
     assert ("us_per_append" in told) == (arm != "rest")
 
 
+@pytest.mark.slow
 def test_the_command_writes_what_its_figures_are_computed_from(tmp_path: Path) -> None:
     out = tmp_path / "retrieval.json"
     result = run(

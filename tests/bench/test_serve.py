@@ -24,6 +24,8 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardBatch
 from tinyspec.lm.model import Model
 
+pytestmark = pytest.mark.slow  # it measures in real time
+
 POLICIES = ("lockstep", "prefill-first", "fcfs:budget=16", "sarathi:budget=16")
 COSTS = FittedCosts("m", "", 1, 4.0, 0.25, 0.001, 1.0, 0.125, (1, 8, 32), (0.0, 0.5, 0.75))
 

@@ -63,7 +63,7 @@ def test_time_and_rate_are_against_plain_decoding_of_the_same_question() -> None
 
 
 def test_a_model_tuned_for_apar_is_asked_for_lists_that_no_recipe_has(model: str) -> None:
-    asked = streams.list_questions(tinyspec.load(model), 20)
+    asked = streams.choose_questions(tinyspec.load(model), 20)
     trained = {question for question, _ in apar.make_texts(2000, 0)}
     assert len(set(asked)) == 20 and all(a.startswith("Describe these animals") for a in asked)
     assert sum(question in trained for question in asked) == 0

@@ -113,7 +113,7 @@ def test_a_card_makes_what_its_kind_says() -> None:
         TinyspecError, match="rewrites a translation and extends no text: use `tinyspec translate"
     ):
         card.make(Request(random_reader(1, positional=False).condition_on(SOURCE).session()))
-    with pytest.raises(TinyspecError, match="extends a text and rewrites none"):
+    with pytest.raises(TinyspecError, match="rewrites no text: give one that does"):
         find_technique("autoregressive").refiner(RefineRequest(random_reader(0)))
 
 

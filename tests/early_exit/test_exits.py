@@ -25,9 +25,9 @@ class At(ExitRule):
     model.
     """
 
-    def __init__(self, *layers: int, row: bool = False, states: int = 0):
+    def __init__(self, *layers: int, reads_logits: bool = False, states: int = 0):
         self.wanted, self.layers = layers, range(1, L)
-        self.row, self.states, self.seen = row, states, list[ExitPoint]()
+        self.reads_logits, self.states, self.seen = reads_logits, states, list[ExitPoint]()
 
     def should_exit(self, at: ExitPoint) -> bool:
         self.seen.append(at)
@@ -80,7 +80,7 @@ def test_a_token_that_never_leaves_early_runs_the_full_model_bit_for_bit(
     whole = m.session()
     whole.extend(PROMPT)
     for score, token in zip(
-        run(begun(At(row=row, states=2), m=m)[0], [7, 8, 9]), [7, 8, 9], strict=True
+        run(begun(At(reads_logits=row, states=2), m=m)[0], [7, 8, 9]), [7, 8, 9], strict=True
     ):
         assert torch.equal(score.logits, whole.score(EMPTY).logits) and list(score.layers) == [L]
         whole.commit((), token)
@@ -124,14 +124,14 @@ def test_what_each_fill_costs_is_in_the_ledger() -> None:
 
 def test_a_rule_that_reads_logits_pays_a_head_product_a_layer_and_any_other_pays_one() -> None:
     for row, products in ((True, 2 + 1), (False, 1 + 1)):
-        target, forward_log = begun(At(2, row=row))
+        target, forward_log = begun(At(2, reads_logits=row))
         run(target, [7])
         target.session.score(EMPTY)
         assert sum(call.head_rows for call in forward_log) == products
 
 
 def test_a_rule_sees_the_states_it_reads_the_step_and_the_logits() -> None:
-    rule = At(1, row=True, states=2)
+    rule = At(1, reads_logits=True, states=2)
     target, _ = begun(rule)
     run(target, [7, 8])
     done = Oracle(M).text(PROMPT)
@@ -281,7 +281,7 @@ class Comparing(At):
     compares = True
 
     def __init__(self, *layers: int):
-        super().__init__(*layers, row=True)
+        super().__init__(*layers, reads_logits=True)
         self.pairs, self.begun = list[list[tuple[ExitPoint, Any]]](), 0
 
     def begin(self, session: Any) -> None:

@@ -356,5 +356,7 @@ def test_the_card_promises_and_rejects() -> None:
         "threshold": 0.9, "shallow": 0, "adaptive": True, "zeta": 0.4, "lowest": 0.3
     }  # fmt: skip
     assert resolve_shallow_depth(0, 1) == 1
-    with pytest.raises(TinyspecError, match=r"^shallow is 9: .* has 3 layers$"):
+    with pytest.raises(
+        TinyspecError, match=r"^shallow is 9: .* has 3 layers: set shallow to at most 3$"
+    ):
         make_decoder(M, shallow=9)

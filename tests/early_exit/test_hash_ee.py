@@ -306,7 +306,9 @@ def test_the_card_promises_and_rejects() -> None:
     for wrong in ({"hash": "md5"}, {"balance": "both"}):
         with pytest.raises(TinyspecError, match=r"^\[head\] wants hash to be one of"):
             HashSettings(**wrong)
-    with pytest.raises(TinyspecError, match=r"^exits is '1,4': the target has 3 layers$"):
+    with pytest.raises(
+        TinyspecError, match=r"^exits is '1,4': the target has 3 layers: choose layers from 1 to 3$"
+    ):
         check_exits(freeze_target(network(LLAMA)), HashSettings(exits="1,4"), 0)
     with pytest.raises(TinyspecError, match=r"^exits is 'x': it must be layers"):
         make_decoder(network(LLAMA), exits="x")

@@ -401,7 +401,7 @@ def test_the_default_layer_is_two_thirds_and_never_below_half() -> None:
     ("knobs", "message"),
     [
         ({"layer": 1}, "below half of the 3 layers .* ppd takes 2 to 3"),
-        ({"layer": 4}, "layer 4 is out of range: table has 3; ppd takes 2 to 3"),
+        ({"layer": 4}, "layer is 4: table has 3 layers: set layer to 0, or from 2 to 3"),
         ({"layer": -1}, "layer is -1: it must be from 0 to 1024"),
         ({"k": 0}, "k is 0: it must be from 1 to 1024"),
         ({"depth": 2}, "ppd has no knob 'depth'"),

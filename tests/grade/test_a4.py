@@ -323,11 +323,13 @@ def write_submission(folder: Path, source: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_reference_through_the_child_process(tmp_path: Path) -> None:
     graded = grading.grade_folder(ASSIGNMENT, write_submission(tmp_path, SOURCE), limits=SLOW)
     assert graded.score == graded.max_score == 100, graded.problem
 
 
+@pytest.mark.slow
 def test_each_mistake_costs_in_its_own_task_alone(tmp_path: Path) -> None:
     names = ("the block turned", "trained one token early", "up the gradient")
     names += ("candidates up to a rank", "level by level", "read one position early")

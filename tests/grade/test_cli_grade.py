@@ -254,6 +254,7 @@ def unfinished() -> str:
     return f"{source}\n\n{ast.unparse(written)}\n"
 
 
+@pytest.mark.slow
 def test_a_bundle_grades_by_itself(tmp_path: Path) -> None:
     """Unpacked elsewhere it grades, by the scripts that Gradescope runs. A broken one reports
     that.

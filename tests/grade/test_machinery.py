@@ -432,6 +432,7 @@ def test_markers_that_do_not_match_and_leaks_are_an_error(text: str, words: str)
         remove_solutions(text, {}, "A0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ASSIGNMENTS)
 def test_every_assignment_has_a_starter_that_says_what_to_write_and_leaks_nothing(
     name: str, tmp_path: Path

@@ -164,7 +164,7 @@ class Scheduled(ExitRule):
     layers = tuple(range(1, L))
 
     def __init__(self, leaves: Sequence[int], row: bool = False):
-        self.leaves, self.row = leaves, row
+        self.leaves, self.reads_logits = leaves, row
 
     def should_exit(self, at: ExitPoint) -> bool:
         return at.layer == self.leaves[at.step]

@@ -82,6 +82,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not Path("/proc/self/task").is_dir(), reason="needs Linux, which counts the time of each thread"
 )

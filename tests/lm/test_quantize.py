@@ -39,6 +39,7 @@ def test_the_command_offers_every_kind_that_is_multiplied() -> None:
     assert set(QUANTISED_KINDS) == {kind.lower() for kind in SCALE_BYTES}
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_cost(tmp_path: Path) -> None:
     out = tmp_path / "q8"
     done = run("quantize", "storyteller", "--to", "q8_0", "--out", str(out))

@@ -293,7 +293,8 @@ def test_the_recipe_trains_and_the_result_runs(
     monkeypatch.setenv("TINYSPEC_DATA", str(tmp_path / "nowhere"))
     big, out = tiny_zoo(tmp_path).big, tmp_path / "mine"
     small = {
-        "target": json.dumps(big), "head.lists": 12, "texts.texts": 6, "batch": 4, "context": 96, "train.steps": 12,
+        "target": json.dumps(big), "head.lists": 12, "texts.texts": 6, "texts.tokens": 24,
+        "texts.prompt": 16, "batch": 4, "context": 96, "train.steps": 12,
         "train.lr": 3e-3, "train.warmup": 2, "train.valid_every": 6, "train.log_every": 3,
     }  # fmt: skip
     words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]

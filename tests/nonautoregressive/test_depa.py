@@ -292,10 +292,10 @@ def test_bad_input_is_named() -> None:
             card.refiner(RefineRequest(model))
         assert "\n" not in str(e.value)
     for settings, message in (
-        ({"backward": 1.5}, "backward is 1.5: it is a share, from 0 to 1"),
-        ({"forward": "x"}, "forward is x: it is a share"),
-        ({"forward": 0.6, "backward": 0.5}, "forward 0.6 and backward 0.5: together at most 1"),
-        ({"transform": 1}, "transform is 1: it is true or false"),
+        ({"backward": 1.5}, "backward is 1.5: it must be from 0 to 1"),
+        ({"forward": "x"}, "forward is x: it must be from 0 to 1"),
+        ({"forward": 0.6, "backward": 0.5}, "forward . backward is 1.1: it must be at most 1"),
+        ({"transform": 1}, "transform is 1: it must be true or false"),
     ):
         with pytest.raises(TinyspecError, match=message):
             DepaSettings(**settings)  # type: ignore[arg-type]
@@ -310,5 +310,5 @@ def test_the_card_and_the_recipe() -> None:
     assert list(config.heads) == [COPY, QUERY, QUERY_BIAS] and config.parameters() < 4.5e6
     bare = read_translation_recipe(RECIPE, {"translator.transform": "false"})
     assert not bare.config(4800).heads
-    with pytest.raises(TinyspecError, match=r"recipe.toml: backward is 2: it is a share"):
+    with pytest.raises(TinyspecError, match=r"recipe.toml: backward is 2: it must be"):
         read_translation_recipe(RECIPE, {"translator.backward": "2"})

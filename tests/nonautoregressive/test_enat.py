@@ -334,7 +334,7 @@ def test_bad_input_is_named() -> None:
         ({"decoder_input": "copy"}, "decoder_input is 'copy': it must be table or mapping"),
         ({"phrase": 0}, "phrase is 0: it must be a whole number of at least 1"),
         ({"phrase": True}, "phrase is True"),
-        ({"alignment": -1}, "alignment is -1: it is a weight, 0 or more"),
+        ({"alignment": -1}, "alignment is -1: it must be a number of at least 0"),
         ({"adversary": float("inf")}, "adversary is inf: it is a weight, 0 or more"),
     ):
         with pytest.raises(TinyspecError, match=message):

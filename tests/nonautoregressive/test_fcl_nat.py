@@ -222,10 +222,10 @@ def test_bad_input_is_named() -> None:
     with pytest.raises(TinyspecError, match=r"has no LENGTH token.*multi30k-fcl/recipe"):
         card.refiner(RefineRequest(bare))
     for settings, message in (
-        ({"curriculum": 1.5}, "curriculum is 1.5: it is a share, from 0 to 1"),
+        ({"curriculum": 1.5}, "curriculum is 1.5: it must be from 0 to 1"),
         ({"curriculum": "half"}, "curriculum is half"),
         ({"pacing": "fast"}, "pacing is 'fast': it must be one of log, linear, ladder, invlog"),
-        ({"flip": -0.1}, "flip is -0.1: it is an alpha, from 0 to 1"),
+        ({"flip": -0.1}, "flip is -0.1: it must be from 0 to 1"),
     ):
         with pytest.raises(TinyspecError, match=message):
             FclNatSettings(**settings)  # type: ignore[arg-type]
@@ -245,5 +245,5 @@ def test_the_card_and_the_recipe() -> None:
     )
     published = read_translation_recipe(RECIPE, {"translator.flip": "0.45"})
     assert published.settings_of_translator() == PUBLISHED
-    with pytest.raises(TinyspecError, match=r"recipe.toml: flip is 2: it is an alpha"):
+    with pytest.raises(TinyspecError, match=r"recipe.toml: flip is 2: it must be"):
         read_translation_recipe(RECIPE, {"translator.flip": "2"})

@@ -115,7 +115,7 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
         FlowSeqRefiner(model, settings, judge, 1, 2, 0.5),
         FlowSeqRefiner(model, settings, None, 2, 1, 0.0, 1),
     ):
-        with pytest.raises(TinyspecError, match="its sources are refined one by one"):
+        with pytest.raises(TinyspecError, match="call `refine` for each source"):
             translate_sources(model, padded, drawn)
 
 
@@ -163,7 +163,7 @@ def test_noise_is_standard_normal_and_is_not_walked() -> None:
     drawn = normal_noise(Seeded(0), 200, 100)
     assert float(drawn.mean()) == pytest.approx(0, abs=0.03)
     assert float(drawn.std()) == pytest.approx(1, abs=0.02)
-    with pytest.raises(TinyspecError, match="its outcomes cannot be walked"):
+    with pytest.raises(TinyspecError, match="use a seeded source"):
         for _ in Exhaustive.walk(lambda rng: normal_noise(rng, 1, 2)):
             pass
 

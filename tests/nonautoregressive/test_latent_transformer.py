@@ -195,7 +195,7 @@ def test_many_sources_in_one_batch_are_each_as_alone() -> None:
         expected = [run(model, source).tokens for source in SOURCES]
         assert translate_by_likeliest_codes(model, settings, padded) == expected
     refiner = LatentRefiner(model, settings, random_rescorer(0), 2)
-    with pytest.raises(TinyspecError, match="its sources are refined one by one"):
+    with pytest.raises(TinyspecError, match="call `refine` for each source"):
         translate_sources(model, padded, refiner)
 
 

@@ -273,7 +273,7 @@ def test_bad_settings_are_named() -> None:
     for settings, message in (
         ({"rank": 0}, "rank is 0: it must be a whole number of at least 1"),
         ({"rank": 2.5}, "rank is 2.5"),
-        ({"transitions": "none"}, "transitions is 'none': trained are dynamic or static ones"),
+        ({"transitions": "none"}, "transitions is 'none': it must be dynamic or static"),
     ):
         with pytest.raises(TinyspecError, match=message):
             NarCrfSettings(**settings)  # type: ignore[arg-type]

@@ -106,5 +106,5 @@ def test_a_technique_that_draws_while_it_rewrites_raises_an_error() -> None:
         def rewrite(self, canvas, memory, iteration, rng):  # type: ignore[no-untyped-def]
             rng.split("noise", 0)
 
-    with pytest.raises(TinyspecError, match="refined one by one"):
+    with pytest.raises(TinyspecError, match="call `refine` for each source"):
         refine_many(one, pad_sequences(SOURCES), Drawing(one, 2, 2), [Seeded(i) for i in range(4)])

@@ -398,7 +398,7 @@ def test_bad_input_is_named() -> None:
         ({"k": 0}, "k is 0: it must be a whole number from 1 to 256"),
         ({"k": 2.5}, "k is 2.5"),
         ({"longest": True}, "longest is True"),
-        ({"k": 13}, "k is 13, and longest 12: a chunk of k tokens needs an id"),
+        ({"k": 13}, "k is 13, longest is 12: set longest to at least 13"),
         ({"random_k": 1}, "random_k is 1: it must be true or false"),
     ):
         with pytest.raises(TinyspecError, match=message):

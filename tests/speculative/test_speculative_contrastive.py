@@ -193,7 +193,7 @@ def test_knobs_out_of_range_raise_a_named_error(knobs: dict[str, float]) -> None
 
 
 def test_rational_distributions_have_a_contrast_at_whole_beta_only() -> None:
-    with pytest.raises(TinyspecError, match="whole beta"):
+    with pytest.raises(TinyspecError, match="use a whole number"):
         finish(make_decoder(beta=0.5, stop=StoppingCriteria(max_new_tokens=1)), [0])
 
 

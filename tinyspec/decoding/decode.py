@@ -246,9 +246,7 @@ class Decoder:
     def step(self, rng: RandomSource) -> Round:
         """Run one round. Raises ValueError if the text is finished."""
         if self.finished:
-            raise ValueError(
-                f"the text is finished ({self.finished}): extend it or rewind it first"
-            )
+            raise ValueError(f"the text is finished ({self.finished}): extend or rewind it first")
         passes_before = len(self.forward_log)
 
         # 1. Draft: propose a tree of candidate tokens. An empty tree is plain decoding.

@@ -7,8 +7,7 @@ postponed K/V fills are all this one mechanism.
 
 Committed tokens stand in cache slots 0..n-1, where slot == position. Uncommitted nodes stand after
 them, a parent before its children. `commit` moves a path to the slots of its positions, and the
-nodes below it to the slots right after them. The newest committed token is run with the first tree,
-not before.
+nodes below it right after. The newest committed token is run with the first tree, not before.
 
 A `View` (view.py) is the same session under another plan, with draft tokens of its own.
 """
@@ -323,10 +322,7 @@ class Session:
         self._commit_nodes(nodes)
 
     def rewind(self, length: int) -> None:
-        """Forget the text after its first `length` tokens, and the draft.
-
-        The newest token that is left will be run again. If `length` is the whole text, do nothing.
-        """
+        """Forget the text after its first `length` tokens; the last of them will be run again."""
         if not 0 <= length <= len(self):
             raise ValueError(f"cannot rewind to {length}: the text has {len(self)} tokens")
         if length == len(self):
@@ -478,8 +474,7 @@ class Session:
         """
         if not 0 <= layer <= self.model.config.n_layers:
             raise TinyspecError(
-                f"layer {layer} is out of range: {self.model.name} has layers 1 to "
-                f"{self.model.config.n_layers}; 0 is the embedding"
+                f"layer {layer} is out of range: {self.model.name} has {self.model.config.n_layers}"
             )
         scores, self.scored = self.score_tree(
             tree, hidden_layers, self.plan, stop=2 * layer, head=head
@@ -512,8 +507,7 @@ class Session:
     ) -> None:
         """Complete the keys and values of committed tokens that exited early.
 
-        slots  positions of the tokens in the text; None: all but the newest. Tokens that were
-               never run are skipped
+        slots  positions of the tokens, of which those never run are skipped; None: all but the last
         how    copy       make keys and values of the layers above from the state at the exit (CALM)
                recompute  run these layers now; the next `score` does the same for what is left
         """
@@ -630,7 +624,7 @@ class Session:
         """Run one forward pass over nodes, parents before children, up to sublayer `stop`.
 
         Each node continues from where it stopped, and records what was computed. A scheduler may
-        run only the first nodes of a prompt. Then `len(scores.layers)` says how many.
+        run only the first `len(scores.layers)` nodes of a prompt.
 
         heads        nodes whose logits are wanted
         copying      make keys and values from the nodes' states, run no layer
@@ -926,9 +920,7 @@ class Session:
             node = None if probe else parent.children.get(token)
             if node is None:
                 if parent.position + 1 >= limit:
-                    raise TinyspecError(
-                        f"the draft reaches beyond the context of {limit} tokens: draft fewer"
-                    )
+                    raise TinyspecError(f"the draft reaches beyond the context of {limit} tokens")
                 node = Node(token, parent, probe=probe)
                 self._probe_nodes += [node] if probe else []
             attached.append(node)

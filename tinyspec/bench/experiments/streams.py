@@ -54,17 +54,17 @@ def measure_streams(
     """
     arms = make_arms(given.methods)
     model = models.load(given.model, dtype=given.dtype)
-    questions = list_questions(model, given.questions)
+    questions = choose_questions(model, given.questions)
     labels, samples, knobs = list(arms), list[list[Any]](), dict[str, Any]()
     steps = 1 + len(questions) * given.rounds
     with show_progress_bar(f"{model.name}: {len(arms)} ways to answer", steps, quiet) as tick:
         for label in labels:  # the first answer of a process is slow
-            answer_question(model, questions[0], arms[label], 8, clock)
+            time_answer(model, questions[0], arms[label], 8, clock)
         tick()
         for round in range(given.rounds):
             for number, question in enumerate(questions):
                 for label in order_of_turn(labels, round * len(questions) + number):
-                    row, knobs[label] = answer_question(
+                    row, knobs[label] = time_answer(
                         model, question, arms[label], given.tokens, clock
                     )
                     samples.append([number, round, label, *row])
@@ -99,7 +99,7 @@ def make_arms(methods: Sequence[str]) -> dict[str, ArmSpec]:
     return {PLAIN: ArmSpec(names[0], (cards[0].lossy,)), **specs}
 
 
-def list_questions(model: Model, n: int) -> list[str]:
+def choose_questions(model: Model, n: int) -> list[str]:
     """Return n questions, or as many as there are."""
     if model.tokenizer.find_id(apar.FORK) is not None:
         recipe = apar.AparSettings()
@@ -109,7 +109,7 @@ def list_questions(model: Model, n: int) -> list[str]:
     return [item.turns[0] for item in load_items("mt_bench", n)]
 
 
-def answer_question(
+def time_answer(
     model: Model, question: str, arm: ArmSpec, tokens: int, clock: Clock
 ) -> tuple[list[Any], Mapping[str, Any]]:
     """Answer a question. Returns seconds, tokens, passes, whether one was shared, and the knobs.
