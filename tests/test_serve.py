@@ -669,6 +669,7 @@ def test_a_full_queue_is_told_when_to_come_back(tiny: Model, gate: Gate) -> None
         reply = served.post(COMPLETIONS, body)
         error = error_of(reply, 429)
         assert error["type"] == "rate_limit_error" and int(reply.headers["retry-after"]) >= 1
+        assert "1 texts run and 1 wait" in error["message"]
         with pytest.raises(openai.RateLimitError):
             served.client().completions.create(model=tiny.name, prompt="a")
         assert (

@@ -49,13 +49,13 @@ class ExitPoint(NamedTuple):
 class ExitRule:
     """The rule by which a token leaves. This one never lets it leave.
 
-    layers       where it may be asked, from the lowest up; a token that stays everywhere runs all
+    layers        where it may be asked, from the lowest up; a token that stays everywhere runs all
     reads_logits  whether it reads the logits of an exit: one product with the output matrix
-    states       how many hidden states it reads
-    text_layers  layers whose states it reads for text that is given, not generated. The states of
-                 the last layer are those after the final norm
-    prompt       whether the prompt's tokens leave too, each after the first layer of `layers_of`
-    compares     whether it learns from the rows of tokens that left early and are run further
+    states        how many hidden states it reads
+    text_layers   layers whose states it reads for text that is given, not generated. The states of
+                  the last layer are those after the final norm
+    prompt        whether the prompt's tokens leave too, each after the first layer of `layers_of`
+    compares      whether it learns from the rows of tokens that left early and are run further
     """
 
     layers: Sequence[int] = ()

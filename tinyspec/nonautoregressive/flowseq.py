@@ -392,9 +392,8 @@ class FlowSeqRefiner:
     def write_words(self, canvas: Canvas, memory: EncoderOutput, rng: RandomSource) -> Canvas:
         """Write the likeliest words of every candidate's latent vectors, filled up with ends."""
         slots, count = canvas.mask, len(canvas.tokens)
-        if (
-            canvas.extra is None
-        ):  # one source of a batch: `extra` is not kept, and a draw is an error
+        # For one source of a batch `extra` is not kept, and a draw is an error.
+        if canvas.extra is None:
             numbers = torch.ones(count, dtype=torch.long, device=slots.device)
             canvas = canvas._replace(extra=(numbers, canvas.scores[:, 0], canvas.scores[:, :0]))
         width = self.model.config.d_model

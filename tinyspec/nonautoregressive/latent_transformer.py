@@ -434,9 +434,8 @@ class LatentRefiner:
     ) -> Canvas:
         """Write the next code of every sample; after the last one, write the words."""
         count, device = len(canvas.tokens), canvas.tokens.device
-        if (
-            canvas.extra is None
-        ):  # one source of a batch: `extra` is not kept, and a draw is an error
+        # For one source of a batch `extra` is not kept, and a draw is an error.
+        if canvas.extra is None:
             number = torch.full((count,), min(self.samples - 1, 1), device=device)
             canvas = canvas._replace(extra=(number, number.new_empty(count, 0)))
         numbers, codes = canvas.extra

@@ -155,10 +155,11 @@ def internal_error() -> ApiError:
     return ApiError(message, status=500, type="server_error", code="internal_error")
 
 
-def full_queue(waiting: int) -> ApiError:
+def full_queue(running: int, waiting: int) -> ApiError:
     """Return error 429: as many requests wait as may."""
     return ApiError(
-        f"{waiting} requests wait already: try again in {RETRY_SECONDS} s",
+        f"{running} texts run and {waiting} wait, and the server takes no more: try again in "
+        f"{RETRY_SECONDS} s",
         status=429,
         type="rate_limit_error",
         code="queue_full",

@@ -360,7 +360,7 @@ class ServingEngine:
         with self.scheduler.together():
             busy = self.scheduler.live + self.scheduler.queued
             if busy + len(prompts) > self.max_live + self.max_queued:
-                raise full_queue(self.scheduler.queued)
+                raise full_queue(self.scheduler.live, self.scheduler.queued)
             slots = [min(len(ids) + budget, limit) for ids in prompts]
             if self.max_slots is not None and max(slots) > self.max_slots:
                 raise ApiError(
