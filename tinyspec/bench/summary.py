@@ -35,6 +35,7 @@ OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
     "bench-stored", "bench-smollm2-heads", "bench-auto-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
+    "heads-eesd",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -45,6 +46,7 @@ UNTIMED = (
     "laws_seeds_trees",
     "heads",
     "heads-sizes",
+    "heads-eesd",
 )
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
@@ -55,7 +57,8 @@ TABLED = (
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 LABELLED = (
-    "exits", "exits-translator", "translation", "heads", "batches", "batches-long", "streams",
+    "exits", "exits-translator", "translation", "heads", "heads-eesd", "batches", "batches-long",
+    "streams",
     "streams-apar",
 )  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
