@@ -6,10 +6,10 @@ PYTHON ?= python
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "make %-10s %s\n", $$1, $$2}'
 
-test:  ## run all tests (about 13 minutes on two cores)
+test:  ## run all tests (about 35 minutes on two cores)
 	$(PYTHON) -m pytest -q -n auto
 
-fast:  ## run the tests without the exhaustive proofs (about 7 minutes on two cores)
+fast:  ## run the tests without the proofs and the slow ones (less than half of that)
 	$(PYTHON) -m pytest -q -n auto -m "not (laws or slow)"
 
 lint:  ## check style, layout and types

@@ -35,7 +35,7 @@ OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
     "bench-stored", "bench-smollm2-heads", "bench-auto-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
-    "heads-eesd",
+    "heads-eesd", "exits-consistent",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -57,9 +57,8 @@ TABLED = (
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 LABELLED = (
-    "exits", "exits-translator", "translation", "heads", "heads-eesd", "batches", "batches-long",
-    "streams",
-    "streams-apar",
+    "exits", "exits-consistent", "exits-translator", "translation", "heads", "heads-eesd",
+    "batches", "batches-long", "streams", "streams-apar",
 )  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
 BY_HAND = ("vllm.md",)
