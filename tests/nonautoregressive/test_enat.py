@@ -335,7 +335,7 @@ def test_bad_input_is_named() -> None:
         ({"phrase": 0}, "phrase is 0: it must be a whole number of at least 1"),
         ({"phrase": True}, "phrase is True"),
         ({"alignment": -1}, "alignment is -1: it must be a number of at least 0"),
-        ({"adversary": float("inf")}, "adversary is inf: it is a weight, 0 or more"),
+        ({"adversary": float("inf")}, "adversary is inf: it must be a number of at least 0"),
     ):
         with pytest.raises(TinyspecError, match=message):
             EnatSettings(**settings)  # type: ignore[arg-type]
