@@ -406,8 +406,8 @@ class Tuned(NamedTuple):
     predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
               its draft is not read off rows that were trained for it
     tokens    special tokens that are added to the model's vocabulary, if it lacks them
-    examples  (model, settings) -> texts to train on; None: texts that the model wrote
-    adds_own  whether texts that the model wrote join the examples, so that it forgets less
+    examples  (model, settings) -> texts to train on, beside those that the model wrote; None: these
+              alone
     tables    (config, settings, texts, seed) -> further tensors of whole numbers, by name, that are
               counted on the texts [n] and not trained. They are stored as they are
     """
@@ -420,7 +420,6 @@ class Tuned(NamedTuple):
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
     tokens: tuple[str, ...] = ()
     examples: Callable[[Model, Any], list[TrainingExample]] | None = None
-    adds_own: bool = False
     tables: Callable[[Config, Any, Sequence[Tensor], int], dict[str, Tensor]] = count_nothing
 
     def add_tokens(self, model: Model) -> Model:

@@ -351,7 +351,6 @@ class ForkingDecoder(StreamDecoder):
         small=AparSettings(lists=12),
         tokens=(FORK, CHILD),
         examples=make_training_examples,
-        adds_own=True,
     ),
     knobs=(
         Knob("forks", 64, "most forks of an answer", low=0, high=1024, small=(2, 0)),

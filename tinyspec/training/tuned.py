@@ -74,10 +74,9 @@ def train_tuned(
         texts = [as_output(example) for example in tuned.examples(target, settings)]
         n_made = len(texts)
         run.print(f"texts that were made for {plan.method}: {n_made}")
-    if tuned.examples is None or tuned.adds_own:
-        written, _ = prepare_texts(run, author, prompts, data_folder)
-        # Texts of one training have equally many distributions, and those that were made have none.
-        texts += [drop_distributions(text) for text in written] if n_made else written
+    written, _ = prepare_texts(run, author, prompts, data_folder)
+    # Texts of one training have equally many distributions, and those that were made have none.
+    texts += [drop_distributions(text) for text in written] if n_made else written
 
     def copy_to_float32(weight: Tensor) -> Tensor:
         return weight.detach().to(where, torch.float32, copy=True)
