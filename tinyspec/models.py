@@ -245,8 +245,9 @@ def load(
 ) -> "Model":
     """Load a model by name, path or hub id.
 
-    dtype  None: that of the stored weights, and quantised ones stay as they are where the kernels
-           multiply them; on a CPU float32 where the compiled kernels are missing or do not know it
+    dtype  None: that of the stored weights; on a CPU float32 where the compiled kernels are missing
+           or do not know it. Quantised ones stay as they are where that is faster or bfloat16 ones
+           do not fit, else they become bfloat16: the results are the same bits
 
     Raises TinyspecError, one line, for an unknown name, a damaged checkpoint, a device that is not
     there or too small.
@@ -255,6 +256,7 @@ def load(
 
     from tinyspec import _core
     from tinyspec.lm import checkpoint
+    from tinyspec.lm.engine import prefers_quantised
     from tinyspec.lm.model import Model
     from tinyspec.lm.quantised import QuantisedWeights
 
@@ -279,20 +281,23 @@ def load(
     compute = _core.compute
     if want is None and where.type == "cpu" and compute is None:
         want = torch.float32
-    on_cpu = where.type == "cpu"
-    quick = want is None and on_cpu and compute is not None and compute.multiplies_quantised()
     parts = checkpoint.read_checkpoint(
         path if path is not None else name,
         dtype=want if where.type == "cpu" else None,
         find=find_model,
-        quantised=quick,
+        quantised=want is None and where.type == "cpu",
     )
     if isinstance(parts.weights, QuantisedWeights):
-        try:
-            return Model(parts.config, parts.weights, parts.tokenizer, parts.name, parts.extras)
-        except ValueError as error:  # of the kernels, which have limits
-            raise TinyspecError(f"{name}: {error}") from error
-    stored = parts.weights["embed"].dtype
+        if prefers_quantised(parts.config):
+            try:
+                return Model(parts.config, parts.weights, parts.tokenizer, parts.name, parts.extras)
+            except ValueError as error:  # of the kernels, which have limits
+                raise TinyspecError(f"{name}: {error}") from error
+        held = dict(parts.weights)
+        parts.weights.matrices.clear()
+    else:
+        held = parts.weights
+    stored = held["embed"].dtype
     if want is None:
         want = (
             stored
@@ -300,7 +305,7 @@ def load(
             else torch.float32
         )
     try:
-        weights = {key: parts.weights.pop(key).to(where, want) for key in list(parts.weights)}
+        weights = {key: held.pop(key).to(where, want) for key in list(held)}
         model = Model(parts.config, weights, parts.tokenizer, parts.name, parts.extras)
         weights.clear()  # packing keeps one copy, if nobody else holds another
         return model.pack_weights()

@@ -202,3 +202,13 @@ def test_a_label_reads_back_as_the_arm_it_names(name: str, knobs: dict[str, obje
 def test_a_label_without_values_is_an_error(wrong: str) -> None:
     with pytest.raises(TinyspecError, match="llma"):
         read_arms([wrong])
+
+
+def test_prompts_are_read_at_the_tokens_and_seconds_of_all_requests() -> None:
+    """Ten tokens in 1 s and ninety in 3 s are 25 a second, and not the mean of 10 and 30."""
+    both = [sample("x", 1.0, read=10, first=0.5), sample("x", 1.0, read=90, first=1.5, prefill=3.0)]
+    assert tally.describe_prompts(both) == {"prompt_tokens_per_second": 25.0, "first_token": 1000.0}
+
+
+def test_samples_that_do_not_tell_of_prompts_have_no_figure_of_them() -> None:
+    assert tally.describe_prompts([sample("x", 1.0)]) == {}

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyspec import _core
-from tinyspec.lm.engine import pack_matrix, wrap_matrix, wrap_quantised
+from tinyspec.lm.engine import is_quantised_faster, pack_matrix, wrap_matrix, wrap_quantised
 from tinyspec.lm.quantised import SCALE_BYTES, QuantisedMatrix, quantise_matrix
 
 compute: Any = pytest.importorskip("tinyspec._core.compute", reason="needs compiled kernels")
@@ -99,15 +98,9 @@ def test_what_cannot_be_packed_is_named() -> None:
             compute.Packed(groups, out, inputs, None, "Q8_0")
 
 
-def test_only_kernels_that_unpack_in_registers_are_chosen_for_it() -> None:
+@pytest.mark.parametrize("kernel", compute.kernels())
+def test_which_form_is_faster_is_found_once_for_a_kernel(kernel: str) -> None:
     before = compute.kernel()
-    try:
-        chosen = {
-            kernel
-            for kernel in compute.kernels()
-            if not compute.use(kernel) and compute.multiplies_quantised()
-        }
-    finally:
-        compute.use(before)
-    assert chosen <= {"avx512bf16"}
-    assert _core.compute is compute
+    is_quantised_faster.cache_clear()
+    assert is_quantised_faster(kernel, 1) == is_quantised_faster(kernel, 1)
+    assert is_quantised_faster.cache_info().misses == 1 and compute.kernel() == before

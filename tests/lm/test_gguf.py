@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tinyspec import _core, models
 from tinyspec.bench.curve import count_read_bytes, count_weight_bytes
 from tinyspec.errors import TinyspecError
-from tinyspec.lm import checkpoint, families
+from tinyspec.lm import checkpoint, engine, families
 from tinyspec.lm.config import Config
 from tinyspec.lm.gguf_file import unpermute_rows
 from tinyspec.lm.model import Model
@@ -247,6 +247,35 @@ def test_a_draft_of_quantised_weights_stays_as_it_is_stored_too(tmp_path):
         (draft,) = drafts_for(target, card, tmp_path / "model.gguf")
         assert bool(draft.quantised_bytes) == bool(target.quantised_bytes)
         assert draft.dtype == target.dtype
+
+
+@needs_kernels
+@pytest.mark.parametrize("stays", [True, False])
+def test_quantised_or_expanded_a_file_gives_the_same_logits_on_every_kernel(
+    tmp_path, monkeypatch, stays
+):
+    """Which of both is faster may be measured, for no bit depends on it."""
+    write(tmp_path / "model.gguf", CONFIG, Quant.Q4_1)
+    monkeypatch.setattr(engine, "prefers_quantised", lambda config: stays)
+    before = _core.compute.kernel()
+    try:
+        for kernel in _core.compute.kernels():
+            _core.compute.use(kernel)
+            found = models.load(tmp_path / "model.gguf")
+            whole = models.load(tmp_path / "model.gguf", dtype="bfloat16")
+            assert found.dtype == torch.bfloat16 and bool(found.quantised_bytes) == stays
+            assert torch.equal(found.logits([5, 9, 3, 7]), whole.logits([5, 9, 3, 7])), kernel
+    finally:
+        _core.compute.use(before)
+
+
+@needs_kernels
+def test_weights_stay_quantised_where_bfloat16_ones_do_not_fit(monkeypatch):
+    """However slow they are: two bytes a weight must be free."""
+    monkeypatch.setattr(engine, "is_quantised_faster", lambda kernel, threads: False)
+    for free, stays in ((None, False), (2 * CONFIG.parameters(), False), (0, True)):
+        monkeypatch.setattr(engine, "find_free_memory", lambda free=free: free)
+        assert engine.prefers_quantised(CONFIG) == stays
 
 
 def test_a_folder_may_hold_the_quantised_weights_beside_their_expansion(tmp_path):

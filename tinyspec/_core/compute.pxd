@@ -49,7 +49,6 @@ cdef extern from "compute.h" nogil:
 
     ctypedef struct Kernel:
         const char *name
-        void (*product_few)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy, int add)
 
     ctypedef struct How:
         const Kernel *kernel

@@ -88,11 +88,6 @@ def use(str name not None):
 use(best())
 
 
-def multiplies_quantised():
-    """Whether the kernel in use multiplies quantised weights as they are, and not slower than bfloat16."""
-    return chosen.product_few != NULL
-
-
 cdef int _format_of(str kind, int itemsize) except -1:
     if kind is None:
         return HALVES if itemsize == 2 else FLOATS

@@ -26,6 +26,7 @@ from tinyspec.bench.report import (
     describe_additions,
     format_speedup,
     gather_arms,
+    list_prompt_columns,
     list_speedup_columns,
     list_unusual_knobs,
     make_grid,
@@ -319,6 +320,16 @@ def tabulate_kernels(core: Result) -> str:
     return Grid("", ["", "us", "against", "us", "times as fast"], rows).to_markdown()
 
 
+def tabulate_products(core: Result) -> str:
+    """Return how long each compiled kernel takes for one row by a matrix, by what weights are."""
+    rows = {
+        kernel: {form: 1e3 * median(taken) for form, taken in forms.items()}
+        for kernel, forms in core["products"].items()
+    }
+    forms = next(iter(rows.values()))
+    return write_table([Column(f"{form}, ms", form, ".2f") for form in forms], rows)
+
+
 def list_lookups(retrieval: Result, size: str = "100000") -> dict[str, dict[str, Any]]:
     """Return the figures of each index of this size, and how its lookup grows with the size."""
     growth = retrieval["growth"]
@@ -461,6 +472,7 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
     columns = [
         *list_speedup_columns(result["figures"]["tasks"], format_speedup, "median"),
         Column("tokens/s", "tokens_per_second", ".1f"),
+        *list_prompt_columns(arms),
         SAME_TEXT,
     ]
     blocks = [

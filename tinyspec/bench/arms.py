@@ -49,6 +49,7 @@ class ArmOutput(NamedTuple):
     state        bytes of what the drafter keeps of texts (tries, automata), as these report them;
                  None: none of them reports its size
     held         tokens of the texts that it keeps
+    first        seconds until the first new token was known, from the start of `prefill`
     """
 
     prefill: float
@@ -65,6 +66,7 @@ class ArmOutput(NamedTuple):
     stopped: int | None = None
     state: int | None = None
     held: int | None = None
+    first: float | None = None
 
 
 class Arm(Protocol):
@@ -138,7 +140,11 @@ class TechniqueArm:
         wait()
         read = clock()
         silent = truncated = stopped = 0
+        first = None
         for round in decoder.run(rng):
+            if first is None:
+                wait()
+                first = clock() - begun
             stats.count(round)
             silent += len(round.tokens) == len(round.verdict.accepted)
             truncated += round.truncated
@@ -163,6 +169,7 @@ class TechniqueArm:
             stopped=stopped,
             state=state,
             held=None if state is None else self.held,
+            first=first,
         )
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
 VERSION = 1  # of the file
-OLDER = 17  # columns of older files
+OLDER = 17, 20  # columns of older files
 
 
 class Sample(NamedTuple):
@@ -27,7 +27,8 @@ class Sample(NamedTuple):
     tokens  counted from the ids
     timed   how many of them were made in `decode` seconds
     same    how many ids at the front equal plain greedy decoding's; None above temperature 0
-    stopped, state, held  as in `arms.ArmOutput`; older files do not have these columns
+    stopped, state, held, first  as in `arms.ArmOutput`; older files do not have these columns
+    read  tokens that were read in `prefill` seconds; older files do not have it
     """
 
     task: str
@@ -50,6 +51,8 @@ class Sample(NamedTuple):
     stopped: int | None = None
     state: int | None = None
     held: int | None = None
+    read: int | None = None
+    first: float | None = None
 
     @property
     def job(self) -> str:
@@ -166,7 +169,7 @@ class SampleBook:
             raise TinyspecError(
                 f"{path}: not a result file of `tinyspec bench`, or one of another version"
             )
-        if found["columns"] not in (list(Sample._fields), list(Sample._fields[:OLDER])):
+        if found["columns"] not in [list(Sample._fields[:n]) for n in (None, *OLDER)]:
             raise TinyspecError(
                 f"{path}: its samples have other columns: it is of another version; start anew"
             )

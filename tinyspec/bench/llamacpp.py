@@ -142,16 +142,20 @@ class LlamaCppArm:
         ids: list[int] = []
         begun = clock()
         self.read(job.ids[:-1])
-        read = clock()
-        for _ in range(job.tokens):
+        read = first = clock()
+        for at in range(job.tokens):
             if decode(context, batch_of(one, 1)):
                 raise RuntimeError("llama_decode failed")
             token = sample(sampler, context, -1)
+            if at == 0:
+                first = clock()
             ids.append(token)
             one[0] = token
         done = clock()
         self.lib.llama_sampler_free(sampler)
-        return ArmOutput(read - begun, done - read, tuple(ids), job.tokens, nodes=0)
+        return ArmOutput(
+            read - begun, done - read, tuple(ids), job.tokens, nodes=0, first=first - begun
+        )
 
     def read(self, ids: Any) -> None:
         """Run ids after what is cached, many at a time."""

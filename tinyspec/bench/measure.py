@@ -82,6 +82,7 @@ def _time_request(
         round,
         tokens=tokens,
         timed=tokens - made.early,
+        read=len(job.ids) - (made.early == 0),  # the last one is read with the first new token
         same=same,
         **counts,
     )

@@ -135,7 +135,14 @@ class TransformersArm:
         drafts = "prompt_lookup_num_tokens" in self.options or self.assistant is not None
         nodes = rows.rows - len(job.ids) - (rows.calls - 1) if drafts else 0
         return ArmOutput(
-            read - begun, done - read, ids, rows.calls, calls.calls, nodes, early=early
+            read - begun,
+            done - read,
+            ids,
+            rows.calls,
+            calls.calls,
+            nodes,
+            early=early,
+            first=read - begun,
         )
 
     def forwards(self, cached: int) -> "TransformersForward":

@@ -175,6 +175,10 @@ COUNTS = (
     Column("draft passes/token", "draft_calls_per_token", ".2f"),
     Column("nodes/token", "nodes_per_token", ".2f"),
 )
+PROMPT = (
+    Column("prompt tokens/s", "prompt_tokens_per_second", ".0f"),
+    Column("ms to the first token", "first_token", ".0f"),
+)
 SAME_TEXT = Column("same text", format_identical)
 
 
@@ -192,6 +196,11 @@ def list_speedup_columns(
     """Return a column for each task, and the mean if there are several."""
     columns = [Column(SHORT.get(t, t), ("tasks", t, "speedup", *figure), write) for t in tasks]
     return [*columns, *([Column("mean", "mean", format_speedup)] if len(tasks) > 1 else [])]
+
+
+def list_prompt_columns(arms: Mapping[str, Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return the columns about the prompt. Results from before they were measured have none."""
+    return PROMPT if all(of.get("first_token") is not None for of in arms.values()) else ()
 
 
 def find_least_speedup(figures: Mapping[str, Any], arm: str) -> float | None:
@@ -222,6 +231,7 @@ def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
         [
             Column("tokens/s", "tokens_per_second", ".1f"),
             Column("with prompt", "request", format_speedup),
+            *list_prompt_columns(arms),
             TAU,
             *COUNTS,
             Column("position-layers/token", "layers_per_token", ".1f"),

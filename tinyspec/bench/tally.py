@@ -101,6 +101,22 @@ def count_samples(samples: Sequence[Sample]) -> dict[str, float | None]:
     }
 
 
+def describe_prompts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Return how fast one arm read prompts, and its median time to the first token, in ms.
+
+    Samples of older files do not tell it: then there is nothing.
+    """
+    reads = [s.read for s in samples if s.read is not None]
+    firsts = [s.first for s in samples if s.first is not None]
+    seconds = sum(s.prefill for s in samples)
+    if not seconds or not len(reads) == len(firsts) == len(samples):
+        return {}
+    return {
+        "prompt_tokens_per_second": sum(reads) / seconds,
+        "first_token": 1e3 * median(firsts),
+    }
+
+
 def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
     """Return all figures of one arm on one task's samples."""
     own = [s for s in samples if s.arm == arm]
@@ -170,6 +186,7 @@ def summarize_arm(
         "tokens_per_second": _mean_or_none(pace),
         "jobs": sum(arms[arm]["jobs"] for arms in tasks.values()),
         "identical": None if None in found.values() else sum(found.values()),
+        **describe_prompts(own),
         **count_samples(own),
     }
 

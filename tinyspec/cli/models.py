@@ -135,7 +135,7 @@ def quantize(model: str, kind: str, out: Path, quiet: bool) -> None:
 
     This is lossy: it prints the perplexity before and after, on books that no model here has seen,
     if they are on this machine. The folder has the weights twice, as model.gguf and expanded to
-    bfloat16. Where the kernels multiply quantised weights, model.gguf is loaded; the results are
+    bfloat16. model.gguf is loaded where it is faster to multiply quantised weights; the results are
     the same, bit for bit. Each matrix needs rows of a multiple of 32. Heads and exits in the folder
     of MODEL are left out.
 

@@ -6,10 +6,11 @@ keys and values may be stored as bfloat16. No bit of a row depends on what is co
 The packed weights are the only copy: a weight that is read by name is unpacked.
 """
 
+import functools
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -21,9 +22,9 @@ from torch import Tensor
 from tinyspec import _core
 from tinyspec.lm.config import Config
 from tinyspec.lm.forward import Cache, ForwardBatch, SeenSlots
-from tinyspec.lm.host import trim_heap
+from tinyspec.lm.host import find_free_memory, trim_heap
 from tinyspec.lm.ops import rotary_rows, rotary_tables
-from tinyspec.lm.quantised import BLOCK, QuantisedMatrix
+from tinyspec.lm.quantised import BLOCK, GROUP, SCALE_BYTES, QuantisedMatrix
 
 NextTokenFn = Callable[[Any], int | None]
 """Logits [V], an array or without compiled layers a tensor -> the next token; None: stop."""
@@ -54,6 +55,59 @@ def can_pack(config: Config, weights: Mapping[str, Tensor]) -> bool:
 def can_pack_quantised(config: Config) -> bool:
     """Return whether the compiled path can run a model of quantised and bfloat16 weights."""
     return _core.compute is not None and _has_pairs(config)
+
+
+def prefers_quantised(config: Config) -> bool:
+    """Return whether quantised weights of this config are best multiplied as they are.
+
+    So they are where that is faster, and where the bfloat16 ones do not fit into the memory that
+    is left. The results are the same bits.
+    """
+    assert _core.compute is not None
+    if (left := find_free_memory()) is not None and left < 2 * config.parameters():
+        return True
+    return is_quantised_faster(_core.compute.kernel(), torch.get_num_threads())
+
+
+@functools.cache
+def is_quantised_faster(kernel: str, threads: int) -> bool:
+    """Return whether this kernel multiplies one row by Q4_1 faster than by bfloat16 weights.
+
+    Kernels that multiply pairs of bfloat16 do. The others are measured.
+    """
+    if kernel == "avx512bf16":
+        return True
+    seconds = time_products(kernel, threads, ("Q4_1",))
+    return min(seconds["Q4_1"]) < min(seconds["bfloat16"])
+
+
+def time_products(
+    kernel: str, threads: int, kinds: Sequence[str], rounds: int = 5
+) -> dict[str, list[float]]:
+    """Return the seconds of one row by a matrix [8192, 4096], in bfloat16 and in these kinds.
+
+    The matrices are 18 to 64 MiB and take turns, so that hardly a cache holds them.
+    """
+    compute, (out, inputs) = _core.compute, (8192, 4096)
+    assert compute is not None
+    halves = np.full(out * inputs, 0x3F80, np.uint16)
+    matrices = {"bfloat16": compute.Packed(halves, out, inputs)}
+    for kind in kinds:
+        size = out * inputs // GROUP * (SCALE_BYTES[kind] + (32 if kind == "Q8_0" else 16))
+        matrices[kind] = compute.Packed(np.full(size, 1, np.uint8), out, inputs, None, kind)
+    x, y = np.ones((1, inputs), np.float32), np.empty((1, out), np.float32)
+    seconds: dict[str, list[float]] = {name: [] for name in matrices}
+    before = compute.kernel()
+    compute.use(kernel)
+    try:
+        for _ in range(rounds):
+            for name, matrix in matrices.items():
+                begun = time.perf_counter()
+                matrix.product(x, y, threads)
+                seconds[name].append(time.perf_counter() - begun)
+    finally:
+        compute.use(before)
+    return seconds
 
 
 def _has_pairs(config: Config) -> bool:
@@ -261,7 +315,7 @@ class Engine:
                 for i in range(config.distinct_layers)
             ]
             own["head_norms"] = pairs * config.repeat
-        self._make_compiled = partial(
+        self._make_compiled = functools.partial(
             _core.compute.Engine,
             layers,
             _norm_arrays(plain, "norm"),

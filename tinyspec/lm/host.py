@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,16 @@ def view_as_ints(store: Tensor) -> NDArray[Any] | None:
     return (
         store.view(INT_TYPES[store.dtype.itemsize]).numpy() if store.device.type == "cpu" else None
     )
+
+
+def find_free_memory() -> int | None:
+    """Return the bytes that programs can still take, as Linux says. None: it does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
+    return int(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else None
 
 
 def trim_heap() -> None:

@@ -271,6 +271,7 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef HALF
 #undef FUSE
 #undef ADD
+#undef MUL
 #undef MAX
 #undef TOTAL
 #undef TRANSPOSE
@@ -278,4 +279,6 @@ static TARGET void FN(attend)(const Stack *s, const Row *row, const Sees *sees, 
 #undef CHAINS
 #undef PLACE
 #undef DOT
+#undef NUMBER
+#undef MOST
 #undef SOON_AFTER

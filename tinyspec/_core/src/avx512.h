@@ -6,6 +6,7 @@
 #define SET(x) _mm512_set1_ps(x)
 #define FMA(a, b, c) _mm512_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm512_add_ps(a, b)
+#define MUL(a, b) _mm512_mul_ps(a, b)
 #define MAX(a, b) _mm512_max_ps(a, b)
 #define FUSE(a, b, c) __builtin_fmaf(a, b, c)
 #define TOTAL(v) total16(v)

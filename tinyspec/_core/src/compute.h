@@ -77,8 +77,9 @@ typedef struct {
     void (*product_rounded)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy,
                             int add);
     void (*round)(const float *x, int n, uint16_t *to);
-    /* The same for a quantised matrix and at most FEW rows; NULL: it is unpacked first. */
-    void (*product_few)(const Matrix *w, int first, int last, const uint16_t *x, int ldx, int rows, float *y, int ldy, int add);
+    /* The same for a quantised matrix and at most `few` rows, which are rounded where product_rounded is not NULL. */
+    void (*product_few)(const Matrix *w, int first, int last, const void *x, int ldx, int rows, float *y, int ldy, int add);
+    int few;
     void (*unpack)(const Matrix *w, int block, uint16_t *to); /* a block of a quantised matrix as bfloat16, [in / 2][16][2] */
     /* Rows of one text; q is [rows, ldq], out [rows, heads * width], both at the first head that shares this one. */
     void (*attend)(const Stack *s, const Row *row, const Sees *sees, int rows, int layer, int head, const float *q, size_t ldq,
@@ -88,7 +89,7 @@ typedef struct {
     /* Turn and keep what stands at from..upto-1 of a row's queries, keys and values. */
     void (*place)(const Stack *s, const Row *row, int layer, float *qkv, int from, int upto);
 } Kernel;
-enum { FEW = 8 };
+enum { FEW = 8 }; /* the most of any kernel */
 const Kernel *kernel_named(const char *name); /* NULL: not on this processor */
 int kernel_sound(const Kernel *kernel);       /* whether it computes what the portable one does */
 

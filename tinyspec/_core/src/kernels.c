@@ -37,6 +37,7 @@ static inline void transpose4(V4 *v) {
 }
 enum { LATER = 16 }; /* keys or values that are asked for before they are needed */
 enum { AHEAD = 64 }; /* inputs whose weights are asked for before they are needed */
+enum { NEAR = 1024 }; /* bytes of quantised weights by which they are */
 
 /* Sums of rows and a few neighbouring blocks, [rows][wide][BLOCK], of which the last is not whole, go to y: plus bias, plus what
  * stands there. */
@@ -47,15 +48,6 @@ static void put(const Matrix *w, int block, int wide, const float *sums, int row
             const float v = w->bias ? sums[o] + w->bias[at + o] : sums[o];
             y[at + o] = add ? y[at + o] + v : v;
         }
-}
-
-static void unpack_plain(const Matrix *w, int block, uint16_t *to) {
-    const size_t bytes = group_bytes(w->format), groups = w->in / GROUP;
-    const uint8_t *group = (const uint8_t *)w->data + block * groups * bytes;
-    for (size_t g = 0; g < groups; g++, group += bytes)
-        for (int i = 0; i < GROUP; i += 2)
-            for (int o = 0; o < BLOCK; o++, to += 2)
-                to[0] = unpack_weight(w->format, group, o, i), to[1] = unpack_weight(w->format, group, o, i + 1);
 }
 
 #define SUFFIX _plain
@@ -74,6 +66,7 @@ static void unpack_plain(const Matrix *w, int block, uint16_t *to) {
 #define MOST 3 /* 16 of them */
 #endif
 #define ADD(a, b) ((a) + (b))
+#define MUL(a, b) ((a) * (b))
 #define MAX(a, b) max4(a, b)
 #define FUSE(a, b, c) ((a) * (b) + (c)) /* of single floats */
 #define TOTAL(v) (((v)[0] + (v)[2]) + ((v)[1] + (v)[3]))
@@ -84,10 +77,13 @@ static void unpack_plain(const Matrix *w, int block, uint16_t *to) {
 #define EVEN(p) even4(p)
 #define ODD(p) odd4(p)
 #define SOME(k) ((k) == 1 ? 2 : 1)
+#define SHARE 1
+#define WIDE(k) 1
 #include "slab.h"
+#include "few.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel portable = {"portable", product_plain, NULL, NULL, NULL, unpack_plain, attend_plain, activate_plain, norm_plain, place_plain};
+static const Kernel portable = {"portable", product_plain, NULL, NULL, product_few_plain, 1, unpack_plain, attend_plain, activate_plain, norm_plain, place_plain};
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -128,6 +124,7 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define SET(x) _mm256_set1_ps(x)
 #define FMA(a, b, c) _mm256_fmadd_ps(a, b, c)
 #define ADD(a, b) _mm256_add_ps(a, b)
+#define MUL(a, b) _mm256_mul_ps(a, b)
 #define MAX(a, b) _mm256_max_ps(a, b)
 #define FUSE(a, b, c) __builtin_fmaf(a, b, c)
 #define TOTAL(v) total8(v)
@@ -139,10 +136,13 @@ static inline __attribute__((always_inline, target("avx2,fma"))) __m256 odd8(con
 #define ODD(p) odd8(p)
 #define SOME(k) ((k) == 1 ? 4 : (k) <= 3 ? 2 : 1)
 #define MOST 6
+#define SHARE 4
+#define WIDE(k) ((k) == 1 ? 2 : 1)
 #include "slab.h"
+#include "few.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, NULL, unpack_plain, attend_avx2, activate_avx2, norm_avx2, place_avx2};
+static const Kernel avx2 = {"avx2", product_avx2, NULL, NULL, product_few_avx2, 4, unpack_avx2, attend_avx2, activate_avx2, norm_avx2, place_avx2};
 
 /* Each lane and the one eight further on, then as above. */
 static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) float total16(__m512 v) {
@@ -173,10 +173,13 @@ static inline __attribute__((always_inline, target("avx512f,avx2,fma"))) void tr
 #include "avx512.h"
 #define SOME(k) ((k) <= 2 ? 4 : 2)
 #define MOST 12
+#define SHARE 8
+#define WIDE(k) ((k) <= 2 ? 4 : (k) <= 4 ? 2 : 1)
 #include "slab.h"
+#include "few.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, NULL, unpack_plain, attend_avx512, activate_avx512, norm_avx512, place_avx512};
+static const Kernel avx512 = {"avx512", product_avx512, NULL, NULL, product_few_avx512, 8, unpack_avx512, attend_avx512, activate_avx512, norm_avx512, place_avx512};
 
 /* Where the processor multiplies pairs of bfloat16 and adds both products to a float, a bfloat16 matrix takes half the steps.
  * Its rows are rounded to bfloat16 first; all else is as above. */
@@ -201,11 +204,13 @@ static TARGET void round_avx512bf16(const float *x, int n, uint16_t *to) {
         _mm512_mask_storeu_epi16(to + i, some, _mm512_castsi256_si512((__m256i)rounded));
     }
 }
+#define SHARE 8
+#define WIDE(k) ((k) <= 2 ? 4 : (k) <= 4 ? 2 : 1)
 #include "slab.h"
 #include "few.h"
 #include "rowwise.h"
 #include "attend.h"
-static const Kernel avx512bf16 = {"avx512bf16",      product_avx512,    product_avx512bf16,  round_avx512bf16, product_few,
+static const Kernel avx512bf16 = {"avx512bf16",      product_avx512,    product_avx512bf16,  round_avx512bf16, product_few_avx512bf16, 8,
                                   unpack_avx512bf16, attend_avx512bf16, activate_avx512bf16, norm_avx512bf16,  place_avx512bf16};
 #endif
 #endif
@@ -227,24 +232,31 @@ const Kernel *kernel_named(const char *name) {
     return strcmp(name, "portable") ? NULL : &portable;
 }
 
-/* Quantised matrices with scales and shifts that are small powers of two: unpacked as the portable kernel does, and multiplied. */
+/* Quantised matrices with scales and shifts that are small powers of two: unpacked as the formula says, and multiplied. */
 static int quantised_sound(const Kernel *kernel) {
     enum { IN = 2 * GROUP, OUT = 3 * BLOCK, MOST_BYTES = 3 * 2 * (32 + 512) };
     uint8_t data[MOST_BYTES];
-    uint16_t expected[3 * BLOCK * IN], got[3 * BLOCK * IN], x[FEW * IN];
-    float y[FEW * OUT], same[FEW * OUT];
-    for (int i = 0; i < FEW * IN; i++) x[i] = narrow((float)(i * 5 % 13 - 6) / 4);
+    uint16_t expected[3 * BLOCK * IN], got[3 * BLOCK * IN], rounded[FEW * IN];
+    float x[FEW * IN], y[FEW * OUT], same[FEW * OUT];
+    for (int i = 0; i < FEW * IN; i++) rounded[i] = narrow(x[i] = (float)(i * 5 % 13 - 6) / 4);
     for (int format = Q8_0; format < FORMATS; format++) {
         const size_t bytes = group_bytes(format), head = group_head(format);
         for (size_t i = 0; i < 6 * bytes; i++) data[i] = (uint8_t)(i * 37 % 251);
         for (int g = 0; g < 6; g++)
             for (size_t i = 0; i < head; i += 2) data[g * bytes + i] = 0, data[g * bytes + i + 1] = 0x30 + i % 3 * 4; /* 1/8 to 1 */
         const Matrix w = {data, NULL, OUT, IN, format}, unpacked = {expected, NULL, OUT, IN, HALVES};
-        for (int b = 0; b < 3; b++) unpack_plain(&w, b, expected + b * BLOCK * IN), kernel->unpack(&w, b, got + b * BLOCK * IN);
+        for (int at = 0; at < 3 * BLOCK * IN; at++) {
+            const int b = at / (BLOCK * IN), i = at % (BLOCK * IN) / (2 * BLOCK) * 2 + at % 2, o = at / 2 % BLOCK;
+            expected[at] = unpack_weight(format, data + (b * (IN / GROUP) + i / GROUP) * bytes, o, i % GROUP);
+        }
+        for (int b = 0; b < 3; b++) kernel->unpack(&w, b, got + b * BLOCK * IN);
         if (memcmp(expected, got, sizeof got)) return 0;
-        for (int rows = 1; rows <= FEW && kernel->product_few; rows++) {
-            kernel->product_rounded(&unpacked, 0, 3, x, IN, rows, same, OUT, 0);
-            kernel->product_few(&w, 0, 3, x, IN, rows, y, OUT, 0);
+        for (int rows = 1; rows <= kernel->few; rows++) {
+            if (kernel->product_rounded)
+                kernel->product_rounded(&unpacked, 0, 3, rounded, IN, rows, same, OUT, 0);
+            else
+                kernel->product(&unpacked, 0, 3, x, IN, rows, same, OUT, 0);
+            kernel->product_few(&w, 0, 3, kernel->product_rounded ? (const void *)rounded : x, IN, rows, y, OUT, 0);
             if (memcmp(y, same, (size_t)rows * OUT * sizeof(float))) return 0;
         }
     }

@@ -76,8 +76,9 @@ static void multiply(Hand *hand, const Matrix *w, int first, int last, Rows in, 
             kernel->product(w, first, last, in.x, in.ld, in.count, y, w->out, add);
         return;
     }
-    if (kernel->product_few && in.count <= FEW) {
-        kernel->product_few(w, first, last, hand->rounded, w->in, in.count, y, w->out, add);
+    if (in.count <= kernel->few) {
+        const void *x = narrowed ? (const void *)hand->rounded : in.x;
+        kernel->product_few(w, first, last, x, narrowed ? w->in : in.ld, in.count, y, w->out, add);
         return;
     }
     uint16_t *unpacked = hand->rounded + (narrowed ? (size_t)in.count * w->in : 0);

@@ -170,11 +170,9 @@ static void FN(product)(const Matrix *w, int first, int last, const NUMBER *x, i
     }
 }
 
-#undef NUMBER
 #undef FORGET
 #undef SOON
 #undef ASK
 #undef SLAB
 #undef PAIR
 #undef SOME
-#undef MOST

@@ -3,7 +3,8 @@
 Sampling: temperature 0.8 and top-p 0.9 over a vocabulary of 49,152, against transformers'
 processors, and against torch with the 1,024 best taken first (which is not exact: it truncates).
 Verification: five draft tokens, against transformers' `_speculative_sampling` on the same
-distributions. Linearity: the same sampling at V, 2 V, 4 V.
+distributions. Linearity: the same sampling at V, 2 V, 4 V. Products: one row by a matrix, in
+bfloat16 and quantised, with each kernel that this processor has.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tinyspec._core import compute
 from tinyspec.bench.experiment import Experiment
 from tinyspec.bench.harness import (
     ratio_of_medians,
@@ -25,6 +27,8 @@ from tinyspec.decoding.rng import Replay
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
+from tinyspec.lm.engine import time_products
+from tinyspec.lm.quantised import SCALE_BYTES
 from tinyspec.tree import TokenTree
 
 VOCABULARY = 49_152
@@ -89,6 +93,11 @@ def measure_kernels(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
     arms = {name: _repeat_call(kernel) for name, kernel in kernels.items()}
     with show_progress_bar("kernels", given.rounds * len(arms), quiet) as tick:
         samples = time_interleaved(arms, given.rounds, tick=tick)
+    kinds, threads = tuple(SCALE_BYTES), torch.get_num_threads()
+    products = {
+        kernel: time_products(kernel, threads, kinds, given.rounds)
+        for kernel in (compute.kernels() if compute is not None else ())
+    }
     each = {name: [s / TIMES for s in taken] for name, taken in samples.items()}
     ratios = {
         "warp_against_transformers": ("warp_draw", "transformers_processors"),
@@ -100,6 +109,7 @@ def measure_kernels(given: CoreSettings, quiet: bool = False) -> dict[str, Any]:
         {
             "vocabulary": VOCABULARY,
             "samples": each,
+            "products": products,
             "microseconds": {name: round(1e6 * median(taken), 1) for name, taken in each.items()},
             **{name: ratio_of_medians(each, *pair) for name, pair in ratios.items()},
         }

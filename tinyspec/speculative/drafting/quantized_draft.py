@@ -28,8 +28,8 @@ step of its own group; it is made once for a model; greedy text is plain decodin
 Left out: ML-SpecQD rounds to MXFP4, whose 32 weights share a power of two; and a second, smaller
 model drafts for the copy (`staged` and `cascade` have such levels). QuantSpec (Tiwari et al., ICML
 2025, arXiv 2502.10424) quantises the cache of a long text as well. gamma is our choice. The copy's
-embedding and output matrix are quantised too. Where the kernels do not multiply quantised weights,
-the copy is expanded, and so as slow as the target.
+embedding and output matrix are quantised too. Where it is not faster to multiply these as they
+are, the copy is expanded, and so as slow as the target.
 """
 
 from collections.abc import Mapping
@@ -37,10 +37,10 @@ from collections.abc import Mapping
 import numpy as np
 from torch import Tensor
 
-from tinyspec import _core
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import ModelDrafter
 from tinyspec.decoding.verify import verify_tree
+from tinyspec.lm.engine import prefers_quantised
 from tinyspec.lm.host import trim_heap
 from tinyspec.lm.model import Model
 from tinyspec.lm.quantised import GROUP, QuantisedMatrix, QuantisedWeights, quantise_matrix
@@ -68,15 +68,13 @@ def quantise_weights(weights: dict[str, Tensor]) -> dict[str, QuantisedMatrix]:
 def copy_in_four_bits(target: Model) -> Model:
     """Return a copy of a model with its matrices in four bits.
 
-    They stay quantised if the kernels can multiply quantised matrices. Otherwise they are expanded
-    to the model's type.
+    They stay quantised if that is faster. Otherwise they are expanded to the model's type.
     """
     weights = dict(target.weights)
     matrices = quantise_weights(weights)
     plain = {name: weight for name, weight in weights.items() if name not in matrices}
     copied: Mapping[str, Tensor]
-    compute = _core.compute
-    if target.engine is not None and compute is not None and compute.multiplies_quantised():
+    if target.engine is not None and prefers_quantised(target.config):
         copied = QuantisedWeights(matrices, {name: w.bfloat16() for name, w in plain.items()})
     else:
         expanded = {name: one.expand().to(weights[name]) for name, one in matrices.items()}
