@@ -420,7 +420,9 @@ def test_several_prompts_stream_at_once(story: Served, storyteller: Model) -> No
     body = {"prompt": prompts, "max_tokens": 10, "stream_options": {"include_usage": True}}
     *events, last = story.stream(COMPLETIONS, body)
     for i, prompt in enumerate(prompts):
-        mine = [event["choices"][0] for event in events if event["choices"][0]["index"] == i]
+        own = [event for event in events if event["choices"][0]["index"] == i]
+        mine = [event["choices"][0] for event in own]
+        assert own[-1]["tinyspec"]["seed"] == i
         assert (
             "".join(choice["text"] for choice in mine)
             == alone(storyteller, prompt, max_new_tokens=10, seed=i).text

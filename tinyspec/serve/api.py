@@ -510,11 +510,12 @@ class ReplyWriter:
             }
         return usage
 
-    def _figures(self, results: Sequence[Generation]) -> dict[str, Any]:
+    def _figures(self, results: Sequence[Generation], index: int = 0) -> dict[str, Any]:
+        """Return the figures of results, of which the first is choice `index`: seed + index."""
         stats = add_statistics(results)
         return {
             "method": self.method,
-            "seed": self.asked.options["seed"],
+            "seed": self.asked.options["seed"] + index,
             "target_calls": stats.target_calls,
             "tokens_per_call": stats.tokens_per_call,
             "drafted": stats.drafted,
@@ -545,7 +546,7 @@ class ReplyWriter:
         reason = FINISH_REASONS.get(result.finish_reason, "length")
         content: dict[str, Any] = {} if self.asked.is_chat else {"text": ""}
         event = self._write_event([self._write_delta(index, content, reason)])
-        return event | {"tinyspec": self._figures([result])}
+        return event | {"tinyspec": self._figures([result], index)}
 
     def write_usage(self, results: Sequence[Generation]) -> list[dict[str, Any]]:
         """Return the event of the usage, if it was asked for."""
