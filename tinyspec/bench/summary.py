@@ -35,7 +35,7 @@ OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
     "bench-stored", "bench-smollm2-heads", "bench-auto-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
-    "heads-eesd", "exits-consistent",
+    "heads-eesd", "exits-consistent", "bench-speed",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
