@@ -158,7 +158,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 6202,
     "decoding": 2022,
-    "chapters": 14510,
+    "chapters": 14516,
     "laws": 19714,
     "museum": 3705,
     "training": 3450,

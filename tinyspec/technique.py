@@ -303,7 +303,7 @@ class Trained(NamedTuple):
     layers    (config, settings) -> layers whose outputs the head reads. An empty tuple: it is
               trained through the target's layers, as probes are, and predict ignores the states
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
-    begin     (target, settings, seed) -> the tensors before training
+    initialize  (target, settings, seed) -> the tensors before training
     depths    weights -> how many tokens are guessed from one state
     predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, W]:
               row t is of the token t + 2 + depth, given the states up to t and the tokens up to
@@ -321,7 +321,7 @@ class Trained(NamedTuple):
     settings: type[HeadSettings]
     layers: Callable[[Config, Any], tuple[int, ...]]
     shapes: Callable[[Config, Any], dict[str, tuple[int, ...]]]
-    begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]]
+    initialize: Callable[[FrozenTarget, Any, int], dict[str, Tensor]]
     depths: Callable[[HeadWeights], int]
     predict: Callable[[HeadWeights, FrozenTarget, Tensor, Tensor, int], Tensor] | None
     loss: Callable[[HeadWeights, FrozenTarget, TrainingBatch], Tensor]
@@ -400,8 +400,8 @@ class Tuned(NamedTuple):
     loss      (tuning, batch, generator) -> scalar. The batch has no states. Random numbers are
               drawn from the generator, which is on the CPU
     small     settings on which the trainer is tested
-    begin     (target, settings, seed) -> further tensors that are trained with the model, by name.
-              It is called first, and raises TinyspecError for settings that do not fit the target
+    initialize  (target, settings, seed) -> further tensors that are trained with the model, by
+              name. It is called first, and raises TinyspecError for settings that do not fit
     rate      learning rate of these tensors, as a multiple of the model's
     predict   (blocks, settings, ids [B, T], depth) -> logits [B, T, V], as `Trained.predict`; None:
               its draft is not read off rows that were trained for it
@@ -415,7 +415,7 @@ class Tuned(NamedTuple):
     settings: type[Any]
     loss: Callable[[Tuning, TrainingBatch, torch.Generator], Tensor]
     small: Any
-    begin: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
+    initialize: Callable[[FrozenTarget, Any, int], dict[str, Tensor]] = add_nothing
     rate: float = 1.0
     predict: Callable[[Blocks, Any, Tensor, int], Tensor] | None = None
     tokens: tuple[str, ...] = ()
@@ -486,7 +486,7 @@ class TrainedTranslator(NamedTuple):
                each [2, B]: what is counted, and by what the sum is divided
     best       the figure whose least value decides which weights are best; empty: BLEU decides
     equip      (config, settings) -> config with the technique's own weights
-    begin      sets those of its own weights, by name, that do not begin at random
+    initialize  sets those of its own weights, by name, that do not begin at random
     counts     (settings, training pairs, aligner) -> what is counted in the pairs; config.json
                stores it beside the settings
     extends    whether it begins as its teacher, whose shape it has, and adds weights to it
@@ -509,7 +509,7 @@ class TrainedTranslator(NamedTuple):
     own_text: Callable[[Seq2Seq, Any, Tensor, Tensor], dict[str, Tensor]] | None = None
     best: str = ""
     equip: Callable[[Seq2SeqConfig, Any], Seq2SeqConfig] = lambda config, settings: config
-    begin: Callable[[Mapping[str, Tensor]], None] = lambda weights: None
+    initialize: Callable[[Mapping[str, Tensor]], None] = lambda weights: None
     counts: Callable[[Any, Sequence[tuple[Ids, Ids]], AlignWords], dict[str, Any]] = (
         lambda settings, pairs, align: {}
     )

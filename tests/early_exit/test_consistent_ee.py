@@ -344,7 +344,7 @@ def test_the_policy_alone_can_be_trained_on_a_model_that_stays() -> None:
     model = small_network(3, vocabulary=6, layers=4)
     settings = PolicySettings(width=5)
     assert CARD.trained is not None
-    weights = CARD.trained.begin(freeze_target(model), settings, 0)
+    weights = CARD.trained.initialize(freeze_target(model), settings, 0)
     for w in weights.values():
         w.requires_grad_()
     loss = policy_phase_loss(weights, freeze_target(model), training_batch())

@@ -23,9 +23,9 @@ from tinyspec.early_exit.depth_adaptive import (
     LEAD,
     DepthAdaptiveSettings,
     KnownTokens,
-    begin_predictors,
     choose_best_exits,
     geometric_log_probs,
+    initialize_predictors,
     measure_translator_predictors,
     parse_thresholds,
     predict_exit,
@@ -110,7 +110,7 @@ def test_printed_algorithm_is_what_runs(config: Any, predictor: str) -> None:
 
 def with_predictors(**weights: Any) -> Model:
     """Return the small model with predictors of zeros, but for these."""
-    begun = begin_predictors(freeze_target(network(LLAMA)), DepthAdaptiveSettings(), 0)
+    begun = initialize_predictors(freeze_target(network(LLAMA)), DepthAdaptiveSettings(), 0)
     for name, w in weights.items():
         begun[name.replace("_", ".")] = torch.as_tensor(w, dtype=torch.float64)
     return add_head(network(LLAMA), "depth_adaptive", begun)
@@ -261,7 +261,7 @@ def test_figures_count_layers_and_agreement() -> None:
     settings = DepthAdaptiveSettings(penalty=0.1)
     target = freeze_target(model)._replace(settings=settings)
     assert CARD.trained is not None and CARD.trained.figures is not None
-    found = CARD.trained.figures(begin_predictors(target, settings, 0), target, batch)
+    found = CARD.trained.figures(initialize_predictors(target, settings, 0), target, batch)
     n = int(batch.is_answer[:, :-1].sum())
     logits = [model.torch_blocks().compute_logits(x) for x in
               model.torch_blocks().layer_states(batch.ids[:, :-1])]  # fmt: skip

@@ -14,11 +14,11 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.early_exit.eesd import (
     ThompsonControl,
-    begin_eesd,
     choose_draft_length,
     draft_by_thompson,
     eesd_loss,
     exit_layer_shapes,
+    initialize_eesd,
 )
 from tinyspec.early_exit.kangaroo import KangarooSettings, predict_by_adapter
 from tinyspec.errors import TinyspecError
@@ -172,7 +172,7 @@ def test_a_text_of_one_token_has_no_draft() -> None:
 def test_an_untrained_layer_is_an_early_exit_with_its_own_norm() -> None:
     model, ids = small_network(2), torch.tensor([[0, 1, 2, 3]])
     settings, target = KangarooSettings(exit=1), freeze_target(small_network(2))
-    weights = begin_eesd(target, settings, 0)
+    weights = initialize_eesd(target, settings, 0)
     states = model.torch_blocks().hidden_states(ids, (1,))
     normed = torch.nn.functional.rms_norm(states[:, 0], (8,), eps=model.config.norm_eps)
     got = predict_by_adapter(weights, target, ids, states, 0)

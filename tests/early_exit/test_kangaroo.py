@@ -9,7 +9,7 @@ import torch
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import UNCHANGED, SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
-from tinyspec.early_exit.kangaroo import KangarooSettings, adapter_shapes, begin_adapter
+from tinyspec.early_exit.kangaroo import KangarooSettings, adapter_shapes, initialize_adapter
 from tinyspec.early_exit.kangaroo import predict_by_adapter as predict
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import feature_laws
@@ -83,7 +83,7 @@ def test_a_text_of_one_token_has_no_draft() -> None:
 def test_an_untrained_adapter_is_an_early_exit_with_its_own_norm() -> None:
     model, ids = small_network(2), torch.tensor([[0, 1, 2, 3]])
     settings, target = KangarooSettings(exit=1), freeze_target(small_network(2))
-    weights = begin_adapter(target, settings, 0)
+    weights = initialize_adapter(target, settings, 0)
     states = model.torch_blocks().hidden_states(ids, (1, 3))
     normed = torch.nn.functional.rms_norm(states[:, 0], (8,), eps=model.config.norm_eps)
     expected = normed @ target.head.T

@@ -25,11 +25,11 @@ from tinyspec.nonautoregressive.depa import (
     DepaRefiner,
     DepaSettings,
     add_depa_weights,
-    begin_as_identities,
     depa_batch_loss,
     depa_loss,
     find_phase,
     find_target_words,
+    initialize_as_identities,
     list_target_words,
     reverse_words,
     transform_inputs,
@@ -126,11 +126,11 @@ def test_target_words_are_those_of_the_training_targets() -> None:
 def test_it_begins_as_identities() -> None:
     config = find_technique("depa").translator.equip(small_translator(0).config, DepaSettings())  # type: ignore[union-attr]
     model = Seq2Seq.create(config, draws())
-    begin_as_identities(model.weights)
+    initialize_as_identities(model.weights)
     assert torch.equal(model.weights[COPY], torch.eye(8))
     assert torch.equal(model.weights[QUERY], torch.eye(8))
     assert not model.weights[QUERY_BIAS].any()
-    begin_as_identities(small_translator(0).weights)  # which has none
+    initialize_as_identities(small_translator(0).weights)  # which has none
 
 
 # ---------------------------------------------------------------------- training
@@ -258,7 +258,7 @@ def test_a_decoder_that_reads_target_embeddings_needs_them() -> None:
     trained = dict[bool, Seq2Seq]()
     for mixed in (True, False):
         trained[mixed] = model = Seq2Seq.create(config, torch.Generator().manual_seed(1))
-        begin_as_identities(model.weights)
+        initialize_as_identities(model.weights)
         fit(lambda m, batch, _, on=mixed: depa_loss(m, batch, "parallel", on), model, pairs, 200)
     valid = dict[str, float]()
     for name, mixed, read in (

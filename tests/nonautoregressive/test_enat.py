@@ -35,11 +35,11 @@ from tinyspec.nonautoregressive.enat import (
     EnatSettings,
     add_enat_weights,
     adversarial_loss,
-    begin_as_copies,
     count_table,
     discriminator_logits,
     enat_loss,
     format_phrases,
+    initialize_as_copies,
     look_up_phrases,
     phrase_table,
     read_table,
@@ -159,7 +159,7 @@ def test_a_table_is_read_as_it_was_written() -> None:
 def fresh_mapper(seed: int) -> Seq2Seq:
     """Return a random model whose W is the identity, as a training begins."""
     model = rough_reader(seed, "mapping")
-    begin_as_copies(model.weights)
+    initialize_as_copies(model.weights)
     return model
 
 
@@ -195,7 +195,7 @@ def test_the_discriminator_learns_and_then_the_mapping_fools_it() -> None:
     config = Seq2SeqConfig(64, 8, 2, 12, 1, 1, 12, lengths=9)
     config = add_enat_weights(config, EnatSettings("mapping"))
     model = Seq2Seq.create(config, generator)
-    begin_as_copies(model.weights)
+    initialize_as_copies(model.weights)
     with torch.no_grad():
         model.embedding[4:34, 0] += 1.0
     source = torch.randint(4, 34, (64, 5), generator=generator)
@@ -310,7 +310,7 @@ def test_a_phrase_table_is_ahead_of_copies_after_as_many_steps() -> None:
         counted = count_table(settings, pairs, align)
         config = replace(add_enat_weights(config, settings), extra=counted)
         model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
-        begin_as_copies(model.weights)
+        initialize_as_copies(model.weights)
         fit(lambda m, batch, _, s=settings: enat_loss(m, batch, s), model, pairs, 40)
         outputs = translate_rough_words(model, settings, pad_sequences(held))
         valid[name] = task.measure_quality(held, outputs).valid

@@ -35,12 +35,12 @@ from tinyspec.nonautoregressive.latent_transformer import (
     TABLE,
     LatentRefiner,
     LatentSettings,
-    begin_codebook,
     code_logits,
     compress_words,
     expand_codes,
     find_nearest,
     fits_places,
+    initialize_codebook,
     join_digits,
     latent_batch_loss,
     latent_config,
@@ -136,7 +136,7 @@ def test_averages_without_a_memory_are_the_means_of_the_batch() -> None:
 def test_a_codebook_begins_as_vectors_of_the_batch() -> None:
     weights = {BOOK: torch.zeros(8, 3), SUMS: torch.zeros(8, 3), COUNTS: torch.zeros(8)}
     vectors = torch.arange(60.0).view(10, 6)
-    begin_codebook(weights, vectors, 2, torch.Generator().manual_seed(0))
+    initialize_codebook(weights, vectors, 2, torch.Generator().manual_seed(0))
     own = {tuple(row[:3]) for row in vectors.tolist()}, {tuple(row[3:]) for row in vectors.tolist()}
     for entry, row in enumerate(weights[BOOK].tolist()):
         assert tuple(row) in own[entry // 4]

@@ -19,7 +19,13 @@ from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.traps import bita as traps
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
-from tinyspec.speculative.integrated.bita import MASKS, PREFIX, BitaSettings, begin_bita, bita_loss
+from tinyspec.speculative.integrated.bita import (
+    MASKS,
+    PREFIX,
+    BitaSettings,
+    bita_loss,
+    initialize_bita,
+)
 from tinyspec.technique import find_technique
 from tinyspec.tree import ROOT
 
@@ -86,7 +92,7 @@ def test_masks_end_with_the_context() -> None:
 
 def test_masks_and_prefix_are_all_that_is_trained() -> None:
     model = small_network(2)
-    weights = begin_bita(freeze_target(model), BitaSettings(masks=3, prefix=5), 0)
+    weights = initialize_bita(freeze_target(model), BitaSettings(masks=3, prefix=5), 0)
     assert {name: tuple(w.shape) for name, w in weights.items()} == {
         MASKS: (3, 8), PREFIX: (2, 3, 1, 5, 4)
     }  # fmt: skip

@@ -111,7 +111,9 @@ def test_nothing_follows_the_end_of_a_text() -> None:
 def test_a_penalty_sees_the_guesses_before() -> None:
     """Untrained predictors all say the same token; with a penalty the second one says another."""
     model = small_network(3, 8)
-    begun = blockwise.begin_block(freeze_target(model), blockwise.BlockwiseSettings(heads=2), 0)
+    begun = blockwise.initialize_block(
+        freeze_target(model), blockwise.BlockwiseSettings(heads=2), 0
+    )
     weights = {**head_weights(add_random_head(model, CARD, 0), "blockwise"), **begun}
     headed = model.with_extras({f"blockwise/{name}": w for name, w in weights.items()})
     first, second = propose(headed, [1, 2]).tokens

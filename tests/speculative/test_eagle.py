@@ -196,7 +196,7 @@ def make_batch(seed: int = 0, n: int = 8) -> tuple[dict[str, Tensor], Any, Train
     is_answer[:, n // 2 : -1] = True
     states = model.torch_blocks().hidden_states(ids, (3,))
     nothing = torch.empty(0)
-    weights = TRAINED.begin(target, HeadSettings(), 0)
+    weights = TRAINED.initialize(target, HeadSettings(), 0)
     return weights, target, TrainingBatch(ids, is_answer, states, nothing, nothing)
 
 
@@ -244,7 +244,7 @@ def test_noise_is_added_to_what_the_layer_reads_in_training_alone(monkeypatch: A
 
 def test_a_head_begins_with_random_matrices_of_its_seed() -> None:
     _, target, _ = make_batch()
-    one, same, other = (TRAINED.begin(target, HeadSettings(), seed) for seed in (0, 0, 1))
+    one, same, other = (TRAINED.initialize(target, HeadSettings(), seed) for seed in (0, 0, 1))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
     assert one["fc.weight"].abs().max() <= 16**-0.5

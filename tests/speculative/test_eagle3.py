@@ -57,7 +57,7 @@ def test_the_file_has_the_names_and_shapes_of_the_speculators_package() -> None:
 
 def test_the_output_matrix_begins_as_the_targets_rows() -> None:
     target = freeze_target(small_network(2), torch.tensor([0, 2, 3]))
-    begun = eagle3.begin_eagle3(target, Eagle3Settings(draft_vocab=3), 0)
+    begun = eagle3.initialize_eagle3(target, Eagle3Settings(draft_vocab=3), 0)
     assert torch.equal(begun["lm_head.weight"], target.head)
     assert begun["lm_head.weight"] is not target.head
 

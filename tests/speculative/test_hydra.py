@@ -77,7 +77,7 @@ def test_an_untrained_head_says_what_the_targets_head_says(shared: bool) -> None
     states = model.torch_blocks().hidden_states(ids, (3,))
     target = freeze_target(model)
     settings = HydraSettings(heads=3, layers=2, shared_rows=shared)
-    weights = hydra.begin_hydra(target, settings, 0)
+    weights = hydra.initialize_hydra(target, settings, 0)
     for depth in range(3):
         said = hydra.predict_by_hydra(weights, target, ids, states, depth)
         assert torch.allclose(said, model.training_logits(ids))

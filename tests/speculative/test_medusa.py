@@ -34,9 +34,9 @@ from tinyspec.lm.heads import (
 from tinyspec.lm.model import Model
 from tinyspec.speculative.drafting.medusa import (
     MedusaSettings,
-    begin_heads,
     count_heads,
     head_shapes,
+    initialize_heads,
     predict_by_head,
 )
 from tinyspec.technique import Card, Request, find_technique
@@ -62,7 +62,7 @@ def test_an_untrained_head_says_what_the_targets_head_says() -> None:
     ids = torch.tensor([[0, 1, 2, 3, 1]])
     states = model.torch_blocks().hidden_states(ids, (3,))
     target = freeze_target(model)
-    weights = begin_heads(target, MedusaSettings(heads=3, layers=2), 0)
+    weights = initialize_heads(target, MedusaSettings(heads=3, layers=2), 0)
     for depth in range(3):
         said = predict_by_head(weights, target, ids, states, depth)
         assert torch.allclose(said, model.training_logits(ids))

@@ -254,7 +254,9 @@ def test_fewer_prompts_may_be_used_than_were_trained() -> None:
 
 def test_the_embeddings_are_all_that_is_trained() -> None:
     model = small_network(2)
-    begun = ppd.begin_prompts(freeze_target(model), ppd.PromptSettings(prompts=3, virtual=4), 0)
+    begun = ppd.initialize_prompts(
+        freeze_target(model), ppd.PromptSettings(prompts=3, virtual=4), 0
+    )
     assert {name: tuple(w.shape) for name, w in begun.items()} == {ppd.PROMPTS: (3, 4, 8)}
     assert ppd.count_prompts(begun) == 3
 

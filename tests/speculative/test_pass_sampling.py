@@ -14,7 +14,12 @@ from tinyspec.laws.traps import pass_sampling as traps
 from tinyspec.lm.heads import freeze_target
 from tinyspec.lm.model import Model
 from tinyspec.lm.probes import run_probe_groups
-from tinyspec.speculative.drafting.pass_sampling import AHEAD, PassSettings, begin_ahead, pass_loss
+from tinyspec.speculative.drafting.pass_sampling import (
+    AHEAD,
+    PassSettings,
+    initialize_ahead,
+    pass_loss,
+)
 from tinyspec.technique import find_technique
 from tinyspec.tree import TokenTree
 
@@ -55,7 +60,7 @@ def test_a_penalty_is_applied_with_the_drafts_own_history() -> None:
 
 def test_only_the_embeddings_are_trained() -> None:
     model = small_network(2)
-    weights = begin_ahead(freeze_target(model), PassSettings(tokens=3), 0)
+    weights = initialize_ahead(freeze_target(model), PassSettings(tokens=3), 0)
     assert {name: tuple(w.shape) for name, w in weights.items()} == {AHEAD: (3, 8)}
     assert not torch.equal(weights[AHEAD][0], weights[AHEAD][1])
 

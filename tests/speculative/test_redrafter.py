@@ -115,7 +115,7 @@ def test_an_untrained_rnn_says_what_the_targets_head_says() -> None:
     ids = torch.tensor([[0, 1, 2, 3, 1]])
     states = model.torch_blocks().hidden_states(ids, (3,))
     target = freeze_target(model)
-    weights = redrafter.begin_redrafter(target, RedrafterSettings(), 0)
+    weights = redrafter.initialize_redrafter(target, RedrafterSettings(), 0)
     for depth in range(3):
         said = redrafter.predict_by_recurrence(weights, target, ids, states, depth)
         assert torch.allclose(said, model.training_logits(ids))

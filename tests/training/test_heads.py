@@ -199,7 +199,7 @@ def test_a_batch_without_a_known_token_has_no_loss(method: str) -> None:
     assert trained is not None
     model = Model.random(tinyspec.lm.config.Config(9, 8, 3, 2, 1, 4, 12, 16))
     target = freeze_target(model)._replace(settings=trained.small)
-    begun = trained.begin(target, trained.small, 0)
+    begun = trained.initialize(target, trained.small, 0)
     ids = torch.arange(8)[None]
     states = model.torch_blocks().hidden_states(ids, trained.layers(model.config, trained.small))
     nothing = torch.zeros(1, 8, dtype=torch.bool)

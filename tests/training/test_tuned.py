@@ -214,7 +214,7 @@ def with_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     assert card.tuned is not None
     beside = card.tuned._replace(
         loss=loss_of_both,
-        begin=lambda target, settings, seed: {"row": torch.ones(target.config.d_model)},
+        initialize=lambda target, settings, seed: {"row": torch.ones(target.config.d_model)},
         rate=4.0,
     )
     changed = replace(card, tuned=beside, head_of="medusa")

@@ -122,7 +122,9 @@ def policy_shapes(config: Config, settings: "PolicySettings") -> dict[str, tuple
     }
 
 
-def begin_policy(target: FrozenTarget, settings: "PolicySettings", seed: int) -> dict[str, Tensor]:
+def initialize_policy(
+    target: FrozenTarget, settings: "PolicySettings", seed: int
+) -> dict[str, Tensor]:
     """Return policies that leave with chance 1/2 everywhere; only U is random."""
     generator = torch.Generator().manual_seed(seed)
     shapes = policy_shapes(target.config, settings)
@@ -543,7 +545,7 @@ TRANSLATOR = TrainedTranslator(
         PolicySettings,
         lambda config, settings: (),
         policy_shapes,
-        begin_policy,
+        initialize_policy,
         lambda weights: 0,
         None,
         policy_phase_loss,
@@ -553,7 +555,7 @@ TRANSLATOR = TrainedTranslator(
         ConsistentSettings,
         consistent_loss,
         small=ConsistentSettings(width=4, rounds=1),
-        begin=begin_policy,
+        initialize=initialize_policy,
         rate=10.0,
     ),
     translator=TRANSLATOR,

@@ -390,7 +390,7 @@ def predictor_shapes(config: Config, settings: DepthAdaptiveSettings) -> dict[st
     return {**choices, "geometric.weight": (d,), "geometric.bias": (1,)}
 
 
-def begin_predictors(
+def initialize_predictors(
     target: FrozenTarget, settings: DepthAdaptiveSettings, seed: int
 ) -> dict[str, Tensor]:
     """Return zeros: all choices are equally likely at first, and each stop has chance 1/2."""
@@ -432,7 +432,7 @@ TRAINED = Trained(
     DepthAdaptiveSettings,
     lambda config, settings: (),
     predictor_shapes,
-    begin_predictors,
+    initialize_predictors,
     lambda weights: 0,
     None,
     predictor_loss,

@@ -52,7 +52,7 @@ from tinyspec.early_exit.kangaroo import (
     KangarooDrafter,
     KangarooHead,
     KangarooSettings,
-    begin_exit_layer,
+    initialize_exit_layer,
     kangaroo_layers,
     predict_by_adapter,
 )
@@ -155,9 +155,11 @@ def exit_layer_shapes(config: Config, settings: KangarooSettings) -> dict[str, t
     return {**layer_shapes(config), f"layers.0.{INPUT_NORM}.weight": (d,), NORM: (d,)}
 
 
-def begin_eesd(target: FrozenTarget, settings: KangarooSettings, seed: int) -> dict[str, Tensor]:
+def initialize_eesd(
+    target: FrozenTarget, settings: KangarooSettings, seed: int
+) -> dict[str, Tensor]:
     """Return a random layer that begins as an early exit."""
-    return begin_exit_layer(target, exit_layer_shapes(target.config, settings), seed)
+    return initialize_exit_layer(target, exit_layer_shapes(target.config, settings), seed)
 
 
 def eesd_loss(weights: HeadWeights, target: FrozenTarget, batch: TrainingBatch) -> Tensor:
@@ -215,7 +217,7 @@ class EesdDrafter(KangarooDrafter):
         KangarooSettings,
         lambda config, settings: kangaroo_layers(config, settings)[:1],
         exit_layer_shapes,
-        begin_eesd,
+        initialize_eesd,
         lambda weights: LONGEST,
         predict_by_adapter,
         eesd_loss,

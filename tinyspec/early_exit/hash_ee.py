@@ -261,7 +261,7 @@ def hash_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
         HashSettings,
         hash_loss,
         small=HashSettings(exits="1,2"),
-        begin=check_exits,
+        initialize=check_exits,
         tables=build_layer_table,
     ),
     knobs=(

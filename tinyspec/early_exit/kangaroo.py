@@ -106,12 +106,14 @@ def adapter_shapes(config: Config, settings: KangarooSettings) -> dict[str, tupl
     return {f"layers.0.{name}.weight": shape for name, shape in shapes.items()} | {NORM: (d,)}
 
 
-def begin_adapter(target: FrozenTarget, settings: KangarooSettings, seed: int) -> dict[str, Tensor]:
+def initialize_adapter(
+    target: FrozenTarget, settings: KangarooSettings, seed: int
+) -> dict[str, Tensor]:
     """Return a random adapter that begins as an early exit."""
-    return begin_exit_layer(target, adapter_shapes(target.config, settings), seed)
+    return initialize_exit_layer(target, adapter_shapes(target.config, settings), seed)
 
 
-def begin_exit_layer(
+def initialize_exit_layer(
     target: FrozenTarget, shapes: Mapping[str, tuple[int, ...]], seed: int
 ) -> dict[str, Tensor]:
     """Return random matrices, norm gains of one, and output matrices of zero.
@@ -247,7 +249,7 @@ class KangarooDrafter(FeatureDrafter):
         KangarooSettings,
         kangaroo_layers,
         adapter_shapes,
-        begin_adapter,
+        initialize_adapter,
         lambda weights: LONGEST,
         predict_by_adapter,
         kangaroo_loss,

@@ -19,7 +19,7 @@ from tinyspec.laws.evidence import accuse
 from tinyspec.lm.borrowed import embedding_checksum
 from tinyspec.lm.heads import RANKED, RANKS, FrozenTarget, HeadFile, freeze_target, write_head
 from tinyspec.lm.model import Model
-from tinyspec.speculative.drafting.medusa import MedusaSettings, begin_heads, count_heads
+from tinyspec.speculative.drafting.medusa import MedusaSettings, count_heads, initialize_heads
 from tinyspec.technique import TrainingBatch, find_technique
 from tinyspec.training.heads import measure_ranks
 from tinyspec.training.outputs import OutputSettings, TargetPrompt, sample_outputs
@@ -60,11 +60,11 @@ def write_texts(target: Model, count: int, seed: int) -> list[Text]:
     return texts[:count]
 
 
-def begin_weights(target: Model, heads: int) -> Weights:
+def initialize_weights(target: Model, heads: int) -> Weights:
     """Return untrained heads for a target: blocks of zeros, and its output matrix in float32."""
     frozen = freeze_target(target, dtype=torch.float32, layers=False)
     settings = MedusaSettings(heads=heads, shared_rows=True)
-    return {"rows": frozen.head, **begin_heads(frozen, settings, 0)}
+    return {"rows": frozen.head, **initialize_heads(frozen, settings, 0)}
 
 
 def save_heads(
@@ -114,7 +114,7 @@ def read_heads(law: str, got: Any, cases: Cases) -> Weights:
     heads = count_heads({name: w for name, w in got.items() if isinstance(w, Tensor)})
     if not 2 <= heads <= MAX_HEADS:
         accuse(law, f"2 to {MAX_HEADS} heads", f"heads: {heads}")
-    like = begin_heads(target, MedusaSettings(heads=heads, shared_rows=True), 0)
+    like = initialize_heads(target, MedusaSettings(heads=heads, shared_rows=True), 0)
     return read_weights(law, got, like)
 
 

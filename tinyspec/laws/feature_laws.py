@@ -323,8 +323,8 @@ def fit_head(
 ) -> Model:
     """Return the model with a head that its own loss has fitted to one text of the model.
 
-    The head begins as `begin` says, and every token counts as written by the target. All ranks but
-    the first have chance 0 in the head's table, so its draft is a chain.
+    The head begins as `initialize` says, and every token counts as written by the target. All
+    ranks but the first have chance 0 in the head's table, so its draft is a chain.
 
     draws  how often a step computes the loss; more than once where the loss is random
     """
@@ -337,7 +337,7 @@ def fit_head(
     states = model.torch_blocks().hidden_states(ids, layers)
     top = torch.cat((ids[:, 1:], ids[:, :1]), dim=1)[..., None]
     batch = TrainingBatch(ids, written, states, top, torch.ones_like(top, dtype=states.dtype))
-    begun = trained.begin(target, trained.small, 0)
+    begun = trained.initialize(target, trained.small, 0)
     weights = {name: w.clone().requires_grad_() for name, w in begun.items()}
     optimizer: Any = torch.optim.LBFGS(
         weights.values(), max_iter=steps, line_search_fn="strong_wolfe"

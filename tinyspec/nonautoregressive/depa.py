@@ -254,7 +254,7 @@ def add_depa_weights(config: Seq2SeqConfig, settings: DepaSettings) -> Seq2SeqCo
     return replace(config, heads={COPY: (d, d), QUERY: (d, d), QUERY_BIAS: (d,)})
 
 
-def begin_as_identities(weights: Mapping[str, Tensor]) -> None:
+def initialize_as_identities(weights: Mapping[str, Tensor]) -> None:
     """Make W_c and W_q identities."""
     for name in (COPY, QUERY):
         if name in weights:
@@ -336,7 +336,7 @@ def translate_transformed(
         settings=DepaSettings,
         fits=fits_length_token,
         equip=add_depa_weights,
-        begin=begin_as_identities,
+        initialize=initialize_as_identities,
         counts=list_target_words,
     ),
     knobs=LENGTH_KNOBS,

@@ -258,7 +258,7 @@ def add_enat_weights(config: Seq2SeqConfig, settings: EnatSettings) -> Seq2SeqCo
     return replace(config, heads={MAP: (d, d), UP: (d, d), UP_BIAS: (d,), DOWN: (1, d)})
 
 
-def begin_as_copies(weights: Mapping[str, Tensor]) -> None:
+def initialize_as_copies(weights: Mapping[str, Tensor]) -> None:
     """Make W the identity."""
     if MAP in weights:
         weights[MAP].copy_(torch.eye(len(weights[MAP])))
@@ -432,7 +432,7 @@ def enat_settings(model: Seq2Seq) -> EnatSettings:
         settings=EnatSettings,
         fits=fits_length_token,
         equip=add_enat_weights,
-        begin=begin_as_copies,
+        initialize=initialize_as_copies,
         counts=count_table,
     ),
     knobs=LENGTH_KNOBS,

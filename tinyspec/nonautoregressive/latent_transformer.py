@@ -265,7 +265,7 @@ def split_codes(codes: Tensor, settings: LatentSettings) -> Tensor:
 
 
 @torch.no_grad()
-def begin_codebook(
+def initialize_codebook(
     weights: dict[str, Tensor], vectors: Tensor, slices: int, generator: torch.Generator
 ) -> None:
     """Make the entries slices of the vectors [N, d] of a batch, each as if chosen once."""
@@ -366,7 +366,7 @@ def latent_terms(
     has_code = slots[:, ::width]
     own = vectors[has_code]
     if torch.is_grad_enabled() and not bool(model.weights[COUNTS].any()):
-        begin_codebook(model.weights, own, settings.slices, generator)
+        initialize_codebook(model.weights, own, settings.slices, generator)
     book = model.weights[BOOK].detach()
     digits = find_nearest(vectors.detach(), book, settings.slices)
     entries = look_up_entries(digits, book)

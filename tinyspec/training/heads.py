@@ -117,7 +117,7 @@ def train_head(
         token_map = torch.tensor(words, device=where)
     frozen = freeze_target(target, token_map, torch.float32, layers=not layers)
     frozen = frozen._replace(settings=settings)
-    begun = trained.begin(frozen, settings, plan.settings.seed)
+    begun = trained.initialize(frozen, settings, plan.settings.seed)
     weights = {name: w.detach().to(where, torch.float32, copy=True) for name, w in begun.items()}
     n_trained = sum(w.numel() for w in weights.values())
     run.print(f"{plan.name}: {n_trained:,} weights are trained, on {where}")

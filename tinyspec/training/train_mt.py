@@ -190,7 +190,7 @@ def initial_model(
     generator = torch.Generator().manual_seed(plan.settings.seed)
     weights = dict(Seq2Seq.create(config, generator, tokenizer=tokenizer).weights)
     if plan.trained is not None:
-        plan.trained.begin(weights)
+        plan.trained.initialize(weights)
     if parent is not None:
         named = plan.inherit
         prefixes = named if isinstance(named, Mapping) else {name: name for name in named}

@@ -68,7 +68,7 @@ def train_tuned(
     settings = plan.settings_of_head()
     target = tuned.add_tokens(author) if tuned.tokens else author
     frozen = freeze_target(target, None, torch.float32, layers=False)
-    begun = tuned.begin(frozen, settings, plan.settings.seed)
+    begun = tuned.initialize(frozen, settings, plan.settings.seed)
     texts, n_made = list[TargetOutput](), 0
     if tuned.examples is not None:
         texts = [as_output(example) for example in tuned.examples(target, settings)]

@@ -182,7 +182,7 @@ class DialectTrial:
         config = plan.config(self.task.vocab_size)
         config = replace(config, extra={**config.extra, **count_in_pairs(plan, pairs)})
         first = Seq2Seq.create(config, self.seed_weights(name))
-        trained.begin(first.weights)
+        trained.initialize(first.weights)
         return self.train_model(name, first, len(task.pairs), task.batch, loss, 0, task.before_step)
 
     def shape_for(self, trained: TrainedTranslator) -> dict[str, Any]:

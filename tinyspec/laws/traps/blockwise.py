@@ -29,7 +29,7 @@ from tinyspec.speculative.drafting.blockwise import (
     BlockLayer,
     BlockwiseDrafter,
     BlockwiseSettings,
-    begin_block,
+    initialize_block,
     predict_by_block,
     relaxed_verifier,
 )
@@ -57,7 +57,7 @@ def untrained_layer_repeats_the_head(build: Build) -> Iterator[int]:
     settings = BlockwiseSettings(heads=3)
     for seed in range(6):
         model = small_network(seed)
-        weights = begin_block(freeze_target(model), settings, seed)
+        weights = initialize_block(freeze_target(model), settings, seed)
         begun = add_head(model, "blockwise", {**weights, RANKS: torch.zeros(3, RANKED)})
         for text in ((0, 1), (2, 0, 3), (1, 1, 2, 0)):
             decoder = begin_decoder(build, [begun], text)

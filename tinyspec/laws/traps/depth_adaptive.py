@@ -14,7 +14,7 @@ from tinyspec.early_exit.depth_adaptive import (
     DepthAdaptiveSettings,
     MultinomialRule,
     SequenceRule,
-    begin_predictors,
+    initialize_predictors,
 )
 from tinyspec.laws.evidence import accuse, collect_evidence
 from tinyspec.laws.exact.models import logits_of_states, small_network
@@ -46,7 +46,7 @@ def training_case(seed: int) -> tuple[Any, dict[str, torch.Tensor], TrainingBatc
     """Return a small model, random predictors and a batch of three texts."""
     model = small_network(seed)
     generator = torch.Generator().manual_seed(seed)
-    begun = begin_predictors(freeze_target(model), DepthAdaptiveSettings(), 0)
+    begun = initialize_predictors(freeze_target(model), DepthAdaptiveSettings(), 0)
     weights = {
         name: torch.randn(w.shape, generator=generator, dtype=torch.float64)
         for name, w in begun.items()

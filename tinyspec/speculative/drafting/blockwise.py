@@ -117,7 +117,9 @@ def block_shapes(config: Config, settings: BlockwiseSettings) -> dict[str, tuple
     }
 
 
-def begin_block(target: FrozenTarget, settings: BlockwiseSettings, seed: int) -> dict[str, Tensor]:
+def initialize_block(
+    target: FrozenTarget, settings: BlockwiseSettings, seed: int
+) -> dict[str, Tensor]:
     """Return a layer that adds nothing to the state; only its first matrix is random."""
     generator = torch.Generator().manual_seed(seed)
     shapes = block_shapes(target.config, settings)
@@ -419,7 +421,7 @@ TRAINED = Trained(
     BlockwiseSettings,
     lambda config, settings: (config.n_layers,),
     block_shapes,
-    begin_block,
+    initialize_block,
     count_parts,
     predict_by_block,
     block_loss,

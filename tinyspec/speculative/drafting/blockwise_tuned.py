@@ -39,11 +39,11 @@ from tinyspec.speculative.drafting.blockwise import (
     KNOBS,
     TRAINED,
     BlockwiseSettings,
-    begin_block,
     blockwise,
     count_parts,
     draw_predictors,
     guess_loss,
+    initialize_block,
 )
 from tinyspec.technique import Guarantee, Request, TrainingBatch, Tuned, Tuning, technique
 
@@ -98,7 +98,7 @@ def tuned_block_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Gene
         BlockwiseTunedSettings,
         tuned_block_loss,
         small=BlockwiseTunedSettings(heads=2),
-        begin=begin_block,
+        initialize=initialize_block,
     ),
     knobs=KNOBS,
 )

@@ -97,7 +97,7 @@ def eagle_shapes(config: Config, settings: HeadSettings) -> dict[str, tuple[int,
     return {"fc.weight": (d, 2 * d), **layer_shapes(config)}
 
 
-def begin_eagle(target: FrozenTarget, settings: HeadSettings, seed: int) -> dict[str, Tensor]:
+def initialize_eagle(target: FrozenTarget, settings: HeadSettings, seed: int) -> dict[str, Tensor]:
     """Return random matrices, uniform within 1 / sqrt(inputs), and gains of one."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()
@@ -171,7 +171,7 @@ TRAINED = Trained(
     HeadSettings,
     lambda config, settings: (config.n_layers,),
     eagle_shapes,
-    begin_eagle,
+    initialize_eagle,
     lambda weights: RANKED_DEPTHS,
     predict_eagle,
     eagle_loss,

@@ -101,7 +101,9 @@ def eagle3_shapes(config: Config, settings: Eagle3Settings) -> dict[str, tuple[i
     return {**shapes, **norms, "lm_head.weight": (words, d)}
 
 
-def begin_eagle3(target: FrozenTarget, settings: Eagle3Settings, seed: int) -> dict[str, Tensor]:
+def initialize_eagle3(
+    target: FrozenTarget, settings: Eagle3Settings, seed: int
+) -> dict[str, Tensor]:
     """Return random matrices, gains of one, and the target's rows as output matrix."""
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()
@@ -233,7 +235,7 @@ class Eagle3Drafter(Eagle2Drafter):
         Eagle3Settings,
         feature_layers,
         eagle3_shapes,
-        begin_eagle3,
+        initialize_eagle3,
         lambda weights: TRAINED_STEPS,
         predict_eagle3,
         eagle3_loss,

@@ -121,7 +121,7 @@ def hydra_shapes(config: Config, settings: HydraSettings) -> dict[str, tuple[int
     return shapes
 
 
-def begin_hydra(target: FrozenTarget, settings: HydraSettings, seed: int) -> dict[str, Tensor]:
+def initialize_hydra(target: FrozenTarget, settings: HydraSettings, seed: int) -> dict[str, Tensor]:
     """Return heads that repeat the target's own head.
 
     A layer before them is random, uniform within 1 / sqrt(inputs), with gains of one.
@@ -358,7 +358,7 @@ class HydraDrafter(FeatureDrafter):
         HydraSettings,
         lambda config, settings: (config.n_layers,),
         hydra_shapes,
-        begin_hydra,
+        initialize_hydra,
         count_hydra_heads,
         predict_by_hydra,
         hydra_loss,

@@ -104,7 +104,9 @@ def head_shapes(config: Config, settings: MedusaSettings) -> dict[str, tuple[int
     return shapes
 
 
-def begin_heads(target: FrozenTarget, settings: MedusaSettings, seed: int) -> dict[str, Tensor]:
+def initialize_heads(
+    target: FrozenTarget, settings: MedusaSettings, seed: int
+) -> dict[str, Tensor]:
     """Return heads that repeat the target's own head: nothing is random."""
     return {
         name: target.head.clone() if name.startswith("lm_heads") else target.head.new_zeros(shape)
@@ -141,7 +143,7 @@ TRAINED = Trained(
     MedusaSettings,
     lambda config, settings: (config.n_layers,),
     head_shapes,
-    begin_heads,
+    initialize_heads,
     count_heads,
     predict_by_head,
     medusa_loss,

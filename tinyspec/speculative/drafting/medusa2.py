@@ -45,7 +45,7 @@ from tinyspec.speculative.drafting.distillspec import append_rest, kl_divergence
 from tinyspec.speculative.drafting.medusa import (
     TRAINED,
     MedusaSettings,
-    begin_heads,
+    initialize_heads,
     medusa,
     medusa_loss,
 )
@@ -152,7 +152,7 @@ def medusa2_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generato
         Medusa2Settings,
         medusa2_loss,
         small=Medusa2Settings(heads=2),
-        begin=begin_heads,
+        initialize=initialize_heads,
         rate=4.0,
     ),
     knobs=(

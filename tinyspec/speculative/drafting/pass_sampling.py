@@ -77,7 +77,7 @@ def ahead_shapes(config: Config, settings: PassSettings) -> dict[str, tuple[int,
     return {AHEAD: (settings.tokens, config.d_model)}
 
 
-def begin_ahead(target: FrozenTarget, settings: PassSettings, seed: int) -> dict[str, Tensor]:
+def initialize_ahead(target: FrozenTarget, settings: PassSettings, seed: int) -> dict[str, Tensor]:
     """Return look-aheads that begin as the mean embedding, each a little different."""
     return {AHEAD: init_probe_embeddings(target, settings.tokens, seed)}
 
@@ -157,7 +157,7 @@ class PassDrafter(BaseDrafter):
         PassSettings,
         lambda config, settings: (),
         ahead_shapes,
-        begin_ahead,
+        initialize_ahead,
         count_ahead,
         predict_ahead,
         pass_loss,

@@ -131,7 +131,7 @@ def redrafter_shapes(config: Config, settings: RedrafterSettings) -> dict[str, t
     return shapes
 
 
-def begin_redrafter(
+def initialize_redrafter(
     target: FrozenTarget, settings: RedrafterSettings, seed: int
 ) -> dict[str, Tensor]:
     """Return random matrices, uniform within 1 / sqrt(inputs); gains of one, and zero for biases
@@ -391,7 +391,7 @@ class RedrafterDrafter(FeatureDrafter):
         RedrafterSettings,
         lambda config, settings: (config.n_layers,),
         redrafter_shapes,
-        begin_redrafter,
+        initialize_redrafter,
         lambda weights: STEPS,
         predict_by_recurrence,
         redrafter_loss,

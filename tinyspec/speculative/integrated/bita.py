@@ -84,7 +84,7 @@ def bita_shapes(config: Config, settings: BitaSettings) -> dict[str, tuple[int, 
     return {MASKS: (settings.masks, config.d_model), PREFIX: of_prefix}
 
 
-def begin_bita(target: FrozenTarget, settings: BitaSettings, seed: int) -> dict[str, Tensor]:
+def initialize_bita(target: FrozenTarget, settings: BitaSettings, seed: int) -> dict[str, Tensor]:
     """Return masks near the mean embedding, and a random prefix."""
     shape = bita_shapes(target.config, settings)[PREFIX]
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed + 1))
@@ -164,7 +164,7 @@ class BitaDrafter(ProbeGroupDrafter):
         BitaSettings,
         lambda config, settings: (),
         bita_shapes,
-        begin_bita,
+        initialize_bita,
         count_masks,
         predict_by_mask,
         bita_loss,

@@ -120,7 +120,9 @@ def prompt_shapes(config: Config, settings: PromptSettings) -> dict[str, tuple[i
     return {PROMPTS: (settings.prompts, settings.virtual, config.d_model)}
 
 
-def begin_prompts(target: FrozenTarget, settings: PromptSettings, seed: int) -> dict[str, Tensor]:
+def initialize_prompts(
+    target: FrozenTarget, settings: PromptSettings, seed: int
+) -> dict[str, Tensor]:
     """Return prompts that begin near the mean embedding."""
     begun = init_probe_embeddings(target, settings.prompts * settings.virtual, seed)
     return {PROMPTS: begun.view(settings.prompts, settings.virtual, -1)}
@@ -375,7 +377,7 @@ class PromptDrafter(ProbeGroupDrafter):
         PromptSettings,
         lambda config, settings: (),
         prompt_shapes,
-        begin_prompts,
+        initialize_prompts,
         count_prompts,
         predict_by_prompt,
         prompt_loss,

@@ -210,7 +210,7 @@ class SpaceDrafter(ProbeGroupDrafter):
         SpaceSettings,
         sar_loss,
         small=SpaceSettings(masks=2),
-        begin=check_mask_token,
+        initialize=check_mask_token,
         predict=predict_by_masks,
     ),
     knobs=(Knob("masks", 16, "masks that are used, at most", low=1, high=16, small=(2, 1)),),

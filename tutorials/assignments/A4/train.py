@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tinyspec import models
-from tinyspec.grade.a4_trained import begin_weights, save_heads, write_texts
+from tinyspec.grade.a4_trained import initialize_weights, save_heads, write_texts
 
 TEXTS = 1000
 HELD = 40  # texts that are measured on
@@ -36,7 +36,7 @@ def main() -> None:
         ids, states = zip(*seen[at : at + BATCH], strict=True)
         batches.append((torch.stack(ids), torch.stack(states)))
     print(f"{STEPS} steps on {len(batches)} batches")
-    weights = submission.fit_heads(begin_weights(target, HEADS), batches, STEPS, RATE)
+    weights = submission.fit_heads(initialize_weights(target, HEADS), batches, STEPS, RATE)
     with torch.no_grad():
         table = submission.rank_table(weights, held, RANKS)
     for depth, row in enumerate(table):
