@@ -154,15 +154,15 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3620,
+    "root + show": 3636,
     "_core": 957,
-    "lm": 6202,
+    "lm": 6214,
     "decoding": 2022,
-    "chapters": 14516,
-    "laws": 19714,
+    "chapters": 14537,
+    "laws": 19779,
     "museum": 3705,
-    "training": 3450,
-    "bench": 9756,
+    "training": 3464,
+    "bench": 9790,
     "grade": 4400,
     "serve": 965,
     "cli": 2835,

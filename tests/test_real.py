@@ -4,10 +4,12 @@ The prompts are the benchmark's own questions.
 """
 
 import pytest
+import torch
 
 import tinyspec
 from tinyspec import data, models
 from tinyspec.bench.experiments import peer
+from tinyspec.bench.tasks import SPEC_BENCH, load_items
 from tinyspec.errors import TinyspecError
 
 pytestmark = pytest.mark.real
@@ -32,6 +34,17 @@ def test_greedy_tokens_equal_transformers_on_twelve_questions() -> None:
     result = peer.measure_peer(peer.PeerSettings("smollm2", questions=12, tokens=64), quiet=True)
     assert result["passed"], [row for row in result["rows"] if row["mismatches"]]
     assert result["tokens"] == 12 * 64
+
+
+@pytest.mark.slow
+def test_as_its_file_stores_it_it_has_the_logits_of_bfloat16_on_twenty_prompts() -> None:
+    stored, whole = tinyspec.load("smollm2"), tinyspec.load("smollm2", dtype="bfloat16")
+    if not stored.quantised_bytes:
+        pytest.skip("its weights are bfloat16 here: that is faster, or there is no model.gguf")
+    items = [item for task in SPEC_BENCH for item in load_items(task, 4)][:20]
+    for item in items:
+        ids = stored.tokenizer.encode(item.turns[0])[:256]
+        assert torch.equal(stored.logits(ids), whole.logits(ids)), item.turns[0][:50]
 
 
 def test_digits_are_split_one_by_one(smollm2) -> None:  # type: ignore[no-untyped-def]

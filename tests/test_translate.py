@@ -415,6 +415,21 @@ def test_the_command_tells_errors_in_one_line(
     assert "clone of the repository" in missing
     assert "tinyspec train mt" in missing
     assert "no translation model for plain" in failed(run("translate", TEXT))
+    for name, text in (
+        ("exits", 'method = "teacher"\n[exits]\n'),
+        ("nat-head", 'method = "nat"\n'),
+        ("nat-model", 'method = "nat"\nteacher = "../t"\n'),
+        ("shallow", 'method = "teacher"\nteacher = "../t"\n'),
+        ("teacher", 'method = "teacher"\n'),
+    ):
+        (tmp_path / name).mkdir()
+        kind = "head" if name == "nat-head" else "mt"
+        command = f"# tinyspec train {kind} --recipe models/{name}/recipe.toml\n"
+        (tmp_path / name / "recipe.toml").write_text(command + text, encoding="utf-8")
+    for method, name in (("nat", "nat-model"), ("plain", "teacher")):
+        missing = failed(run("translate", "--method", method, TEXT))
+        command = f"tinyspec train mt --recipe models/{name}/recipe.toml"
+        assert f"no translation model for {method} on this machine: train one: {command}" in missing
     assert "there is no translation model 'multi30k-nat'" in failed(
         run("translate", "--model", "multi30k-nat", TEXT)
     )

@@ -1,6 +1,7 @@
 """The proposer of vLLM's `custom_class`: a chain for each request, from its tokens alone."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from tinyspec.errors import TinyspecError
+from tinyspec.speculative.drafting.datastore import write_datastore
 from tinyspec.vllm import VARIABLE, Proposer, read_method
 
 ROOM = 64
@@ -64,6 +66,18 @@ def test_a_batch_gets_its_texts_and_drafts_are_accepted(
             alone.append(target(alone))
         assert text == alone
     assert accepted > 20
+
+
+def test_rest_drafts_what_followed_in_its_datastore(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Store `1 2 3 4 5 6` and `7 8 9`. After `9 1 2` the draft is `3 4 5 6`, after `7 8` it is `9`."""
+    store = tmp_path / "store"
+    write_datastore(store, [[1, 2, 3, 4, 5, 6], [7, 8, 9]])
+    monkeypatch.setenv(VARIABLE, f"rest:datastore={store}")
+    proposer = Proposer(config(k=4))
+    assert ask(proposer, [[9, 1, 2], [7, 8], [5, 5]]) == [[3, 4, 5, 6], [9], []]
+    assert ask(proposer, [[9, 1, 2, 3, 4, 5]]) == [[6]]
 
 
 def test_a_request_whose_prompt_is_still_read_has_no_draft() -> None:

@@ -9,6 +9,7 @@ list` answers at once.
 import functools
 import json
 import os
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -183,6 +184,7 @@ def read_card(name: str) -> str:
     if name in FETCHABLE:
         fetch = f"Not on this machine yet: `tinyspec models fetch {name}`"
         return f"# {name}\n\n{FETCHABLE[name]}\n\n{fetch}\n"
+    check_trained(name)
     raise _unknown(name)
 
 
@@ -219,9 +221,32 @@ def read_training_command(recipe: Path) -> str:
     return next(commands, f"its recipe: {recipe}")
 
 
+def find_training_command(method: str) -> str | None:
+    """Return the command that trains the zoo's translation model for a method.
+
+    None if no recipe without a model is for it. A teacher is one that learns from no other model.
+    """
+    for recipe in list_untrained().values():
+        plan, command = tomllib.loads(recipe.read_text("utf-8")), read_training_command(recipe)
+        is_other = method == TEACHER and not {"teacher", "exits"}.isdisjoint(plan)
+        if plan.get("method") == method and "train mt" in command and not is_other:
+            return command
+    return None
+
+
+def check_trained(name: str | Path) -> None:
+    """Raise TinyspecError if this is a model or a head of the zoo that has no weights here.
+
+    The error says which command trains it. A path counts if it exists.
+    """
+    path = find_model(name)
+    if path is not None and _is_checkpoint(path):
+        return
+    if recipe := list_untrained().get(str(name) if path is None else path.name):
+        raise TinyspecError(f"{name} is not trained yet: {read_training_command(recipe)}")
+
+
 def _unknown(name: str) -> TinyspecError:
-    if recipe := list_untrained().get(Path(name).name):
-        return TinyspecError(f"{name} is not trained yet: {read_training_command(recipe)}")
     if name in IN_A_CLONE:
         return TinyspecError(
             f"{name} is not in the wheel: it is in models/ of a clone of the repository; run "
@@ -269,8 +294,7 @@ def load(
         isinstance(name_or_path, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1
     ):
         raise TinyspecError(f"{name}: no such folder or .gguf file")
-    if path is not None and not _is_checkpoint(path) and path.name in list_untrained():
-        raise _unknown(name)
+    check_trained(name)
     if path is None and "/" not in name:
         raise _unknown(name)
     if (own := _extras(path)).get("head_of"):
@@ -372,7 +396,9 @@ def name_for_method(method: str, needs_own: bool) -> str:
     if found:  # a teacher comes before its autoregressive students, and before a model for exits
         others = {"teacher", "exits"}
         return min(found, key=lambda name: not others.isdisjoint(_extras(find_model(name))))
-    raise TinyspecError(f"no translation model for {method} on this machine: {NO_TRANSLATOR}")
+    command = find_training_command(wanted)
+    how = NO_TRANSLATOR if command is None else f"train one: {command}"
+    raise TinyspecError(f"no translation model for {method} on this machine: {how}")
 
 
 def find_students_of(teacher: str, method: str) -> list[str]:
@@ -408,10 +434,8 @@ def load_translator(
     from tinyspec.lm.seq2seq import Seq2Seq
     from tinyspec.lm.seq2seq_file import read_seq2seq
 
+    check_trained(name_or_path)
     path = find_model(name_or_path)
-    is_there = path is not None and _is_checkpoint(path)
-    if not is_there and Path(name_or_path).name in list_untrained():
-        raise _unknown(str(name_or_path))
     if path is None:
         known = list_translators()
         hint = suggest_nearest(str(name_or_path), known) if known else NO_TRANSLATOR

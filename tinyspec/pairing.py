@@ -178,7 +178,11 @@ def attach_head(model: Model, card: Card, head: Head = None) -> Model:
 
 
 def find_head(named: str | Path) -> Path:
-    """Return the folder of a head, by path or name. Raises TinyspecError if there is none."""
+    """Return the folder of a head, by path or name.
+
+    Raises TinyspecError if there is none, or if it is one of the zoo that is not trained yet.
+    """
+    models.check_trained(named)
     path = models.find_model(named)
     if path is None:
         raise TinyspecError(f"{named}: no such head; it is a folder with config.json")

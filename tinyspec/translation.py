@@ -33,6 +33,7 @@ from tinyspec.lm.model import Model
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
 from tinyspec.models import (
     find_students_of,
+    find_training_command,
     load_translator,
     load_translator_once,
     name_for_method,
@@ -512,10 +513,13 @@ def find_drafters(model: Seq2Seq, card: Card, draft: Seq2Seq | str | Path | None
         if card.name not in known:
             named = next(iter(find_students_of(model.name, card.name)), None)
             if named is None:
+                command = find_training_command(card.name) or (
+                    "tinyspec train mt --recipe FILE --out FOLDER, from a recipe with "
+                    f"method = '{card.name}'"
+                )
                 raise TinyspecError(
                     f"{card.name} needs a draft model that was trained for it, and {model.name} "
-                    "has none here: train one from a recipe with "
-                    f"method = '{card.name}' (tinyspec train mt), or pass draft=..."
+                    f"has none here: pass draft=..., or train one: {command}"
                 )
             known[card.name] = load_translator(named, model.device, model.dtype)
         draft = known[card.name]

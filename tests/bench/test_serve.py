@@ -371,10 +371,42 @@ def test_a_slow_down_is_printed_as_one(result: dict[str, Any]) -> None:
 
 
 def test_a_miss_of_the_simulated_clock_is_called_one(result: dict[str, Any]) -> None:
-    time, gap, fit = serve_tables.describe_validation(with_slow_sarathi(result))
-    assert "within 10% in 7 of 7 runs; worst" in time
-    assert "within 10% in 6 of 7 runs; worst 0.50 (prefill-first, load 0.9)" in gap
+    loads, at_once, fit = serve_tables.describe_validation(with_slow_sarathi(result))
+    assert "arrivals: whole time within 10% in 4 of 4 runs, worst" in loads
+    assert "p99 gap within 10% in 3 of 4 runs, worst 0.50 (prefill-first, load 0.9)." in loads
+    assert "(capacity and P:D): whole time within 10% in 3 of 3 runs, worst" in at_once
+    assert "p99 gap within 10% in 3 of 3 runs, worst 0.95" in at_once
     assert "kinds of passes: off by" in fit
+
+
+def test_a_result_without_loads_has_no_sentence_about_them(result: dict[str, Any]) -> None:
+    cut = with_slow_sarathi(result)
+    cut["settings"]["loads"] = []
+    for label in ("load 0.5", "load 0.9"):
+        del cut["figures"]["ratios"][label]
+    at_once, _ = serve_tables.describe_validation(cut)
+    assert "all requests at once" in at_once
+
+
+def test_the_best_policy_of_each_machine_is_named(result: dict[str, Any]) -> None:
+    """At P:D 4 prefill-first has 100 tokens/s here, sarathi 50. The clock and the GPU vary."""
+    slow = with_slow_sarathi(result)
+    fitted, gpu = (slow["simulated"][name]["P:D 4"] for name in ("fitted", "roofline"))
+    for of, fast in ((fitted, 90), (gpu, 110)):
+        of["prefill-first"]["tokens_per_second"] = 100
+        of["sarathi:budget=16"]["tokens_per_second"] = fast
+    assert serve_tables.describe_best_policies(slow) == (
+        "The policy with the most tokens/s is another one on the GPU: at P:D 4 here prefill-first "
+        "(simulated: prefill-first), there sarathi:budget=16."
+    )
+    assert serve_tables.describe_best_policies(slow) in serve_tables.list_serve_notes(slow)
+    gpu["prefill-first"]["tokens_per_second"] = 120
+    assert serve_tables.describe_best_policies(slow) == (
+        "The policy with the most tokens/s is the same here and on the GPU: P:D 4."
+    )
+    slow["settings"]["ratios"] = []
+    assert serve_tables.describe_best_policies(slow) == ""
+    assert "" not in serve_tables.list_serve_notes(slow)
 
 
 def test_the_picture_has_passes_and_gaps(result: dict[str, Any]) -> None:

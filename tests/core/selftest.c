@@ -105,7 +105,7 @@ static void quantised(const Kernel *kernel, int format) {
         uint8_t *data = malloc(groups * bytes);
         for (size_t i = 0; i < groups * bytes; i++) {
             const int scale = i % bytes < group_head(format) && i % 2; /* no infinity, no NaN */
-            data[i] = (uint8_t)(uniform(&state) * 127.0f) & (scale ? 0xbf : 0xff);
+            data[i] = (uint8_t)(int)(uniform(&state) * 127.0f) & (scale ? 0xbf : 0xff);
         }
         uint16_t *halves = malloc((size_t)blocks * BLOCK * in * sizeof(uint16_t));
         float *bias = numbers(out, 5, 0.5f), *x = numbers(ROWS * in, 7, 1.0f);

@@ -3,6 +3,8 @@
 A weight is d q or d q + m, rounded to bfloat16. The kernels unpack it where they need it.
 """
 
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,36 @@ def test_what_cannot_be_packed_is_named() -> None:
     for out, inputs in ((16, 48), (16, 96), (32, 64)):
         with pytest.raises(ValueError, match="no packed matrix"):
             compute.Packed(groups, out, inputs, None, "Q8_0")
+
+
+PEAK = """
+import sys
+import numpy as np
+from tinyspec._core import compute
+
+def peak():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+compute.use(sys.argv[1])
+out, inputs = 16384, 2048
+matrix = compute.Packed(np.full(out * inputs // 32 * 20, 1, np.uint8), out, inputs, None, "Q4_1")
+pairs = [(np.ones((rows, inputs), np.float32), np.ones((rows, out), np.float32)) for rows in (1, 64)]
+before = peak()
+for x, y in pairs:
+    matrix.product(x, y, 2)
+print(peak() - before, 2 * out * inputs)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("kernel", compute.kernels())
+def test_a_matrix_is_never_unpacked_whole(kernel: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, kernel], capture_output=True, text=True, check=True
+    )
+    more, whole = map(int, done.stdout.split())
+    assert more < whole / 8
 
 
 @pytest.mark.parametrize("kernel", compute.kernels())

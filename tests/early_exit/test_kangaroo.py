@@ -34,6 +34,10 @@ def test_trap_drafts_of_the_past_leave_no_trace() -> None:
     assert traps.drafts_of_the_past_leave_no_trace(CARD.make).branches > 150
 
 
+def test_trap_a_fitted_adapter_drafts_the_text() -> None:
+    assert traps.fitted_exit_drafts_the_text(CARD.make).branches > 20
+
+
 def test_trap_a_draft_token_is_what_the_training_forward_says() -> None:
     assert traps.check_kangaroo_drafts(CARD.make).branches > 150
 

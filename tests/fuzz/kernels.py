@@ -351,6 +351,10 @@ def threads_of(dice: Dice) -> Any:
 
 def packed(dice: Dice, out: int, inputs: int, half: bool = False) -> Any:
     """A matrix of random numbers; an odd one is never half."""
+    if inputs % 32 == 0:
+        form, size = dice.pick(("Q8_0", 34), ("Q4_0", 18), ("Q4_1", 20))
+        groups = dice.rng.integers(0, 0x70, -(-out // 16) * 16 * inputs // 32 * size)
+        return _core.compute.Packed(groups.astype(np.uint8), out, inputs, None, form)
     half = half and inputs % 2 == 0
     kind = np.uint16 if half else np.float32
     data = (dice.normal(-(-out // 16) * 16 * inputs) * 99).astype(np.int16)
@@ -463,7 +467,7 @@ class Matrix:
     """A packed matrix and its size."""
 
     def __init__(self, dice: Dice) -> None:
-        self.out, self.inputs = dice.pick(1, 5, 40), dice.pick(2, 16)
+        self.out, self.inputs = dice.pick(1, 5, 40, 90), dice.pick(2, 16, 64)
         self.packed = packed(dice, self.out, self.inputs, dice.rng.random() < 0.5)
 
 

@@ -7,12 +7,15 @@ hurt by a failure, how long a pass waits, and what padding costs.
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tinyspec.laws.evidence import LawViolated
 from tinyspec.laws.padded_batch import (
@@ -43,13 +46,15 @@ from tinyspec.laws.schedule_laws import (
     long_prompts_and_a_short_one,
     network,
     no_pass_starves,
+    random_limits,
+    random_trace,
     run_trace,
     short_ones_and_a_long_prompt,
     simulate_policy,
     stands_still,
 )
-from tinyspec.lm.policies import FirstComePolicy, LockstepPolicy, Pending, Policy
-from tinyspec.lm.scheduler import Scheduler
+from tinyspec.lm.policies import FirstComePolicy, LockstepPolicy, Pending, Policy, fill_budget
+from tinyspec.lm.scheduler import Scheduler, SharedPass
 from tinyspec.speculative.integrated.sarathi import SarathiPolicy
 
 PLAIN, SPECULATIVE = "autoregressive", "speculative_decoding"
@@ -188,7 +193,7 @@ def test_a_session_of_no_request_and_a_request_do_not_compute_at_once(
     first: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second one comes while the first one computes, and waits until it has."""
-    model, running, overlaps = network(1), list[int](), list[bool]()
+    model, running, overlaps = network(1, torch.float64), list[int](), list[bool]()
     one, forward, scheduler = Arrival(0, (1, 2), 1, PLAIN, seed=1), model.forward, Scheduler()
     session = threading.Thread(target=model.session(scheduler=scheduler).extend, args=([1, 2],))
 
@@ -294,6 +299,94 @@ def test_a_policy_learns_how_long_a_pass_was_held() -> None:
     trace = [Arrival(0, (n,), 2, PLAIN, seed=n) for n in (1, 2)]
     assert HELD not in run_trace(Watch(1, 1), trace).broken
     assert told == [[0, 0], [0, 1], [2], [0]]
+
+
+# ---------------------------------------------------------------------- how many rows a pass has
+
+traces = st.integers(0, 10**6)  # seeds of random traces
+budgets = st.integers(1, 20)
+chunks = st.integers(1, 20)
+
+
+def rows_of_prompts(one: SharedPass) -> list[int]:
+    """Return the rows of each prompt in a pass."""
+    return [rows for rows, is_prompt in zip(one.rows, one.prefill, strict=True) if is_prompt]
+
+
+def random_passes(policy: Policy, seeds: Iterable[int]) -> Iterator[SharedPass]:
+    """Yield the pass logs of random traces."""
+    for seed in seeds:
+        yield from run_trace(policy, random_trace(seed), **random_limits(seed)).pass_log
+
+
+def check_first_come(policy: Policy, budget: int, chunk: int, seeds: Iterable[int]) -> None:
+    """Check that no pass has more rows than its budget, but one that cannot be cut, alone."""
+    for one in random_passes(policy, seeds):
+        prompts = rows_of_prompts(one)
+        assert max(prompts, default=0) <= chunk
+        is_one_that_cannot_be_cut = len(one.requests) == 1 and not prompts
+        assert sum(one.rows) <= budget or is_one_that_cannot_be_cut
+
+
+def check_sarathi(policy: Policy, budget: int, seeds: Iterable[int]) -> None:
+    """Check that prompts have no more rows than those that decode leave of the budget."""
+    for one in random_passes(policy, seeds):
+        read = sum(rows_of_prompts(one))
+        assert read <= max(budget - (sum(one.rows) - read), 0)
+
+
+@given(seed=traces, budget=budgets, chunk=chunks)
+def test_first_come_first_served_keeps_the_budget_and_the_chunk(
+    seed: int, budget: int, chunk: int
+) -> None:
+    check_first_come(FirstComePolicy(budget, chunk), budget, chunk, [seed])
+
+
+@given(seed=traces, budget=budgets)
+def test_sarathi_reads_prompts_only_in_what_decodes_leave_of_the_budget(
+    seed: int, budget: int
+) -> None:
+    """All that decode take part, so they alone may have more rows than the budget."""
+    check_sarathi(SarathiPolicy(budget), budget, [seed])
+
+
+class CutsToTheBudget(FirstComePolicy):
+    """Cuts each prompt to the budget, not to what is left of it."""
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        most = min(self.budget, self.chunk)
+        return {one.request: min(one.rows, most) if one.is_prefill else one.rows for one in waiting}
+
+
+class ForgetsTheChunk(FirstComePolicy):
+    """Gives a prompt all that is left of the budget."""
+
+    def pick(self, waiting: Sequence[Pending]) -> Mapping[int, int]:
+        return fill_budget(waiting, self.budget, self.budget)
+
+
+@pytest.mark.parametrize("policy", [CutsToTheBudget, ForgetsTheChunk])
+def test_the_law_of_the_budget_accuses_first_come_policies(
+    policy: Callable[[int, int], Policy],
+) -> None:
+    with pytest.raises(AssertionError, match=r"^assert"):
+        check_first_come(policy(5, 3), 5, 3, range(30))
+
+
+def test_the_law_of_the_budget_accuses_a_sarathi_that_reads_beside_decodes_as_without() -> None:
+    with pytest.raises(AssertionError, match=r"^assert"):
+        check_sarathi(CutsToTheBudget(5, 5), 5, range(30))
+
+
+def test_in_random_traces_decodes_alone_may_have_more_rows_than_the_budget() -> None:
+    """So both laws meet what they except: of fcfs one request, of sarathi several."""
+    widths = {
+        len(one.requests)
+        for policy in (FirstComePolicy(1, 1), SarathiPolicy(1))
+        for one in random_passes(policy, range(12))
+        if sum(one.rows) > 1
+    }
+    assert widths >= {1, 2}
 
 
 # ---------------------------------------------------------------------- what padding costs

@@ -270,6 +270,15 @@ def test_quantised_or_expanded_a_file_gives_the_same_logits_on_every_kernel(
 
 
 @needs_kernels
+def test_what_is_expanded_is_named_once(tmp_path, capsys):
+    for kind, said in ((Quant.Q4_1, ""), (Quant.Q6_K, "weights in Q6_K are expanded")):
+        write(tmp_path / "model.gguf", CONFIG, kind)
+        models.load(tmp_path / "model.gguf")
+        told = capsys.readouterr().err
+        assert told.count("\n") == bool(said) and said in told
+
+
+@needs_kernels
 def test_weights_stay_quantised_where_bfloat16_ones_do_not_fit(monkeypatch):
     """However slow they are: two bytes a weight must be free."""
     monkeypatch.setattr(engine, "is_quantised_faster", lambda kernel, threads: False)

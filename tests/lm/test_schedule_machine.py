@@ -1,5 +1,8 @@
 """Any order of submit, cancel, passes and close on a scheduler, against each request alone.
 
+Texts, logits and forward logs are compared: logits up to rounding in float64, and bit for bit in
+float32 and bfloat16, where the compiled transformer computes.
+
 A gate stands before every forward pass. While it is closed, the passes that were picked stand
 there and every other request waits, so that a rule acts at one moment of the schedule, however fast
 the threads are. Rules open it for some passes.
@@ -14,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Flaky
@@ -26,6 +30,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tinyspec import _core
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.museum.rows import Mutant
 from tinyspec.laws.museum.scheduling import CHUNKS, SHARED
@@ -38,16 +43,20 @@ from tinyspec.laws.schedule_laws import (
     Arrivals,
     count_awake,
     count_rows,
+    join_chunks,
+    logits_differ,
     network,
     stands_still,
     sum_rows,
 )
-from tinyspec.laws.session_laws import rows_differ
 from tinyspec.lm.scheduler import Scheduler, Ticket
 
 ENDLESS = 1 << 30  # passes: the gate stays open
 POLL_SECONDS = 0.002  # between two looks whether all wait
 MAX_SLOTS = 24
+COMPILED_DTYPES = [] if _core.compute is None else [torch.float32, torch.bfloat16]
+DTYPES = [torch.float64, *COMPILED_DTYPES]
+NETWORKS = [network(seed, dtype) for seed in (1, 2) for dtype in DTYPES]
 
 
 class Gate:
@@ -97,10 +106,10 @@ class Submitted:
 
 
 @cache
-def run_alone(prompt: tuple[int, ...], n: int, method: str) -> tuple[Any, ...]:
-    """Return the text, the logits of each round, and the rows of a request that is alone."""
-    arrival = Arrival(0, prompt, n, method, seed=1)
-    return list(arrival.decode(None)), arrival.logits, sum_rows(arrival.log)
+def run_alone(prompt: tuple[int, ...], n: int, method: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Return the text, the logits of each round, and the forward log of a request that is alone."""
+    arrival = Arrival(0, prompt, n, method, seed=1, dtype=dtype)
+    return list(arrival.decode(None)), arrival.logits, join_chunks(arrival.log)
 
 
 prompts = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=9).map(tuple)
@@ -109,14 +118,14 @@ methods = st.sampled_from(METHODS)
 
 
 class Requests(RuleBasedStateMachine):
-    """Requests on one scheduler, all on the same two networks."""
+    """Requests on one scheduler, all on the same two networks of one dtype."""
 
     def __init__(self) -> None:
         super().__init__()
         self.gate = Gate()
         self.requests: list[Submitted] = []
         self.is_closed = False
-        for model in (network(1), network(2)):
+        for model in NETWORKS:
             model.forward = self.behind_gate(type(model).forward.__get__(model))
 
     def behind_gate(self, forward: Any) -> Any:
@@ -130,14 +139,20 @@ class Requests(RuleBasedStateMachine):
         policy=st.sampled_from(POLICIES),
         max_live=st.sampled_from([None, 1, 2, 3]),
         max_slots=st.sampled_from([None, MAX_SLOTS]),
+        dtype=st.sampled_from(DTYPES),
     )
-    def begin(self, policy: Any, max_live: int | None, max_slots: int | None) -> None:
+    def begin(
+        self, policy: Any, max_live: int | None, max_slots: int | None, dtype: torch.dtype
+    ) -> None:
+        self.dtype = dtype
         self.limits = Arrivals(policy(), (), max_live, max_slots)  # who may be live
         self.scheduler = Scheduler(policy(), max_live=max_live, max_slots=max_slots)
 
     # ---- what may be done
 
     def submit(self, arrival: Arrival, child: Arrival | None = None) -> None:
+        arrival.dtype = self.dtype
+
         def job(scheduler: Scheduler) -> Iterator[int]:
             for at, token in enumerate(arrival.decode(scheduler)):
                 if at == 0 and child is not None:
@@ -219,13 +234,14 @@ class Requests(RuleBasedStateMachine):
     def a_text_is_a_prefix_of_the_text_alone(self) -> None:
         for one in self.requests:
             given, items = one.arrival, one.read()
-            alone, logits, rows_alone = run_alone(given.prompt, given.n, given.method)
+            alone, logits, log = run_alone(given.prompt, given.n, given.method, given.dtype)
             assert items == alone[: len(items)]
-            assert not any(map(rows_differ, given.logits, logits))
+            rounds = zip(given.logits, logits, strict=False)
+            assert not any(logits_differ(*rows, given.dtype) for rows in rounds)
             assert len(items) == given.written, "a reader sees what its request yielded"
             if one.ticket.is_done and one.ticket.error is None:
                 assert items == alone
-                assert sum_rows(given.log) == rows_alone
+                assert join_chunks(given.log) == log
             elif one.ticket.is_done and one.cancelled is None:
                 assert type(one.ticket.error).__name__ == given.may_end_by
 
@@ -270,7 +286,7 @@ class Requests(RuleBasedStateMachine):
                     may_end = one.cancelled is not None or one.arrival.may_end_by is not None
                     assert may_end or one.ticket.error is None
         finally:
-            for model in (network(1), network(2)):
+            for model in NETWORKS:
                 del model.forward
             if hasattr(self, "scheduler"):
                 self.scheduler.close()

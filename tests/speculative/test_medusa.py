@@ -9,6 +9,7 @@ import torch
 
 import tinyspec
 from tests.zoo import tiny_zoo
+from tinyspec import models
 from tinyspec.decoding.features import rank_tokens
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
@@ -304,6 +305,20 @@ def test_a_head_is_no_model(target: Model, tmp_path: Path) -> None:
 def test_a_method_without_heads_takes_none(target: Model) -> None:
     with pytest.raises(TinyspecError, match="uses no trained head"):
         tinyspec.generate(target, [1, 2], method="llma", head="somewhere")
+
+
+def test_a_head_of_the_zoo_that_is_not_trained_says_how(
+    target: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = "tinyspec train head --recipe models/far/recipe.toml --out models/far"
+    (tmp_path / "far").mkdir()
+    (tmp_path / "far" / "recipe.toml").write_text(f"# Far.\n# {train}\n", encoding="utf-8")
+    monkeypatch.setattr(models, "_zoos", lambda: [tmp_path])
+    for head in ("far", tmp_path / "far"):
+        with pytest.raises(TinyspecError, match=f"far is not trained yet: {train}$"):
+            tinyspec.generate(target, [1, 2], method="medusa", head=head)
+    with pytest.raises(TinyspecError, match="no such head"):  # another far, which is not there
+        tinyspec.generate(target, [1, 2], method="medusa", head="elsewhere/far")
 
 
 def test_a_folder_that_is_not_there_is_named(target: Model) -> None:

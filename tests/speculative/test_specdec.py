@@ -329,7 +329,15 @@ def test_without_a_drafter_the_error_says_how_to_train_one(
 ) -> None:
     monkeypatch.setattr(models, "_zoos", lambda: [tmp_path])
     monkeypatch.setenv("TINYSPEC_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(TinyspecError, match=r"has none here: train one .*'specdec' \(tinyspec tr"):
+    with pytest.raises(
+        TinyspecError, match=r"or train one: tinyspec train mt --recipe FILE .*'spe"
+    ):
+        translate(zoo / "teacher", method="specdec")
+    train = "tinyspec train mt --recipe models/X/recipe.toml --out X"
+    (tmp_path / "drafter-x").mkdir()
+    recipe = tmp_path / "drafter-x" / "recipe.toml"
+    recipe.write_text(f'# {train}\nmethod = "specdec"\n', encoding="utf-8")
+    with pytest.raises(TinyspecError, match=f"or train one: {train}$"):
         translate(zoo / "teacher", method="specdec")
     assert translate(zoo / "teacher", method="specdec", draft=zoo / "drafter").tokens
 

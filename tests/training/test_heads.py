@@ -269,6 +269,27 @@ def test_an_interrupted_training_ends_with_the_same_weights(
 
 BAD = {
     "a method that trains nothing": (["--method", "llma"], "method llma trains nothing"),
+    "a method whose own draft is trained": (
+        ["--method", "distillspec"],
+        "method distillspec trains no head; its draft is trained from a recipe with a section "
+        "[distill] and extra.draft_for = 'distillspec': tinyspec train lm --recipe FILE",
+    ),
+    "a method with a draft": (
+        ["--method", "osd"],
+        "its draft is trained from a recipe with a section [distill]: tinyspec train lm",
+    ),
+    "a method with a translation model": (
+        ["--method", "specdec"],
+        "is trained from a recipe with method = 'specdec': tinyspec train mt --recipe FILE",
+    ),
+    "a method with a model whose layers repeat": (
+        ["--method", "speed"],
+        "is trained by: tinyspec train lm --recipe models/storyteller-speed/recipe.toml",
+    ),
+    "a method that makes its draft": (
+        ["--method", "quantized_draft"],
+        "method quantized_draft trains nothing",
+    ),
     "an unknown method": (["--method", "nowhere"], "there is no method 'nowhere'"),
     "an unknown key": (["--set", "head.nodes=3"], "[head] nodes is not known"),
     "no heads": (["--set", "head.heads=0"], "[head] heads is 0"),

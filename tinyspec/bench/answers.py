@@ -216,6 +216,14 @@ def tabulate_reported(chat: Result, tales: Result) -> str:
     return write_table([Column("reported", lambda row: row[2]), *_PAIR_COLUMNS], rows)
 
 
+def tabulate_reported_by(*families: str) -> str:
+    """Return what others report of the techniques of these families."""
+    cards = load_techniques().items()
+    rows = {name: card.reported for name, card in cards if card.family in families}
+    reported = {name: text for name, text in rows.items() if text}
+    return write_table([Column("reported", lambda text: text)], reported)
+
+
 def list_unmeasured(
     chapters: Sequence[Result], others: Sequence[Result], pages: Iterable[str] = ()
 ) -> list[str]:
@@ -326,7 +334,7 @@ def tabulate_products(core: Result) -> str:
         kernel: {form: 1e3 * median(taken) for form, taken in forms.items()}
         for kernel, forms in core["products"].items()
     }
-    forms = next(iter(rows.values()))
+    forms = next(iter(rows.values()), {})
     return write_table([Column(f"{form}, ms", form, ".2f") for form in forms], rows)
 
 
@@ -500,8 +508,9 @@ def list_ratios(result: Result) -> list[tuple[str, float]]:
         plain = against["transformers"][PLAIN]
         least = min(plain[task] for task in of)
         found.append(("plain decoding over transformers, smallest of the groups", least))
-    if "llama.cpp" in against:
-        mean = mean_over_tasks(against["llama.cpp"][PLAIN], of)
+    llama = next((peer for peer in against if peer.startswith("llama.cpp")), "")
+    if llama:
+        mean = mean_over_tasks(against[llama][PLAIN], of)
         found.append(("plain decoding over llama.cpp, mean of the groups", mean))
     if "auto" not in result["figures"]["overall"]:
         return found
@@ -518,8 +527,8 @@ def list_ratios(result: Result) -> list[tuple[str, float]]:
         least = min(against[LOOKUP]["auto"][task] for task in of)
         what = "`auto` over transformers' prompt lookup in its best setting"
         found.append((f"{what}, smallest of the groups", least))
-    if "llama.cpp" in against and six:
-        mean = mean_over_tasks(against["llama.cpp"]["auto"])
+    if llama and six:
+        mean = mean_over_tasks(against[llama]["auto"])
         found.append((f"`auto` over llama.cpp, {groups}", mean))
     return found
 

@@ -251,6 +251,7 @@ def balanced_loss(agrees: Tensor, states: Tensor, weight: Tensor, bias: Tensor) 
     title="CALM: confident adaptive language modeling",
     summary="confident tokens leave early",
     paper="Schuster et al. 2022, arXiv 2207.07061",
+    reported="up to 3x (abstract)",
     family="early exit",
     guarantee=Guarantee.LOSSY,
     lossy=("threshold", math.inf),

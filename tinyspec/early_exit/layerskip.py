@@ -96,6 +96,7 @@ def count_layer_evaluations(drafted: int, exit: int, depth: int) -> tuple[int, i
     title="LayerSkip: self-speculative decoding from an early exit",
     summary="early layers draft, late layers verify",
     paper="Elhoushi et al. 2024, arXiv 2404.16710",
+    reported="up to 2.16x, summaries (abstract)",
     family="early exit",
     guarantee=Guarantee.EXACT,
     knobs=(

@@ -189,6 +189,7 @@ def resolve_guess_layer(layer: int, depth: int, name: str = "the model") -> int:
     title="PPD: predictive pipelined decoding",
     summary="starts the next token mid-pass",
     paper="Yang et al. 2024, arXiv 2307.05908",
+    reported="10% to 37% lower latency (survey)",
     family="early exit",
     guarantee=Guarantee.EXACT,
     point_masses=True,

@@ -5,6 +5,7 @@ file translates the names, undoes the permutation of LLaMA's queries and keys, a
 scaling, of which a .gguf file keeps only the resulting frequencies.
 """
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
@@ -94,7 +95,7 @@ def read_gguf(
         is_matrix = len(shapes[ours]) == 2 and ours != "positions"
         return is_matrix and len(kinds) == 1 and kinds <= SCALE_BYTES.keys()
 
-    sources = families.weight_sources(config, gguf=True)
+    sources, wanted = families.weight_sources(config, gguf=True), matrices is not None
     if not any(packs(ours, source.names) for ours, source in sources.items()):
         matrices = None
 
@@ -111,6 +112,18 @@ def read_gguf(
             raise TinyspecError(f"{path}: {list_names([*due])} {families.NOT_FINITE}")
         return True
 
+    expanded = {
+        tensors[name].tensor_type.name
+        for ours, source in sources.items()
+        for name in source.names
+        if wanted and name in tensors and (matrices is None or not packs(ours, source.names))
+    }
+    if others := sorted(expanded - {*FLOAT_KINDS}):
+        print(
+            f"tinyspec: {path}: weights in {', '.join(others)} are expanded: kernels multiply "
+            f"matrices of one kind of {', '.join(SCALE_BYTES)}",
+            file=sys.stderr,
+        )
     dtype = None if matrices is None else torch.bfloat16
     weights = families.from_checkpoint(config, theirs, str(path), True, dtype, keep)
     try:

@@ -7,6 +7,7 @@ attention in the layers of a head, on one thread (`one_torch_thread`).
 """
 
 import ctypes
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,11 +75,10 @@ def view_as_ints(store: Tensor) -> NDArray[Any] | None:
 def find_free_memory() -> int | None:
     """Return the bytes that programs can still take, as Linux says. None: it does not say."""
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
+        found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
+    except (OSError, ValueError):
         return None
-    sizes = dict(line.split(":", 1) for line in lines if ":" in line)
-    return int(sizes["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in sizes else None
+    return None if found is None else int(found[1]) * 1024
 
 
 def trim_heap() -> None:

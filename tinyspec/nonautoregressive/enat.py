@@ -419,6 +419,7 @@ def enat_settings(model: Seq2Seq) -> EnatSettings:
     title="ENAT: enhanced decoder input",
     summary="the decoder reads rough target words",
     paper="Guo et al. 2019, arXiv 1812.09664",
+    reported="5.11 BLEU above NAT, WMT14 En-De (abstract)",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

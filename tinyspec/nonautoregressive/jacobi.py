@@ -264,6 +264,7 @@ def trace_sweeps(decoder: Decoder, rng: RandomSource) -> Iterator[Sweep]:
     title="Parallel decoding by Jacobi iteration",
     summary="rewrites all positions until none changes",
     paper="Santilli et al. 2023, arXiv 2305.10427",
+    reported="up to 38% faster (survey)",
     family="parallel",
     guarantee=Guarantee.EXACT,
     point_masses=True,

@@ -492,6 +492,7 @@ def fits_places(config: Seq2SeqConfig, settings: LatentSettings, source: int, ta
     title="LT: latent transformer with discrete codes",
     summary="writes a few codes, then all words",
     paper="Kaiser et al. 2018, arXiv 1803.03382",
+    reported="up to 10x (survey)",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

@@ -284,6 +284,7 @@ class NarCrfRefiner:
     title="NAR-CRF: structured decoding with a linear-chain CRF",
     summary="finds the likeliest sentence by Viterbi",
     paper="Sun et al. 2019, arXiv 1910.11555",
+    reported="26.80 BLEU, 0.61 below autoregressive, WMT14 En-De (abstract)",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

@@ -492,6 +492,7 @@ def require_teacher(
     title="NAT: non-autoregressive translation with fertilities",
     summary="writes all words in one pass",
     paper="Gu et al., ICLR 2018, arXiv 1711.02281",
+    reported="over 10x lower latency (survey)",
     family="nonautoregressive",
     guarantee=Guarantee.APPROX,
     kind="refine",

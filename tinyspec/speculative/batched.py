@@ -89,7 +89,7 @@ MakeRequest = Callable[[int, Scheduler | None], tuple[Request, Sequence[int]]]
 
 
 class BatchProfile(NamedTuple):
-    """What was measured of a target and its draft model, before requests are served.
+    """What was measured of a target and its draft model, while the requests that asked first wait.
 
     verify  [longest + 1] seconds of a round over 0, 1, ... draft tokens of each request, without
             its draft steps, by the number of requests

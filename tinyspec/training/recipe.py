@@ -298,8 +298,11 @@ class HeadRecipe:
                 for name, other in load_techniques().items()
                 if other.tuned is not None or (other.trained is not None and not other.head_of)
             ]
+            elsewhere = name_other_training(card)
             raise TinyspecError(
-                f"method {self.method} trains nothing; {suggest_nearest(self.method, known)}"
+                f"method {self.method} trains no head; {elsewhere}"
+                if elsewhere
+                else f"method {self.method} trains nothing; {suggest_nearest(self.method, known)}"
             )
         return card
 
@@ -323,6 +326,27 @@ class HeadRecipe:
         kind = (self.card.tuned or self.trained).settings
         reject_unknown_keys(self.head, {f.name for f in fields(kind)}, "[head] ")
         return kind(**self.head)
+
+
+def name_other_training(card: Card) -> str:
+    """Return which command trains what a method needs that has no head; empty if it needs nothing.
+
+    That is a translation model, a model whose layers repeat, or a draft model.
+    """
+    command = "tinyspec train {} --recipe {} --out FOLDER"
+    if card.translator is not None:
+        command = command.format("mt", "FILE")
+        return (
+            f"its translation model is trained from a recipe with method = '{card.name}': {command}"
+        )
+    if card.cyclic:
+        command = command.format("lm", "models/storyteller-speed/recipe.toml")
+        return f"its model, whose layers repeat, is trained by: {command}"
+    if not card.drafts or card.make_draft is not None:
+        return ""
+    own = f" and extra.draft_for = '{card.name}'" if card.own_draft else ""
+    command = command.format("lm", "FILE")
+    return f"its draft is trained from a recipe with a section [distill]{own}: {command}"
 
 
 def check_reported_exits(recipe_name: str, exits: ExitLosses | None, n_layers: int) -> None:

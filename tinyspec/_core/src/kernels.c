@@ -234,29 +234,29 @@ const Kernel *kernel_named(const char *name) {
 
 /* Quantised matrices with scales and shifts that are small powers of two: unpacked as the formula says, and multiplied. */
 static int quantised_sound(const Kernel *kernel) {
-    enum { IN = 2 * GROUP, OUT = 3 * BLOCK, MOST_BYTES = 3 * 2 * (32 + 512) };
+    enum { IN = 2 * GROUP, BLOCKS = 5, OUT = BLOCKS * BLOCK, MOST_BYTES = BLOCKS * 2 * (32 + 512) }; /* four at a time, and one */
     uint8_t data[MOST_BYTES];
-    uint16_t expected[3 * BLOCK * IN], got[3 * BLOCK * IN], rounded[FEW * IN];
+    uint16_t expected[OUT * IN], got[OUT * IN], rounded[FEW * IN];
     float x[FEW * IN], y[FEW * OUT], same[FEW * OUT];
     for (int i = 0; i < FEW * IN; i++) rounded[i] = narrow(x[i] = (float)(i * 5 % 13 - 6) / 4);
     for (int format = Q8_0; format < FORMATS; format++) {
         const size_t bytes = group_bytes(format), head = group_head(format);
-        for (size_t i = 0; i < 6 * bytes; i++) data[i] = (uint8_t)(i * 37 % 251);
-        for (int g = 0; g < 6; g++)
+        for (size_t i = 0; i < 2 * BLOCKS * bytes; i++) data[i] = (uint8_t)(i * 37 % 251);
+        for (int g = 0; g < 2 * BLOCKS; g++)
             for (size_t i = 0; i < head; i += 2) data[g * bytes + i] = 0, data[g * bytes + i + 1] = 0x30 + i % 3 * 4; /* 1/8 to 1 */
         const Matrix w = {data, NULL, OUT, IN, format}, unpacked = {expected, NULL, OUT, IN, HALVES};
-        for (int at = 0; at < 3 * BLOCK * IN; at++) {
+        for (int at = 0; at < OUT * IN; at++) {
             const int b = at / (BLOCK * IN), i = at % (BLOCK * IN) / (2 * BLOCK) * 2 + at % 2, o = at / 2 % BLOCK;
             expected[at] = unpack_weight(format, data + (b * (IN / GROUP) + i / GROUP) * bytes, o, i % GROUP);
         }
-        for (int b = 0; b < 3; b++) kernel->unpack(&w, b, got + b * BLOCK * IN);
+        for (int b = 0; b < BLOCKS; b++) kernel->unpack(&w, b, got + b * BLOCK * IN);
         if (memcmp(expected, got, sizeof got)) return 0;
         for (int rows = 1; rows <= kernel->few; rows++) {
             if (kernel->product_rounded)
-                kernel->product_rounded(&unpacked, 0, 3, rounded, IN, rows, same, OUT, 0);
+                kernel->product_rounded(&unpacked, 0, BLOCKS, rounded, IN, rows, same, OUT, 0);
             else
-                kernel->product(&unpacked, 0, 3, x, IN, rows, same, OUT, 0);
-            kernel->product_few(&w, 0, 3, kernel->product_rounded ? (const void *)rounded : x, IN, rows, y, OUT, 0);
+                kernel->product(&unpacked, 0, BLOCKS, x, IN, rows, same, OUT, 0);
+            kernel->product_few(&w, 0, BLOCKS, kernel->product_rounded ? (const void *)rounded : x, IN, rows, y, OUT, 0);
             if (memcmp(y, same, (size_t)rows * OUT * sizeof(float))) return 0;
         }
     }

@@ -119,23 +119,20 @@ def describe_roofline() -> str:
 
 
 def describe_validation(result: Mapping[str, Any]) -> list[str]:
-    """Return how far the simulated clock is from real time."""
-    lines = list[str]()
-    for name, what in (("seconds", "whole time"), ("gap_p99", "p99 gap")):
-        found = {
-            f"{policy}, {label}": of[name]
-            for label, policies in result["figures"]["ratios"].items()
-            for policy, of in policies.items()
-            if of[name] is not None
-        }
-        if not found:
-            continue
-        within = sum(abs(ratio - 1) <= CLOSE for ratio in found.values())
-        worst = max(found, key=lambda key: abs(found[key] - 1))
-        lines.append(
-            f"Simulated against real, {what}: within {CLOSE:.0%} in {within} "
-            f"of {len(found)} runs; worst {found[worst]:.2f} ({worst})."
+    """Return how far the simulated clock is from real time.
+
+    Loads stand apart: no run of one ends before its last arrival, which is the same for both.
+    """
+    loads, ratios = _list_loads(result["settings"]), result["figures"]["ratios"]
+    at_once = [label for label in ratios if label not in loads]
+    lines = [
+        f"Simulated against real, {name}: {'; '.join(found)}."
+        for name, labels in (
+            ("Poisson arrivals", loads),
+            ("all requests at once (capacity and P:D)", at_once),
         )
+        if (found := _list_agreements({label: ratios[label] for label in labels}))
+    ]
     errors = [abs(error) for error in result["cost_errors"]]
     lines.append(
         f"Fit of {len(errors)} kinds of passes: off by {median(errors):.1%} in the median, "
@@ -144,11 +141,52 @@ def describe_validation(result: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+def _list_agreements(ratios: Mapping[str, Any]) -> list[str]:
+    """Return in how many of these runs the whole time is close, and in how many the p99 gap."""
+    clauses = list[str]()
+    for name, what in (("seconds", "whole time"), ("gap_p99", "p99 gap")):
+        found = {
+            f"{policy}, {label}": of[name]
+            for label, policies in ratios.items()
+            for policy, of in policies.items()
+            if of[name] is not None
+        }
+        if found:
+            within = sum(abs(ratio - 1) <= CLOSE for ratio in found.values())
+            worst = max(found, key=lambda key: abs(found[key] - 1))
+            clauses.append(
+                f"{what} within {CLOSE:.0%} in {within} of {len(found)} runs, worst "
+                f"{found[worst]:.2f} ({worst})"
+            )
+    return clauses
+
+
+def describe_best_policies(result: Mapping[str, Any]) -> str:
+    """Return at which P:D the policy with the most tokens/s is another one on the GPU."""
+    if not (ratios := [f"P:D {ratio}" for ratio in result["settings"]["ratios"]]):
+        return ""
+    sources = result["figures"][REAL], *(result["simulated"][name] for name in (FITTED, ROOFLINE))
+    flips = list[str]()
+    for label in ratios:
+        real, fitted, gpu = (
+            max(traces[label], key=lambda policy: traces[label][policy]["tokens_per_second"])
+            for traces in sources
+        )
+        if real != gpu:
+            flips.append(f"at {label} here {real} (simulated: {fitted}), there {gpu}")
+    if flips:
+        return f"The policy with the most tokens/s is another one on the GPU: {'; '.join(flips)}."
+    return (
+        f"The policy with the most tokens/s is the same here and on the GPU: {', '.join(ratios)}."
+    )
+
+
 def list_serve_notes(result: Mapping[str, Any]) -> list[str]:
     """Return the lines below the tables."""
-    settings = result["settings"]
+    settings, best = result["settings"], describe_best_policies(result)
     return [
         *describe_validation(result),
+        *([best] if best else []),
         f"{settings['requests']} requests of about {settings['prompt_tokens']} + "
         f"{settings['new_tokens']} tokens, at most {settings['max_live']} at once, "
         f"{count_things(settings['rounds'], 'round')}, plain greedy decoding; {result['dtype']}, "

@@ -255,7 +255,7 @@ def _make_structured_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
 def _has_card_arms(role: str) -> bool:
     """Return whether a role's rows are those of its card: it rewrites, and has no others here."""
     card = load_techniques().get(role.partition(",")[0])
-    is_known = role in ROLES or role.startswith(("sat, ", "nar_crf, "))
+    is_known = role in ROLES or role.startswith(("sat, ", "nar_crf, ", "latent_transformer, "))
     return not is_known and card is not None and card.kind == "refine"
 
 
@@ -279,11 +279,12 @@ def _make_latent_arms(found: Mapping[str, Seq2Seq]) -> list[TranslatorArm]:
     """Return the arms of models with latent variables: the likeliest ones, and several samples."""
     made, teacher = list[TranslatorArm](), found["teacher"]
     samples = {"samples": LATENT_SAMPLES}
-    if "latent_transformer" in found:
-        method, model = "latent_transformer", found["latent_transformer"]
-        label = f"{method}, {LATENT_SAMPLES} samples"
-        made.append(_make_refine_arm(method, method, model))
-        made.append(_make_drawing_arm(label, method, model, teacher, **samples))
+    method = "latent_transformer"
+    for role in (method, f"{method}, raw"):
+        if role in found:
+            label = f"{role}, {LATENT_SAMPLES} samples"
+            made.append(_make_refine_arm(role, method, found[role]))
+            made.append(_make_drawing_arm(label, method, found[role], teacher, **samples))
     if "flowseq" in found:
         method, model = "flowseq", found["flowseq"]
         label = f"{method}, {count_things(LENGTH_BEAM, 'length')}"

@@ -51,6 +51,11 @@ def check_eesd_drafts(build: Build) -> Evidence:
     return feature_laws.check_random_heads(find_technique("eesd"), partial(build, gamma=3))
 
 
+def fitted_exit_layer_drafts_the_text(build: Build) -> Evidence:
+    """Check that a layer that its loss has fitted to a text drafts it, after every part of it."""
+    return kangaroo.fitted_exit_drafts_the_text(build, "eesd", control="fixed")
+
+
 @collect_evidence(JOINT)
 def joint_distribution_of_every_length(build: Build) -> Iterator[int]:
     """Check the joint distribution of three tokens, whatever lengths the control chooses."""
@@ -125,6 +130,7 @@ def known_tokens_are_counted(build: Build) -> Iterator[int]:
 
 
 TRAPS = [
+    Trap(kangaroo.PLANTED, fitted_exit_layer_drafts_the_text, card("eesd")),
     Trap(kangaroo.CONTINUED, rounds_go_on_from_the_exit, card("eesd")),
     Trap(kangaroo.OF_TEXT, exit_drafts_depend_on_the_text, card("eesd")),
     Trap(kangaroo.PLACED, check_eesd_drafts, card("eesd")),
@@ -137,7 +143,16 @@ TRAPS = [
 _eesd = partial(Toy, technique="eesd")
 
 TOYS = [
-    *(replace(toy, technique="eesd") for toy in kangaroo.TOYS),  # the drafts are made as there
+    *(  # the drafts are made as there; the loss is another
+        replace(toy, technique="eesd") for toy in kangaroo.TOYS if toy.law != kangaroo.PLANTED
+    ),
+    _eesd(
+        "a layer trained on the token after the one that it drafts",
+        "return batch.cross_entropy(target, 0, logits)",
+        "return batch.cross_entropy(target, 1, logits)",
+        eesd.eesd_loss,
+        law=kangaroo.PLANTED,
+    ),
     _eesd(
         "a token is taken back when it was drawn",
         "draft_probs.append(q)",

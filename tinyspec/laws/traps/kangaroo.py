@@ -1,23 +1,30 @@
 """Kangaroo (Liu et al. 2024): layers that are not run twice, and the right rows of the adapter."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tinyspec.early_exit.kangaroo import KangarooDrafter
+import torch
+
+from tinyspec.decoding.rng import Seeded
+from tinyspec.early_exit.kangaroo import KangarooDrafter, kangaroo_loss
 from tinyspec.laws import feature_laws
 from tinyspec.laws.evidence import Evidence, collect_evidence, expect_equal
 from tinyspec.laws.exact.models import add_random_head, small_network
 from tinyspec.laws.museum.rows import Toy
 from tinyspec.laws.traps import Build, Trap, begin_decoder, card, run_all_rounds
+from tinyspec.laws.traps.eagle import CYCLE, TOKENS, reciting_target
 from tinyspec.lm.model import Model
 from tinyspec.technique import find_technique
 
 CONTINUED = "the target goes on from the states that the draft has left"
 OF_TEXT = feature_laws.DRAFT_OF_TEXT
 PLACED = feature_laws.DRAFT_OF_TRAINING
+PLANTED = "an early exit that is fitted to a text drafts all of it"
 
 EXIT, DEPTH = 1, 3  # layers that draft, of how many
+DRAFTED = 4
 
 
 def adapted_network(seed: int, vocabulary: int = 4) -> Model:
@@ -60,7 +67,35 @@ def check_kangaroo_drafts(build: Build) -> Evidence:
     return feature_laws.check_random_heads(find_technique("kangaroo"), make)
 
 
+def reciting_deeper_target() -> tuple[Model, tuple[int, ...]]:
+    """Return a network that writes a cyclic text, below it a layer that adds nothing, and the text.
+
+    The exit is after that layer. So nothing but the fitted weights can tell what follows.
+    """
+    model, text = reciting_target(2)
+    only = {name: w for name, w in model.weights.items() if name.startswith("0.")}
+    weights = {**model.weights} | {name.replace("0.", "1.", 1): w for name, w in only.items()}
+    weights |= {name: torch.zeros_like(w) for name, w in only.items()}
+    return Model(replace(model.config, n_layers=2), weights), text
+
+
+@collect_evidence(PLANTED)
+def fitted_exit_drafts_the_text(
+    build: Build, method: str = "kangaroo", **knobs: Any
+) -> Iterator[int]:
+    """Check that an exit that its loss has fitted to its target's text drafts it."""
+    target, text = reciting_deeper_target()
+    model = feature_laws.fit_head(find_technique(method), target, text, steps=60)
+    for n in range(len(CYCLE), TOKENS - DRAFTED, len(CYCLE) + 5):  # the draft begins anywhere
+        decoder = begin_decoder(build, [model], text[:n], gamma=DRAFTED, **knobs)
+        tree = decoder.drafter.propose(decoder.context, DRAFTED, decoder.sampling, Seeded(0))
+        expected = text[n : n + DRAFTED]
+        expect_equal(PLANTED, expected, tuple(tree.tokens), cycle=CYCLE, tokens=n)
+        yield DRAFTED
+
+
 TRAPS = [
+    Trap(PLANTED, fitted_exit_drafts_the_text, card("kangaroo")),
     Trap(CONTINUED, runs_no_layer_twice, card("kangaroo")),
     Trap(OF_TEXT, drafts_of_the_past_leave_no_trace, card("kangaroo")),
     Trap(PLACED, check_kangaroo_drafts, card("kangaroo")),
@@ -69,6 +104,13 @@ TRAPS = [
 _kangaroo = partial(Toy, technique="kangaroo")
 
 TOYS = [
+    _kangaroo(
+        "an adapter trained on the distribution of one position before",
+        "p = F.linear(batch.states[:, 1][known], target.head)",
+        "p = F.linear(batch.states[:, 1].roll(1, dims=1)[known], target.head)",
+        kangaroo_loss,
+        law=PLANTED,
+    ),
     _kangaroo(
         "verification that runs all layers again",
         "ran = self.target.run_to_layer(tree, self.head.exit, hidden_layers=(self.head.exit,))",

@@ -183,8 +183,9 @@ def rest(
             "longest"
         )
     stores = [open_datastore(str(datastore))] if datastore else []
-    for store in stores:
-        store.check(getattr(request.target, "model", None))
+    model = getattr(request.target, "model", None)  # vLLM's runs elsewhere
+    for store in stores if model is not None else ():
+        store.check(model)
     if request.references:
         stores.append(index_texts(request.references))
     if not stores:

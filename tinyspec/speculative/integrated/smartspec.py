@@ -18,14 +18,17 @@ added one at a time, the greatest gain first, and the lengths with the greatest 
 are chosen. No other lengths have a greater goodput. Plain decoding is kept unless drafts are more
 than 10 % better, as in the released code.
 
+The times are measured once, when requests ask first; all requests wait meanwhile.
+
 Guarantee: EXACT. Lengths follow from earlier rounds and the clock.
 Pitfall: a rate that counts tokens after a rejection, of which nothing is known; one request's time
 taken from a pass that others shared.
 Tests: tests/speculative/test_smartspec.py (the chosen lengths against all lengths of a small batch;
 the rate against its definition; a request that is drafted badly stops drafting, and tries again).
-Left out: the released code has one length and one rate for the whole batch, and decides every 20
-steps. The paper's memory check is the scheduler's (`max_slots`). Its lengths for prompt lookup are
-those of `auto`.
+Left out: one length for the whole batch. Here each request has its own, and the batch is in the
+goodput. The released code has one length and one rate for the batch, and decides every 20 steps.
+The paper's memory check is the scheduler's (`max_slots`). Its lengths for prompt lookup are those
+of `auto`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,13 +1,13 @@
-"""Synergy: a draft length for each batch size, from a profile that is measured before serving.
+"""Synergy: a draft length for each batch size, from a profile that is measured once.
 
 Paper: Su, Giannoula, Pekhimenko 2023, arXiv 2310.18813. Nothing is trained.
 
 Idea. A single request leaves most of the arithmetic of a machine idle, and a long draft fills it. A
 large batch fills it already: then each draft token that is rejected costs time. So the best draft
-length falls with the batch size, and no fixed length is good for all. Before requests are served,
-the seconds of passes are measured for some batch sizes b and draft lengths s, and how many draft
-tokens are accepted. From these follows a table of best lengths; 0 is plain decoding. While requests
-are served, their number is looked up, and the nearest size of the table gives the length:
+length falls with the batch size, and no fixed length is good for all. The seconds of passes are
+measured for some batch sizes b and draft lengths s, and how many draft tokens are accepted. From
+these follows a table of best lengths; 0 is plain decoding. Then the number of requests is looked up
+in every round, and the nearest size of the table gives the length:
 
     l(s)           = tokens of a round: 1 + the mean number of accepted draft tokens of s
     seconds(b, s)  = (t_target(b, s) + s t_draft(b)) / l(s)          of a token of each request
@@ -18,8 +18,8 @@ Pitfall: a table that is typed in; no length 0 in it; a batch size that counts r
 read their prompts, so that the length jumps whenever one arrives (vLLM issue 49548).
 Tests: tests/speculative/test_synergy.py (the table against the least time of all lengths; which
 requests count; a profile of a pair of models whose passes cost what the test says).
-Acceptance is measured on the texts of the requests that ask first, 192 tokens of all together; the
-paper takes texts of a dataset.
+The paper measures before requests are served, on texts of a dataset. Here the requests that ask
+first wait while all is measured, on their texts (192 tokens of all together), and so do all others.
 Left out: the paper's power law for l(s). Here l(s) is what was measured at every s. `table` gives
 lengths by hand, as vLLM's does.
 """

@@ -139,6 +139,7 @@ def read_on_host(row: Probs) -> NDArray[np.float64]:
     title="Typical acceptance",
     summary="accepts what the target finds typical",
     paper="Cai et al. 2024, arXiv 2401.10774",
+    reported="1.1x over greedy decoding (authors' page)",
     family="verification",
     guarantee=Guarantee.LOSSY,
     hidden=True,
