@@ -5,6 +5,7 @@ All that the transformer computes in torch goes through `linear`, `attend` and `
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -37,9 +38,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def scatter_logits(logits: Tensor, head_ids: Tensor | None, vocabulary: int) -> Tensor:
-    """Return logits [..., len(head_ids)] as logits [..., V]: -inf for all other ids."""
+    """Return logits [..., len(head_ids)] as logits [..., V]: -inf for all other ids.
+
+    On the host numpy does it where no gradient is asked for: see host.py.
+    """
     if head_ids is None:
         return logits
+    if logits.device.type == "cpu" and logits.dtype == torch.float32 and not logits.requires_grad:
+        filled = np.full((*logits.shape[:-1], vocabulary), -np.inf, np.float32)
+        filled[..., head_ids.numpy()] = logits.numpy()
+        return torch.from_numpy(filled)
     whole = logits.new_full((*logits.shape[:-1], vocabulary), -torch.inf)
     whole[..., head_ids] = logits
     return whole
