@@ -156,7 +156,7 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3636,
     "_core": 957,
-    "lm": 6214,
+    "lm": 6219,
     "decoding": 2022,
     "chapters": 14537,
     "laws": 19779,

@@ -33,7 +33,7 @@ QUOTED = (
 """The results that the page quotes."""
 OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
-    "bench-stored", "bench-smollm2-heads", "bench-auto-heads", "batches", "batches-smollm2",
+    "bench-stored", "bench-smollm2-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
     "heads-eesd", "exits-consistent", "bench-speed",
 )  # fmt: skip
