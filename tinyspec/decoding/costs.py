@@ -16,7 +16,10 @@ R. All coefficients are at least 0, and are chosen to make the relative errors s
 
     seconds = max(bytes / bandwidth, operations / peak)
 
-A simulated clock adds up these seconds over the pass log of a scheduler.
+A simulated clock adds up these seconds over the pass log of a scheduler. Two policies measure whole
+rounds instead, drafting and all: `goodput.CostModel` learns those of one request while it runs
+(auto, sequoia), and `batched.BatchProfile` those of a batch before its first round (synergy,
+smartspec).
 """
 
 from abc import ABC, abstractmethod
