@@ -208,6 +208,24 @@ def test_llama_cpp_makes_as_many_tokens_and_in_float32_the_same(shape: str, kind
     arm.close()
 
 
+def test_llama_cpps_own_lookup_writes_the_text_of_its_plain_decoding() -> None:
+    pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'"
+    )
+    m = Model.random(CONFIG, seed=3, scale=0.02)
+    settings, job = BenchSettings(dtype="float32"), Job("qa", "0", 0, (5, 7, 5, 11, 13, 5), 24)
+    labels = ("llama.cpp:repack=false", "llama.cpp:lookup=4")
+    specs = [ArmSpec.parse(label) for label in labels]
+    plain, lookup = peers.make_peer_arms(specs, settings, m, 32)
+    expected = plain.run(job, 0, time.perf_counter)
+    for _ in range(2):
+        made = lookup.run(job, 0, time.perf_counter)
+        check_token_balance(made, job, lookup.label)
+        assert made.ids == expected.ids and made.early == 1
+        assert made.calls < expected.calls and made.nodes is not None and made.nodes > 0
+    lookup.close()
+
+
 def test_llama_cpp_samples_by_seed_and_reports_errors() -> None:
     pytest.importorskip(
         "llama_cpp", reason="llama-cpp-python is not installed: pip install 'tinyspec[peers]'"
@@ -225,6 +243,8 @@ def test_llama_cpp_samples_by_seed_and_reports_errors() -> None:
         ("llama.cpp:weights=q4", m, "not 'q4'"),
         ("llama.cpp:kind=q8_0", m, "no knob 'kind'"),
         ("llama.cpp:weights=q8_0", narrow, "blocks of 32"),
+        ("llama.cpp:lookup=0", m, "from 1 on"),
+        ("llama.cpp:lookup=4:repack=false", m, "without repack"),
     ):
         with pytest.raises(TinyspecError, match=says):
             peers.make_peer_arms([ArmSpec.parse(wrong)], settings, model, 32)

@@ -4,30 +4,34 @@
     llama.cpp:weights=q8_0     or float32, bfloat16
     llama.cpp:weights=stored   the model's own .gguf file
     llama.cpp:repack=false     weights keep the layout of their file
+    llama.cpp:lookup=10        llama-cpp-python's prompt lookup, with so many draft tokens
 
 With quantised weights, 0.3.36 crashed where it repacked them, on a machine with AMX units.
 
 The weights are written as a .gguf file for the run. Only the C interface is used: ids in, one
-forward pass, its own sampler, id out. Python does nothing else between two tokens.
+forward pass, its own sampler, id out. Python does nothing else between two tokens. But with
+`lookup` the bindings' own loop decodes: drafts, checks and samples are Python there, and a pass
+over the prompt keeps the logits of every token.
 """
 
 import ctypes
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tinyspec import models
-from tinyspec.bench.arms import ArmOutput, Clock
+from tinyspec.bench.arms import Arm, ArmOutput, Clock
 from tinyspec.bench.plan import STORED, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm import checkpoint, gguf_export
 from tinyspec.lm.model import Model
 
-KNOBS = ("weights", "repack")
+KNOBS = ("weights", "repack", "lookup")
 BATCH = 512  # tokens of a prompt that it reads together
 _log_callback: list[Any] = []  # C calls it instead of writing a log, so it must not be freed
 
@@ -63,6 +67,11 @@ def export_weights(spec: ArmSpec, settings: BenchSettings, model: Model, folder:
     if strange := next((name for name in knobs if name not in KNOBS), None):
         raise TinyspecError(
             f"{spec.name} has no knob '{strange}': {suggest_nearest(strange, KNOBS)}"
+        )
+    lookup = str(knobs.get("lookup", 1))
+    if not lookup.isdigit() or int(lookup) < 1 or {"lookup", "repack"} <= knobs.keys():
+        raise TinyspecError(
+            f"{spec.label}: lookup is a number of draft tokens from 1 on, without repack beside it"
         )
     if model.device.type != "cpu":
         raise TinyspecError(
@@ -124,15 +133,6 @@ class LlamaCppArm:
         self.memory = self.lib.llama_get_memory(self.context)
         self.weights: int | None = int(self.lib.llama_model_size(self.model))
 
-    @classmethod
-    def of(
-        cls, spec: ArmSpec, settings: BenchSettings, model: Model, room: int, sequences: int = 1
-    ) -> "LlamaCppArm":
-        """Return the arm of a model of ours."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = export_weights(spec, settings, model, Path(folder))
-            return cls(spec, settings, path, room, sequences)
-
     def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
         """Decode in its own loop: forward pass, sample, forward pass."""
         sampler = self._sampler(seed)
@@ -188,6 +188,69 @@ class LlamaCppArm:
         return chain
 
 
+class LlamaCppLookupArm:
+    """Speculation of llama-cpp-python: `LlamaPromptLookupDecoding` in its own `generate`."""
+
+    def __init__(self, spec: ArmSpec, settings: BenchSettings, path: Path, room: int):
+        lib, self.label = load_library(), spec.label
+        self.knobs: Mapping[str, Any] = {"weights": settings.dtype, **dict(spec.knobs)}
+        self.sampling = settings.temperature, settings.top_p
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+        threads, drafted = torch.get_num_threads(), int(self.knobs["lookup"])
+        self.llama = lib.Llama(
+            str(path), n_gpu_layers=0, use_mmap=False, n_batch=BATCH, n_ubatch=BATCH,
+            n_ctx=room + drafted,  # the last draft is as long as any
+            n_threads=threads, n_threads_batch=threads, verbose=False,
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=drafted),
+        )  # fmt: skip
+        self.rows = list[int]()  # tokens of each pass
+        read = self.llama.eval
+
+        def count(tokens: Sequence[int]) -> None:
+            self.rows.append(len(tokens))
+            read(tokens)
+
+        self.llama.eval = count
+
+    def run(self, job: Job, seed: int, clock: Clock) -> ArmOutput:
+        """Call `generate`, which makes the first token with the pass over the prompt."""
+        temperature, top_p = self.sampling
+        self.llama.set_seed(seed)
+        self.llama.reset()
+        self.rows.clear()
+        begun = clock()
+        stream = self.llama.generate(
+            list(job.ids), temp=temperature, top_k=0, top_p=top_p or 1.0, min_p=0.0,
+            repeat_penalty=1.0,
+        )  # fmt: skip
+        ids = [next(stream)]
+        read = clock()
+        ids += islice(stream, job.tokens - 1)
+        done = clock()
+        calls = len(self.rows)
+        drafted = sum(self.rows) - len(job.ids) - (calls - 1)
+        return ArmOutput(
+            read - begun, done - read, tuple(ids), calls, nodes=drafted, early=1, first=read - begun
+        )
+
+    def close(self) -> None:
+        self.llama.close()
+
+
+def load_arm(spec: ArmSpec, settings: BenchSettings, path: Path, room: int) -> Arm:
+    """Return the arm that runs a .gguf file, which may be deleted then."""
+    kind = LlamaCppLookupArm if "lookup" in dict(spec.knobs) else LlamaCppArm
+    return kind(spec, settings, path, room)
+
+
+def make_arm(spec: ArmSpec, settings: BenchSettings, model: Model, room: int) -> Arm:
+    """Return the arm of a model of ours."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = export_weights(spec, settings, model, Path(folder))
+        return load_arm(spec, settings, path, room)
+
+
 class LlamaCppForward:
     """Forward passes over k tokens after `cached` others, with logits of every token."""
 
@@ -221,7 +284,10 @@ class LlamaCppBatch:
     """
 
     def __init__(self, settings: BenchSettings, model: Model, room: int, sequences: int):
-        self.llama = LlamaCppArm.of(ArmSpec("llama.cpp"), settings, model, room, sequences)
+        spec = ArmSpec("llama.cpp")
+        with tempfile.TemporaryDirectory() as folder:
+            path = export_weights(spec, settings, model, Path(folder))
+            self.llama = LlamaCppArm(spec, settings, path, room, sequences)
         self.lib, self.sequences = self.llama.lib, sequences
         self.batch, self.sampler = self.lib.llama_batch_init(BATCH, 0, 1), self.llama._sampler(0)
 

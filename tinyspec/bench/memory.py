@@ -58,7 +58,8 @@ def print_arm_memory() -> None:
         torch.set_num_threads(settings.threads)
     arm: arms.Arm
     if spec.name == "llama.cpp":
-        arm = llamacpp.LlamaCppArm(spec, settings, Path(asked["file"]), len(job.ids) + job.tokens)
+        room = len(job.ids) + job.tokens
+        arm = llamacpp.load_arm(spec, settings, Path(asked["file"]), room)
     elif spec.is_peer:
         arm = peers.TransformersArm(
             spec, peers.load_transformers(settings.model, settings), settings

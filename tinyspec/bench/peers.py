@@ -38,9 +38,9 @@ def make_peer_arms(
     theirs: Any = None
     for spec in specs:
         if spec.name == "llama.cpp":
-            from tinyspec.bench.llamacpp import LlamaCppArm
+            from tinyspec.bench.llamacpp import make_arm
 
-            made.append(LlamaCppArm.of(spec, settings, model, room))
+            made.append(make_arm(spec, settings, model, room))
             continue
         _check_knobs(spec)  # before transformers is imported: that takes seconds
         theirs = theirs or load_transformers(settings.model, settings, model)
