@@ -353,8 +353,9 @@ def packed(dice: Dice, out: int, inputs: int, half: bool = False) -> Any:
     """A matrix of random numbers; an odd one is never half."""
     if inputs % 32 == 0:
         form, size = dice.pick(("Q8_0", 34), ("Q4_0", 18), ("Q4_1", 20))
-        groups = dice.rng.integers(0, 0x70, -(-out // 16) * 16 * inputs // 32 * size)
-        return _core.compute.Packed(groups.astype(np.uint8), out, inputs, None, form)
+        groups = dice.rng.randbytes(-(-out // 16) * 16 * inputs // 32 * size)
+        finite = np.frombuffer(groups, np.uint8) & 0x6F
+        return _core.compute.Packed(finite, out, inputs, None, form)
     half = half and inputs % 2 == 0
     kind = np.uint16 if half else np.float32
     data = (dice.normal(-(-out // 16) * 16 * inputs) * 99).astype(np.int16)
