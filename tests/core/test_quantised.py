@@ -103,7 +103,7 @@ def test_what_cannot_be_packed_is_named() -> None:
 PEAK = """
 import sys
 import numpy as np
-from tinyspec._core import compute
+import tinyspec._core.compute as compute  # also where TINYSPEC_PURE asks for the twins
 
 def peak():
     lines = open("/proc/self/status").read().splitlines()
