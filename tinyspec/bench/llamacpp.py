@@ -202,6 +202,7 @@ class LlamaCppLookupArm:
             str(path), n_gpu_layers=0, use_mmap=False, n_batch=BATCH, n_ubatch=BATCH,
             n_ctx=room + drafted,  # the last draft is as long as any
             n_threads=threads, n_threads_batch=threads, verbose=False,
+            logits_all=True,  # else it has no room for the logits of a long prompt
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=drafted),
         )  # fmt: skip
         self.rows = list[int]()  # tokens of each pass
