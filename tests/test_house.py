@@ -162,7 +162,7 @@ CODE_LINES = {
     "laws": 19779,
     "museum": 3705,
     "training": 3464,
-    "bench": 9839,
+    "bench": 9840,
     "grade": 4400,
     "serve": 965,
     "cli": 2835,
