@@ -22,7 +22,7 @@ passes there in place of 415. lookahead_trie and rest have tests on a batch by h
 
 Left out: trees. Of a tree, the first branch is drafted. vLLM does not say when a request ends, so a
 drafter forgets a text that has not come again, and keeps nothing for later requests. The ids of a
-datastore are not held against vLLM's model: build it with that model's tokenizer.
+datastore are not checked against vLLM's model: build it with that model's tokenizer.
 """
 
 import os

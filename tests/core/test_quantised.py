@@ -13,7 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinyspec.lm.engine import is_quantised_faster, pack_matrix, wrap_matrix, wrap_quantised
+from tinyspec.lm import engine
+from tinyspec.lm.engine import pack_matrix, time_products, wrap_matrix, wrap_quantised
 from tinyspec.lm.quantised import SCALE_BYTES, QuantisedMatrix, quantise_matrix
 
 compute: Any = pytest.importorskip("tinyspec._core.compute", reason="needs compiled kernels")
@@ -112,7 +113,8 @@ def peak():
 compute.use(sys.argv[1])
 out, inputs = 16384, 2048
 matrix = compute.Packed(np.full(out * inputs // 32 * 20, 1, np.uint8), out, inputs, None, "Q4_1")
-pairs = [(np.ones((rows, inputs), np.float32), np.ones((rows, out), np.float32)) for rows in (1, 64)]
+ones = np.ones
+pairs = [(ones((n, inputs), np.float32), ones((n, out), np.float32)) for n in (1, 64)]
 before = peak()
 for x, y in pairs:
     matrix.product(x, y, 2)
@@ -131,8 +133,30 @@ def test_a_matrix_is_never_unpacked_whole(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", compute.kernels())
-def test_which_form_is_faster_is_found_once_for_a_kernel(kernel: str) -> None:
+def test_every_form_is_timed_and_the_kernel_stays_what_it_was(kernel: str) -> None:
     before = compute.kernel()
-    is_quantised_faster.cache_clear()
-    assert is_quantised_faster(kernel, 1) == is_quantised_faster(kernel, 1)
-    assert is_quantised_faster.cache_info().misses == 1 and compute.kernel() == before
+    seconds = time_products(kernel, 1, KINDS, rounds=2)
+    assert {form: len(taken) for form, taken in seconds.items()} == dict.fromkeys(
+        ("bfloat16", *KINDS), 2
+    )
+    assert min(map(min, seconds.values())) > 0 and compute.kernel() == before
+
+
+@pytest.mark.parametrize(("quantised", "faster"), [(1.0, True), (3.0, False)])
+def test_the_faster_form_is_chosen_after_one_measurement(
+    monkeypatch: pytest.MonkeyPatch, quantised: float, faster: bool
+) -> None:
+    timed = list[str]()
+
+    def time_both(kernel: str, threads: int, kinds: Any) -> dict[str, list[float]]:
+        timed.append(kernel)
+        return {"bfloat16": [9.0, 2.0], "Q4_1": [quantised, 9.0]}
+
+    monkeypatch.setattr(engine, "time_products", time_both)
+    engine.is_quantised_faster.cache_clear()
+    try:
+        for kernel in ("avx2", "avx2", "avx512bf16"):
+            assert engine.is_quantised_faster(kernel, 1) == (faster or kernel == "avx512bf16")
+        assert timed == ["avx2"]
+    finally:
+        engine.is_quantised_faster.cache_clear()

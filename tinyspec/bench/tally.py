@@ -104,7 +104,7 @@ def count_samples(samples: Sequence[Sample]) -> dict[str, float | None]:
 def describe_prompts(samples: Sequence[Sample]) -> dict[str, float]:
     """Return how fast one arm read prompts, and its median time to the first token, in ms.
 
-    Samples of older files do not tell it: then there is nothing.
+    The result is empty for samples of older files, which do not tell it.
     """
     reads = [s.read for s in samples if s.read is not None]
     firsts = [s.first for s in samples if s.first is not None]

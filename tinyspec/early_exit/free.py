@@ -312,7 +312,6 @@ def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     title="FREE: fast and robust early exiting",
     summary="finishes early tokens with a deep one",
     paper="Bae et al. 2023, arXiv 2310.05424",
-    reported="up to 2.16x (paper)",
     family="early exit",
     guarantee=Guarantee.LOSSY,
     lossy=("threshold", math.inf),

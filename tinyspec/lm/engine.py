@@ -58,10 +58,10 @@ def can_pack_quantised(config: Config) -> bool:
 
 
 def prefers_quantised(config: Config) -> bool:
-    """Return whether quantised weights of this config are best multiplied as they are.
+    """Return whether the quantised weights of a model should stay quantised.
 
-    So they are where that is faster, and where the bfloat16 ones do not fit into the memory that
-    is left. The results are the same bits.
+    They should where a product with them is faster, and where bfloat16 weights would not fit into
+    free memory. Both forms give the same logits, bit for bit.
     """
     assert _core.compute is not None
     if (left := find_free_memory()) is not None and left < 2 * config.parameters():
@@ -71,9 +71,9 @@ def prefers_quantised(config: Config) -> bool:
 
 @functools.cache
 def is_quantised_faster(kernel: str, threads: int) -> bool:
-    """Return whether this kernel multiplies one row by Q4_1 faster than by bfloat16 weights.
+    """Return whether this kernel multiplies one row by Q4_1 weights faster than by bfloat16 ones.
 
-    Kernels that multiply pairs of bfloat16 do. The others are measured.
+    With AVX-512 BF16 it does (`tinyspec bench core`). The other kernels are measured once.
     """
     if kernel == "avx512bf16":
         return True
@@ -86,7 +86,7 @@ def time_products(
 ) -> dict[str, list[float]]:
     """Return the seconds of one row by a matrix [8192, 4096], in bfloat16 and in these kinds.
 
-    The matrices are 18 to 64 MiB and take turns, so that hardly a cache holds them.
+    The matrices have 18 to 64 MiB and are used in turn, so few caches can hold them.
     """
     compute, (out, inputs) = _core.compute, (8192, 4096)
     assert compute is not None

@@ -120,8 +120,8 @@ def read_gguf(
     }
     if others := sorted(expanded - {*FLOAT_KINDS}):
         print(
-            f"tinyspec: {path}: weights in {', '.join(others)} are expanded: kernels multiply "
-            f"matrices of one kind of {', '.join(SCALE_BYTES)}",
+            f"tinyspec: {path}: weights in {', '.join(others)} are expanded: a matrix stays "
+            f"quantised if all of it is in one of {', '.join(SCALE_BYTES)}",
             file=sys.stderr,
         )
     dtype = None if matrices is None else torch.bfloat16

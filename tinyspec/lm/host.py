@@ -73,7 +73,7 @@ def view_as_ints(store: Tensor) -> NDArray[Any] | None:
 
 
 def find_free_memory() -> int | None:
-    """Return the bytes that programs can still take, as Linux says. None: it does not say."""
+    """Return the bytes of memory that a program can still use. None: the system does not tell."""
     try:
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", Path("/proc/meminfo").read_text(), re.M)
     except (OSError, ValueError):

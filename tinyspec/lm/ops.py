@@ -40,7 +40,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def scatter_logits(logits: Tensor, head_ids: Tensor | None, vocabulary: int) -> Tensor:
     """Return logits [..., len(head_ids)] as logits [..., V]: -inf for all other ids.
 
-    On the host numpy does it where no gradient is asked for: see host.py.
+    On a CPU numpy fills them, unless a gradient is needed: torch would wake its threads (host.py).
     """
     if head_ids is None:
         return logits

@@ -340,7 +340,7 @@ class ForkingDecoder(StreamDecoder):
     title="APAR: auto-parallel auto-regressive decoding",
     summary="a tuned model forks its answer",
     paper="Liu et al. 2024, arXiv 2401.06761",
-    reported="up to 2x, memory-bound (abstract)",
+    reported="up to 2x (abstract)",
     family="parallel",
     guarantee=Guarantee.LOSSY,
     lossy=("forks", 0),
