@@ -17,8 +17,9 @@ from tinyspec.bench import arms
 from tinyspec.bench.arms import TechniqueArm, check_token_balance
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.tasks import Job
-from tinyspec.decoding.decode import Round
-from tinyspec.decoding.rng import RandomSource
+from tinyspec.decoding.decode import BaseDrafter, Round
+from tinyspec.decoding.rng import RandomSource, Seeded
+from tinyspec.decoding.sampling import UNCHANGED
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import GenerationRun, start_generation
 from tinyspec.laws.exact.models import add_random_head
@@ -101,6 +102,23 @@ def test_counts_are_those_of_the_rounds(method: str, monkeypatch: pytest.MonkeyP
     assert made.silent == sum(round.verdict.next is None for round in rounds)
     assert made.truncated == sum(round.truncated for round in rounds)
     assert made.draft_calls == sum(len(round.draft_calls) for round in rounds)
+
+
+def test_the_time_of_drafting_is_that_of_propose_and_observe() -> None:
+    """The clock ticks when it is read: twice for each call, and two calls make a round."""
+    ticks = count()
+    arm = own("llma")
+    made = arm.run(job(), 0, lambda: float(next(ticks)))
+    assert made.drafting == 2 * made.calls
+    assert own("llma").run(job(), 0, time.perf_counter).drafting < made.decode  # type: ignore[operator]
+
+
+def test_a_drafter_that_was_timed_is_left_as_it_was() -> None:
+    drafter = BaseDrafter()
+    with arms.time_drafter(drafter, time.perf_counter) as spans:
+        drafter.propose([1], 1, UNCHANGED, Seeded(0))
+    drafter.propose([1], 1, UNCHANGED, Seeded(0))
+    assert len(spans) == 1 and not vars(drafter)
 
 
 def test_an_arm_tells_every_knob_that_ran_advised_ones_too() -> None:

@@ -212,3 +212,10 @@ def test_prompts_are_read_at_the_tokens_and_seconds_of_all_requests() -> None:
 
 def test_samples_that_do_not_tell_of_prompts_have_no_figure_of_them() -> None:
     assert tally.describe_prompts([sample("x", 1.0)]) == {}
+
+
+def test_the_time_of_drafting_is_told_in_steps_of_plain_decoding() -> None:
+    """Plain takes 2 seconds a token; four rounds draft for 6 seconds, so one for 0.75 steps."""
+    plain, drafted = sample(PLAIN, 20.0), sample("llma", 12.0, calls=4, drafting=6.0)
+    assert tally.measure_drafting([plain, drafted], PLAIN, "llma") == {"drafting": 0.75}
+    assert tally.measure_drafting([plain, drafted._replace(drafting=None)], PLAIN, "llma") == {}

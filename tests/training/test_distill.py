@@ -1,6 +1,7 @@
 """A draft is distilled from its target's outputs: prompts, vocabulary, loss, command, resuming."""
 
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -177,6 +178,25 @@ def test_alpha_is_the_overlap_of_whole_distributions_if_all_of_p_is_known(zoo: Z
         {"alpha": 1, "agreement": 1, "sayable": 1}
     )
     assert float(distillation_loss(p, p)) == pytest.approx(0, abs=1e-5)
+
+
+def test_lk_is_its_closed_form_on_three_tokens() -> None:
+    """p = (1/2, 1/2, 0) and q = (1/4, 1/4, 1/2): CE is 2 ln 2 and alpha is 1/2."""
+    p, q = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.25, 0.5]])
+    lead = math.exp(-3 / 2)
+    expected = lead * 2 * math.log(2) + (1 - lead) / 2
+    assert float(imitation.imitation_loss("lk", p, q.log())) == pytest.approx(expected)
+
+
+def test_lk_is_least_where_the_draft_is_the_target() -> None:
+    """There alpha is 1, and what is left is the entropy of p, led by exp(-3)."""
+    p = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64)
+    loss, lead = imitation.imitation_loss("lk", p, p.log()), math.exp(-3)
+    assert float(loss) == pytest.approx(-lead * float((p * p.log()).sum()))
+    for step in ((0.1, 0, -0.1), (-0.2, 0.1, 0.1)):
+        moved = (p.log() + torch.tensor(step)).log_softmax(-1)
+        cross, alpha = imitation.cross_entropy_and_alpha(p, moved)
+        assert lead * cross + (1 - lead) * (1 - alpha) > loss
 
 
 def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) -> None:

@@ -1,6 +1,7 @@
 """A head is trained on its target's own texts and states: caches, batches, figures, command."""
 
 import json
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from tests.training.interrupting import check_it_goes_on_to_the_same_weights
 from tests.zoo import Zoo, failed, run, tiny_zoo
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head, small_network
-from tinyspec.lm.heads import RANKS, TOKEN_MAP, FrozenTarget, freeze_target, head_weights, read_head
+from tinyspec.lm.heads import (
+    RANKS,
+    TOKEN_MAP,
+    FrozenTarget,
+    freeze_target,
+    head_weights,
+    mean_cross_entropy,
+    read_head,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.stack import UnrolledLayer
 from tinyspec.technique import Guarantee, TrainingBatch, find_technique, load_techniques
@@ -128,7 +137,7 @@ def test_a_guess_is_known_where_the_target_wrote_that_token() -> None:
 # ---------------------------------------------------------------------- figures
 
 
-def test_ranks_and_chain_are_counted_where_all_guesses_are_known() -> None:
+def test_ranks_chain_and_alpha_are_counted_where_all_guesses_are_known() -> None:
     """A head that copies: at depth i it says what the state names, which is right or wrong."""
     ids = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     config = Model.random(tinyspec.lm.config.Config(12, 4, 1, 1, 1, 4, 4, 16)).config
@@ -145,11 +154,24 @@ def test_ranks_and_chain_are_counted_where_all_guesses_are_known() -> None:
     trained = find_technique("medusa").trained
     assert trained is not None
     trained = trained._replace(predict=predict, depths=lambda weights: 2)
-    ranks, chain = heads.measure_ranks(trained, {}, target, [batch])
+    ranks, in_a_row = heads.measure_ranks(trained, {}, target, [batch])
     # Row 1 guesses the tokens 3 and 0, which have the ranks 3 and 0 there. There are five rows.
     assert ranks[0, :4].tolist() == pytest.approx([0.8, 0, 0, 0.2])
     assert ranks[1, :4].tolist() == pytest.approx([1, 0, 0, 0])
-    assert chain == pytest.approx(2 * 4 / 5)
+    assert in_a_row.tolist() == pytest.approx([4 / 5, 4 / 5])  # row 1 is wrong at once
+    figures, _ = heads.measure_head(trained, {}, target, [batch])
+    expected = {"top1": 4 / 5, "chain": 2 * 4 / 5, "alpha_1": 4 / 5, "alpha_2": 1.0}
+    assert figures == pytest.approx(expected)
+
+
+def test_the_cross_entropy_is_its_closed_form_and_0_where_nothing_is_known() -> None:
+    logits = torch.tensor([[0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]).log()
+    of_rows = mean_cross_entropy(logits, torch.tensor([0, 1]))
+    assert float(of_rows) == pytest.approx((math.log(2) + math.log(4)) / 2)
+    p = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]])
+    of_distributions = mean_cross_entropy(logits, p)
+    assert float(of_distributions) == pytest.approx((1.5 * math.log(2) + math.log(2)) / 2)
+    assert float(mean_cross_entropy(logits[:0], torch.tensor([], dtype=torch.long))) == 0
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "redrafter"])
@@ -167,7 +189,7 @@ def test_ranks_are_measured_without_running_a_step_twice(
     nothing = torch.empty(0)
     batch = TrainingBatch(ids, torch.ones_like(ids, dtype=torch.bool), states, nothing, nothing)
     alone = trained._replace(unroll=None)
-    expected, chain = heads.measure_ranks(alone, weights, target, [batch])
+    expected = heads.measure_ranks(alone, weights, target, [batch])
     runs, real = [0], UnrolledLayer.run
 
     def count(*args: Any) -> Any:
@@ -176,8 +198,8 @@ def test_ranks_are_measured_without_running_a_step_twice(
 
     monkeypatch.setattr(UnrolledLayer, "run", count)
     got = heads.measure_ranks(trained, weights, target, [batch])
-    assert torch.equal(got[0], expected) and got[1] == chain
-    assert 0 < chain < trained.depths(weights)
+    assert all(map(torch.equal, got, expected))
+    assert 0 < got[1].sum() < trained.depths(weights)
     assert runs[0] == (0 if method == "redrafter" else trained.depths(weights))
 
 

@@ -11,7 +11,8 @@ are counted from the ids that came back, by one counter for all arms.
 import copy
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from tinyspec import models
 from tinyspec.bench.plan import PLAIN, ArmSpec, BenchSettings
 from tinyspec.bench.stores import prepare_arm
 from tinyspec.bench.tasks import Job, choose_items, list_jobs
+from tinyspec.decoding.decode import Drafter
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
@@ -50,6 +52,8 @@ class ArmOutput(NamedTuple):
                  None: none of them reports its size
     held         tokens of the texts that it keeps
     first        seconds until the first new token was known, from the start of `prefill`
+    drafting     seconds of `decode` in which the drafter proposed or observed; None on a device,
+                 whose work goes on after the call
     """
 
     prefill: float
@@ -67,6 +71,7 @@ class ArmOutput(NamedTuple):
     state: int | None = None
     held: int | None = None
     first: float | None = None
+    drafting: float | None = None
 
 
 class Arm(Protocol):
@@ -141,14 +146,15 @@ class TechniqueArm:
         read = clock()
         silent = truncated = stopped = 0
         first = None
-        for round in decoder.run(rng):
-            if first is None:
-                wait()
-                first = clock() - begun
-            stats.count(round)
-            silent += len(round.tokens) == len(round.verdict.accepted)
-            truncated += round.truncated
-            stopped += "recovered" in token_origins(round)
+        with time_drafter(decoder.drafter, clock) as spans:
+            for round in decoder.run(rng):
+                if first is None:
+                    wait()
+                    first = clock() - begun
+                stats.count(round)
+                silent += len(round.tokens) == len(round.verdict.accepted)
+                truncated += round.truncated
+                stopped += "recovered" in token_origins(round)
         wait()
         done = clock()
         ids, state = tuple(decoder.new), count_drafter_bytes(decoder.drafter)
@@ -170,6 +176,7 @@ class TechniqueArm:
             state=state,
             held=None if state is None else self.held,
             first=first,
+            drafting=sum(spans) if self.model.device.type == "cpu" else None,
         )
 
     def close(self) -> None:
@@ -195,6 +202,27 @@ def decode_to_length(
         forward_log=forward_log,
     )
     return decode(find_technique(method).make(request, **knobs), ids, Seeded(0))
+
+
+@contextmanager
+def time_drafter(drafter: Drafter, clock: Clock) -> Iterator[list[float]]:
+    """Give the list to which a drafter adds the seconds of each `propose` and `observe`."""
+    spans, names = list[float](), ("propose", "observe")
+
+    def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            begun = clock()
+            made = call(*given)
+            spans.append(clock() - begun)
+            return made
+
+        return run
+
+    for name in names:
+        setattr(drafter, name, timed(getattr(drafter, name)))
+    yield spans
+    for name in names:
+        delattr(drafter, name)
 
 
 def count_drafter_bytes(drafter: Any) -> int | None:

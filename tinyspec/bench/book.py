@@ -18,7 +18,7 @@ from tinyspec.bench.tasks import Job
 from tinyspec.errors import TinyspecError
 
 VERSION = 1  # of the file
-OLDER = 17, 20  # columns of older files
+OLDER = 17, 20, 22  # columns of older files
 
 
 class Sample(NamedTuple):
@@ -27,7 +27,7 @@ class Sample(NamedTuple):
     tokens  counted from the ids
     timed   how many of them were made in `decode` seconds
     same    how many ids at the front equal plain greedy decoding's; None above temperature 0
-    stopped, state, held, first  as in `arms.ArmOutput`; older files do not have these columns
+    stopped, state, held, first, drafting  as in `arms.ArmOutput`; older files lack some of them
     read  tokens that were read in `prefill` seconds; older files do not have it
     """
 
@@ -53,6 +53,7 @@ class Sample(NamedTuple):
     held: int | None = None
     read: int | None = None
     first: float | None = None
+    drafting: float | None = None
 
     @property
     def job(self) -> str:

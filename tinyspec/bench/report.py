@@ -179,6 +179,7 @@ PROMPT = (
     Column("prompt tokens/s", "prompt_tokens_per_second", ".0f"),
     Column("ms to the first token", "first_token", ".0f"),
 )
+DRAFTING = Column("drafting, plain steps", lambda of: of.get("drafting"), ".2f")
 SAME_TEXT = Column("same text", format_identical)
 
 
@@ -201,6 +202,11 @@ def list_speedup_columns(
 def list_prompt_columns(arms: Mapping[str, Mapping[str, Any]]) -> tuple[Column, ...]:
     """Return the columns about the prompt. Results from before they were measured have none."""
     return PROMPT if all(of.get("first_token") is not None for of in arms.values()) else ()
+
+
+def list_drafting_column(arms: Mapping[str, Mapping[str, Any]]) -> tuple[Column, ...]:
+    """Return the column of drafting costs. Older results, and those of a device, have none."""
+    return (DRAFTING,) if any("drafting" in of for of in arms.values()) else ()
 
 
 def find_least_speedup(figures: Mapping[str, Any], arm: str) -> float | None:
@@ -234,6 +240,7 @@ def list_tables(result: Mapping[str, Any]) -> Iterator[Grid]:
             *list_prompt_columns(arms),
             TAU,
             *COUNTS,
+            *list_drafting_column(arms),
             Column("position-layers/token", "layers_per_token", ".1f"),
             SAME_TEXT,
             Column("peak MiB", "peak", format_bytes),
@@ -256,6 +263,7 @@ def _tabulate_task(task: str, arms: Mapping[str, Any]) -> Grid:
         TAU,
         Column("alpha", "alpha", ".2f"),
         *COUNTS,
+        *list_drafting_column(arms),
         SAME_TEXT,
         Column("state bytes/token", "state_per_token", ".0f"),
     ]
@@ -306,6 +314,11 @@ def list_notes(result: Mapping[str, Any]) -> list[str]:
     if len(commits) > 1:
         lines.append(f"samples of several commits: {', '.join(commits)}")
     lines += list_unusual_knobs(result)
+    if list_drafting_column(result["figures"]["overall"]):
+        lines.append(
+            "drafting, plain steps: how long a round drafts, in plain decoding's time per token; "
+            "the median of the requests"
+        )
     if result.get("chapter"):
         lines.append(f"draft model: {settings['draft'] or 'none; what needs one is left out'}")
         lines.append(

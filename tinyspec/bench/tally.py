@@ -117,6 +117,23 @@ def describe_prompts(samples: Sequence[Sample]) -> dict[str, float]:
     }
 
 
+def measure_drafting(samples: Sequence[Sample], base: str, arm: str) -> dict[str, float]:
+    """Return the seconds that drafting takes in a round, in seconds per token of `base`.
+
+    It is the median of the requests that both did. The result is empty for samples that do not
+    tell it: those of older files, and of devices.
+    """
+    plain = {(s.job, s.round): seconds_per_token(s) for s in samples if s.arm == base}
+    costs = [
+        s.drafting / s.calls / step
+        for s in samples
+        if s.arm == arm
+        and s.drafting is not None
+        and (step := plain.get((s.job, s.round), 0.0)) > 0
+    ]
+    return {"drafting": median(costs)} if costs else {}
+
+
 def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> dict[str, Any]:
     """Return all figures of one arm on one task's samples."""
     own = [s for s in samples if s.arm == arm]
@@ -135,6 +152,7 @@ def summarize_task(samples: Sequence[Sample], arm: str, base: str = PLAIN) -> di
         if same
         else None,
         "tokens_before_a_difference": sum(same) / sum(s.tokens for s in own) if same else None,
+        **measure_drafting(samples, base, arm),
         **count_samples(own),
     }
 
@@ -186,6 +204,7 @@ def summarize_arm(
         "tokens_per_second": _mean_or_none(pace),
         "jobs": sum(arms[arm]["jobs"] for arms in tasks.values()),
         "identical": None if None in found.values() else sum(found.values()),
+        **measure_drafting(samples, PLAIN, arm),
         **describe_prompts(own),
         **count_samples(own),
     }

@@ -7,7 +7,12 @@ too. What is trained, and by which loss, stands in the technique's file and come
 At the end the head is measured on texts that it was not trained on:
 
     a[i][r] = share of the positions where candidate r of depth i is the token that the target wrote
-    chain   = mean number of first candidates, from depth 0 on, that are right one after another
+    s[i]    = share of the positions where the first candidates of the depths 0 to i are all right
+    chain   = s[0] + s[1] + ..., the mean number of them that are right one after another
+    alpha   = s[i] / s[i - 1], the acceptance rate of first candidates at depth i
+
+The texts were drawn from the target. So alpha is that of sampling at the texts' temperature, where
+a first candidate x is accepted with the target's probability of x.
 
 The table a is stored in the head's file. Techniques build their trees from it. What guesses no
 tokens has figures of its own, which its technique's file defines.
@@ -218,8 +223,11 @@ def measure_head(
 ) -> tuple[dict[str, float], Tensor | None]:
     """Return the figures of a head, and its table of ranks; None: it drafts no tokens."""
     if trained.predict is not None:
-        ranks, chain = measure_ranks(trained, weights, target, batches)
-        return {"top1": float(ranks[0, 0]), "chain": chain}, ranks
+        ranks, right = measure_ranks(trained, weights, target, batches)
+        figures = {"top1": float(ranks[0, 0]), "chain": float(right.sum())}
+        before = torch.cat((torch.ones(1), right[:-1])).clamp_min(torch.finfo().tiny)
+        alphas = enumerate((right / before).tolist(), 1)
+        return figures | {f"alpha_{depth}": alpha for depth, alpha in alphas}, ranks
     totals: dict[str, Tensor] = {}
     for batch in batches if trained.figures is not None else ():
         assert trained.figures is not None
@@ -230,14 +238,14 @@ def measure_head(
 
 def measure_ranks(
     trained: Trained, weights: HeadWeights, target: FrozenTarget, batches: list[TrainingBatch]
-) -> tuple[Tensor, float]:
-    """Return how often each candidate is right, [depths, RANKED], and the length of a right chain.
+) -> tuple[Tensor, Tensor]:
+    """Return the shares a [depths, RANKED] and s [depths] of this file's head.
 
     Counted where the target wrote all tokens that are guessed. A token that the head cannot propose
     counts as wrong.
     """
     depths = trained.depths(weights)
-    right, count, length = torch.zeros(depths, RANKED), 0, 0.0
+    right, in_a_row, count = torch.zeros(depths, RANKED), torch.zeros(depths), 0
     for batch in batches:
         last = 1 + depths  # row t guesses the tokens t + 2 to t + last
         width = batch.ids.shape[1] - last
@@ -254,10 +262,10 @@ def measure_ranks(
             rank = (logits > of_right).sum(1).masked_fill(rows < 0, RANKED)
             right[depth] += torch.bincount(rank.cpu(), minlength=RANKED)[:RANKED]
             chain = chain * (rank == 0)
-            length += float(chain.sum())
+            in_a_row[depth] += chain.sum().cpu()
         count += int(known.sum())
     if not count:
         raise TinyspecError(
             "the held-out texts are too short to measure the head: write longer ones"
         )
-    return right / count, length / count
+    return right / count, in_a_row / count
