@@ -111,10 +111,11 @@ def test_every_kind_has_every_model_and_its_figures_follow_from_the_verdicts(
             "iterative refinement without denoising, T 2",
             *(f"mask-predict, T {t}, l {n}" for t, n in ((1, 1), (2, 1), (2, 2))),
             *(
-                f"{card.name}{ending}"
+                f"{card.name}{ending}{drawn}"
                 for card in choose_trained_cards(())
                 if card.name not in dialects.RUN_HERE
                 for ending in ("", ", distilled")
+                for drawn in (("", dialects.DRAWN) if card.name == "flowseq" else ("",))
             ),
         ]
         assert arms["nar_crf"]["passes"] == 1

@@ -27,6 +27,7 @@ from tinyspec.early_exit.consistent_ee import (
     consistent_translator_batch_loss,
     find_memorized_layers,
     follow_decisions,
+    make_text_training,
     make_translation_training,
     measure_policy,
     mix_with_coin,
@@ -126,6 +127,36 @@ def test_depth_costs_easy_tokens_more_and_the_hardest_nothing() -> None:
     rewards = reward_exits(log_probs, layers, memorized, 0.4, 4)
     assert rewards.tolist() == pytest.approx([-1 - 0.6, -1 - 0.2, -1.0])
     assert torch.equal(reward_exits(log_probs, layers, memorized, 0.0, 4), log_probs)
+
+
+def test_without_the_hardness_reward_every_token_pays_alpha_for_a_layer() -> None:
+    """The paper's ablation: R = log p - alpha l, whatever the original model is right about."""
+    losses = dict[tuple[bool, int], float]()
+    for hardness in (True, False):
+        for seed in (3, 5):
+            tuning = make_tuning(0.0, alpha=1.0, hardness=hardness)
+            tuning = tuning._replace(original=small_network(seed, vocabulary=6, layers=4))
+            blocks, original = tuning.blocks, tuning.original.torch_blocks()
+            made = make_text_training(
+                blocks, original, training_batch(), tuning.beside, tuning.settings
+            )
+            states, depths = made.leave_greedily()
+            with torch.no_grad():
+                losses[hardness, seed] = float(made.loss(0.0, torch.Generator()))
+                flat = float((depths - made.log_probs(states)).mean())
+            assert (losses[hardness, seed] == pytest.approx(flat)) is not hardness
+    assert losses[True, 3] != losses[True, 5]
+    assert losses[False, 3] == losses[False, 5]
+    model = make_translator()
+    found = [
+        measure_policy(model, settings, SOURCE, TARGET, torch.Generator())
+        for settings in (
+            ConsistentSettings(width=4, alpha=0.4, hardness=False),
+            ConsistentSettings(width=4, alpha=0.4),
+        )
+    ]
+    more = found[0]["held_out"] - found[1]["held_out"]
+    assert torch.allclose(more, 0.2 * found[0]["layers"].to(more), atol=1e-5)
 
 
 # ---------------------------------------------------------------------- the phases
@@ -461,6 +492,7 @@ def test_the_card_promises_and_rejects() -> None:
         {"rounds": 0},
         {"width": 0},
         {"draft_vocab": 9},
+        {"hardness": 1},
     ):
         with pytest.raises(TinyspecError, match=r"^\[head\] "):
             ConsistentSettings(**values)  # type: ignore[arg-type]

@@ -273,19 +273,21 @@ def test_a_policy_that_lets_others_overtake_starves_whom_it_does_not_like(
     assert accused.value.counterexample.law == NO_STARVATION
 
 
-def test_sarathi_bounds_the_wait_of_a_prompt_only_if_decodes_leave_room() -> None:
+def test_sarathi_bounds_the_wait_of_a_prompt_only_if_decodes_or_least_leave_room() -> None:
     """Two requests that decode twice come in every turn: four rows of decodes from then on."""
 
-    def longest_wait(budget: int) -> int:
-        waits = simulate_policy(SarathiPolicy(budget), decodes_and_a_long_prompt, TURNS)
+    def longest_wait(budget: int, least: int = 0) -> int:
+        policy = SarathiPolicy(budget, least)
+        waits = simulate_policy(policy, decodes_and_a_long_prompt, TURNS)
         first = [one for one in waits if one.pending.request == 0]
-        bound = bound_sarathi(budget)
+        bound = bound_sarathi(budget, least)
         assert all(one.held <= bound(one) for one in first)
-        assert (bound(first[-1]) == math.inf) == (budget <= 4)
+        assert (bound(first[-1]) == math.inf) == (budget <= 4 and not least)
         return max(one.held for one in first)
 
     assert longest_wait(5) == 0  # one row of the prompt in every turn
     assert longest_wait(4) == TURNS - 1  # all turns but the first, when two decode
+    assert longest_wait(4, least=1) == 0
 
 
 def test_a_policy_learns_how_long_a_pass_was_held() -> None:

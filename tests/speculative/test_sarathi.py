@@ -1,9 +1,11 @@
 """SARATHI: prompts are read in chunks, beside the requests that decode."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.lm.small import LLAMA, model
 from tinyspec.errors import TinyspecError
@@ -74,6 +76,63 @@ def test_what_is_left_of_the_budget_goes_to_the_oldest_prompt_first() -> None:
     assert fill_pass([1, 4], [9, 9], 12) == [7, 0]
     assert fill_pass([6, 6], [9], 12) == [0]
     assert fill_pass([6, 7], [9], 12) == [0]  # all that decode take part
+
+
+def test_least_leaves_rows_to_prompts_where_decodes_have_spent_the_budget() -> None:
+    assert fill_pass([6, 6], [9, 9], 12, least=1) == [1, 0]
+    assert fill_pass([6, 6], [2, 9], 12, least=5) == [2, 3]
+    assert fill_pass([1], [9, 9], 12, least=5) == [9, 2]  # the budget leaves more than that
+
+
+def passes_to_read(policy: Policy, decodes: Sequence[int], prompts: Sequence[int]) -> list[int]:
+    """Return after how many passes each prompt is read; fewer entries: those that starve.
+
+    decodes  rows of the requests that decode, in every pass
+
+    The prompts are the oldest first.
+    """
+    left, most = dict(enumerate(prompts)), sum(prompts)
+    steps = [Pending(-1 - n, "m", 1, rows, False, held=0) for n, rows in enumerate(decodes)]
+    read = list[int]()
+    for n in range(1, most + 1):
+        waiting = [Pending(at, "m", 1, rows, True, held=0) for at, rows in left.items()]
+        picked = policy.pick([*steps, *waiting])
+        left = {at: rows - picked.get(at, 0) for at, rows in left.items()}
+        read += [n for rows in left.values() if rows == 0]
+        left = {at: rows for at, rows in left.items() if rows}
+    return read
+
+
+def test_a_prompt_starves_while_decodes_use_up_the_budget_and_least_ends_it() -> None:
+    assert passes_to_read(SarathiPolicy(2), [1, 1], [3]) == []
+    assert passes_to_read(SarathiPolicy(2, least=1), [1, 1], [3]) == [3]
+    assert passes_to_read(SarathiPolicy(2, least=2), [1, 1], [3, 2]) == [2, 3]
+
+
+rows_of_requests = st.lists(st.integers(1, 12), max_size=6)
+
+
+@given(rows_of_requests, rows_of_requests, st.integers(1, 20), st.integers(1, 8))
+def test_with_least_every_prompt_is_read_within_the_stated_passes(
+    decodes: list[int], prompts: list[int], budget: int, least: int
+) -> None:
+    """At most ceil((rows of older prompts + its own) / least) passes, whoever decodes."""
+    read = passes_to_read(SarathiPolicy(budget, least), decodes, prompts)
+    bounds = [-(-rows // least) for rows in accumulate(prompts)]
+    assert len(read) == len(prompts)
+    assert all(n <= bound for n, bound in zip(read, bounds, strict=True))
+
+
+def test_with_least_a_prompt_is_read_beside_requests_that_decode() -> None:
+    """Two that decode spend the budget of 2. The third text waits for their end, or does not."""
+    jobs = read_and_write(1, 12), read_and_write(1, 12), read_and_write(6, 1)
+
+    def last_pass(policy: Policy) -> int:
+        log = run(policy, *jobs)
+        return max(n for n, one in enumerate(log) if 2 in one.requests)
+
+    assert last_pass(SarathiPolicy(2)) >= 12
+    assert last_pass(SarathiPolicy(2, least=1)) == 5  # one row of 5 in each pass, then a token
 
 
 def test_what_runs_is_what_the_rule_says() -> None:

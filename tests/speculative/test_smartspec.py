@@ -13,6 +13,7 @@ from tinyspec.speculative.integrated.smartspec import (
     DraftHistory,
     SmartSpecDrafter,
     SmartSpecRule,
+    choose_equal_lengths,
     choose_lengths,
     seconds_of,
 )
@@ -27,6 +28,10 @@ PROFILE = BatchProfile(
 
 def test_trap_no_other_lengths_have_more_goodput() -> None:
     assert traps.lengths_have_the_greatest_goodput(choose_lengths).cases == 40
+
+
+def test_trap_no_other_equal_lengths_have_more_goodput() -> None:
+    assert traps.equal_lengths_have_the_greatest_goodput(choose_equal_lengths).cases == 40
 
 
 def test_trap_the_rate_counts_the_tokens_that_were_tested() -> None:
@@ -47,6 +52,15 @@ def test_a_request_alone_drafts_and_a_crowd_does_not() -> None:
     assert rule.decide({0: question}, 4) == {0: 0}  # the three others do not ask at this moment
 
 
+def test_a_batch_has_one_length_where_each_request_would_have_its_own() -> None:
+    """One request is drafted well, the other badly. Per request the bad one drafts nothing."""
+    profile = BatchProfile({2: [1.0, 1.2, 1.8]}, {2: 0.1}, [0.8, 0.6])
+    questions = {0: DraftHistory((), 96, 92), 1: DraftHistory((), 96, 7)}  # rates near 0.9 and 0.1
+    rule = {per: SmartSpecRule(lambda texts: profile, 2, per) for per in ("request", "batch")}
+    assert rule["request"].decide(questions, 2) == {0: 2, 1: 0}
+    assert rule["batch"].decide(questions, 2) == {0: 1, 1: 1}
+
+
 def test_a_request_that_is_drafted_badly_stops_and_tries_again_later() -> None:
     draft = TableModel(1, 3, positions=200).session()
     drafter = SmartSpecDrafter(Request(draft, [draft]), 3, "x", lambda: None)  # type: ignore[arg-type,return-value]
@@ -60,5 +74,7 @@ def test_a_request_that_is_drafted_badly_stops_and_tries_again_later() -> None:
     assert (drafter.tested, drafter.accepted) == (0, 0)
 
 
-def test_a_batch_writes_what_plain_decoding_writes() -> None:
-    assert texts_of(decode_batch("smartspec")[0]) == texts_of(decode_batch("autoregressive")[0])
+@pytest.mark.parametrize("per", ["request", "batch"])
+def test_a_batch_writes_what_plain_decoding_writes(per: str) -> None:
+    plain = texts_of(decode_batch("autoregressive")[0])
+    assert texts_of(decode_batch("smartspec", per=per)[0]) == plain

@@ -87,7 +87,7 @@ def serve(
     Policies:  lockstep    run all that wait
                fcfs        in the order of arrival (budget, chunk)
                aligned     keep unequal drafts in step (patience)
-               sarathi     those that decode, then chunks of prompts (budget)
+               sarathi     those that decode, then chunks of prompts (budget, least)
 
     \b
     Examples:

@@ -17,6 +17,8 @@ about it; L if the last one is wrong. It is low for easy tokens. Depth costs the
 
     R = log p_l(right token) - alpha (1 - ml / L) l        if the token leaves after l layers
 
+The ablation `hardness = false` of section [head] asks the same price of all tokens: alpha l.
+
 Training, by `tinyspec train head --method consistent_ee` from a model with trained exits (section
 [exits]; the paper's first phase). Two phases take turns, `rounds` times:
 
@@ -36,7 +38,8 @@ Left out: sentences as instances, each with one exit: the paper's encoders. Ours
 log P is made of. The released code draws a fair coin with chance eps, else takes pi > 0.5, so that
 all K draws are the same where eps is small; its reward lacks the memorized layer, which the paper's
 text describes (the formula above is from memory). One output matrix serves all exits. Memorized
-layers are those of the model before the first phase, found anew for each batch.
+layers are those of the model before the first phase, found anew for each batch. Not compared: a
+phase of the model with losses at all exits, and other numbers of draws.
 """
 
 import math
@@ -217,13 +220,15 @@ class PolicySettings(HeadSettings):
 class ConsistentSettings(PolicySettings):
     """Section [head] of a recipe, or [translator].
 
-    alpha    the price of a layer, for the easiest tokens
-    samples  K, exits drawn for each token
-    explore  eps at the beginning of a phase
-    rounds   how often both phases take turns
+    alpha     the price of a layer, for the easiest tokens
+    hardness  whether harder tokens pay less for a layer; if not, all pay alpha
+    samples   K, exits drawn for each token
+    explore   eps at the beginning of a phase
+    rounds    how often both phases take turns
     """
 
     alpha: float = 0.1
+    hardness: bool = True
     samples: int = 4
     explore: float = 0.5
     rounds: int = 2
@@ -337,7 +342,12 @@ class PolicyTraining:
         )
 
     def memorized_layers(self) -> Tensor:
-        """Return the memorized layers of the known tokens, when all layers are run."""
+        """Return the memorized layers of the known tokens, when all layers are run.
+
+        Without the hardness reward they are 0: a layer costs alpha.
+        """
+        if not self.settings.hardness:
+            return torch.zeros_like(self.targets[self.known])
         run, read = self.original
         whole = without_gradient(run(torch.full_like(self.targets, self.depth)))
         states = (x[self.known] for x in whole)
@@ -492,14 +502,15 @@ def measure_policy(
     """Return means over the tokens of a batch, the same for each of its rows.
 
     held_out  cross-entropy at the policy's exits, plus alpha / 2 for each layer. It stands for
-              alpha (1 - ml / L): the model that gives ml is not available here
+              alpha (1 - ml / L): the model that gives ml is not available here. Without the
+              hardness reward a layer costs alpha
     layers    layers that were run
     right     share of right tokens
     """
     made = make_translation_training(model, model, settings, source, target)
     states, depths = made.leave_greedily()
     is_right = made.read(states).argmax(-1) == made.targets[made.known]
-    price = settings.alpha / 2
+    price = settings.alpha / 2 if settings.hardness else settings.alpha
     figures = {
         "held_out": price * depths - made.log_probs(states),
         "layers": depths.float(),

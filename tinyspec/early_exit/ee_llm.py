@@ -36,7 +36,9 @@ laws/exit_laws.py (the exact joint distribution).
 Left out: tensor and data parallelism, and the bubbles of a schedule that further microbatches fill:
 they need several machines. The stages of `pipeline` are simulated: `count_pipeline_steps` tells the
 time that they would take. Exit heads with layers of their own, and a temperature of the exits.
-Ours: the defaults of threshold and cap. The authors' code has no cap; the paper has one.
+No model is trained for other weights of the exits, for a warm-up of these weights, or with a frozen
+backbone (EE-Tuning). Ours: the defaults of threshold and cap. The authors' code has no cap; the
+paper has one.
 """
 
 import math

@@ -45,7 +45,8 @@ options of the authors' code. There the component with the greater mean is taken
 here it is the one that was fitted to them. With fewer than two pairs of a kind, or equal ones,
 nothing can be fitted: the threshold stays as it was. Ours: L_S is a third of the layers unless the
 model was tuned for another; a model with trained exits (section [exits]) may stand in for a tuned
-one; states are compared before the final norm, at the tokens that the model wrote.
+one; states are compared before the final norm, at the tokens that the model wrote. Not trained for
+a comparison: a model without the distillation (alpha = 0), and other depths L_S.
 """
 
 import math

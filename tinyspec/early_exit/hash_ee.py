@@ -32,10 +32,11 @@ Tests: tests/early_exit/test_hash_ee.py (`decode_with_hash` against what runs, o
 table; the loss; what training with the hash gives, and a consistent one) and laws/exit_laws.py (the
 exact joint distribution).
 Left out: the hash by mutual information, which needs the labels of a classification, and the one by
-clusters of embeddings. Ours: the paper's models encode a text; here the id of the newest token
-decides after how many layers the next one is read. Counts are of all texts, also of those that the
-training holds out, as in the authors' code. A model without a table has its exits dealt to the ids
-in turn.
+clusters of embeddings. Only the frequency hash has weights in models/: exits-hash/recipe.toml says
+how the random one and the control are trained. Ours: the paper's models encode a text; here the id
+of the newest token decides after how many layers the next one is read. Counts are of all texts,
+also of those that the training holds out, as in the authors' code. A model without a table has its
+exits dealt to the ids in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -545,20 +545,19 @@ def bound_first_come(budget: int) -> Bound:
     return lambda one: one.rows_ahead // max(budget - one.widest + 1, 1)
 
 
-def bound_sarathi(budget: int) -> Bound:
-    """Return the bound of SARATHI: none, if requests that decode may use up the budget.
+def bound_sarathi(budget: int, least: int = 0) -> Bound:
+    """Return the bound of SARATHI: none, if decodes may use up the budget and `least` is 0.
 
     A decoding request is in every pass. A prompt waits while older prompts fill what those leave.
 
-        rows of older prompts // (budget - rows of decodes)        if decodes < budget
+        rows of older prompts // max(budget - rows of decodes, least)
     """
 
     def bound(one: Waited) -> float:
         if not one.pending.is_prefill:
             return 0
-        if one.decodes >= budget:
-            return math.inf
-        return one.prompts_ahead // (budget - one.decodes)
+        left = max(budget - one.decodes, least)
+        return one.prompts_ahead // left if left else math.inf
 
     return bound
 
@@ -576,6 +575,7 @@ BOUNDED: Sequence[tuple[Callable[[], Policy], Bound]] = (
     ),
     *((partial(AlignedPolicy, patience), bound_by(patience)) for patience in (0, 1, 5)),
     *((partial(SarathiPolicy, budget), bound_sarathi(budget)) for budget in (5, 16)),
+    (partial(SarathiPolicy, 1, 2), bound_sarathi(1, 2)),
 )
 """Policies that let no pass wait for ever, and their bounds."""
 

@@ -33,7 +33,8 @@ beam search against all texts).
 Ours: beam search chooses the text with the best mean log-probability, as it does for the teacher
 (decoding/beam.py). There the end counts as a word, so where the positions run out, a text has one
 word less than in greedy search.
-Left out: the authors' length penalty.
+Left out: the authors' length penalty. No model is trained without the teacher's weights, or on
+people's translations alone.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,7 +9,8 @@ exactly. The models are:
     SAT              writes two words in a pass, trained on both
     refinement       by its passes, trained on the pairs as they are; also without denoising
     Mask-Predict     by its passes, trained on the pairs as they are
-    the others       every further technique that rewrites, as its card says, trained on both
+    the others       every further technique that rewrites, as its card says, trained on both;
+                     FlowSeq also from a draw of its prior, where its decoder was trained
 
 Every model predicts the length itself. All are Seq2Seq models of one shape, trained alike for the
 same number of steps, from random weights. An interrupted training goes on.
@@ -30,12 +31,13 @@ from tinyspec.bench.harness import read_unfinished, save_result, show_progress_b
 from tinyspec.bench.plot import SLOWER, Bars, Chart
 from tinyspec.bench.report import Column, Grid, describe_provenance, make_grid
 from tinyspec.bench.settings import DialectSettings
-from tinyspec.decoding.refine import Canvas, Refiner
+from tinyspec.decoding.refine import Canvas, Refiner, refine
 from tinyspec.decoding.rng import RandomSource, Seeded
 from tinyspec.errors import TinyspecError, suggest_nearest
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, Seq2SeqConfig
 from tinyspec.nonautoregressive import mask_predict
+from tinyspec.nonautoregressive.flowseq import FlowSeqRefiner
 from tinyspec.nonautoregressive.iterative_refinement import (
     DENOISING,
     REFINER,
@@ -63,6 +65,7 @@ AR, RAW, SAMPLED, KD = "autoregressive", "parallel", "parallel, sampled", "paral
 GROUP = 2  # words of a group of SAT
 SAT, SAT_KD = f"sat, K {GROUP}", f"sat, K {GROUP}, distilled"
 REFINED = "iterative refinement"
+DRAWN = ", noise 1"  # of FlowSeq, drawn from its prior
 GERMAN = ("synst",)  # its chunks are found in German words: tests/nonautoregressive/test_synst.py
 RUN_HERE = ("sat", "iterative_refinement", "mask_predict")  # with rows of their own
 KINDS = {
@@ -267,6 +270,16 @@ class DialectTrial:
             )
         return made
 
+    def draw_tests(self, model: Seq2Seq, refiner: Refiner) -> list[list[int]]:
+        """Return the test sentences as a refiner translates them that draws numbers."""
+        made = list[list[int]]()
+        for at, source in enumerate(self.tests):
+            refined = refine(model, source, refiner, Seeded(at))
+            for _ in refined:
+                pass
+            made.append(list(refined.tokens))
+        return made
+
     def judge_outputs(
         self, outputs: Sequence[Sequence[int]], passes: float, **more: float
     ) -> dict[str, Any]:
@@ -404,6 +417,9 @@ class DialectTrial:
                 batches += 1
             passes = sum(call.model == model.name for call in forward_log) / batches
             found[name] = self.judge_outputs(made, passes)
+            if card.name == "flowseq":
+                drawing = FlowSeqRefiner(model, trained.settings(), temperature=1.0)
+                found[name + DRAWN] = self.judge_outputs(self.draw_tests(model, drawing), passes)
         return found
 
 

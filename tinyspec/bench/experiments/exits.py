@@ -16,6 +16,9 @@ products with the vocabulary matrix, which the softmax measure needs at every la
 exit. Layers per token alone make the work look smaller than it is. The unit is multiplications of
 weights over the full model's; those of attention are left out. A technique may save no work, and
 time nevertheless: it runs layers of several tokens side by side. That shows in the layers in a row.
+FREE runs L_S layers for every token, and all L of them in its deep passes. So of L layers
+
+    deep passes per token = (layers in a row - L_S) / (L - L_S)
 
 A setting is good if, at equal work, it is above the fixed exits by more than noise: above the line
 through them and the full model, in 39 of 40 resamples of the texts (`bootstrap.py`). Quality is

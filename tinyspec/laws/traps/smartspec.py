@@ -15,12 +15,14 @@ from tinyspec.speculative.batched import BatchProfile
 from tinyspec.speculative.integrated.smartspec import (
     PLAIN_BONUS,
     SmartSpecDrafter,
+    choose_equal_lengths,
     choose_lengths,
     seconds_of,
 )
 from tinyspec.technique import Request
 
 GREATEST = "no other lengths of the batch have more goodput"
+EQUAL = "no other length that all requests have has more goodput"
 TESTED = "the rate counts the tokens that were tested"
 
 
@@ -33,20 +35,35 @@ def goodput(rates: Sequence[float], lengths: Sequence[int], profile: BatchProfil
     return bonus * tokens / seconds_of(lengths, profile)
 
 
-@collect_evidence(GREATEST)
-def lengths_have_the_greatest_goodput(choose: Callable[..., list[int]]) -> Iterator[int]:
-    """Check the lengths against all others, where draft steps cost something and nothing."""
+def _check_goodput(law: str, choose: Callable[..., list[int]], is_equal: bool) -> Iterator[int]:
+    """Check lengths against all others, where draft steps cost something and nothing."""
     batches = ([0.9], [0.1], [0.9, 0.1], [0.6, 0.8], [0.95, 0.5, 0.2])
     for seed, rates in product(range(8), batches):
         costly = random_profile(seed, 3)
         free = costly._replace(step=dict.fromkeys(costly.step, 0.0))
         for profile in (free, costly):
-            got, every = choose(rates, profile, 3), product(range(4), repeat=len(rates))
+            got, every = choose(rates, profile, 3), [*product(range(4), repeat=len(rates))]
+            if is_equal:
+                every = [lengths for lengths in every if len(set(lengths)) == 1]
+            if tuple(got) not in every:
+                accuse(law, every, got, rates=rates)
             best = max(goodput(rates, lengths, profile) for lengths in every)
             if goodput(rates, got, profile) < best - 1e-12:
                 case = {"rates": rates, "profile": profile, "lengths": got}
-                accuse(GREATEST, best, goodput(rates, got, profile), **case)
+                accuse(law, best, goodput(rates, got, profile), **case)
         yield 0
+
+
+@collect_evidence(GREATEST)
+def lengths_have_the_greatest_goodput(choose: Callable[..., list[int]]) -> Iterator[int]:
+    """Check the lengths against all others."""
+    yield from _check_goodput(GREATEST, choose, is_equal=False)
+
+
+@collect_evidence(EQUAL)
+def equal_lengths_have_the_greatest_goodput(choose: Callable[..., list[int]]) -> Iterator[int]:
+    """Check one length for all against every other one."""
+    yield from _check_goodput(EQUAL, choose, is_equal=True)
 
 
 @collect_evidence(TESTED)
@@ -73,6 +90,7 @@ def rate_counts_tested_tokens(build: Build) -> Iterator[int]:
 
 TRAPS = [
     Trap(GREATEST, lengths_have_the_greatest_goodput, lambda: choose_lengths),
+    Trap(EQUAL, equal_lengths_have_the_greatest_goodput, lambda: choose_equal_lengths),
     Trap(TESTED, rate_counts_tested_tokens, card("smartspec")),
 ]
 
@@ -99,6 +117,13 @@ TOYS = [
         "for most in range(longest, longest + 1)",
         choose_lengths,
         law=GREATEST,
+    ),
+    _smartspec(
+        "one length is chosen as if drafts were free",
+        "/ seconds_of([length] * len(rates), profile)",
+        "",
+        choose_equal_lengths,
+        law=EQUAL,
     ),
     _smartspec(
         "tokens behind a rejection count as rejected",

@@ -18,17 +18,20 @@ added one at a time, the greatest gain first, and the lengths with the greatest 
 are chosen. No other lengths have a greater goodput. Plain decoding is kept unless drafts are more
 than 10 % better, as in the released code.
 
+So it is per request (`per`), as in the paper. The released code has one length for the batch: with
+`per` "batch" all k_i are the same k, the one with the greatest goodput.
+
 The times are measured once, when requests ask first; all requests wait meanwhile.
 
 Guarantee: EXACT. Lengths follow from earlier rounds and the clock.
 Pitfall: a rate that counts tokens after a rejection, of which nothing is known; one request's time
 taken from a pass that others shared.
 Tests: tests/speculative/test_smartspec.py (the chosen lengths against all lengths of a small batch;
-the rate against its definition; a request that is drafted badly stops drafting, and tries again).
-Left out: one length for the whole batch. Here each request has its own, and the batch is in the
-goodput. The released code has one length and one rate for the batch, and decides every 20 steps.
-The paper's memory check is the scheduler's (`max_slots`). Its lengths for prompt lookup are those
-of `auto`.
+one length against all equal lengths; the rate against its definition; a request that is drafted
+badly stops drafting, and tries again).
+Left out: the released code's one rate for the batch (here each request has its own, also with one
+length), and its decision every 20 steps. The paper's memory check is the scheduler's (`max_slots`).
+Its lengths for prompt lookup are those of `auto`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +103,24 @@ def choose_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) 
     return [chosen.count(at) for at in range(n_requests)]
 
 
+def choose_equal_lengths(rates: Sequence[float], profile: BatchProfile, longest: int) -> list[int]:
+    """Return the one draft length of all requests with the greatest goodput; of two, the shorter.
+
+    Plain decoding is kept as in `choose_lengths`, which says what the arguments are.
+
+    >>> profile = BatchProfile({2: [1.0, 1.2, 1.8]}, {2: 0.1}, ())
+    >>> choose_lengths([0.9, 0.1], profile, 2), choose_equal_lengths([0.9, 0.1], profile, 2)
+    ([2, 0], [1, 1])
+    """
+
+    def goodput(length: int) -> float:
+        tokens = sum(rate**depth for rate in rates for depth in range(length + 1))
+        bonus = 1.0 if length else PLAIN_BONUS
+        return bonus * tokens / seconds_of([length] * len(rates), profile)
+
+    return [max(range(longest + 1), key=goodput)] * len(rates)
+
+
 def shared_seconds(n_requests: int, n_drafted: int, profile: BatchProfile) -> float:
     """Return the seconds of a target pass over so many draft tokens, of all requests together.
 
@@ -122,10 +143,17 @@ class SmartSpecRule:
     """Choose a length for each request.
 
     measure  texts -> the profile of the models; it is called when requests ask first
+    per      whether each "request" has a length of its own, or all of the "batch" the same one
     """
 
-    def __init__(self, measure: Callable[[Sequence[Sequence[int]]], BatchProfile], longest: int):
+    def __init__(
+        self,
+        measure: Callable[[Sequence[Sequence[int]]], BatchProfile],
+        longest: int,
+        per: str = "request",
+    ):
         self.measure, self.longest = measure, longest
+        self.choose = choose_lengths if per == "request" else choose_equal_lengths
         self.profile: BatchProfile | None = None
 
     def decide(self, questions: Mapping[int, DraftHistory], n_decoding: int) -> Mapping[int, int]:
@@ -135,7 +163,7 @@ class SmartSpecRule:
         rates = [one.rate for one in questions.values()]
         others = [rates[n % len(rates)] for n in range(max(n_decoding - len(rates), 0))]
         longest = min(self.longest, len(self.profile.reach))  # what was measured
-        lengths = choose_lengths([*rates, *others], self.profile, longest)
+        lengths = self.choose([*rates, *others], self.profile, longest)
         return dict(zip(questions, lengths, strict=False))
 
 
@@ -169,14 +197,17 @@ class SmartSpecDrafter(BatchDrafter):
     guarantee=Guarantee.EXACT,
     drafts=1,
     of_batch=True,
-    knobs=(Knob("longest", 8, "longest draft", low=1, high=64, small=(2,)),),
+    knobs=(
+        Knob("longest", 8, "longest draft", low=1, high=64, small=(2,)),
+        Knob("per", "request", "what has a draft length of its own", choices=("request", "batch")),
+    ),
 )
-def smartspec(request: Request, *, longest: int) -> Decoder:
+def smartspec(request: Request, *, longest: int, per: str) -> Decoder:
     """Return a decoder whose draft length is chosen with those of its batch."""
 
     def make_rule() -> SmartSpecRule:
         models = *read_models(request), request.sampling
-        return SmartSpecRule(lambda texts: find_profile(*models, texts, longest), longest)
+        return SmartSpecRule(lambda texts: find_profile(*models, texts, longest), longest, per)
 
-    drafter = SmartSpecDrafter(request, longest, ("smartspec", longest), make_rule)
+    drafter = SmartSpecDrafter(request, longest, ("smartspec", longest, per), make_rule)
     return request.decoder(drafter, verify_tree)
