@@ -27,6 +27,7 @@ from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.model import Model
 from tinyspec.lm.transformer import Transformer
+from tinyspec.speculative import batched
 
 for needed in ("starlette", "uvicorn"):
     pytest.importorskip(needed, reason="the server's extra: pip install -e '.[serve]'")
@@ -612,6 +613,29 @@ def test_knobs_of_the_server_hold_however_a_client_spells_the_method(tiny: Model
             reply = served.post(COMPLETIONS, body).json()
             assert reply["tinyspec"]["method"] == "llma"
             assert reply["tinyspec"]["drafted"] <= 2 * reply["tinyspec"]["target_calls"]
+
+
+@pytest.mark.slow
+def test_a_method_that_plans_for_a_batch_measures_before_the_first_request(
+    storyteller: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = list[str]()
+    real = batched.measure_batches
+
+    def note(draft: str, *given: Any) -> Any:
+        measured.append(draft)
+        return real(draft, *given)
+
+    monkeypatch.setattr(batched, "measure_batches", note)
+    draft = tinyspec.load("apprentice")
+    its = engine.ServingEngine(storyteller, [draft], method="synergy")
+    assert measured == []
+    its.measure_models()
+    assert measured == ["apprentice"]
+    with serving(storyteller, [draft], method="synergy") as served:
+        reply = served.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8}).json()
+    assert reply["tinyspec"]["method"] == "synergy"
+    assert measured == ["apprentice"], "the request measured nothing again"
 
 
 def test_a_head_that_does_not_fit_is_said_before_the_server_starts(tiny: Model) -> None:

@@ -102,7 +102,7 @@ def serve(
         raise TinyspecError(f"serve needs {error.name}: pip install 'tinyspec[serve]'") from error
     from tinyspec.generation import load_model
     from tinyspec.serve.engine import ServingEngine
-    from tinyspec.technique import find_policy
+    from tinyspec.technique import find_policy, find_technique
 
     chosen = find_policy(policy, **read_policy_knobs(policy_knobs))
     knobs = base.read_knobs(ctx, knob, [method])
@@ -112,6 +112,9 @@ def serve(
     # Any request may use a draft, so those that the model's card names are loaded now.
     target, drafts = base.load_all(model, draft, [method, "speculative_decoding"], device, dtype)
     engine = ServingEngine(load_model(target), drafts, method, knobs[0], chosen, **limits)
+    if find_technique(method).of_batch:
+        click.echo(f"{method} measures its models first", err=True)
+        engine.measure_models()
     listening = open_socket(host, port)
     name = f"[{host}]" if ":" in host else host
     click.echo(

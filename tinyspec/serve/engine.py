@@ -21,7 +21,13 @@ from typing import Any
 from tinyspec.decoding.streams import GrowingText
 from tinyspec.decoding.trace import Origin
 from tinyspec.errors import TinyspecError, suggest_nearest
-from tinyspec.generation import Generation, check_options, prompt_ids, start_generation
+from tinyspec.generation import (
+    Generation,
+    check_options,
+    generate,
+    prompt_ids,
+    start_generation,
+)
 from tinyspec.lm.model import Model
 from tinyspec.lm.policies import Policy
 from tinyspec.lm.scheduler import Event, RequestCancelled, Scheduler, SharedPass, Ticket
@@ -39,6 +45,7 @@ from tinyspec.technique import Card, find_technique, load_techniques
 
 METHOD = "suffix_decoding"  # of requests that name none: it needs no draft model
 COPYING = "llma"  # of those that bring a prediction, if the server's method cannot copy from it
+MEASURED_TEXTS = ("Once upon a time there was", "The first thing to know is", "He said that")
 MAX_LIVE = 16  # texts that run at once: more rows in a pass cost almost as much as more passes
 MAX_QUEUED = 64  # texts that wait for a place; one more is answered with 429
 DRAIN_SECONDS = 30.0  # that running requests have to finish when the server stops
@@ -240,6 +247,15 @@ class ServingEngine:
         check_options(method=card.name, **self.knobs)
         head = self.knobs.get("head")
         attach_head(self.model, find_head_card(card, head), head)
+
+    def measure_models(self) -> None:
+        """Let a method that plans for a batch measure its models, so that no request waits for it.
+
+        Such a method keeps what it measures for each pair of models (`find_profile`).
+        """
+        draft = self.drafts and list(self.drafts)
+        options = {"method": self.method, "draft": draft, "max_new_tokens": 4, **self.knobs}
+        generate(self.model, list(MEASURED_TEXTS), **options)
 
     @property
     def name(self) -> str:
