@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from tests.zoo import TEXT, Zoo, failed, run, tiny_zoo
 from tinyspec.cli import main
+from tinyspec.cli.methods import list_measurements
 
 
 @pytest.fixture(scope="module")
@@ -326,6 +327,16 @@ def test_methods_lists_the_registry() -> None:
     assert "Leviathan" in described
     assert "--gamma 3" in described
     assert "did you mean 'llma'" in failed(run("methods", "lmla"))
+
+
+def test_a_method_names_the_result_pages_that_have_a_row_of_it(tmp_path: Path) -> None:
+    (tmp_path / "one.md").write_text("| llma | 1.2 |\n| llma:k=2 | 1.1 |\n")
+    (tmp_path / "two.md").write_text("| llma:k=2 | 1.1 |\n")
+    (tmp_path / "other.md").write_text("llma | \n| llma2 | 1.1 |\n")
+    (tmp_path / "README.md").write_text("| llma | all |\n")
+    assert list_measurements("llma", tmp_path) == ["one.md", "two.md"]
+    assert list_measurements("llma", tmp_path / "nowhere") == []
+    assert "measured in tutorials/results: serve" in run("methods", "sarathi").output
 
 
 def test_chat_keeps_a_conversation(zoo: Zoo) -> None:

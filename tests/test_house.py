@@ -165,7 +165,7 @@ CODE_LINES = {
     "bench": 9894,
     "grade": 4400,
     "serve": 974,
-    "cli": 2835,
+    "cli": 2843,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -3,10 +3,12 @@
 import json
 import re
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+import tinyspec
 from tinyspec.cli import base
 from tinyspec.cli.base import flag
 from tinyspec.cli.command import describe_range, our_method
@@ -22,6 +24,10 @@ HEADINGS = {
     "streams": "non-autoregressive",
 }
 """How the README's table names families that share a heading."""
+
+
+RESULTS = Path(tinyspec.__file__).parents[1] / "tutorials" / "results"
+"""The committed results; a wheel has none."""
 
 
 @click.command("methods", cls=base.Command)
@@ -103,6 +109,13 @@ def link_papers(papers: str) -> str:
     return ", ".join(links)
 
 
+def list_measurements(name: str, folder: Path) -> list[str]:
+    """Return the result pages that have a row of a method; none where the folder is missing."""
+    row = re.compile(rf"^\| {re.escape(name)}[ :,]", re.MULTILINE)
+    pages = (page for page in sorted(folder.glob("*.md")) if page.name != "README.md")
+    return [page.name for page in pages if row.search(page.read_text(encoding="utf-8"))]
+
+
 def describe_card(card: "Card") -> str:
     """Return a card in full: its file's docstring, then its knobs as command line options."""
     from tinyspec.lm.head_formats import FORMATS
@@ -144,6 +157,8 @@ def describe_card(card: "Card") -> str:
         lines.append("its candidates are judged by a teacher: --teacher NAME")
     if card.copies:
         lines.append("copies from the prompt and from texts given by --reference FILE")
+    if pages := list_measurements(card.name, RESULTS):
+        lines.append(f"measured in tutorials/results: {', '.join(pages)}")
     lines.append("knobs:" if card.knobs else "knobs: none")
     flags = [f"--{knob.name.replace('_', '-')} {knob.default}" for knob in card.knobs]
     width = max(map(len, flags), default=0)
