@@ -164,7 +164,7 @@ CODE_LINES = {
     "training": 3467,
     "bench": 9894,
     "grade": 4400,
-    "serve": 974,
+    "serve": 978,
     "cli": 2843,
 }
 """The most code lines that each room may have, as `make size` counts them.

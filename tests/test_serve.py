@@ -758,7 +758,14 @@ def test_the_metrics_add_up(tiny: Model) -> None:
     assert told["prompt_tokens_total"] == sum(one["prompt_tokens"] for one in usage)
     assert told["tokens_total"] == sum(one["completion_tokens"] for one in usage)
     assert told["draft_tokens_total"] == sum(one["drafted"] for one in figures) > 0
-    assert told["accepted_tokens_total"] == sum(one["accepted"] for one in figures)
+    assert told["accepted_tokens_total"] == sum(one["accepted"] for one in figures) > 0
+    by_position = [
+        told[f'accepted_at_position_total{{position="{at}"}}']
+        for at in range(1, 1 + sum(name.startswith("accepted_at_position") for name in told))
+    ]
+    assert sum(by_position) == told["accepted_tokens_total"]
+    assert told["drafts_total"] >= by_position[0]
+    assert by_position == sorted(by_position, reverse=True), "a position needs all before it"
     # Each text reads all but the last token of its prompt, then scores a token and its draft.
     calls, drafted = (sum(one[name] for one in figures) for name in ("target_calls", "drafted"))
     assert told["rows_total"] == told["prompt_tokens_total"] - 4 + calls + drafted

@@ -61,11 +61,13 @@ METRICS = {
     "drafts_total": ("counter", "Rounds that verified a draft."),
     "draft_tokens_total": ("counter", "Draft tokens that were verified."),
     "accepted_tokens_total": ("counter", "Draft tokens that were accepted."),
+    "accepted_at_position_total": ("counter", "The same, by position in the draft, from 1."),
     "passes_total": ("counter", "Forward passes that requests share, of all models."),
     "rows_total": ("counter", "Rows of these passes: positions that were computed."),
     "live": ("gauge", "Texts that run."),
     "queued": ("gauge", "Texts that wait for a place."),
 }
+LABELLED = ("rejected_total", "accepted_at_position_total")  # of what was never counted: no line
 OUTCOMES = ("finished", "cancelled", "failed")
 
 
@@ -96,7 +98,7 @@ class Metrics:
             lines += [f"# HELP tinyspec_{name} {help}", f"# TYPE tinyspec_{name} {kind}"]
             found = sorted(one for one in counts if one.partition("{")[0] == name)
             lines += [f"tinyspec_{one} {counts[one]}" for one in found]
-            if not found and name != "rejected_total":
+            if not found and name not in LABELLED:
                 lines.append(f"tinyspec_{name} 0")
         return "\n".join(lines) + "\n"
 
@@ -170,6 +172,8 @@ def decode_text(
             draft_tokens_total=drafted,
             accepted_tokens_total=len(entry.path),
         )
+        for position in range(1, len(entry.path) + 1):
+            metrics.add(f'position="{position}"', accepted_at_position_total=1)
         if not in_pieces:
             continue
         parts = list[tuple[str, Origin]]()
