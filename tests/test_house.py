@@ -162,7 +162,7 @@ CODE_LINES = {
     "laws": 19798,
     "museum": 3705,
     "training": 3467,
-    "bench": 9894,
+    "bench": 9896,
     "grade": 4400,
     "serve": 978,
     "cli": 2843,

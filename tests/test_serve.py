@@ -630,7 +630,7 @@ def test_a_method_that_plans_for_a_batch_measures_before_the_first_request(
     draft = tinyspec.load("apprentice")
     its = engine.ServingEngine(storyteller, [draft], method="synergy")
     assert measured == []
-    its.measure_models()
+    its.run_first_batch()
     assert measured == ["apprentice"]
     with serving(storyteller, [draft], method="synergy") as served:
         reply = served.post(COMPLETIONS, {"prompt": PROMPT, "max_tokens": 8}).json()

@@ -195,8 +195,7 @@ def test_lk_is_least_where_the_draft_is_the_target() -> None:
     assert float(loss) == pytest.approx(-lead * float((p * p.log()).sum()))
     for step in ((0.1, 0, -0.1), (-0.2, 0.1, 0.1)):
         moved = (p.log() + torch.tensor(step)).log_softmax(-1)
-        cross, alpha = imitation.cross_entropy_and_alpha(p, moved)
-        assert lead * cross + (1 - lead) * (1 - alpha) > loss
+        assert imitation.imitation_loss("lk", p, moved) > loss
 
 
 def test_of_tokens_that_the_draft_cannot_say_the_loss_sees_no_place(zoo: Zoo) -> None:

@@ -206,7 +206,7 @@ def decode_to_length(
 
 @contextmanager
 def time_drafter(drafter: Drafter, clock: Clock) -> Iterator[list[float]]:
-    """Give the list to which a drafter adds the seconds of each `propose` and `observe`."""
+    """Time a drafter: yield a list that gets the seconds of each `propose` and `observe`."""
     spans, names = list[float](), ("propose", "observe")
 
     def timed(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -220,9 +220,11 @@ def time_drafter(drafter: Drafter, clock: Clock) -> Iterator[list[float]]:
 
     for name in names:
         setattr(drafter, name, timed(getattr(drafter, name)))
-    yield spans
-    for name in names:
-        delattr(drafter, name)
+    try:
+        yield spans
+    finally:
+        for name in names:
+            delattr(drafter, name)
 
 
 def count_drafter_bytes(drafter: Any) -> int | None:

@@ -113,8 +113,8 @@ def serve(
     target, drafts = base.load_all(model, draft, [method, "speculative_decoding"], device, dtype)
     engine = ServingEngine(load_model(target), drafts, method, knobs[0], chosen, **limits)
     if find_technique(method).of_batch:
-        click.echo(f"{method} measures its models first", err=True)
-        engine.measure_models()
+        click.echo(f"{method} runs a first batch: no request has to wait for its plan", err=True)
+        engine.run_first_batch()
     listening = open_socket(host, port)
     name = f"[{host}]" if ":" in host else host
     click.echo(

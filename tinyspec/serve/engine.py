@@ -45,7 +45,7 @@ from tinyspec.technique import Card, find_technique, load_techniques
 
 METHOD = "suffix_decoding"  # of requests that name none: it needs no draft model
 COPYING = "llma"  # of those that bring a prediction, if the server's method cannot copy from it
-MEASURED_TEXTS = ("Once upon a time there was", "The first thing to know is", "He said that")
+FIRST_BATCH = ("Once upon a time there was", "The first thing to know is", "He said that")
 MAX_LIVE = 16  # texts that run at once: more rows in a pass cost almost as much as more passes
 MAX_QUEUED = 64  # texts that wait for a place; one more is answered with 429
 DRAIN_SECONDS = 30.0  # that running requests have to finish when the server stops
@@ -67,7 +67,7 @@ METRICS = {
     "live": ("gauge", "Texts that run."),
     "queued": ("gauge", "Texts that wait for a place."),
 }
-LABELLED = ("rejected_total", "accepted_at_position_total")  # of what was never counted: no line
+LABELLED = ("rejected_total", "accepted_at_position_total")  # no line before they count
 OUTCOMES = ("finished", "cancelled", "failed")
 
 
@@ -252,14 +252,14 @@ class ServingEngine:
         head = self.knobs.get("head")
         attach_head(self.model, find_head_card(card, head), head)
 
-    def measure_models(self) -> None:
-        """Let a method that plans for a batch measure its models, so that no request waits for it.
+    def run_first_batch(self) -> None:
+        """Run a short batch, so that a method measures its models before any request waits.
 
-        Such a method keeps what it measures for each pair of models (`find_profile`).
+        It keeps what it measures, for each pair of models (`find_profile`).
         """
         draft = self.drafts and list(self.drafts)
         options = {"method": self.method, "draft": draft, "max_new_tokens": 4, **self.knobs}
-        generate(self.model, list(MEASURED_TEXTS), **options)
+        generate(self.model, list(FIRST_BATCH), **options)
 
     @property
     def name(self) -> str:

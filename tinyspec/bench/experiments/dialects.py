@@ -10,7 +10,7 @@ exactly. The models are:
     refinement       by its passes, trained on the pairs as they are; also without denoising
     Mask-Predict     by its passes, trained on the pairs as they are
     the others       every further technique that rewrites, as its card says, trained on both;
-                     FlowSeq also from a draw of its prior, where its decoder was trained
+                     FlowSeq also with latent vectors drawn from its prior
 
 Every model predicts the length itself. All are Seq2Seq models of one shape, trained alike for the
 same number of steps, from random weights. An interrupted training goes on.
