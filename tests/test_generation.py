@@ -13,7 +13,7 @@ import tinyspec
 from tests.zoo import Zoo, tiny_zoo
 from tinyspec import generation
 from tinyspec.decoding.decode import Decoder
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import BatchError, TinyspecError
 from tinyspec.lm.model import Model
 from tinyspec.pairing import drafts_for
 
@@ -417,7 +417,7 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
         return step(self, rng)
 
     monkeypatch.setattr(Decoder, "step", fails)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(BatchError):
         tinyspec.generate(model, [[1, 2, 3], [4] * 38], max_new_tokens=20)
     gc.collect()
     assert len({id(decoder) for decoder in ended}) == 2
@@ -432,7 +432,7 @@ def test_where_one_request_of_a_batch_fails_all_are_closed(
         ([[3], [4], [-1]], r"^prompt\[2\]: "),
     ],
 )
-def test_a_prompt_that_fails_ends_the_batch_with_an_error_that_names_it(
+def test_a_prompt_that_cannot_be_read_is_named(
     model: Model, rows: list[str | list[int]], says: str
 ) -> None:
     with pytest.raises(TinyspecError, match=says) as error:
@@ -440,7 +440,25 @@ def test_a_prompt_that_fails_ends_the_batch_with_an_error_that_names_it(
     assert "\n" not in str(error.value)
 
 
-def test_a_defect_in_one_prompt_names_the_prompt(
+def test_a_row_that_fails_costs_no_other_row_its_text(model: Model) -> None:
+    """Seven rows of eight are right, before and after the one that is too long."""
+    rows: list[Any] = [[1, 2, n] for n in range(3, 10)]
+    alone = [
+        tinyspec.generate(model, row, max_new_tokens=6, seed=seed)
+        for seed, row in zip((0, 1, 2, 4, 5, 6, 7), rows, strict=True)
+    ]
+    with pytest.raises(BatchError, match=r"the prompt has 97 tokens.*1 of 8 rows failed") as error:
+        tinyspec.generate(model, [*rows[:3], [1] * 97, *rows[3:]], max_new_tokens=6)
+    texts = error.value.results
+    assert [done and done.tokens for done in texts] == [
+        *(done.tokens for done in alone[:3]),
+        None,
+        *(done.tokens for done in alone[3:]),
+    ]
+    assert list(error.value.errors) == [3]
+
+
+def test_a_defect_in_one_prompt_names_the_prompt_and_keeps_its_traceback(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step = Decoder.step
@@ -449,9 +467,10 @@ def test_a_defect_in_one_prompt_names_the_prompt(
         return 1 / 0 if self.context[0] == 7 else step(self, rng)
 
     monkeypatch.setattr(Decoder, "step", fails)
-    with pytest.raises(ZeroDivisionError) as error:
+    with pytest.raises(BatchError, match=r"^prompt\[1\]: ZeroDivisionError: division") as error:
         tinyspec.generate(model, [[1, 2], [7, 7], [3]], max_new_tokens=4)
-    assert error.value.__notes__ == ["in prompt[1] of the batch"]
+    assert isinstance(error.value.__cause__, ZeroDivisionError)
+    assert error.value.__cause__.__traceback__ is not None
 
 
 def test_what_is_wrong_in_every_prompt_names_none(model: Model) -> None:

@@ -14,7 +14,7 @@ import tinyspec
 from tests.zoo import failed, run, tiny_zoo
 from tinyspec import _core, models
 from tinyspec.decoding.refine import blank_canvas, score_candidates
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import BatchError, TinyspecError
 from tinyspec.lm.seq2seq import Seq2Seq, Seq2SeqConfig
 from tinyspec.technique import load_techniques
 from tinyspec.training.bitext import train_joint_tokenizer
@@ -188,6 +188,18 @@ def test_the_teacher_that_a_card_names_is_read_once(
             work(tinyspec.translate(model, [5, 6, 7], method="nat", samples=4)).teacher_calls == 2
         )
     assert read == ["teacher"]
+
+
+def test_a_source_that_fails_costs_no_other_source_its_translation(at_home: Trained) -> None:
+    model, sources = tinyspec.load_translator("nat"), [[5, 6], [7] * 41, [8, 9]]
+    with pytest.raises(BatchError, match=r"^source\[1\]: .*1 of 3 rows failed") as error:
+        tinyspec.translate(model, sources, method="nat")
+    first, second, third = error.value.results
+    assert second is None
+    for row, done in ((0, first), (2, third)):
+        assert done.tokens == one(model, sources[row], method="nat", seed=row).tokens
+    with pytest.raises(TinyspecError, match=r"^samples is "):
+        tinyspec.translate(model, sources, method="nat", samples=0)
 
 
 def test_nat_is_one_pass_and_its_teacher_chooses(at_home: Trained) -> None:

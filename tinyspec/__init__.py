@@ -151,10 +151,11 @@ def generate(
 
     Returns a Generation: text, tokens, logprobs, finish_reason, stats, trace. For a batch, a list
     of them: row i uses seed + i and equals that row run alone; on a CPU in float32 and bfloat16 bit
-    for bit, elsewhere but for ties within rounding. A row that fails ends the batch with an error
-    that names it (prompt[2]: ...).
+    for bit, elsewhere but for ties within rounding.
 
-    Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument.
+    Raises tinyspec.errors.TinyspecError, one line, for whatever is wrong with an argument. A row of
+    a batch that fails ends itself alone: when all have ended, BatchError (a TinyspecError) names it
+    (prompt[2]: ...), and its `results` has what the others wrote.
     """
     from tinyspec.generation import generate
 
@@ -228,7 +229,8 @@ def translate(
     temperature     of what is drawn; None: methods that extend a text are greedy, others have a
                     default of their own
 
-    A list of sources gives a list, translated one after another; source i uses seed + i.
+    A list of sources gives a list, translated one after another; source i uses seed + i. If one
+    fails, BatchError names it after the last (source[2]: ...), and its `results` has the others.
     """
     from tinyspec.translation import translate
 

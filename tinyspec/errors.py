@@ -2,9 +2,11 @@
 prints them bare.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MESSAGE_LIMIT = 1200  # characters of an error: about ten lines of a terminal
 
@@ -24,6 +26,37 @@ class TinyspecError(Exception):
         if len(text) > MESSAGE_LIMIT:
             text = f"{text[: MESSAGE_LIMIT - 400]} ... {text[-395:]}"
         super().__init__(text)
+
+
+class BatchError(TinyspecError):
+    """Report the rows of a batch that failed, after all the others have ended.
+
+    results  of each row; None where it failed
+    errors   of the rows that failed, by their numbers; the first one is the cause
+
+    >>> print(BatchError("prompt", ["a text", None], {1: TinyspecError("it is too long")}))
+    prompt[1]: it is too long; 1 of 2 rows failed, error.results has the others
+    """
+
+    def __init__(self, name: str, results: list[Any], errors: dict[int, Exception]):
+        self.results, self.errors = results, errors
+        row, self.__cause__ = next(iter(sorted(errors.items())))
+        kind = "" if isinstance(self.__cause__, TinyspecError) else type(self.__cause__).__name__
+        what = ": ".join(filter(None, (f"{name}[{row}]", kind, str(self.__cause__))))
+        others = ", error.results has the others" if len(errors) < len(results) else ""
+        super().__init__(f"{what}; {len(errors)} of {len(results)} rows failed{others}")
+
+
+def unwrap_rows(name: str, results: Sequence[T | None], errors: dict[int, Exception]) -> list[T]:
+    """Return the results of a batch. Raise BatchError if rows failed.
+
+    An error that all of them share is raised as it is: it names no row.
+    """
+    if len(errors) == len(results) and len({str(error) for error in errors.values()}) == 1:
+        raise errors[0]
+    if errors:
+        raise BatchError(name, list(results), errors)
+    return [row for row in results if row is not None]
 
 
 def suggest_nearest(name: str, known: Iterable[str]) -> str:

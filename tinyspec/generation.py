@@ -28,10 +28,10 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.streams import DecodingBatch, GrowingText, StreamDecoder, decode_many
 from tinyspec.decoding.trace import Statistics, Trace, compute_logprobs, compute_logprobs_on_device
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, unwrap_rows
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
-from tinyspec.lm.scheduler import Scheduler
+from tinyspec.lm.scheduler import RequestCancelled, Scheduler
 from tinyspec.lm.seq2seq import Seq2Seq
 from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.notebook import render_generation
@@ -311,8 +311,8 @@ def generate(
     the whole batch (`bass`, `synergy`, `smartspec`, `tetris`) promise this at temperature 0. At
     most 64 rows run at once: when one ends, the next one begins.
 
-    A row that fails ends the batch: the error names the row, `prompt[2]: ...`, and no row has a
-    result.
+    A row that fails ends itself alone. Raises BatchError when all rows have ended: its message
+    names the first that failed (`prompt[2]: ...`), its `results` has what the others wrote.
     """
     if not is_batch(prompt):
         return _finish(start_generation(model, prompt, **options))  # type: ignore[arg-type]
@@ -321,24 +321,24 @@ def generate(
     drafts = drafts_for(model, card, options.get("draft"))
     options["draft"] = drafts or None  # loaded once, so that all rows share it and batch
 
+    errors: dict[int, Exception] = {}
+
     def run_row(row: int, batch: DecodingBatch[Generation]) -> Iterator[Generation]:
         try:
-            yield _finish(
-                start_generation(
-                    model, rows[row], seed=seed + row, scheduler=batch.scheduler, **options
-                )
+            running = start_generation(
+                model, rows[row], seed=seed + row, scheduler=batch.scheduler, **options
             )
-        except TinyspecError as error:
-            raise TinyspecError(f"prompt[{row}]: {error}") from error
-        except Exception as error:
-            error.add_note(f"in prompt[{row}] of the batch")
+            yield _finish(running)
+        except RequestCancelled:  # the whole batch was
             raise
+        except Exception as error:
+            errors[row] = error
 
     jobs = [partial(run_row, row) for row in range(len(rows))]
     # The streams of a request share passes with each other: such requests take turns.
     in_turns = card.kind == "streams"
     results = dict(decode_many(jobs, in_turns=in_turns, max_live=MAX_LIVE))
-    return [results[row] for row in range(len(rows))]
+    return unwrap_rows("prompt", [results.get(row) for row in range(len(rows))], errors)
 
 
 class TextStreamer:

@@ -26,7 +26,7 @@ from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.decoding.trace import Statistics, Trace
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import TinyspecError, unwrap_rows
 from tinyspec.generation import Generation, GenerationRun
 from tinyspec.lm.forward import ForwardRecord
 from tinyspec.lm.model import Model
@@ -335,16 +335,24 @@ def start_translation(
 def translate(
     model: Seq2Seq | str | Path, source: Source | Sequence[Source], **options: Any
 ) -> Translation | list[Translation]:
-    """Translate a source, or several one after another. `tinyspec.translate` tells the options."""
+    """Translate a source, or several one after another. `tinyspec.translate` tells the options.
+
+    Raises BatchError after the last of several, if some failed.
+    """
     if not is_batch(source):
         return _finish(start_translation(model, source, **options))  # type: ignore[arg-type]
     sources = [check_source_type(one, f"source[{row}]") for row, one in enumerate(source)]
     seed, model = options.pop("seed", 0), load_encoder_decoder(model)
     check_budget(None, seed)
-    return [
-        _finish(start_translation(model, one, seed=seed + row, **options))
-        for row, one in enumerate(sources)
-    ]
+    results: list[Translation | None] = []
+    errors: dict[int, Exception] = {}
+    for row, one in enumerate(sources):
+        try:
+            results.append(_finish(start_translation(model, one, seed=seed + row, **options)))
+        except Exception as error:
+            errors[row] = error
+            results.append(None)
+    return unwrap_rows("source", results, errors)
 
 
 def _finish(running: ExtendingRun | RewritingRun) -> Translation:
