@@ -78,7 +78,6 @@ WRONG_PROMPTS = [
     (["a", None], r"prompt\[1\] is None"),
     (["a", b"b"], r"prompt\[1\] is b'b'"),
     ([[1], [1.5]], r"prompt\[1\]\[0\] is 1.5: it must be a token id"),
-    (["a", ""], r"prompt\[1\] is empty"),
     (object(), "prompt is <object"),
     (np.random.default_rng(0), r"prompt is of type numpy\.Generator"),
 ]

@@ -8,10 +8,13 @@ sentence, and the form of a technique file.
 import ast
 import importlib.util
 import re
+import subprocess
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "tinyspec"
@@ -181,6 +184,20 @@ def test_each_room_stays_within_its_code_lines() -> None:
     for path in PACKAGE.rglob("*.py"):
         counted[size.room_of(path)] += size.count_code(path.read_text(encoding="utf-8"))[0]
     assert {room: n for room, n in counted.items() if not 0 < n <= CODE_LINES[room]} == {}
+
+
+MODELS_MIB = 160
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a folder that is no clone")
+def test_the_models_of_a_clone_take_at_most_160_mib() -> None:
+    """A model that was trained here and is not committed does not count."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "models"], cwd=ROOT, capture_output=True, check=True, text=True
+    )
+    paths = [ROOT / name for name in listed.stdout.split("\0") if name]
+    assert len(paths) > 100
+    assert sum(path.stat().st_size for path in paths if path.exists()) <= MODELS_MIB * 2**20
 
 
 SHARED_NAMES = {

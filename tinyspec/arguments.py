@@ -125,11 +125,7 @@ def is_batch(prompt: Any) -> bool:
 
 def check_batch(prompts: Sequence[Any], name: str = "prompt") -> list[Prompt]:
     """Return the prompts of a batch. An error names the entry: prompt[2]."""
-    rows = [check_prompt(prompt, f"{name}[{row}]") for row, prompt in enumerate(prompts)]
-    for number, row in enumerate(rows):
-        if not row:
-            raise TinyspecError(f"{name}[{number}] is empty: give at least one token")
-    return rows
+    return [check_prompt(prompt, f"{name}[{row}]") for row, prompt in enumerate(prompts)]
 
 
 def check_texts(name: str, given: Any, example: str) -> list[str | list[int]]:

@@ -52,7 +52,7 @@ def unwrap_rows(name: str, results: Sequence[T | None], errors: dict[int, Except
 
     An error that all of them share is raised as it is: it names no row.
     """
-    if len(errors) == len(results) and len({str(error) for error in errors.values()}) == 1:
+    if len(errors) == len(results) > 1 and len({str(error) for error in errors.values()}) == 1:
         raise errors[0]
     if errors:
         raise BatchError(name, list(results), errors)

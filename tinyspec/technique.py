@@ -287,7 +287,7 @@ class TrainingBatch(NamedTuple):
         return self.is_answer[:, first - 1 : -1] & (rows >= 0), rows
 
     def cross_entropy(self, target: FrozenTarget, depth: int, logits: Tensor) -> Tensor:
-        """Return the mean cross-entropy of a depth's logits [B, T, W], where a guess is known."""
+        """Return the mean cross-entropy of a depth's logits [B, T, V'], where a guess is known."""
         is_known, rows = self.known_tokens(target, depth)
         return mean_cross_entropy(logits[:, : -2 - depth][is_known], rows[is_known])
 
@@ -305,7 +305,7 @@ class Trained(NamedTuple):
     shapes    (config, settings) -> shape of each tensor, by the name that its file has
     initialize  (target, settings, seed) -> the tensors before training
     depths    weights -> how many tokens are guessed from one state
-    predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, W]:
+    predict   (weights, target, ids [B, T], states [B, layers, T, d], depth) -> logits [B, T, V']:
               row t is of the token t + 2 + depth, given the states up to t and the tokens up to
               t + 1 + depth. Training and the feature laws call it; the drafter does not. None: it
               drafts no tokens, but decides how much of the target is run

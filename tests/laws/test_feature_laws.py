@@ -8,7 +8,7 @@ look-aheads every second round (PaSS). Most mistakes are toys of the museum.
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -135,6 +135,26 @@ def test_layerskip_keeps_the_feature_laws() -> None:
     host = Host(partial(find_technique("layerskip").make, exit=1, gamma=2), forward)
     for law in FEATURE_LAWS.values():
         assert law(host).branches > 150
+
+
+@pytest.mark.slow
+def test_a_distilled_draft_keeps_the_feature_laws() -> None:
+    """What it proposes is what the loss of its training reads: a dense pass of the draft."""
+    draft = small_network(99, feature_laws.WALK_VOCABULARY)
+
+    def make(request: Request) -> Decoder:
+        given = replace(
+            request, drafts=[draft.session()], draft_max_lengths=[draft.config.max_positions]
+        )
+        return find_technique("distillspec").make(given, gamma=3)
+
+    def forward(model: Model, text: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        blocks = draft.torch_blocks()
+        states = blocks.final_states(torch.tensor([[*text, *drafted]]))
+        return states[0, -1] @ blocks.vocabulary.T
+
+    for law in FEATURE_LAWS.values():
+        assert law(Host(make, forward)).branches > 150
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.change.name)

@@ -3,20 +3,18 @@
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from tinyspec.cli import base
 from tinyspec.cli.base import flag, option
-from tinyspec.errors import TinyspecError
+from tinyspec.errors import BatchError, TinyspecError
 
 if TYPE_CHECKING:
     from tinyspec.generation import Generation
     from tinyspec.lm.model import Model
-    from tinyspec.lm.scheduler import Scheduler
 
 ROWS = 16
 """Prompts in a forward pass: enough to share the reading of the weights, few enough for memory."""
@@ -145,35 +143,23 @@ def generate_lines(
     A prompt that cannot be run is returned with its error, and the others go on. What is wrong with
     every prompt of the first batch is wrong with the settings, and raised once.
     """
-    from tinyspec.lm.scheduler import Scheduler, run_together
-    from tinyspec.technique import find_technique
+    from tinyspec.generation import generate
 
-    in_turns = find_technique(options["method"]).kind == "streams"  # it batches its own streams
     for first in range(0, len(lines), ROWS):
         part = lines[first : first + ROWS]
-        jobs = [
-            partial(_generate_line, target, line.prompt, {**options, "seed": seed + row})
-            for row, line in enumerate(part, first)
-        ]
-        results = run_together(jobs, Scheduler(in_turns=in_turns))
-        errors = [str(result) for result in results if isinstance(result, TinyspecError)]
-        if first == 0 and len(errors) == len(results) > 1 and len(set(errors)) == 1:
-            raise TinyspecError(errors[0])
+        prompts = [line.prompt for line in part]
+        results: list[Any]
+        try:
+            results = cast(list[Any], generate(target, prompts, **options | {"seed": seed + first}))
+        except BatchError as error:
+            if not all(isinstance(one, TinyspecError) for one in error.errors.values()):
+                raise  # a defect, which no other prompt would mend
+            results = [error.errors.get(row, text) for row, text in enumerate(error.results)]
+        except TinyspecError as error:
+            if first == 0:
+                raise
+            results = [error] * len(part)
         yield from zip(part, results, strict=True)
-
-
-def _generate_line(
-    target: "Model", prompt: str, options: dict[str, Any], scheduler: "Scheduler"
-) -> "Generation | TinyspecError":
-    from tinyspec.generation import start_generation
-
-    try:
-        running = start_generation(target, prompt, scheduler=scheduler, **options)
-        for _ in running:
-            pass
-        return running.result()
-    except TinyspecError as error:
-        return error
 
 
 def show_lines(

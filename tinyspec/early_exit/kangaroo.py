@@ -132,7 +132,7 @@ def initialize_exit_layer(
 
 
 def run_adapter(weights: HeadWeights, target: FrozenTarget, states: Tensor) -> Tensor:
-    """Return the logits [B, T, W] after every position, from the exit states [B, T, d]."""
+    """Return the logits [B, T, V'] after every position, from the exit states [B, T, d]."""
     adapted = UnrolledLayer(target.config, weights).run(states)
     normed = F.rms_norm(adapted, adapted.shape[-1:], weights[NORM], target.config.norm_eps)
     return F.linear(normed, target.head)
@@ -141,7 +141,7 @@ def run_adapter(weights: HeadWeights, target: FrozenTarget, states: Tensor) -> T
 def predict_by_adapter(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of the draft token at a depth, from 0.
+    """Return the logits [B, T, V'] of the draft token at a depth, from 0.
 
     Draft tokens have exit states too: entry t is the adapter's output at t + 1 + depth.
     """

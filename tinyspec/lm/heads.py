@@ -43,7 +43,8 @@ MOST = 2**31  # of any other setting
 class HeadSettings:
     """The section [head] of every recipe of a head.
 
-    draft_vocab  tokens that the head may propose, the target's most frequent; 0: all
+    draft_vocab  tokens that the head may propose, the target's most frequent; 0: all. In shapes it
+                 is V'
 
     Whole numbers must be at least 1, or 0 where that is the default, and at most MOST or
     MOST_HEADS. Other numbers must be from 0 to MOST. What is true or false by default must be one
@@ -78,8 +79,8 @@ class FrozenTarget(NamedTuple):
     """The parts of a target that a head is trained on and computed with.
 
     embed      [V, d] input embeddings
-    head       [W, d] rows of the output matrix, for the ids that the head may propose
-    token_map  [W] these ids, rising; None: all of them, so that W is V
+    head       [V', d] rows of the output matrix, for the ids that the head may propose
+    token_map  [V'] these ids, rising; None: all of them, so that V' is V
     blocks     its layers, for what is trained through them
     settings   of the head that is trained on it
     """
@@ -131,9 +132,9 @@ def freeze_target(
 
 
 def mean_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean cross-entropy of logits [n, W]; 0 where n is 0: nothing is known there.
+    """Return the mean cross-entropy of logits [n, V']; 0 where n is 0: nothing is known there.
 
-    labels  [n] rows of the right tokens, or [n, W] distributions
+    labels  [n] rows of the right tokens, or [n, V'] distributions
     """
     return F.cross_entropy(logits.float(), labels) if len(logits) else logits.float().sum()
 

@@ -137,7 +137,7 @@ def count_parts(weights: HeadWeights) -> int:
 def predict_by_block(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a predictor, for all positions of a text at once."""
+    """Return the logits [B, T, V'] of a predictor, for all positions of a text at once."""
     h = states[:, 0]
     rows = slice(depth * h.shape[-1], (depth + 1) * h.shape[-1])
     hidden = F.relu(F.linear(h, weights["hidden.weight"], weights["hidden.bias"]))

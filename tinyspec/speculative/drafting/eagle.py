@@ -137,7 +137,7 @@ def predict_states(
 def predict_eagle(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a depth, for all positions of a text at once."""
+    """Return the logits [B, T, V'] of a depth, for all positions of a text at once."""
     return F.linear(predict_states(weights, target, ids, states[:, 0], depth), target.head)
 
 
@@ -193,7 +193,7 @@ class EagleHead:
         self.chances = tuple(tuple(row) for row in weights[RANKS].tolist())
 
     def compute_logits(self, guessed: Tensor) -> Tensor:
-        """Return the logits [n, W] of guessed states [n, d]."""
+        """Return the logits [n, V'] of guessed states [n, d]."""
         return self.rows(guessed)
 
 

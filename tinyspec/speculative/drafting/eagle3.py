@@ -9,7 +9,7 @@ its own:
 
     g_i = A [s_i^2; s_i^(L/2); s_i^(L-3)]          s^l: state after l layers; A: trained         [d]
     a_i = layer(g_i; attention reads [norm(e(x_{i+1})); norm'(g_i)])                             [d]
-    q(x_{i+2}) = softmax(H' norm''(a_i))           H': trained; W: size of the draft vocabulary  [W]
+    q(x_{i+2}) = softmax(H' norm''(a_i))           H': trained; V': the draft vocabulary        [V']
 
 At the next depth a_i stands in for g. The layer must learn to go on from such states, so training
 drafts as decoding does (training-time test). Step k goes on from the outputs of step k - 1, with
@@ -141,7 +141,7 @@ def unroll_layer(
 
 
 def read_logits(weights: HeadWeights, target: FrozenTarget, outputs: Tensor) -> Tensor:
-    """Return the logits [..., W] of outputs [..., d]."""
+    """Return the logits [..., V'] of outputs [..., d]."""
     width, eps = (target.config.d_model,), target.config.norm_eps
     normed = F.rms_norm(outputs, width, weights["norm.weight"], eps)
     return F.linear(normed, weights["lm_head.weight"])
@@ -150,7 +150,7 @@ def read_logits(weights: HeadWeights, target: FrozenTarget, outputs: Tensor) -> 
 def predict_eagle3(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a depth, for all positions of a text at once."""
+    """Return the logits [B, T, V'] of a depth, for all positions of a text at once."""
     return read_logits(weights, target, unroll_layer(weights, target, ids, states, depth + 1)[-1])
 
 
@@ -200,7 +200,7 @@ class Eagle3Head:
         return F.rms_norm(x.to(self.norms[which].dtype), x.shape[-1:], self.norms[which], self.eps)
 
     def compute_logits(self, guessed: Tensor) -> Tensor:
-        """Return the logits [n, W] of the layer's outputs [n, d]."""
+        """Return the logits [n, V'] of the layer's outputs [n, d]."""
         return self.rows(self.normalize(guessed, 2))
 
 

@@ -157,7 +157,7 @@ def run_prefix_layer(weights: HeadWeights, target: FrozenTarget, h: Tensor) -> T
 def head_logits(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, h: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a head, for all positions of a text at once.
+    """Return the logits [B, T, V'] of a head, for all positions of a text at once.
 
     h  [B, T, d] what the heads read; row t also reads the tokens t + 1 to t + 1 + depth
     """
@@ -179,7 +179,7 @@ def head_logits(
 def predict_by_hydra(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a head, from the target's states."""
+    """Return the logits [B, T, V'] of a head, from the target's states."""
     h = run_prefix_layer(weights, target, states[:, 0])
     return head_logits(weights, target, ids, h, depth)
 

@@ -122,7 +122,7 @@ def count_heads(weights: HeadWeights) -> int:
 def predict_by_head(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of a head, for all positions of a text at once."""
+    """Return the logits [B, T, V'] of a head, for all positions of a text at once."""
     z, j = states[:, 0], 0
     while (name := f"blocks.{depth}.layers.{j}.weight") in weights:
         z = z + F.silu(F.linear(z, weights[name], weights[name.replace("weight", "bias")]))

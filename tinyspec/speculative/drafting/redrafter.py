@@ -156,7 +156,7 @@ def initialize_redrafter(
 def unroll_logits(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, h: Tensor, steps: int
 ) -> Iterator[Tensor]:
-    """Yield the logits [B, T, W] of each step, for all positions of a text at once.
+    """Yield the logits [B, T, V'] of each step, for all positions of a text at once.
 
     h  [B, T, d] the target's states; row t of step k reads the tokens t + 1 to t + k
     """
@@ -196,7 +196,7 @@ def _unroll_mlp(weights: HeadWeights, following: Iterator[Tensor], h: Tensor) ->
 def predict_by_recurrence(
     weights: HeadWeights, target: FrozenTarget, ids: Tensor, states: Tensor, depth: int
 ) -> Tensor:
-    """Return the logits [B, T, W] of one depth, for all positions of a text at once."""
+    """Return the logits [B, T, V'] of one depth, for all positions of a text at once."""
     *_, logits = unroll_logits(weights, target, ids, states[:, 0], depth + 1)
     return logits
 
@@ -236,7 +236,7 @@ class RnnHead:
     def step(
         self, h: Tensor, tokens: Sequence[int], s: Tensor | None, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the states [n, d] and logits [n, W] after each beam's newest token.
+        """Return the states [n, d] and logits [n, V'] after each beam's newest token.
 
         h  [d] the target's state;  s  [n, d] states before; None: of the first step
         """
@@ -269,7 +269,7 @@ class MlpHead:
     def step(
         self, h: Tensor, tokens: Sequence[int], s: Tensor | None, depth: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the states [n, m] and logits [n, W] after each beam's newest token, as `RnnHead`
+        """Return the states [n, m] and logits [n, V'] after each beam's newest token, as `RnnHead`
         does.
         """
         own, proj = min(depth, len(self.tables) - 1), self.projs[min(depth, len(self.projs) - 1)]
