@@ -81,6 +81,14 @@ def test_a_prompt_that_fails_loses_no_other(zoo: Zoo, tmp_path: Path) -> None:
     assert errors[1].startswith(f"tinyspec: {file} line 3: the prompt has")
 
 
+def test_the_only_prompt_that_fails_is_named_by_its_line(zoo: Zoo, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"\n{TEXT}\n", encoding="utf-8")
+    result = run("generate", "--model", zoo.big, "-n", "5", "--prompts", str(file))
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"tinyspec: {file} line 2: the prompt has")
+
+
 def test_what_is_wrong_with_all_prompts_is_reported_once(zoo: Zoo, prompts: Path) -> None:
     call = ["generate", "--model", zoo.big, "--prompts", str(prompts), "--temperature", "-1"]
     assert "temperature must be finite" in failed(run(*call))

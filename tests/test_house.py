@@ -157,18 +157,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3655,
+    "root + show": 3651,
     "_core": 957,
     "lm": 6219,
-    "decoding": 2022,
+    "decoding": 2020,
     "chapters": 14565,
     "laws": 19798,
     "museum": 3705,
     "training": 3467,
-    "bench": 9896,
+    "bench": 9900,
     "grade": 4400,
     "serve": 978,
-    "cli": 2843,
+    "cli": 2832,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

@@ -26,6 +26,7 @@ from tinyspec.bench.report import (
     describe_additions,
     format_speedup,
     gather_arms,
+    list_drafting_column,
     list_prompt_columns,
     list_speedup_columns,
     list_unusual_knobs,
@@ -481,6 +482,7 @@ def describe_run_with_peers(result: Result, page: str) -> list[str]:
         *list_speedup_columns(result["figures"]["tasks"], format_speedup, "median"),
         Column("tokens/s", "tokens_per_second", ".1f"),
         *list_prompt_columns(arms),
+        *list_drafting_column(arms),
         SAME_TEXT,
     ]
     blocks = [

@@ -35,7 +35,8 @@ OPTIONAL = (
     "long_context", "heads", "heads-sizes", "osd", "distillspec", "exits-translator", "mpee",
     "bench-stored", "bench-smollm2-heads", "batches", "batches-smollm2",
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
-    "heads-eesd", "exits-consistent", "bench-speed",
+    "heads-eesd", "exits-consistent", "bench-speed", "bench-head-cost", "heads-sizes-smollm2",
+    "dialects-flowseq",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -47,6 +48,7 @@ UNTIMED = (
     "heads",
     "heads-sizes",
     "heads-eesd",
+    "heads-sizes-smollm2",
 )
 """Those of them in which nothing is timed: any machine gives the same figures."""
 
