@@ -157,15 +157,15 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3651,
+    "root + show": 3653,
     "_core": 957,
     "lm": 6219,
-    "decoding": 2020,
-    "chapters": 14565,
+    "decoding": 2026,
+    "chapters": 14613,
     "laws": 19798,
     "museum": 3705,
     "training": 3467,
-    "bench": 9900,
+    "bench": 9895,
     "grade": 4400,
     "serve": 978,
     "cli": 2832,

@@ -234,6 +234,7 @@ def start_generation(
         forward_log=forward_log,
         # In a batch the time of a pass is the others', too.
         clock=None if scheduler else time.perf_counter,
+        batch_clock=time.perf_counter if scheduler else None,
         head="" if head_card is card else head_card.name,
         scheduler=scheduler,
     )

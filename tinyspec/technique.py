@@ -177,6 +177,7 @@ class Request:
     draft_max_lengths  tokens that each draft's context holds; empty: no limit
     forward_log        where sessions record their forward passes
     clock              what a technique may plan by; None: it must not depend on time
+    batch_clock        what may time the passes of a batch, once for all its requests; None: nothing
     choose             decides in place of a technique that plans; the output's distribution must be
                        right whatever is chosen
     head               the method of a head of the target that the technique may use beside other
@@ -193,6 +194,7 @@ class Request:
     draft_max_lengths: Sequence[int] = ()
     forward_log: list[ForwardRecord] = field(default_factory=list)
     clock: Clock | None = None
+    batch_clock: Clock | None = None
     choose: PolicyOverride | None = None
     head: str = ""
     scheduler: Scheduler | None = None
@@ -701,11 +703,11 @@ class Card:
             return "a seed gives one translation" if self.kind == "refine" else ""
         sampled = "above temperature 0, a seed gives "
         declared = (
-            f"{sampled}one text for each set of measured times"
+            f"{sampled}one text for each set of measured times{' and batch' * self.of_batch}"
             if self.timed
             else f"{sampled}one text for each draft model and set of knobs"
         )
-        if self.of_batch:
+        if self.of_batch and not self.timed:
             return f"{sampled}one text for each draft model, set of knobs and batch"
         if self.coupled:
             return f"{sampled}one text, with any draft model and with none"

@@ -14,13 +14,13 @@ from tinyspec.bench import answers, summary
 from tinyspec.bench.experiments.heads import (
     count_depths,
     count_paying_sizes,
-    interpolate_curve,
     note_heads,
     predict_time,
     read_curve,
     summarize_counts,
     tabulate_heads,
 )
+from tinyspec.decoding.costs import interpolate_seconds
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.exact.models import add_random_head
 from tinyspec.lm.borrowed import embedding_checksum
@@ -95,7 +95,7 @@ CURVE = {1: 0.010, 2: 0.011, 4: 0.012, 8: 0.016}
 
 def test_the_curve_is_read_between_and_beyond_its_sizes() -> None:
     for k, expected in ((1, 0.010), (1.5, 0.0105), (3, 0.0115), (8, 0.016), (10, 0.018)):
-        assert interpolate_curve(CURVE, k) == pytest.approx(expected)
+        assert interpolate_seconds(CURVE, k) == pytest.approx(expected)
 
 
 def test_the_predicted_time_is_the_passs_by_its_tokens() -> None:

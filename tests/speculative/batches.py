@@ -10,7 +10,7 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.stopping import StoppingCriteria
 from tinyspec.lm.policies import AlignedPolicy
 from tinyspec.lm.scheduler import Scheduler, SharedPass, run_together
-from tinyspec.technique import Request, find_technique
+from tinyspec.technique import Clock, Request, find_technique
 
 TARGET, DRAFT = model(LLAMA, 0), model(GPT2, 1)
 TARGET.name, DRAFT.name = "target", "draft"
@@ -22,6 +22,8 @@ def decode_batch(
     prompts: Sequence[list[int]] = PROMPTS,
     n: int = 12,
     temperature: float = 0.0,
+    references: Sequence[list[int]] = (),
+    batch_clock: Clock | None = None,
     **knobs: Any,
 ) -> tuple[list[list[Round]], list[SharedPass]]:
     """Return the rounds of each request, and the pass log."""
@@ -35,6 +37,8 @@ def decode_batch(
             stop=StoppingCriteria(max_new_tokens=n),
             forward_log=log,
             scheduler=scheduler,
+            references=references,
+            batch_clock=batch_clock,
         )
         decoder = find_technique(method).make(request, **knobs)
         decoder.extend(prompts[number])

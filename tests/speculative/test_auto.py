@@ -1,6 +1,7 @@
 """auto: the target's distribution under every policy, and a policy that follows measurements."""
 
 import random
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.lm import small
+from tests.speculative import batches
 from tests.table import Table
 from tests.zoo import tiny_zoo
 from tinyspec import generate, load
@@ -25,6 +28,7 @@ from tinyspec.laws.exact.tables import TableModel
 from tinyspec.laws.stage import choose_every_way
 from tinyspec.laws.traps.auto import POEM, Ticking, Watch, lead_astray, time_request
 from tinyspec.lm.forward import Scores
+from tinyspec.speculative import batched
 from tinyspec.speculative.auto import (
     INITIAL_TRUST,
     INITIAL_TRUST_AFTER_SUBSTITUTION,
@@ -677,3 +681,43 @@ def test_printed_algorithm_is_what_runs(chances: list[float], costs: list[float]
     sizes = (chosen, best_draft_size(chances, known, MARGIN))
     one, other = ((1 + sum(chances[:size])) / known[size] for size in sizes)
     assert sizes[0] == sizes[1] or one == pytest.approx(other)
+
+
+# ---------------------------------------------------------------------- in a batch
+
+
+@pytest.mark.parametrize("n_requests", [1, 2, 4, 8])
+def test_drafts_shrink_as_a_batch_grows(n_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a pass over up to 8 rows takes 1 s, and each row beyond one more second, all requests
+    together have at most 8 rows. Every draft is right, so there is no other reason to stop."""
+    monkeypatch.setattr(
+        batched, "find_row_seconds", lambda model, clock: {1: 1.0, 8: 1.01, 64: 57.0}
+    )
+    [plain], _ = batches.decode_batch("autoregressive", batches.PROMPTS[:1], n=24)
+    text = [*batches.PROMPTS[0], *(token for round in plain for token in round.tokens)]
+    rounds, log = batches.decode_batch(
+        "auto",
+        batches.PROMPTS[:1] * n_requests,
+        n=24,
+        references=[text] * 3,
+        batch_clock=time.perf_counter,
+        remember=False,
+    )
+    assert batches.texts_of(rounds) == [text[len(batches.PROMPTS[0]) :]] * n_requests
+    widest = max(sum(one.rows) for one in log if one.model == "target" and not any(one.prefill))
+    assert widest <= 8
+    assert widest > n_requests or n_requests == 8  # it drafts wherever there is room
+
+
+def test_passes_are_measured_once_for_a_model() -> None:
+    calls = list[int]()
+
+    def clock() -> float:
+        calls.append(1)
+        return float(len(calls))
+
+    measured = small.model(seed=7)
+    first = batched.find_row_seconds(measured, clock)
+    assert list(first) == list(batched.ROWS) and set(first.values()) == {1.0}
+    n_calls = 2 * batched.REPEATS * len(batched.ROWS)
+    assert batched.find_row_seconds(measured, clock) is first and len(calls) == n_calls

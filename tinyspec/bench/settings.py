@@ -679,7 +679,7 @@ class BatchSettings:
     model: str = model_setting("storyteller", "The target: name or folder.")
     draft: str | None = setting(None, "The draft. [default: the one that the card names]")
     methods: tuple[str, ...] = setting(
-        ("speculative_decoding:gamma=4", "synergy", "smartspec", "bass", "tetris"),
+        ("speculative_decoding:gamma=4", "synergy", "smartspec", "bass", "tetris", "auto"),
         "NAME or NAME:knob=value.",
         of=str,
     )

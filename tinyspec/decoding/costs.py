@@ -19,12 +19,13 @@ R. All coefficients are at least 0, and are chosen to make the relative errors s
 A simulated clock adds up these seconds over the pass log of a scheduler. Two policies measure whole
 rounds instead, drafting and all: `goodput.CostModel` learns those of one request while it runs
 (auto, sequoia), and `batched.BatchProfile` those of a batch before its first round (synergy,
-smartspec).
+smartspec). In a batch auto reads passes by their rows alone (`batched.find_row_seconds`).
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -68,6 +69,20 @@ def count_reads(rows: Sequence[int], cached: Sequence[int]) -> int:
     16
     """
     return sum(n * slots - n * (n - 1) // 2 for n, slots in zip(rows, cached, strict=True))
+
+
+def interpolate_seconds(seconds: Mapping[int, float], rows: float) -> float:
+    """Return the seconds of a pass over `rows` rows, read off some that were measured.
+
+    seconds  by rows, in rising order, at least two; beyond them the last slope goes on
+
+    >>> interpolate_seconds({1: 1.0, 3: 2.0, 5: 2.0}, 2), interpolate_seconds({1: 1.0, 3: 2.0}, 7)
+    (1.5, 4.0)
+    """
+    last = max(seconds)
+    below, above = next(pair for pair in pairwise(seconds) if rows <= pair[1] or pair[1] == last)
+    slope = (seconds[above] - seconds[below]) / (above - below)
+    return seconds[below] + slope * (rows - below)
 
 
 # ---------------------------------------------------------------------- measured

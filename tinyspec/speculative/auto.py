@@ -39,19 +39,23 @@ its distributions.
 Pitfall: a choice that looks at the tokens just drawn is biased. Above temperature 0 the text of a
 seed depends on timing (its distribution does not).
 State: outputs outlive the request (`persistent`). Times and the acceptance of the draft model are
-kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws;
-in a batch, where a pass's time is shared) no time passes, and nothing is kept.
+kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws)
+no time passes, and nothing is kept.
+Batch: a pass's time is shared, so no request can measure its own. Passes over 1 to 64 rows are
+timed once, while the requests that ask first wait. In each round every request hears how many
+decode, and takes it that all of them draft as much as it does (`CostModel.set_batch`).
 Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
 under all policies at once, by branching over every choice of every round; the feature laws of heads
 that draft now and then).
 Left out: heads that need probes or sample their drafts; draft tokens of two sources in one tree;
-the load of other requests; the time that an idle draft model takes to catch up, which is measured
-but not foreseen.
+the time that an idle draft model takes to catch up, which is measured but not foreseen; in a batch,
+trials, and lengths on which the requests agree (`smartspec`).
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 from tinyspec.decoding.decode import BaseDrafter, Decoder, Round
@@ -62,6 +66,9 @@ from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Scores
+from tinyspec.lm.model import Model
+from tinyspec.lm.session import Session
+from tinyspec.speculative.batched import BatchTimes, TimesRule
 from tinyspec.speculative.drafting.suffix_decoding import SuffixDecodingDrafter
 from tinyspec.speculative.goodput import (
     DRAFT_MODEL,
@@ -356,7 +363,18 @@ class AutoDrafter(BaseDrafter):
             )
         self.head = LazyHead(request) if request.head else None
         self.option = PLAIN
+        self.scheduler, self.clock = request.scheduler, request.batch_clock
+        # Only transformers have passes that can be timed.
+        used = [request.target, *request.drafts[:1]]
+        self.models = [cast(Model, one.model) for one in used if isinstance(one, Session)]
         self._want_states()
+
+    def _plan_for_batch(self) -> None:
+        """Plan by how many requests decode now, and by measured passes."""
+        if self.scheduler is not None and self.clock is not None and self.models:
+            rule = partial(TimesRule, self.models, self.clock)
+            times: BatchTimes = self.scheduler.consult(("auto", *self.models), rule, None)
+            self.policy.curve.set_batch(times.n_decoding, times.seconds)
 
     def _want_states(self) -> None:
         """Decide which states the next pass of the target must show."""
@@ -380,6 +398,7 @@ class AutoDrafter(BaseDrafter):
     ) -> TokenTree:
         offers = self._offers(context, max_draft_depth)
         if self.pick is None:
+            self._plan_for_batch()
             self.option = self.policy.choose(offers)
         else:
             ways = [
@@ -496,6 +515,7 @@ def zero_clock() -> float:
     optional_draft=True,
     optional_head=True,
     timed=True,
+    of_batch=True,
     copies=True,
     persistent=True,
     knobs=(

@@ -81,6 +81,7 @@ class BatchDrafter(ModelDrafter):
 # ---------------------------------------------------------------------- measurements
 
 SIZES = (1, 2, 4, 8, 16)  # batch sizes that are measured
+ROWS = (1, 2, 4, 8, 16, 32, 64)  # rows of the passes that are measured
 REPEATS = 4  # rounds of each length: the fastest counts, as a disturbance only makes it slower
 SAMPLED_TOKENS = 192  # of all texts together, on which acceptance is measured
 
@@ -265,3 +266,58 @@ def find_profile(
         n_texts = len(prompts)
         known[draft] = measure_batches(draft.name, make_request, n_texts, longest, perf_counter)
     return known[draft]
+
+
+# ---------------------------------------------------------------------- passes alone
+
+
+class BatchTimes(NamedTuple):
+    """What a request of a batch plans by.
+
+    n_decoding  requests that share a pass
+    seconds     of a pass by its rows, of each model
+    """
+
+    n_decoding: int
+    seconds: Sequence[Mapping[int, float]]
+
+
+class TimesRule:
+    """Tell every request how many decode, and what passes of these models take."""
+
+    def __init__(self, models: Sequence[Model], clock: Clock):
+        self.models, self.clock = models, clock
+
+    def decide(self, questions: Mapping[int, Any], n_decoding: int) -> Mapping[int, BatchTimes]:
+        """Measure the models first, if nobody has. All requests wait meanwhile."""
+        seconds = [find_row_seconds(model, self.clock) for model in self.models]
+        return dict.fromkeys(questions, BatchTimes(n_decoding, seconds))
+
+
+_row_seconds: WeakKeyDictionary[Model, dict[int, float]] = WeakKeyDictionary()
+
+
+def find_row_seconds(model: Model, clock: Clock) -> dict[int, float]:
+    """Return the seconds of a pass by its rows, measured once for each model.
+
+    The rows are those of one text. The fastest of several passes counts. No size is faster than a
+    smaller one.
+    """
+    if model not in _row_seconds:
+        found, most = dict[int, float](), 0.0
+        for rows in ROWS:
+            if rows > model.config.max_positions:
+                break
+            chain = TokenTree.chain([0] * (rows - 1))
+            most = max(most, min(_time_pass(model, chain, clock) for _ in range(REPEATS)))
+            found[rows] = most
+        _row_seconds[model] = found
+    return _row_seconds[model]
+
+
+def _time_pass(model: Model, tree: TokenTree, clock: Clock) -> float:
+    session = model.session()
+    session.append([0])
+    began = clock()
+    session.score(tree)
+    return clock() - began

@@ -7,11 +7,12 @@ tokens, by their position. Of a trained head the same is learned, but by the nod
 acceptance of looked-up tokens comes from speculative/lookup.py. The technique is `auto`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from operator import mul
 from typing import NamedTuple
 
+from tinyspec.decoding.costs import interpolate_seconds
 from tinyspec.decoding.decode import Round
 from tinyspec.technique import Clock
 
@@ -147,6 +148,19 @@ class CostModel:
             weight = max(MIN_WEIGHT, 1 / self.counts[at])
             self.seconds[at] = new if old is None else old + weight * (new - old)
             self._costs = None
+
+    def set_batch(self, n_requests: int, seconds: Sequence[Mapping[int, float]]) -> None:
+        """Take measured times of passes in place of those of rounds.
+
+        n_requests  how many share a pass; they are taken to draft as much as this one
+        seconds     of a pass by its rows: of the target, then of the draft model if there is one
+
+        The heads of all requests run one after another.
+        """
+        target, *drafts = seconds
+        self._costs = [interpolate_seconds(target, n_requests * (1 + size)) for size in self.sizes]
+        self.step = interpolate_seconds(drafts[0], n_requests) if drafts else None
+        self.head.seconds = n_requests * PRIOR_HEAD * target[1]
 
     def pass_seconds(self, rows: int) -> float:
         """Return the seconds of a pass over so many rows, as a round of that width takes."""

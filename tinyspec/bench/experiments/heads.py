@@ -24,7 +24,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -38,6 +37,7 @@ from tinyspec.bench.plot import Bars, Chart, Lines
 from tinyspec.bench.report import Column, Grid, make_grid
 from tinyspec.bench.settings import HeadsSettings
 from tinyspec.bench.tasks import find_room, tokenize_openings
+from tinyspec.decoding.costs import interpolate_seconds
 from tinyspec.decoding.decode import Round
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
@@ -201,25 +201,13 @@ def read_curve(path: Path, model: str) -> dict[int, float]:
     return dict(sorted(seconds.items()))
 
 
-def interpolate_curve(seconds: Mapping[int, float], k: float) -> float:
-    """Return the seconds of a pass over k tokens; beyond the curve its last slope goes on.
-
-    >>> interpolate_curve({1: 1.0, 3: 2.0, 5: 2.0}, 2), interpolate_curve({1: 1.0, 3: 2.0}, 7)
-    (1.5, 4.0)
-    """
-    last = max(seconds)
-    below, above = next(pair for pair in pairwise(seconds) if k <= pair[1] or pair[1] == last)
-    slope = (seconds[above] - seconds[below]) / (above - below)
-    return seconds[below] + slope * (k - below)
-
-
 def predict_time(seconds: Mapping[int, float], tau: float, nodes: float) -> dict[str, float]:
     """Return the predicted milliseconds per token, and how many times as fast as plain that is.
 
     >>> predict_time({1: 0.010, 4: 0.013}, tau=2.6, nodes=3)
     {'milliseconds': 5.0, 'speedup': 2.0}
     """
-    per_token = interpolate_curve(seconds, 1 + nodes) / tau
+    per_token = interpolate_seconds(seconds, 1 + nodes) / tau
     found = {"milliseconds": 1000 * per_token, "speedup": seconds[1] / per_token}
     return {name: round(x, 6) for name, x in found.items()}
 
