@@ -23,7 +23,7 @@ CHAPTERS = ("speculative", "early_exit", "nonautoregressive")
 # Each floor imports from the floors below it and from itself; modules of one name are a floor's
 # packages or files.
 FLOORS = [
-    ("errors", "progress", "familiar"),
+    ("errors", "progress", "processes", "familiar"),
     ("_core", "tree"),
     ("lm",),
     ("decoding",),
@@ -157,18 +157,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3653,
+    "root + show": 3702,
     "_core": 957,
     "lm": 6219,
     "decoding": 2026,
     "chapters": 14613,
-    "laws": 19798,
+    "laws": 19773,
     "museum": 3705,
     "training": 3467,
-    "bench": 9895,
+    "bench": 9923,
     "grade": 4400,
     "serve": 978,
-    "cli": 2832,
+    "cli": 2818,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

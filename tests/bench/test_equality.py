@@ -88,3 +88,17 @@ def test_a_method_that_cannot_be_compared_is_an_error(zoo: Zoo, tmp_path: Path) 
     (tmp_path / "x.json").write_text("{}")
     said = failed(run(*CALL, "--model", zoo.big, "--out", str(tmp_path / "x.json"), "--resume"))
     assert "no result of `tinyspec bench equality`" in said
+
+
+@pytest.mark.slow
+def test_two_processes_find_what_one_finds(zoo: Zoo, tmp_path: Path) -> None:
+    pytest.importorskip("joblib", reason="several processes need joblib: pip install -e .[test]")
+    one, two = (
+        equality.measure_equality(
+            EqualitySettings(zoo.big, tokens=8, jobs=jobs), tmp_path / f"{jobs}.json", quiet=True
+        )
+        for jobs in (1, 2)
+    )
+    assert one["rows"] == two["rows"] and len(one["rows"]) == 6
+    settings = ("--questions", "1", "--ray")
+    assert "give --jobs N" in failed(run(*CALL, "--model", zoo.big, *settings))

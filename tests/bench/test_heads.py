@@ -83,6 +83,19 @@ def test_heads_stand_beside_lookup_and_the_draft(zoo: Zoo, tmp_path: Path) -> No
     assert "| medusa |" in page.read_text() and "<svg" in picture.read_text()
 
 
+@pytest.mark.slow
+def test_two_processes_count_what_one_counts(zoo: Zoo, tmp_path: Path) -> None:
+    pytest.importorskip("joblib", reason="several processes need joblib: pip install -e .[test]")
+    found = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        asked = ("--model", zoo.big, "--methods", "llma,suffix_decoding", "--jobs", jobs, "--out", str(out))
+        assert run("bench", "heads", *QUICK, *asked).exit_code == 0
+        found.append(json.loads(out.read_text(encoding="utf-8")))
+    assert found[0]["arms"] == found[1]["arms"]
+    assert found[0]["settings"] == found[1]["settings"]  # the number of processes is none
+
+
 def test_a_model_without_heads_says_how_to_train_one(zoo: Zoo) -> None:
     message = failed(run("bench", "heads", "--model", zoo.big, *QUICK))
     assert "no head of" in message and "tinyspec train head --for" in message

@@ -66,6 +66,12 @@ def dtype_setting(default: str | None = None) -> Any:
     return setting(default, DTYPES if default else f"{DTYPES} [default: as stored]")
 
 
+JOBS_SETTING: Any = setting(
+    1, "Processes that share the work, by joblib: nothing is timed.", least=1
+)
+RAY_SETTING: Any = setting(False, "With --jobs: on the nodes of a Ray cluster.")
+
+
 @dataclass(frozen=True)
 class CommandSpec:
     """A command of `tinyspec bench`.
@@ -215,7 +221,7 @@ class EqualitySettings:
     \b
     Examples:
       tinyspec bench equality --questions 12
-      tinyspec bench equality --out equality.json --resume
+      tinyspec bench equality --out equality.json --resume --jobs 4
     """
 
     model: str = model_setting("smollm2")
@@ -223,6 +229,8 @@ class EqualitySettings:
     tokens: int = tokens_setting(64)
     methods: tuple[str, ...] = setting(("llma",), "May be repeated.", "--method", repeated=True)
     dtype: str = setting("bfloat16", "Type of the weights.")
+    jobs: int = JOBS_SETTING
+    ray: bool = RAY_SETTING
 
 
 @command("plan-draft", tables=True)
@@ -460,7 +468,7 @@ class HeadsSettings:
     Examples:
       tinyspec bench heads --out heads.json --markdown heads.md --svg heads.svg
       tinyspec bench heads --methods medusa,eagle:nodes=4,llma --prompts 20
-      tinyspec bench heads --model smollm2 --temperature 1
+      tinyspec bench heads --model smollm2 --temperature 1 --jobs 2
       tinyspec bench heads --sizes 1,3,5,7,15,25,63 \\
           --curve tutorials/results/speculative-storyteller.json --out heads-sizes.json
     """
@@ -480,6 +488,8 @@ class HeadsSettings:
     temperature: float = temperature_setting()
     seed: int = setting(0, "Of the first opening; each further one adds 1.")
     dtype: str = dtype_setting("bfloat16")
+    jobs: int = JOBS_SETTING
+    ray: bool = RAY_SETTING
 
 
 @command("layerskip", tables=True)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -159,8 +158,7 @@ def prove(
     profile = THOROUGH if thorough else CI
     state = State(resume, profile.name)
     if n_jobs > 1:
-        with choose_workers(on_ray):
-            run_jobs(cards, profile, state, n_jobs, watch=show)
+        run_jobs(cards, profile, state, n_jobs, on_ray, watch=show)
     is_strict = is_debugging(click.get_current_context())
 
     def watch(card: "Card", at: int, of: int, case: Any) -> None:
@@ -210,9 +208,8 @@ def prove_on_seeds(
 
     state = State(resume, f"{FIVE_SECONDS.name}, by seed")
     if n_jobs > 1:
-        with choose_workers(on_ray):
-            sample = replace(FIVE_SECONDS, seeds=range(seeds))
-            run_jobs(cards, sample, state, n_jobs, by_seed=True, watch=show)
+        sample = replace(FIVE_SECONDS, seeds=range(seeds))
+        run_jobs(cards, sample, state, n_jobs, on_ray, by_seed=True, watch=show)
     result = nothing_correct_is_accused(
         cards, seeds, state, lambda card, seed: show(card.name, seed, seeds)
     )
@@ -227,20 +224,6 @@ def prove_on_seeds(
         title = f"{entry['method']} on seed {entry['seed']}"
         lines.append(f"\n{title}\n{format_counterexample(entry)}")
     return LawsReport(result, lines, bool(accused))
-
-
-def choose_workers(on_ray: bool) -> AbstractContextManager[Any]:
-    """Return the context in which joblib starts its workers: here, or on a Ray cluster."""
-    if not on_ray:
-        return nullcontext()
-    try:
-        from joblib import parallel_config
-        from ray.util.joblib import register_ray
-    except ImportError:
-        raise TinyspecError("--ray needs Ray: pip install 'tinyspec[cluster]'") from None
-    register_ray()
-    workers: AbstractContextManager[Any] = parallel_config(backend="ray")
-    return workers
 
 
 def judge_museum(what: str, is_wide: bool, show: Advance) -> LawsReport:

@@ -95,7 +95,7 @@ def make_option(field: "Field[Any]") -> Callable[[Any], Any]:
         more |= {"default": default, "multiple": spec.repeated}
         more |= {"type": _number_type(spec, example), "show_default": default is not None}
     else:
-        more |= {"default": default, "show_default": False}
+        more |= {"default": default, "show_default": False, "is_flag": True}
     return click.option(*flags, field.name, **more)
 
 

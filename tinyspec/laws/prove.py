@@ -20,14 +20,13 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, NamedTuple
 
-import torch
-
 from tinyspec.errors import TinyspecError
 from tinyspec.laws import exit_laws  # noqa: F401  (enters CALM's oracle)
 from tinyspec.laws.contracts import contracts_of_technique
 from tinyspec.laws.evidence import Counterexample, Evidence, LawViolated
 from tinyspec.laws.suites import SuiteCase, technique_cases
 from tinyspec.plugins import describe_error, locate_error
+from tinyspec.processes import run_pieces
 from tinyspec.technique import Card, Guarantee, find_technique, load_plugin, load_techniques
 
 CONTRACTS = "the contracts of a drafter"
@@ -216,9 +215,6 @@ def code_fingerprint() -> str:
 
 # ---------------------------------------------------------------------- several processes
 
-ATTEMPTS = 3  # to go on after a worker was killed
-PIECES = 8  # that each process is given at once; their results are then kept
-
 
 class ProofPiece(NamedTuple):
     """A piece of a proof that another process can run.
@@ -238,7 +234,6 @@ class ProofPiece(NamedTuple):
 
         The process that asked runs it again then, and reports what it finds.
         """
-        torch.set_num_threads(1)
         if self.plugin is not None and self.method not in load_techniques():
             load_plugin(self.plugin)
         card = find_technique(self.method)
@@ -285,47 +280,23 @@ def run_jobs(
     profile: Profile,
     state: State,
     n_jobs: int,
+    on_ray: bool = False,
     by_seed: bool = False,
     watch: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Run a proof's pieces in several processes, and enter what they find into the state.
 
     The proof itself then recalls them, in its own order, so its result does not depend on the
-    number of processes. If a worker is killed, the others' results are kept, and the rest is
-    started again. Raises TinyspecError if joblib is missing, or workers are killed again and again.
+    number of processes. Raises TinyspecError: see `run_pieces`.
     """
-    try:
-        from joblib import Parallel, delayed
-        from joblib.externals.loky.process_executor import TerminatedWorkerError
-    except ImportError:
-        raise TinyspecError("--jobs needs joblib: pip install 'tinyspec[cluster]'") from None
-    failed = set[tuple[str, str]]()
-    for _ in range(ATTEMPTS):
-        left = [
-            job
-            for job in list_pieces(cards, profile, state, by_seed)
-            if (job.method, job.key) not in failed
-        ]
-        done, size = 0, PIECES * n_jobs
-        try:
-            while group := left[done : done + size]:  # no backend but loky yields them one by one
-                for method, key, evidence in Parallel(n_jobs)(
-                    delayed(ProofPiece.answer)(job) for job in group
-                ):
-                    done += 1
-                    if evidence is None:
-                        failed.add((method, key))
-                    else:
-                        state.enter(method, key, evidence)
-                    if watch is not None:
-                        watch(method, done, len(left))
-        except TerminatedWorkerError:
-            continue
-        state.write()
-        return
-    raise TinyspecError(
-        f"workers were killed {ATTEMPTS} times, perhaps for lack of memory: give fewer --jobs"
-    )
+    left = list_pieces(cards, profile, state, by_seed)
+    found = run_pieces(ProofPiece.answer, left, n_jobs, on_ray)
+    for done, (method, key, evidence) in enumerate(found, 1):
+        if evidence is not None:
+            state.enter(method, key, evidence)
+        if watch is not None:
+            watch(method, done, len(left))
+    state.write()
 
 
 def report_technique(

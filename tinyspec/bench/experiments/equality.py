@@ -13,6 +13,7 @@ Nothing is timed, so the machine may be busy.
 import json
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from tinyspec.bench.settings import EqualitySettings
 from tinyspec.bench.tasks import spread_evenly, tokenize_question
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.model import Model
+from tinyspec.processes import run_pieces
 from tinyspec.technique import find_technique
 
 REHEARSED = "rehearsed"  # the arm that copies from the plain answer
@@ -107,7 +109,8 @@ def measure_equality(
             raise TinyspecError(
                 f"{method} needs a draft model; this comparison takes methods without one"
             )
-    model, bank = models.load(given.model, dtype=given.dtype), data.read_spec_bench()
+    bank = data.read_spec_bench()
+    models.load_once(given.model, dtype=given.dtype)  # says now what is wrong with it
     chosen = spread_evenly(bank, len(bank) if given.questions is None else given.questions)
     settings = {
         "model": given.model,
@@ -125,14 +128,20 @@ def measure_equality(
     seen = {sample.question for sample in done}
     result = _make_result(settings, done)
     title = f"{given.model} {given.dtype} against itself"
-    with show_progress_bar(title, len(chosen), quiet) as tick:
-        for question in chosen:
-            if question.id not in seen:
-                done += compare_on_question(model, question, given.tokens, given.methods)
-                result = _make_result(settings, done)
-                save_result(out, result)
+    left = [question for question in chosen if question.id not in seen]
+    compare = partial(_compare_on_question, given)
+    with show_progress_bar(title, len(left), quiet) as tick:
+        for samples in run_pieces(compare, left, given.jobs, given.ray):
+            done += samples
+            result = _make_result(settings, done)
+            save_result(out, result)
             tick()
     return result
+
+
+def _compare_on_question(given: EqualitySettings, question: data.Question) -> list[EqualitySample]:
+    model = models.load_once(given.model, dtype=given.dtype)
+    return compare_on_question(model, question, given.tokens, given.methods)
 
 
 def _read_samples(found: dict[str, Any]) -> list[EqualitySample]:

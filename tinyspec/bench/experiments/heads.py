@@ -1,8 +1,9 @@
 """`tinyspec bench heads`: count what each trained head of a model yields, depth by depth.
 
 Every method continues the same openings of the valid books. Nothing is timed, so the machine may be
-busy. Beside the heads stand lookup (`llma`), which is trained on nothing, and the draft model that
-the target's card names. A head that is below them is not trained enough. Models that the target
+busy. Beside the heads stand lookup (`llma`), which is trained on nothing, the draft model that the
+target's card names, and the draft of `distillspec`, which is trained as long as a head. A head that
+is below them is not trained enough. Models that the target
 became when it was tuned for a method have rows too; they write texts of their own.
 
     tokens per pass  tau: tokens committed for each pass of the target that verifies
@@ -24,6 +25,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,10 +44,11 @@ from tinyspec.decoding.decode import Round
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import start_generation
 from tinyspec.lm.model import Model
+from tinyspec.processes import run_pieces
 from tinyspec.technique import Guarantee, find_technique, load_techniques
 from tinyspec.tree import ROOT
 
-BESIDE = ("llma", "speculative_decoding")
+BESIDE = ("llma", "speculative_decoding", "distillspec")
 SHOWN_DEPTHS = 5  # columns of the table
 SMALL_TREE = 7  # nodes of what counts as a small tree in the note on sizes
 
@@ -68,16 +71,26 @@ def list_arms_with_heads(model: Model) -> list[ArmSpec]:
             f"no head of {model.name} is on this machine: train one "
             f"(tinyspec train head --for {model.name} --method medusa --out FOLDER)"
         )
-    drafted = "draft" in model.config.extra or bool(models.find_drafts_of(model.name))
-    beside = BESIDE if drafted else BESIDE[:1]
+    beside = [name for name in BESIDE if not find_technique(name).drafts or find_draft(model, name)]
     return [row for name in (*headed, *beside) for row in list_rows(name)]
+
+
+def find_draft(model: Model, method: str) -> str | None:
+    """Return the name of the draft model that a method takes if none is given; None: there is none.
+
+    See `pairing.drafts_for`.
+    """
+    if find_technique(method).own_draft:
+        return next(iter(models.find_drafts_of(model.name, method)), None)
+    named: str | None = model.config.extra.get("draft")
+    return named or next(iter(models.find_drafts_of(model.name)), None)
 
 
 def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str, Any]:
     """Return what each method yields, with the size and the training of its head."""
     if given.curve is not None and not given.sizes:
         raise TinyspecError("--curve predicts the times of --sizes: name sizes, such as 1,3,5,7")
-    model = models.load(given.model, dtype=given.dtype)
+    model = models.load_once(given.model, dtype=given.dtype)
     specs = [*map(ArmSpec.parse, given.methods)] or list_arms_with_heads(model)
     if given.sizes:
         return count_tree_sizes(given, model, specs, quiet)
@@ -86,11 +99,10 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
     arms = dict[str, Any]()
     with show_progress_bar(f"heads of {model.name}", steps, quiet) as tick:
         for spec in specs:
-            counts = count_method(given, model, spec, tick)
+            counts = count_method(given, given.model, spec, tick)
             arms[spec.label] = summarize_counts(counts) | describe_training(model, spec.name)
         for method, name in tuned.items():
-            other = models.load(name, dtype=given.dtype)
-            counts = count_method(given, other, ArmSpec(method), tick)
+            counts = count_method(given, name, ArmSpec(method), tick)
             arms[method] = summarize_counts(counts) | describe_folder(name)
     return _stamp(given, model, arms)
 
@@ -108,27 +120,42 @@ def find_tuned_models(model: Model) -> dict[str, str]:
 def _stamp(given: HeadsSettings, model: Model, arms: Mapping[str, Any]) -> dict[str, Any]:
     curve = None if given.curve is None else given.curve.name
     settings = vars(given) | {"methods": [*arms], "curve": curve}
+    del settings["jobs"], settings["ray"]  # the figures do not depend on them
     return stamp_result({"model": model.name, "settings": settings, "arms": arms})
 
 
 def count_method(
-    given: HeadsSettings, model: Model, spec: ArmSpec, tick: Callable[[], Any]
+    given: HeadsSettings, model: str, spec: ArmSpec, tick: Callable[[], Any]
 ) -> "Counter[Any]":
     """Return the counts of a method over all openings."""
-    counts = Counter[Any]()
-    openings = tokenize_openings(model, find_room(model, given.tokens))[: given.prompts]
-    for number, opening in enumerate(openings):
-        running = start_generation(
-            model,
-            opening,
-            method=spec.name,
-            max_new_tokens=given.tokens,
-            temperature=given.temperature,
-            seed=given.seed + number,
-            **dict(spec.knobs),
-        )
-        count_depths(running, counts)
+    counts, count = Counter[Any](), partial(count_opening, given, model, spec)
+    numbers = range(min(given.prompts, len(find_openings(given, model))))
+    for found in run_pieces(count, numbers, given.jobs, given.ray):
+        counts.update(found)
         tick()
+    return counts
+
+
+@lru_cache(maxsize=4)
+def find_openings(given: HeadsSettings, model: str) -> list[list[int]]:
+    """Return the openings of the valid books, as a model reads them."""
+    loaded = models.load_once(model, dtype=given.dtype)
+    return tokenize_openings(loaded, find_room(loaded, given.tokens))
+
+
+def count_opening(given: HeadsSettings, model: str, spec: ArmSpec, number: int) -> "Counter[Any]":
+    """Return the counts of a method on one opening."""
+    counts = Counter[Any]()
+    running = start_generation(
+        models.load_once(model, dtype=given.dtype),
+        find_openings(given, model)[number],
+        method=spec.name,
+        max_new_tokens=given.tokens,
+        temperature=given.temperature,
+        seed=given.seed + number,
+        **dict(spec.knobs),
+    )
+    count_depths(running, counts)
     return counts
 
 
@@ -173,7 +200,7 @@ def count_tree_sizes(
                 spec = set_tree_size(method, size)
                 if spec is None:
                     continue
-                found = summarize_counts(count_method(given, model, spec, tick))
+                found = summarize_counts(count_method(given, given.model, spec, tick))
                 if found["nodes"] <= drafted:
                     break
                 drafted = found["nodes"]
@@ -250,8 +277,7 @@ def describe_training(model: Model, method: str) -> dict[str, Any]:
     if card.trained is not None:
         named = next(iter(models.find_heads_of(model.name, card.head_method)), None)
     elif card.drafts:
-        drafts = models.find_drafts_of(model.name)
-        named = model.config.extra.get("draft") or next(iter(drafts), None)
+        named = find_draft(model, method)
     return describe_folder(named)
 
 
