@@ -89,8 +89,8 @@ def test_two_processes_count_what_one_counts(zoo: Zoo, tmp_path: Path) -> None:
     found = []
     for jobs in ("1", "2"):
         out = tmp_path / f"{jobs}.json"
-        asked = ("--model", zoo.big, "--methods", "llma,suffix_decoding", "--jobs", jobs, "--out", str(out))
-        assert run("bench", "heads", *QUICK, *asked).exit_code == 0
+        asked = ("--methods", "llma,suffix_decoding", "--jobs", jobs, "--out", str(out))
+        assert run("bench", "heads", "--model", zoo.big, *QUICK, *asked).exit_code == 0
         found.append(json.loads(out.read_text(encoding="utf-8")))
     assert found[0]["arms"] == found[1]["arms"]
     assert found[0]["settings"] == found[1]["settings"]  # the number of processes is none

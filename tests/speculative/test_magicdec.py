@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 
 from tests.lm.small import LLAMA, model
+from tinyspec.decoding.costs import RooflineCosts
 from tinyspec.decoding.rng import Seeded
 from tinyspec.decoding.sampling import SamplingParams
 from tinyspec.errors import TinyspecError
 from tinyspec.laws.traps import begin_decoder
 from tinyspec.laws.traps import magicdec as traps
+from tinyspec.speculative.integrated.magicdec import forecast_gain
 from tinyspec.technique import Request, find_technique
 
 CARD = find_technique("magicdec")
@@ -37,6 +39,21 @@ def test_the_number_of_keys_does_not_grow_with_the_text() -> None:
         seen = drafter.view.plan.visible
         assert seen.since == n - 6
         assert all(head == {0, 1} for heads in seen.layers for head in heads)
+
+
+def test_the_gain_is_forecast_where_only_weights_or_only_keys_take_time() -> None:
+    """A device without limits of arithmetic: a pass takes its bytes. Where keys are free, a draft
+    step takes a whole pass. Where weights are, it takes its share of the keys."""
+    limits: dict[str, Any] = {"bandwidth": 1.0, "peak": 1e12, "head_bytes": 0, "row_operations": 0}
+    limits |= {"head_operations": 0, "read_operations": 0}
+    weights = RooflineCosts("m", "d", weight_bytes=100, slot_bytes=0, **limits)
+    keys = RooflineCosts("m", "d", weight_bytes=0, slot_bytes=1, **limits)
+    of: dict[str, Any] = {"n_requests": 4, "length": 1000, "budget": 100, "gamma": 3, "alpha": 1.0}
+    assert forecast_gain(weights, **of) == pytest.approx(4 / (3 + 1))
+    assert forecast_gain(keys, **of) == pytest.approx(4 / (3 * 0.1 + 1))
+    both = RooflineCosts("m", "d", weight_bytes=1000, slot_bytes=1, **limits)
+    gains = [forecast_gain(both, **{**of, "n_requests": n}) for n in (1, 4, 16, 64)]
+    assert gains == sorted(gains)  # it grows with the batch
 
 
 def test_the_window_must_have_a_token() -> None:

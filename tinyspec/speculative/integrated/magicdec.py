@@ -20,7 +20,7 @@ Pitfall: a draft whose keys grow with the text; a gain that is shown on short te
 draft costs as much as the target.
 Tests: tests/speculative/test_magicdec.py (a draft knows one old token just where it may read it;
 the number of keys does not grow; a budget that holds the text is the target itself, so that all is
-accepted).
+accepted; the forecast where only weights, or only keys, take time).
 Left out: other choices of keys (the later versions use SnapKV). The released code drafts with a
 cache of its own; here the draft reads the target's keys of accepted tokens, which were computed
 from the full context. gamma is that of the released script. The script's budgets are 257 to 4,097
@@ -30,6 +30,7 @@ tokens; 512, and 4 first tokens, are our choice.
 from collections.abc import Sequence
 from typing import Any
 
+from tinyspec.decoding.costs import PassCosts
 from tinyspec.decoding.decode import Decoder
 from tinyspec.decoding.modeldraft import SharedSessionDrafter
 from tinyspec.decoding.rng import RandomSource
@@ -39,6 +40,24 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import Plan, VisibleSet
 from tinyspec.technique import Guarantee, Knob, Request, technique
 from tinyspec.tree import TokenTree
+
+
+def forecast_gain(
+    costs: PassCosts, n_requests: int, length: int, budget: int, gamma: int, alpha: float
+) -> float:
+    """Return how many times as fast as plain decoding a batch is forecast to be; below 1: slower.
+
+    length  tokens of each request's context
+    budget  keys that the draft reads
+    alpha   acceptance rate of a draft token
+    """
+
+    def seconds(rows: int, keys: int) -> float:
+        return costs.seconds_of([rows] * n_requests, [keys] * n_requests, [rows] * n_requests)
+
+    tokens = sum(alpha**n for n in range(gamma + 1))
+    drafting = gamma * seconds(1, min(budget, length))
+    return tokens * seconds(1, length) / (drafting + seconds(1 + gamma, length))
 
 
 class MagicDecDrafter(SharedSessionDrafter):
