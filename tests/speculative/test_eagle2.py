@@ -74,6 +74,25 @@ def test_a_depth_is_one_pass_of_at_most_width_nodes() -> None:
         assert [call.rows for call in round.draft_calls[1:]] == [3, 3, 3]
 
 
+@pytest.mark.parametrize("nodes", [1, 2, 4, 7, 20])
+def test_nodes_of_which_no_child_is_kept_do_not_run(nodes: int) -> None:
+    """The draft is the best part of what all levels would propose, and takes fewer rows."""
+    text = (1, 2, 3)
+    values = traps.value_paths(eagle_traps.random_target(2, 8), text, 4)
+    proposed = traps.draft_paths(
+        CARD.make, eagle_traps.random_target(2, 8), text, 4, nodes=1024, width=3
+    )
+    best = sorted(proposed, key=lambda path: -values[path])[:nodes]
+    decoder = begin([*text], nodes=nodes, depth=4, width=3)
+    round = decoder.step(Seeded(0))
+    tree = round.tree
+    assert sorted(tree.tokens_on(tree.path(node)) for node in range(nodes)) == sorted(best)
+    deepest = max(map(len, best))
+    assert len(round.draft_calls) in (deepest, min(deepest + 1, 4))
+    if nodes == 1:
+        assert [call.head_rows for call in round.draft_calls] == [1]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 2.0])
 def test_the_draft_is_the_same_point_masses_at_any_temperature(temperature: float) -> None:
     expected = propose(begin([1, 2, 3], nodes=9))

@@ -22,8 +22,10 @@ node may declare the distribution of the head: all of them are point masses.
 Pitfall: the order of equal values. Libraries do not promise that top-k keeps a parent before a
 child of equal value; a node without its parent would be left.
 Tests: tests/speculative/test_eagle2.py (the draft is worth as much as the best tree found by trying
-all; the nodes that run are the best of their depth; one pass for each depth).
-Additions of ours: nothing follows the end of a text; a repetition penalty changes q.
+all; the nodes that run are the best of their depth; one pass for each depth; what does not run could
+not be kept).
+Additions of ours: nothing follows the end of a text; a repetition penalty changes q; a node does not
+run if none of its children could be kept. The authors' code runs all levels, for the same tree.
 Left out: the authors' search for the fastest `nodes` at the start (total_token -1).
 """
 
@@ -80,7 +82,7 @@ class Eagle2Drafter(EagleDrafter):
         # The draft sees the head's own probabilities, without temperature and without cuts.
         unwarped = SamplingParams(repetition_penalty=sampling.repetition_penalty)
         tree, values = TokenTree([], [], [], []), list[float]()
-        level = [ROOT]
+        level, kept = [ROOT], list[int]()
         for _ in range(min(self.depth, max_draft_depth)):
             rows, proposed = self.run_nodes(tree, level), list[int]()
             for node, row in zip(level, rows, strict=True):
@@ -89,11 +91,18 @@ class Eagle2Drafter(EagleDrafter):
                     if (chance := float(q[token])) > 0:
                         proposed.append(append_node(tree, token, node))
                         values.append(chance if node == ROOT else values[node] * chance)
-            going_on = [node for node in proposed if tree.tokens[node] not in self.ends]
+            kept = rank_nodes(values, range(len(values)), self.nodes)
+            # No child is worth more than its parent, so of these nodes none would be kept.
+            least = values[kept[-1]] if len(kept) == self.nodes else 0.0
+            going_on = [
+                node
+                for node in proposed
+                if values[node] > least and tree.tokens[node] not in self.ends
+            ]
             level = rank_nodes(values, going_on, self.width)
             if not level:
                 break
-        return keep_nodes(tree, rank_nodes(values, range(len(values)), self.nodes))
+        return keep_nodes(tree, kept)
 
 
 TREE_KNOBS = (
