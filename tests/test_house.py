@@ -164,7 +164,7 @@ CODE_LINES = {
     "chapters": 14628,
     "laws": 19773,
     "museum": 3705,
-    "training": 3467,
+    "training": 3477,
     "bench": 9923,
     "grade": 4400,
     "serve": 978,

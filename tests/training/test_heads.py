@@ -409,3 +409,22 @@ def test_for_and_method_go_together(zoo: Zoo, tmp_path: Path) -> None:
     out = ["--out", str(tmp_path / "head")]
     assert "go together" in failed(run("train", "head", "--for", zoo.big, *out))
     assert "give --recipe FILE" in failed(run("train", "head", *out))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "command", "right"),
+    [
+        ("storyteller-distillspec", "head", "train lm"),
+        ("multi30k-sat", "head", "train mt"),
+        ("storyteller-medusa", "lm", "train head"),
+        ("multi30k-sat", "lm", "train mt"),
+        ("apprentice", "mt", "train lm"),
+    ],
+)
+def test_a_recipe_of_another_command_names_it(
+    recipe: str, command: str, right: str, tmp_path: Path
+) -> None:
+    file = Path(__file__).parents[2] / "models" / recipe / "recipe.toml"
+    message = failed(run("train", command, "--recipe", str(file), "--out", str(tmp_path / "out")))
+    assert f"this is a recipe for `tinyspec {right}`" in message
+    assert not (tmp_path / "out").exists()

@@ -15,8 +15,9 @@ tokens are accepted and rejected at random, and texts are cut, rewound and corre
 
 Both laws take any drafter that reads hidden states or probes. The number of probes may depend on
 the node that they stand after: F1 compares where a decoder without a past has as many. Left out:
-drafters that learn between requests (their draft is no function of the text), and point masses
-other than the likeliest tokens of a node.
+drafters that learn between requests (osd: its draft is no function of the text), point masses other
+than the likeliest tokens of a node, and models that read no states of another one (specdec, speed
+and cllm have tests of their own).
 """
 
 import random

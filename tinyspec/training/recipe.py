@@ -58,6 +58,7 @@ class Recipe:
         "distill": DistillSettings,
     }
     NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
+    COMMAND: ClassVar[str] = "train lm"
 
     name: str
     shape: Mapping[str, Any]
@@ -131,6 +132,7 @@ class TranslationRecipe:
         "exits": ExitLosses,
     }
     NEEDED: ClassVar[tuple[str, ...]] = ("shape", "train")
+    COMMAND: ClassVar[str] = "train mt"
 
     name: str
     shape: Mapping[str, Any]
@@ -262,6 +264,7 @@ class HeadRecipe:
 
     SECTIONS: ClassVar[Mapping[str, type]] = {"train": TrainSettings, "texts": OutputSettings}
     NEEDED: ClassVar[tuple[str, ...]] = ("train",)
+    COMMAND: ClassVar[str] = "train head"
 
     name: str
     target: str
@@ -391,6 +394,13 @@ def read_head_recipe(path: str | Path, overrides: Mapping[str, str] | None = Non
     return _read_as(HeadRecipe, Path(path), overrides or {})
 
 
+KINDS = (Recipe, TranslationRecipe, HeadRecipe)
+
+
+def _list_keys(kind: type[Any]) -> set[str]:
+    return {*(f.name for f in fields(kind)), "train"} - {"settings"}
+
+
 def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -400,10 +410,14 @@ def _read_as(kind: type[R], path: Path, overrides: Mapping[str, str]) -> R:
             for section in sections:
                 at = at.setdefault(section, {})
             at[last] = tomllib.loads(f"x = {text}")["x"]
+        known = _list_keys(kind)
+        fitting = [each for each in KINDS if values.keys() <= _list_keys(each)]
+        if fitting and kind not in fitting:
+            raise TinyspecError(f"this is a recipe for `tinyspec {fitting[0].COMMAND}`")
         for section in kind.NEEDED:
             if section not in values:
                 raise TinyspecError(f"section [{section}] is missing")
-        reject_unknown_keys(values, {*(f.name for f in fields(kind)), "train"} - {"settings"})
+        reject_unknown_keys(values, known)
         for section, content in kind.SECTIONS.items():
             if section in values:
                 names = {f.name for f in fields(content)}
