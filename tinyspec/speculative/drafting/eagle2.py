@@ -22,10 +22,10 @@ node may declare the distribution of the head: all of them are point masses.
 Pitfall: the order of equal values. Libraries do not promise that top-k keeps a parent before a
 child of equal value; a node without its parent would be left.
 Tests: tests/speculative/test_eagle2.py (the draft is worth as much as the best tree found by trying
-all; the nodes that run are the best of their depth; one pass for each depth; what does not run could
-not be kept).
-Additions of ours: nothing follows the end of a text; a repetition penalty changes q; a node does not
-run if none of its children could be kept. The authors' code runs all levels, for the same tree.
+all; the nodes that run are the best of their depth; one pass for each depth; what does not run
+could not be kept).
+Additions of ours: nothing follows the end of a text; a repetition penalty changes q; a node does
+not run if none of its children could be kept. The authors' code runs all levels, for the same tree.
 Left out: the authors' search for the fastest `nodes` at the start (total_token -1).
 """
 

@@ -20,7 +20,8 @@ sampling settings.
 Pitfall: look-aheads that stay in the cache; a row that is read one look-ahead late. Law F2
 (laws/feature_laws.py) detects the latter; the output stays right.
 Tests: tests/speculative/test_pass_sampling.py (the loss of a look-ahead is that of its own token;
-the target's own rows do not change to the bit; rounds take turns; look-aheads end with the context).
+the target's own rows do not change to the bit; rounds take turns; look-aheads end with the
+context).
 Ours, because we could not read the paper's: the look-aheads begin near the mean embedding.
 Left out: look-aheads after every draft token, which `bita` has.
 """
