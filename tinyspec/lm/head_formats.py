@@ -7,7 +7,8 @@
 
 Names, shapes and keys of config.json are those that the loaders ask for. The tables with their
 sources are in tests/lm/test_head_formats.py. tests/lm/test_head_formats_peer.py compares logits
-with the speculators package. No server was run. A folder has config.json and model.safetensors.
+with the speculators package; tests/vllm_by_hand.py ran one head of each format in vLLM, with the
+results in tutorials/results/vllm.md. A folder has config.json and model.safetensors.
 What only we read stands in config.json's section "tinyspec": method, target, checksum, ranks.
 
     token_map (ids)     speculators: d2t, the id minus the row (an *offset*, not the id), and t2d,
