@@ -161,7 +161,7 @@ CODE_LINES = {
     "_core": 957,
     "lm": 6219,
     "decoding": 2026,
-    "chapters": 14628,
+    "chapters": 14632,
     "laws": 19773,
     "museum": 3705,
     "training": 3477,

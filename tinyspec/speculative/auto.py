@@ -42,8 +42,9 @@ State: outputs outlive the request (`persistent`). Times and the acceptance of t
 kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws)
 no time passes, and nothing is kept.
 Batch: a pass's time is shared, so no request can measure its own. Passes over 1 to 64 rows are
-timed once, while the requests that ask first wait. In each round every request hears how many
-decode, and takes it that all of them draft as much as it does (`CostModel.set_batch`).
+timed once, while the requests that ask first wait. Every 8 rounds a request hears how many decode
+(to ask is to wait for all others), and takes it that all of them draft as much as it does
+(`CostModel.set_batch`).
 Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
 under all policies at once, by branching over every choice of every round; the feature laws of heads
 that draft now and then).
@@ -102,6 +103,7 @@ INITIAL_TRUST = {8: 0.9, 5: 0.8, 3: 0.65, 2: 0.5, 1: 0.25}
 INITIAL_TRUST_AFTER_SUBSTITUTION = {8: 0.3, 5: 0.25, 3: 0.2, 2: 0.1, 1: 0.05}
 """Least length of the match -> acceptance rate that is assumed at first; the second table is for
 drafts that continue after a replaced token."""
+BATCH_ROUNDS = 8  # rounds after which a request asks again how many decode
 HEAD_ROUNDS = 8  # rounds after a head's last draft in which its states are still asked for
 HEAD_NODES = 8  # most draft tokens of a head that are used: wide rounds do not pay on a CPU
 TRUST_EMA_RATE = 0.3  # weight of the newest outcome; high, as long drafts make trust expensive
@@ -364,17 +366,20 @@ class AutoDrafter(BaseDrafter):
         self.head = LazyHead(request) if request.head else None
         self.option = PLAIN
         self.scheduler, self.clock = request.scheduler, request.batch_clock
+        self.times = BatchTimes(1, ())
         # Only transformers have passes that can be timed.
         used = [request.target, *request.drafts[:1]]
         self.models = [cast(Model, one.model) for one in used if isinstance(one, Session)]
         self._want_states()
 
     def _plan_for_batch(self) -> None:
-        """Plan by how many requests decode now, and by measured passes."""
-        if self.scheduler is not None and self.clock is not None and self.models:
+        """Plan by how many requests decode, and by measured passes. Every few rounds it asks."""
+        if self.scheduler is None or self.clock is None or not self.models:
+            return
+        if self.policy.curve.rounds % BATCH_ROUNDS == 0:
             rule = partial(TimesRule, self.models, self.clock)
-            times: BatchTimes = self.scheduler.consult(("auto", *self.models), rule, None)
-            self.policy.curve.set_batch(times.n_decoding, times.seconds)
+            self.times = self.scheduler.consult(("auto", *self.models), rule, None)
+        self.policy.curve.set_batch(self.times.n_decoding, self.times.seconds)
 
     def _want_states(self) -> None:
         """Decide which states the next pass of the target must show."""
