@@ -317,7 +317,12 @@ def test_an_interrupted_translation_returns_its_passes_so_far(at_home: Trained) 
             {"method": "plain"},
             "nat was trained for nat, and autoregressive needs a model trained for teacher",
         ),
-        ("teacher", {"method": "nat"}, "teacher was trained for teacher, and nat needs"),
+        (
+            "teacher",
+            {"method": "nat"},
+            "nat needs a model trained for nat: leave out the model, or name one with --model, "
+            "or train one from a recipe with method = 'nat' (tinyspec train mt)",
+        ),
         (
             "teacher",
             {"method": "speculative_decoding"},

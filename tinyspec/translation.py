@@ -470,10 +470,11 @@ def check_trained_for(model: Seq2Seq, card: Card) -> None:
     if trained in heads and wanted == "teacher":
         return  # it writes from left to right too
     if trained and registry_name(model, trained) != registry_name(model, wanted):
+        recipe = f"a recipe with method = '{wanted}' (tinyspec train mt)"
+        how = "" if wanted == "teacher" else f", or train one from {recipe}"
         raise TinyspecError(
             f"{model.name} was trained for {trained}, and {card.name} needs a model trained for "
-            f"{wanted}: leave out the "
-            "model, or name one with --model"
+            f"{wanted}: leave out the model, or name one with --model{how}"
         )
 
 

@@ -177,25 +177,19 @@ def test_mask_predict_changes_tokens_after_the_first_pass(run_shown: Callable[[s
     assert "".join(passes[0]["pieces"]) != "".join(passes[-1]["pieces"])
 
 
-@pytest.mark.parametrize(("model", "noted"), [("storyteller", True), ("exits-loss", False)])
+@pytest.mark.parametrize(
+    ("model", "noted"),
+    [
+        *(("storyteller", True), ("exits-loss", False)),
+        *(("multi30k-teacher", True), ("multi30k-exits", False)),
+    ],
+)
 def test_a_model_without_trained_exits_is_named(model: str, noted: bool) -> None:
-    given = [
-        "generate",
-        "The sea",
-        "--model",
-        model,
-        "--method",
-        "calm",
-        "--threshold",
-        "0.3",
-        "-n",
-        "6",
-    ]
-    done = CliRunner().invoke(main, given)
-    assert (
-        done.exit_code == 0
-        and (f"note: nothing says that the early layers of {model}" in done.stderr) == noted
-    )
+    command = "translate" if model.startswith("multi30k") else "generate"
+    how = ("--method", "calm", "--threshold", "0.05", "-n", "6")
+    done = CliRunner().invoke(main, [command, "The sea", "--model", model, *how])
+    assert done.exit_code == 0
+    assert (f"note: nothing says that the early layers of {model}" in done.stderr) == noted
 
 
 def test_where_no_token_leaves_early_no_layers_are_shown() -> None:

@@ -21,7 +21,7 @@ ROWS = 16
 
 UNTRAINED_EXITS = (
     "note: nothing says that the early layers of {} were trained to predict tokens, so an early "
-    "exit may write blanks or nonsense: take --model exits-loss, or raise --threshold"
+    "exit may write blanks or nonsense: take --model {}, or raise --threshold"
 )
 """What is said of a token that left early where the model's config.json names no exit loss."""
 
@@ -128,7 +128,7 @@ def generate(
         note = UNTUNED if card.lossy is None else UNTUNED_LOSSY
         click.echo(note.format(target.name, method, *(card.lossy or ())), err=True)
     elif card.tuned is None and left_early and "exits" not in target.config.extra:
-        click.echo(UNTRAINED_EXITS.format(target.name), err=True)
+        click.echo(UNTRAINED_EXITS.format(target.name, "exits-loss"), err=True)
     for note in make_notes(target, result, options, stats or interrupted):
         click.echo(note, err=True)
     if interrupted:

@@ -9,6 +9,7 @@ import click
 
 from tinyspec.cli import base
 from tinyspec.cli.base import flag, option
+from tinyspec.cli.generate import UNTRAINED_EXITS
 from tinyspec.errors import TinyspecError
 
 if TYPE_CHECKING:
@@ -111,6 +112,10 @@ def translate(
             ctx.exit(130)
         done = running.result()
         print_translation(done, n_layers, as_json, stats)
+        left_early = any(layers < n_layers for layers in done.trace.layers_run)
+        if left_early and "exits" not in running.model.config.extra:
+            note = UNTRAINED_EXITS.format(running.model.name, "multi30k-exits")
+            click.echo(note, err=True)
         if replay is not None:
             from tinyspec.show.replay import record_passes, record_rounds
 
