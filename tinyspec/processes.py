@@ -21,8 +21,8 @@ def run_pieces(
     n_jobs  processes, of one thread each; 1: this process runs all
     on_ray  on the nodes of the Ray cluster that is connected
 
-    If a worker is killed, the results before are kept, and the rest is started again. Raises
-    TinyspecError if joblib or Ray is missing, or workers are killed again and again.
+    If a worker of this machine is killed, the results before are kept, and the rest is started
+    again. Raises TinyspecError if joblib or Ray is missing, or workers are killed again and again.
     """
     if n_jobs == 1:
         if on_ray:

@@ -60,6 +60,18 @@ def test_the_evidence_is_the_same_for_any_number_of_processes() -> None:
     assert reports(CARDS, 1) == reports(CARDS, 2)
 
 
+@pytest.mark.slow
+def test_the_evidence_is_the_same_on_ray() -> None:
+    ray = pytest.importorskip("ray", reason="pip install 'tinyspec[cluster]'")
+    state = State(None, "short")
+    try:
+        run_jobs(CARDS, FIVE_SECONDS, state, 2, on_ray=True)
+    finally:
+        ray.shutdown()
+    assert not list_pieces(CARDS, FIVE_SECONDS, state, by_seed=False)
+    assert reports(CARDS, 1, state) == reports(CARDS, 1)
+
+
 @pytest.mark.usefixtures("own_registry")
 def test_a_broken_law_of_a_file_is_reported_as_in_one_process(tmp_path: Path) -> None:
     file = tmp_path / "accepts_all.py"
