@@ -157,18 +157,18 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3702,
+    "root + show": 3704,
     "_core": 957,
-    "lm": 6219,
+    "lm": 6221,
     "decoding": 2026,
-    "chapters": 14632,
+    "chapters": 14633,
     "laws": 19773,
     "museum": 3705,
     "training": 3477,
-    "bench": 9923,
+    "bench": 9947,
     "grade": 4400,
     "serve": 978,
-    "cli": 2818,
+    "cli": 2823,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

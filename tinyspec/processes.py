@@ -67,6 +67,6 @@ def _choose_workers(on_ray: bool) -> AbstractContextManager[Any]:
         from ray.util.joblib import register_ray
     except ImportError:
         raise TinyspecError("--ray needs Ray: pip install 'tinyspec[cluster]'") from None
-    register_ray()
+    register_ray()  # type: ignore[no-untyped-call, unused-ignore]  # Ray need not be there
     workers: AbstractContextManager[Any] = parallel_config(backend="ray")
     return workers

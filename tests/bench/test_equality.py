@@ -100,5 +100,7 @@ def test_two_processes_find_what_one_finds(zoo: Zoo, tmp_path: Path) -> None:
         for jobs in (1, 2)
     )
     assert one["rows"] == two["rows"] and len(one["rows"]) == 6
+    kept = ("--method", "suffix_decoding", "--jobs", "2")
+    assert "leave out --jobs" in failed(run(*CALL, "--model", zoo.big, *kept))
     settings = ("--questions", "1", "--ray")
     assert "give --jobs N" in failed(run(*CALL, "--model", zoo.big, *settings))

@@ -9,7 +9,7 @@ from tinyspec.bench.experiments.batches import tabulate_batches
 from tinyspec.bench.experiments.clients import tabulate_clients
 from tinyspec.bench.experiments.dialects import describe_dialects
 from tinyspec.bench.experiments.distillspec import tabulate_grid
-from tinyspec.bench.experiments.exits import tabulate_exits
+from tinyspec.bench.experiments.exits import choose_best_rows, list_exit_columns, tabulate_exits
 from tinyspec.bench.experiments.heads import count_paying_sizes, tabulate_heads
 from tinyspec.bench.experiments.long_context import list_budget_rows
 from tinyspec.bench.experiments.mpee import tabulate_mpee
@@ -180,6 +180,23 @@ def tabulate_all(kind: str, result: Result, tables: int | None = None) -> str:
     """Return the tables of an experiment's page, or so many of them, the first ones."""
     grids = TABLES[kind](dict(result))[:tables]
     return join_blocks(grid.to_markdown() for grid in grids)
+
+
+EXIT_COLUMNS = (
+    *("layers per token", "K/V fills", "head products", "layers in a row", "work", "agreement"),
+    *("perplexity", "above fixed exits, points", "times as fast"),
+)
+
+
+def tabulate_exits_together(*results: Result) -> str:
+    """Return the exits of several models in one table: each technique at its best setting."""
+    rows = {
+        f"{label}, {result['settings']['model']}": of
+        for result in results
+        for label, of in choose_best_rows(result).items()
+    }
+    columns = [one for one in list_exit_columns(results[0]) if one.heading in EXIT_COLUMNS]
+    return make_grid("", rows, columns).to_markdown()
 
 
 TABLES: Mapping[str, Callable[[dict[str, Any]], list[Grid]]] = {

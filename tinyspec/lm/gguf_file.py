@@ -65,6 +65,8 @@ def read_gguf(
         raise
     except FileNotFoundError:
         raise TinyspecError(f"{path}: no such file") from None
+    except ModuleNotFoundError as error:
+        raise TinyspecError(f"{path} needs {error.name}: pip install {error.name}") from error
     except Exception as error:  # the reader trusts its input: a damaged file fails anywhere
         raise TinyspecError(f"{path}: truncated or damaged ({error}); fetch it again") from error
     config = read_gguf_config(metadata, tensors, str(path))

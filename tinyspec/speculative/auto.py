@@ -366,10 +366,10 @@ class AutoDrafter(BaseDrafter):
         self.head = LazyHead(request) if request.head else None
         self.option = PLAIN
         self.scheduler, self.clock = request.scheduler, request.batch_clock
-        self.times = BatchTimes(1, ())
-        # Only transformers have passes that can be timed.
-        used = [request.target, *request.drafts[:1]]
-        self.models = [cast(Model, one.model) for one in used if isinstance(one, Session)]
+        self.times, self.models = BatchTimes(1, ()), list[Model]()
+        if self.clock is not None:  # only transformers have passes that can be timed
+            used = [request.target, *request.drafts[:1]]
+            self.models = [cast(Model, one.model) for one in used if isinstance(one, Session)]
         self._want_states()
 
     def _plan_for_batch(self) -> None:

@@ -109,6 +109,11 @@ def measure_equality(
             raise TinyspecError(
                 f"{method} needs a draft model; this comparison takes methods without one"
             )
+        if find_technique(method).persistent and given.jobs > 1:
+            raise TinyspecError(
+                f"{method} drafts from earlier answers, so all questions must be asked by one "
+                "process: leave out --jobs"
+            )
     bank = data.read_spec_bench()
     models.load_once(given.model, dtype=given.dtype)  # says now what is wrong with it
     chosen = spread_evenly(bank, len(bank) if given.questions is None else given.questions)

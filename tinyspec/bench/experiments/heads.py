@@ -127,12 +127,18 @@ def _stamp(given: HeadsSettings, model: Model, arms: Mapping[str, Any]) -> dict[
 def count_method(
     given: HeadsSettings, model: str, spec: ArmSpec, tick: Callable[[], Any]
 ) -> "Counter[Any]":
-    """Return the counts of a method over all openings."""
-    counts, count = Counter[Any](), partial(count_opening, given, model, spec)
+    """Return the counts of a method over all openings.
+
+    What a method learns from one text for the next stays in one process, and begins anew here.
+    """
+    counts, count = Counter[Any](), partial(count_openings, given, model, spec)
     numbers = range(min(given.prompts, len(find_openings(given, model))))
-    for found in run_pieces(count, numbers, given.jobs, given.ray):
+    in_a_row = find_technique(spec.name).persistent
+    pieces = [[*numbers]] if in_a_row else [[number] for number in numbers]
+    for found in run_pieces(count, pieces, given.jobs, given.ray):
         counts.update(found)
-        tick()
+        for _ in range(len(numbers) // len(pieces)):
+            tick()
     return counts
 
 
@@ -143,19 +149,24 @@ def find_openings(given: HeadsSettings, model: str) -> list[list[int]]:
     return tokenize_openings(loaded, find_room(loaded, given.tokens))
 
 
-def count_opening(given: HeadsSettings, model: str, spec: ArmSpec, number: int) -> "Counter[Any]":
-    """Return the counts of a method on one opening."""
+def count_openings(
+    given: HeadsSettings, model: str, spec: ArmSpec, numbers: Sequence[int]
+) -> "Counter[Any]":
+    """Return the counts of a method on these openings, one after the other."""
     counts = Counter[Any]()
-    running = start_generation(
-        models.load_once(model, dtype=given.dtype),
-        find_openings(given, model)[number],
-        method=spec.name,
-        max_new_tokens=given.tokens,
-        temperature=given.temperature,
-        seed=given.seed + number,
-        **dict(spec.knobs),
-    )
-    count_depths(running, counts)
+    load = models.load if find_technique(spec.name).persistent else models.load_once
+    loaded = load(model, dtype=given.dtype)
+    for number in numbers:
+        running = start_generation(
+            loaded,
+            find_openings(given, model)[number],
+            method=spec.name,
+            max_new_tokens=given.tokens,
+            temperature=given.temperature,
+            seed=given.seed + number,
+            **dict(spec.knobs),
+        )
+        count_depths(running, counts)
     return counts
 
 
