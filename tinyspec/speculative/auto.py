@@ -42,9 +42,11 @@ State: outputs outlive the request (`persistent`). Times and the acceptance of t
 kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws)
 no time passes, and nothing is kept.
 Batch: a pass's time is shared, so no request can measure its own. Passes over 1 to 64 rows are
-timed once, while the requests that ask first wait. Every 8 rounds a request hears how many decode
-(to ask is to wait for all others), and takes it that all of them draft as much as it does
-(`CostModel.set_batch`).
+timed once, while the requests that ask first wait. Every 8 rounds a request asks how many decode (it
+then waits for all others). Its plan assumes that all draft as much as it does:
+
+    t(s) = T(n (1 + s))    T(r): seconds of a pass over r rows      n: requests that decode
+
 Tests: tests/speculative/test_auto.py (`best_draft_size` against what runs; the joint distribution
 under all policies at once, by branching over every choice of every round; the feature laws of heads
 that draft now and then).

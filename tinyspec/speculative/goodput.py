@@ -152,7 +152,7 @@ class CostModel:
     def set_batch(self, n_requests: int, seconds: Sequence[Mapping[int, float]]) -> None:
         """Take measured times of passes in place of those of rounds.
 
-        n_requests  how many share a pass; they are taken to draft as much as this one
+        n_requests  how many share a pass; the plan assumes that all draft as much as this one
         seconds     of a pass by its rows: of the target, then of the draft model if there is one
 
         The heads of all requests run one after another.

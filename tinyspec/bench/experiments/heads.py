@@ -3,8 +3,8 @@
 Every method continues the same openings of the valid books. Nothing is timed, so the machine may be
 busy. Beside the heads stand lookup (`llma`), which is trained on nothing, the draft model that the
 target's card names, and the draft of `distillspec`, which is trained as long as a head. A head that
-is below them is not trained enough. Models that the target
-became when it was tuned for a method have rows too; they write texts of their own.
+is below them is not trained enough. Models that the target became when it was tuned for a method
+have rows too; they write texts of their own.
 
     tokens per pass  tau: tokens committed for each pass of the target that verifies
     depth d          of the rounds in which the draft went on below d - 1 accepted tokens, the share
