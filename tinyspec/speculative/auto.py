@@ -42,8 +42,8 @@ State: outputs outlive the request (`persistent`). Times and the acceptance of t
 kept per pair of models while the target lives (`shared_cost_model`). Without a clock (in the laws)
 no time passes, and nothing is kept.
 Batch: a pass's time is shared, so no request can measure its own. Passes over 1 to 64 rows are
-timed once, while the requests that ask first wait. Every 8 rounds a request asks how many decode (it
-then waits for all others). Its plan assumes that all draft as much as it does:
+timed once, while the requests that ask first wait. Every 8 rounds a request asks how many decode,
+and then waits for all others. Its plan assumes that all draft as much as it does:
 
     t(s) = T(n (1 + s))    T(r): seconds of a pass over r rows      n: requests that decode
 
