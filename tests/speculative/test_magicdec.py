@@ -42,8 +42,8 @@ def test_the_number_of_keys_does_not_grow_with_the_text() -> None:
 
 
 def test_the_gain_is_forecast_where_only_weights_or_only_keys_take_time() -> None:
-    """A device without limits of arithmetic: a pass takes its bytes. Where keys are free, a draft
-    step takes a whole pass. Where weights are, it takes its share of the keys."""
+    """A pass takes its bytes. Where keys are free, a draft step takes a whole pass. Where weights are
+    free, it takes its share of the keys. Where only arithmetic takes time, each row costs the same."""
     limits: dict[str, Any] = {"bandwidth": 1.0, "peak": 1e12, "head_bytes": 0, "row_operations": 0}
     limits |= {"head_operations": 0, "read_operations": 0}
     weights = RooflineCosts("m", "d", weight_bytes=100, slot_bytes=0, **limits)
@@ -51,6 +51,10 @@ def test_the_gain_is_forecast_where_only_weights_or_only_keys_take_time() -> Non
     of: dict[str, Any] = {"n_requests": 4, "length": 1000, "budget": 100, "gamma": 3, "alpha": 1.0}
     assert forecast_gain(weights, **of) == pytest.approx(4 / (3 + 1))
     assert forecast_gain(keys, **of) == pytest.approx(4 / (3 * 0.1 + 1))
+    rows = RooflineCosts(
+        *("m", "d"), weight_bytes=0, slot_bytes=0, **{**limits, "row_operations": 1, "peak": 1.0}
+    )
+    assert forecast_gain(rows, **of) == pytest.approx(4 / (3 + 4))  # four rows are verified
     both = RooflineCosts("m", "d", weight_bytes=1000, slot_bytes=1, **limits)
     gains = [forecast_gain(both, **{**of, "n_requests": n}) for n in (1, 4, 16, 64)]
     assert gains == sorted(gains)  # it grows with the batch
