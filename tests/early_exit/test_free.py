@@ -301,7 +301,10 @@ def test_the_distance_of_the_states_is_part_of_the_loss() -> None:
     model = small_network(3, vocabulary=6, layers=4)
     batch, squares = training_batch(model), list[torch.Tensor]()
     for row, first in ((0, 2), (1, 5)):
-        states = list(model.torch_blocks().layer_states(batch.ids[row : row + 1, :8]))
+        blocks = model.torch_blocks()
+        states = list(
+            map(blocks.apply_final_norm, blocks.layer_states(batch.ids[row : row + 1, :8]))
+        )
         squares.append((states[0] - states[3])[0, first:].detach().square())
     distance = float(torch.cat(squares).mean())
     losses = [
@@ -312,6 +315,29 @@ def test_the_distance_of_the_states_is_part_of_the_loss() -> None:
         )
     ]
     assert losses[1] - losses[0] == pytest.approx(0.5 * distance, abs=1e-9) and distance > 0.01
+
+
+def test_the_length_of_a_state_costs_nothing() -> None:
+    """A layer that only lengthens the states leaves nothing to learn: they are compared normed.
+
+    Compared before the norm they would be far apart, and longer first states would make the later
+    ones longer still.
+    """
+    model = small_network(3, vocabulary=6, layers=2)
+    blocks = model.torch_blocks()
+    blocks.layer_states = lambda ids: iter(  # type: ignore[assignment, misc]
+        [blocks.embed[ids] * length for length in (1e3, 1e5)]
+    )
+    batch = training_batch(model)
+    losses = [
+        float(
+            free_loss(
+                Tuning(blocks, model, FreeSettings(1, alpha), {}, 0.0), batch, torch.Generator()
+            )
+        )
+        for alpha in (0.0, 0.5)
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
 
 
 def test_layers_are_aligned_from_the_top_down_and_never_cross() -> None:

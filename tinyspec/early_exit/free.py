@@ -27,12 +27,15 @@ the nearest of the first layers (*layerwise distillation*):
     loss = (L_S CE_S + L CE_L) / (L_S + L) + alpha mean over i of MSE(t_i, s_a(i))
 
 t_i are the states of L_S layers at equal distances, as constants; s_j are those of the first L_S
-layers. From the top down, a(i) is the nearest of the s_j below a(i + 1); at the bottom it repeats.
+layers; all after the final norm. From the top down, a(i) is the nearest of the s_j below a(i + 1);
+at the bottom it repeats.
 
 Guarantee: LOSSY in `threshold`; EXACT at inf, where no token leaves. A token that left keeps the
 row of its exit, but the keys and values are those of the whole model (*cache-exact*).
 Pitfall: copying states up and calling it FREE; a block without a causal mask inside, which the
-authors' code makes an option; a threshold that is never fitted. Not fewer layers are run, but fewer
+authors' code makes an option; a threshold that is never fitted. States that are compared *before*
+the final norm: later states are longer, so the first layers lengthen theirs, which lengthens the
+later ones too, and the loss grows without end. Not fewer layers are run, but fewer
 passes run them: FREE saves the reading of weights. The estimator costs a product with the output
 matrix for each waiting token.
 State: the pairs outlive a request (`persistent`), one list per model and set of knobs, while the
@@ -45,8 +48,8 @@ options of the authors' code. There the component with the greater mean is taken
 here it is the one that was fitted to them. With fewer than two pairs of a kind, or equal ones,
 nothing can be fitted: the threshold stays as it was. Ours: L_S is a third of the layers unless the
 model was tuned for another; a model with trained exits (section [exits]) may stand in for a tuned
-one; states are compared before the final norm, at the tokens that the model wrote. Not trained for
-a comparison: a model without the distillation (alpha = 0), and other depths L_S.
+one; states are compared at the tokens that the model wrote. Not trained for a comparison: a model
+without the distillation (alpha = 0), and other depths L_S.
 """
 
 import math
@@ -278,7 +281,7 @@ def align_layers(distances: Sequence[Sequence[float]]) -> list[int]:
 def distill_layers(states: Sequence[Tensor], shallow: int) -> Tensor:
     """Return the mean squared distance of the first layers to those of the whole model, a scalar.
 
-    states  [n, d] after each layer; no gradient flows through those that are aimed at
+    states  [n, d] after each layer and the final norm; those that are aimed at get no gradient
     """
     teachers = [states[(i + 1) * len(states) // shallow - 1].detach() for i in range(shallow)]
     distances = torch.stack(
@@ -295,10 +298,10 @@ def free_loss(tuning: Tuning, batch: TrainingBatch, generator: torch.Generator) 
     if not is_answer.any():
         return blocks.embed.sum() * 0
     shallow = resolve_shallow_depth(settings.shallow, depth)
-    states = [x[is_answer] for x in blocks.layer_states(batch.ids[:, :-1])]
+    states = [blocks.apply_final_norm(x[is_answer]) for x in blocks.layer_states(batch.ids[:, :-1])]
     targets = batch.ids[:, 1:][is_answer]
     early, full = (
-        F.cross_entropy(blocks.compute_logits(states[layers - 1]), targets)
+        F.cross_entropy(blocks.apply_head(states[layers - 1]), targets)
         for layers in (shallow, depth)
     )
     exit_loss = (shallow * early + depth * full) / (shallow + depth)
