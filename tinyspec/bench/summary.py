@@ -37,7 +37,7 @@ OPTIONAL = (
     "batches-long", "clients", "serve-smollm2", "streams", "streams-apar", "bench-quantized-draft",
     "heads-eesd", "exits-consistent", "bench-speed", "bench-head-cost", "heads-sizes-smollm2",
     "dialects-flowseq", "exits-hash", "bench-kangaroo", "bench-space", "bench-medusa2",
-    "bench-cllm", "serve-smollm2-chunks",
+    "bench-cllm", "serve-smollm2-chunks", "exits-free", "exits-skip",
 )  # fmt: skip
 """The results that the page quotes as soon as the folder has them."""
 UNTIMED = (
@@ -60,7 +60,8 @@ TABLED = (
 )  # fmt: skip
 """The experiments that have a page of their own, by what its name has before a hyphen."""
 LABELLED = (
-    "exits", "exits-consistent", "exits-hash", "exits-translator", "translation", "heads",
+    "exits", "exits-consistent", "exits-hash", "exits-free", "exits-skip", "exits-translator",
+    "translation", "heads",
     "heads-eesd", "batches", "batches-long", "streams", "streams-apar",
 )  # fmt: skip
 """Those of them whose labels begin with a method: what has a row there is measured."""
