@@ -41,6 +41,8 @@ from tinyspec.nonautoregressive.flowseq import (
     flowseq_batch_loss,
     flowseq_config,
     flowseq_terms,
+    initialize_flowseq,
+    make_flow,
     normal_noise,
     posterior_of,
     read_latents,
@@ -137,6 +139,27 @@ def test_a_source_that_is_longer_than_all_lengths_has_the_longest() -> None:
     model = random_flower(0, settings)
     memory = model.encode(torch.tensor([[4] * 12]))
     assert find_lengths(model, settings, memory, 2, 5)[0] == [5]
+
+
+def test_the_length_is_told_among_those_that_the_levels_divide() -> None:
+    """No probability is lost to others: those of all lengths that may be told add up to 1."""
+    for settings in SHAPES:
+        model = random_flower(0, settings)
+        _, logprobs = find_lengths(model, settings, model.encode(torch.tensor([[5, 6, 7]])), 99, 99)
+        assert float(logprobs.exp().sum()) == pytest.approx(1)
+
+
+def test_draws_begin_near_the_mean_and_couplings_as_constants() -> None:
+    """When latent vectors are drawn first, noise must not hide the posterior's mean."""
+    settings, target = SHAPES[2], torch.tensor([[5, 6, 7, 8]])
+    model = random_flower(0, settings)
+    initialize_flowseq(model.weights)
+    memory, slots = model.encode(target), target > 0
+    assert float(posterior_of(model, target, slots, memory)[1].abs().max()) < 0.5
+    one, other = torch.randn(2, 1, 4, WIDTH, generator=torch.Generator().manual_seed(0)).double()
+    flow = make_flow(model, settings, memory)
+    determinants = [float(flow.to_noise(z, slots)[1]) for z in (one, other)]
+    assert determinants[0] == pytest.approx(determinants[1], abs=1e-9)
 
 
 def test_targets_are_filled_up_with_ends() -> None:
@@ -315,6 +338,7 @@ def train_on_dialects(steps: int) -> tuple[Dialects, Seq2Seq, FlowSeqSettings, A
     config = Seq2SeqConfig(task.vocab_size, 48, 4, 96, 1, 1, 24, stacks={POSTERIOR: 1})
     config = flowseq_config(config, settings)
     model = Seq2Seq.create(config, torch.Generator().manual_seed(0))
+    initialize_flowseq(model.weights)
     done = iter(range(steps))
 
     def loss(model: Seq2Seq, batch: Any, generator: torch.Generator) -> torch.Tensor:
@@ -339,8 +363,8 @@ def share_of_valid(task: Dialects, held: Any, refiner: FlowSeqRefiner) -> float:
 def test_latent_vectors_decide_between_two_dialects_and_those_of_others_do_not() -> None:
     """The paper's idea. Raw data: no teacher has chosen.
 
-    Right translations of 100: 86 without noise, 96 with half of the prior's, 95 with all of it, 100
-    for the highest rank of eight. The mean of a target's own latent vectors gives it back in 78,
+    Right translations of 100: 98 without noise, 99 with half of the prior's, 92 with all of it, 100
+    for the highest rank of eight. The mean of a target's own latent vectors gives it back in all,
     that of the next sentence's in none. A minute of one core.
     """
     task, model, settings, held = train_on_dialects(1000)
@@ -364,14 +388,14 @@ def test_latent_vectors_decide_between_two_dialects_and_those_of_others_do_not()
     print(valid)
     assert valid["half of the noise"] >= 90 and valid["eight, ranked"] >= 90
     assert valid["the noise"] >= 80
-    assert valid["own"] >= 60 and valid["of the next sentence"] <= 10
+    assert valid["no noise"] >= 90 and valid["own"] >= 90 and valid["of the next sentence"] <= 10
 
 
 @pytest.mark.slow
 def test_without_latent_vectors_the_dialects_are_mixed_and_without_couplings_they_are_not() -> None:
     """Two ablations. The decoder reads all latent vectors, so independent ones can decide too.
 
-    Right translations of 100, at half of the noise: 22 and 90. Twenty seconds for each.
+    Right translations of 100, at half of the noise: 28 and 93. Twenty seconds for each.
     """
     (diagonal,) = [toy for toy in TOYS if "diagonal" in toy.name]
     without = Patch(read_latents, "linear(z, model.weights[LATENT])", "0 * z")

@@ -13,7 +13,7 @@ f is a chain of *steps*. In the direction from z to noise a step is
 
 A coupling's a and t come from a transformer layer that reads the entries that stay, and the source.
 What stays is the first half of the channels, the other half, the even positions, the odd ones. So a
-coupling is inverted by running the same layer on the same entries.
+coupling is inverted by running the same layer on the same entries. At first a = t = 0.
 
 After the steps of a *level* half of the channels are noise; the others go on at half the length,
 two neighbours as one position. A length is a multiple of 2^(levels - 1).
@@ -22,6 +22,7 @@ two neighbours as one position. A length is a multiple of 2^(levels - 1).
 """
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -53,6 +54,13 @@ def flow_heads(config: Seq2SeqConfig, steps: int) -> dict[str, tuple[int, ...]]:
             f"coupling.{n}.out.bias": (2 * d,),
         }
     return heads
+
+
+def initialize_couplings(weights: Mapping[str, Tensor]) -> None:
+    """Let all couplings begin alike: a and t are 0, whatever they read."""
+    for name, weight in weights.items():
+        if name.startswith("coupling.") and name.endswith(".out.weight"):
+            weight.zero_()
 
 
 def kept_entries(number: int, length: int, width: int) -> Tensor:

@@ -17,8 +17,9 @@ reads the target and tells which latent vectors it may come from.
 
 Training. On people's translations or a teacher's. In the first part (`startup`) the reconstruction
 alone is trained, from the posterior's mean; then w rises from 0 to 1 (`warmup`). The posterior
-reads the target without a fifth of its words. T - S is classified from the mean of the encoder's
-states.
+reads the target without a fifth of its words. Its standard deviations begin near 1, and the
+couplings of the flow as constants. T - S is classified from the mean of the encoder's states, among
+those T that the levels divide.
 
 Decoding. Without noise (temperature 0) the flow gives one z: that is the paper's argmax decoding.
 With several lengths or samples in one batch, a teacher chooses (*noisy parallel decoding*), or the
@@ -26,7 +27,8 @@ model's own importance-weighted estimate `rank`, plus log p(T | x), per position
 
 Guarantee: APPROX: no number of samples gives a teacher's distribution. The flow's density is
 compared with numerical Jacobians, and what runs with a second version in plain lists.
-Pitfall: a "flow" of one diagonal scaling, whose latent vectors stay independent; a log-determinant
+Pitfall: a "flow" of one diagonal scaling, whose latent vectors stay independent; a posterior whose
+spread begins at random, so that noise hides the mean when draws begin; a log-determinant
 without the mask or the number of heads; a posterior that collapsed: print the bits of z per word,
 and shuffle z. After a collapse, decoding without noise fails: the decoder was trained on draws of
 z, and the mode of the prior lies far from most of them. Draw z (`temperature`) instead: of
@@ -37,13 +39,16 @@ inverse, its log-determinant by Jacobians; the bound; two dialects, with latent 
 exchanged; without couplings two dialects are told apart too, since the decoder reads all of z).
 Additions of ours: of several samples the first one has no noise, whoever judges (in the code, for
 the estimate alone); a target is filled up with ends to a length that the levels divide.
-Left out: eight of the twelve couplings of a step, of which four let every other channel stay; the
-convolutional and recurrent couplings; weight normalization.
+Left out, of the authors' code: eight of the twelve couplings of a step, its second mix and its
+other actnorms; the coupling after each level that predicts what leaves from what stays; a unit at
+the head of each level that attends from positions to z, which is also how their decoder reads z
+(here position t is given z_t); the convolutional and recurrent couplings; weight normalization; for
+the lengths a second layer, smoothed labels, and the last state in place of the mean.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import inf, log
 from typing import NamedTuple
 
 import torch
@@ -56,7 +61,13 @@ from tinyspec.errors import TinyspecError
 from tinyspec.lm.config import Seq2SeqConfig
 from tinyspec.lm.ops import linear
 from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
-from tinyspec.nonautoregressive.flow import Flow, coupling_stacks, flow_heads, normal_log_density
+from tinyspec.nonautoregressive.flow import (
+    Flow,
+    coupling_stacks,
+    flow_heads,
+    initialize_couplings,
+    normal_log_density,
+)
 from tinyspec.nonautoregressive.nar_crf import score_words
 from tinyspec.nonautoregressive.nat import require_teacher, write_until_end
 from tinyspec.nonautoregressive.refine_many import translate_sources
@@ -76,6 +87,7 @@ LATENT = "latent.weight"  # z -> what the decoder reads
 DIFFERENCE = "length_difference"  # the classifier of T - S
 BEGUN = "flow_begun"  # 0 until the flow has its first weights, then 1
 HIDDEN_WORDS = 0.2  # share of the target's words that the posterior does not see
+FIRST_SPREAD = 0.025  # of the posterior's log standard deviations, as in the authors' code
 LEAST_UNIFORM = 1e-12  # a uniform is taken to be no less: its normal value is finite
 REMEDY = "train a model from models/multi30k-flowseq/recipe.toml (tinyspec train mt)"
 
@@ -170,6 +182,12 @@ def flowseq_config(config: Seq2SeqConfig, settings: FlowSeqSettings) -> Seq2SeqC
     return replace(config, heads=heads, stacks={**config.stacks, **coupling_stacks(steps)})
 
 
+def initialize_flowseq(weights: Mapping[str, Tensor]) -> None:
+    """Let the posterior's standard deviations begin near 1, and the couplings as constants."""
+    weights[f"{POSTERIOR}.spread.weight"].mul_(FIRST_SPREAD)
+    initialize_couplings(weights)
+
+
 def make_flow(
     model: Seq2Seq,
     settings: FlowSeqSettings,
@@ -214,12 +232,14 @@ def posterior_of(
 # ------------------------------ the length (section 3.3)
 
 
-def difference_logits(model: Seq2Seq, memory: EncoderOutput) -> Tensor:
-    """Return the logits [B, 2 R + 1] of T - S = -R .. R."""
-    inside = memory.mask[..., None]
+def difference_logits(model: Seq2Seq, settings: FlowSeqSettings, memory: EncoderOutput) -> Tensor:
+    """Return the logits [B, 2 R + 1] of T - S = -R .. R; -inf where the levels do not divide T."""
+    inside, reach = memory.mask[..., None], settings.longest
     mean = memory.states.masked_fill(~inside, 0).sum(dim=1) / inside.sum(dim=1)
     logits = linear(mean, model.weights[DIFFERENCE])
-    return logits if logits.dtype == torch.float64 else logits.float()
+    lengths = memory.mask.sum(dim=1)[:, None] + torch.arange(-reach, reach + 1, device=mean.device)
+    fits = (lengths > 0) & (lengths % settings.multiple == 0)
+    return (logits if logits.dtype == torch.float64 else logits.float()).masked_fill(~fits, -inf)
 
 
 def find_lengths(
@@ -230,7 +250,7 @@ def find_lengths(
     A length is a multiple of 2^(levels - 1), of which there may be fewer than `count`.
     """
     size = int(memory.mask.sum())
-    logprobs = difference_logits(model, memory)[0].log_softmax(dim=-1)
+    logprobs = difference_logits(model, settings, memory)[0].log_softmax(dim=-1)
     order = logprobs.sort(descending=True, stable=True).indices.tolist()
     known = [(size + place - settings.longest, place) for place in order]
     fitting = [
@@ -311,7 +331,8 @@ def flowseq_terms(
         score_words(model, states[slots]), words[slots], reduction="sum", label_smoothing=smoothing
     )
     difference = slots.sum(dim=1) - memory.mask.sum(dim=1) + settings.longest
-    length = F.cross_entropy(difference_logits(model, memory), difference, reduction="sum")
+    logits = difference_logits(model, settings, memory)
+    length = F.cross_entropy(logits, difference, reduction="sum")
     return FlowSeqTerms(cost, latents, length, slots.sum())
 
 
@@ -488,6 +509,7 @@ def fits_difference(
         settings=FlowSeqSettings,
         fits=fits_difference,
         equip=flowseq_config,
+        initialize=initialize_flowseq,
         float32=True,
     ),
     knobs=(

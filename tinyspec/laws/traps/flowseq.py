@@ -185,16 +185,25 @@ def latents_by_hand(
     return rows
 
 
+def length_logprobs_by_hand(
+    model: Seq2Seq, settings: FlowSeqSettings, source: Sequence[int]
+) -> dict[int, float]:
+    """Return log p(T | x) of all lengths that the levels divide."""
+    mean = model.encode(torch.tensor([list(source)])).states[0].mean(dim=0)
+    logits = (model.weights[DIFFERENCE] @ mean).tolist()
+    known = {len(source) + i - settings.longest: x for i, x in enumerate(logits)}
+    fits = {n: x for n, x in known.items() if n >= 1 and n % 2 ** (settings.levels - 1) == 0}
+    total = math.log(sum(map(math.exp, fits.values())))
+    return {n: x - total for n, x in fits.items()}
+
+
 def lengths_by_hand(
     model: Seq2Seq, settings: FlowSeqSettings, source: Sequence[int], count: int, longest: int
 ) -> list[tuple[int, float]]:
     """Return the likeliest lengths, with log p(T | x)."""
-    mean = model.encode(torch.tensor([list(source)])).states[0].mean(dim=0)
-    row = (model.weights[DIFFERENCE] @ mean).log_softmax(dim=0).tolist()
-    known = sorted(enumerate(row), key=lambda one: -one[1])
-    found = [(len(source) + i - settings.longest, x) for i, x in known]
-    multiple = 2 ** (settings.levels - 1)
-    return [one for one in found if 1 <= one[0] <= longest and one[0] % multiple == 0][:count]
+    known = length_logprobs_by_hand(model, settings, source).items()
+    found = sorted(known, key=lambda one: -one[1])
+    return [one for one in found if one[0] <= longest][:count]
 
 
 def rows_of_latents(model: Seq2Seq, source: Sequence[int], latents: Any) -> list[list[float]]:
@@ -432,9 +441,7 @@ def loss_is_the_bound(terms: Callable[..., Any]) -> Iterator[int]:
                 for t, word in enumerate(words)
             ]
             own = cost_by_hand(model, x, settings, words, read, noise[row, :length])
-            mean = model.encode(torch.tensor([list(x)])).states[0].mean(dim=0)
-            logprobs = (model.weights[DIFFERENCE] @ mean).log_softmax(dim=0)
-            length_cost = -float(logprobs[length - len(x) + settings.longest])
+            length_cost = -length_logprobs_by_hand(model, settings, x)[length]
             for i, value in enumerate((*own, length_cost)):
                 expected[i] += value
         with torch.no_grad():
