@@ -83,6 +83,23 @@ def test_heads_stand_beside_lookup_and_the_draft(zoo: Zoo, tmp_path: Path) -> No
     assert "| medusa |" in page.read_text() and "<svg" in picture.read_text()
 
 
+def test_rows_of_an_earlier_run_stay_beside_those_that_are_counted(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    """A row that is counted again is new; another model's rows are refused."""
+    asked = ("bench", "heads", "--model", zoo.big, *QUICK, "--methods")
+    old, new, page = (str(tmp_path / name) for name in ("old.json", "new.json", "new.md"))
+    assert run(*asked, "llma,suffix_decoding", "--out", old).exit_code == 0
+    done = run(*asked, "llma", "--keep", old, "--out", new, "--markdown", page)
+    assert done.exit_code == 0, done.output
+    was, now = (json.loads(Path(name).read_text(encoding="utf-8")) for name in (old, new))
+    assert now["arms"]["llma"] == was["arms"]["llma"]
+    assert now["arms"]["suffix_decoding"] == {"kept": was["date"], **was["arms"]["suffix_decoding"]}
+    assert f"From an earlier run: suffix_decoding ({was['date']})." in Path(page).read_text()
+    message = failed(run(*asked, "llma", "--keep", old, "--tokens", "5"))
+    assert "its tokens is 6, here it is 5" in message
+
+
 @pytest.mark.slow
 def test_two_processes_count_what_one_counts(zoo: Zoo, tmp_path: Path) -> None:
     pytest.importorskip("joblib", reason="several processes need joblib: pip install -e .[test]")

@@ -469,6 +469,7 @@ class HeadsSettings:
       tinyspec bench heads --out heads.json --markdown heads.md --svg heads.svg
       tinyspec bench heads --methods medusa,eagle:nodes=4,llma --prompts 20
       tinyspec bench heads --model smollm2 --temperature 1 --jobs 2
+      tinyspec bench heads --keep heads.json --out heads.json
       tinyspec bench heads --sizes 1,3,5,7,15,25,63 \\
           --curve tutorials/results/speculative-storyteller.json --out heads-sizes.json
     """
@@ -482,6 +483,9 @@ class HeadsSettings:
     )
     curve: Path | None = setting(
         None, "--sizes: predict times by the cost curve of this result of `bench`.", kind="file"
+    )
+    keep: Path | None = setting(
+        None, "Keep this result's rows of methods that are not counted here.", kind="file"
     )
     prompts: int = setting(60, "Openings of the valid books.", least=1)
     tokens: int = tokens_setting(64)

@@ -104,7 +104,21 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
         for method, name in tuned.items():
             counts = count_method(given, name, ArmSpec(method), tick)
             arms[method] = summarize_counts(counts) | describe_folder(name)
-    return _stamp(given, model, arms)
+    earlier = read_earlier_rows(given) if given.keep is not None else {}
+    return _stamp(given, model, {**earlier, **arms})
+
+
+def read_earlier_rows(given: HeadsSettings) -> dict[str, Any]:
+    """Return the rows of the result that `keep` names, each with the date of its run."""
+    assert given.keep is not None
+    earlier = json.loads(given.keep.read_text(encoding="utf-8"))
+    for name in ("model", "prompts", "tokens", "temperature", "seed", "dtype"):
+        if (was := earlier.get("settings", {}).get(name)) != getattr(given, name):
+            raise TinyspecError(
+                f"{given.keep}: its {name} is {was}, here it is {getattr(given, name)}: its rows "
+                "cannot stand beside these, leave out --keep"
+            )
+    return {name: {"kept": earlier["date"], **arm} for name, arm in earlier["arms"].items()}
 
 
 def find_tuned_models(model: Model) -> dict[str, str]:
@@ -120,7 +134,8 @@ def find_tuned_models(model: Model) -> dict[str, str]:
 def _stamp(given: HeadsSettings, model: Model, arms: Mapping[str, Any]) -> dict[str, Any]:
     curve = None if given.curve is None else given.curve.name
     settings = vars(given) | {"methods": [*arms], "curve": curve}
-    del settings["jobs"], settings["ray"]  # the figures do not depend on them
+    for name in ("jobs", "ray", "keep"):  # no figure that is counted here depends on them
+        del settings[name]
     return stamp_result({"model": model.name, "settings": settings, "arms": arms})
 
 
@@ -404,12 +419,16 @@ def note_heads(result: Result) -> list[str]:
         for name, arm in result["arms"].items()
         if find_technique(ArmSpec.parse(name).name).tuned is not None
     )
+    kept = ", ".join(
+        f"{name} ({arm['kept']})" for name, arm in result["arms"].items() if "kept" in arm
+    )
     return [
         f"{given['prompts']} openings of the valid books, {given['tokens']} tokens each, "
         f"temperature {given['temperature']:g}. Depth d: of the rounds whose draft went on below "
         "d - 1 accepted tokens, the share in which a draft token at depth d was accepted. MB and "
         "minutes: of the head, or of the draft model. Nothing is timed.",
         *([f"In tuned models, whose texts are their own: {tuned}."] if tuned else []),
+        *([f"From an earlier run: {kept}."] if kept else []),
     ]
 
 
