@@ -34,7 +34,7 @@ from tinyspec.lm.heads import (
     write_head_files,
 )
 from tinyspec.lm.model import Model
-from tinyspec.lm.seq2seq import Seq2Seq
+from tinyspec.lm.seq2seq import Seq2Seq, has_same_vocabulary
 from tinyspec.technique import Card, Trained, find_technique, load_techniques
 
 Draft: TypeAlias = Model | str | Path | Sequence[Model | str | Path] | None
@@ -311,11 +311,8 @@ def advised_knobs(card: Card, drafts: Sequence[Model | Seq2Seq]) -> dict[str, An
 
 def check_pair(model: Model | Seq2Seq, small: Model | Seq2Seq) -> None:
     """Raise TinyspecError unless both read the same tokens."""
-    ours, theirs = model.config.vocab_size, small.config.vocab_size
-    same = not (model.has_tokenizer and small.has_tokenizer) or model.tokenizer.same_vocabulary(
-        small.tokenizer
-    )
-    if ours != theirs or not same:
+    if not has_same_vocabulary(model, small):
+        ours, theirs = model.config.vocab_size, small.config.vocab_size
         how = f"{theirs} tokens against {ours}" if ours != theirs else "same size, other tokens"
         raise TinyspecError(
             f"the draft {small.name} has another vocabulary than {model.name} ({how}): "

@@ -119,7 +119,7 @@ class ThreeEnds(StreamDecoder):
         sources = [rng.split("end", at) for at in range(len(TAILS))]
         streams = list[Stream]()
         begin = self.fork_prompts([[*self.context, *tail] for tail in TAILS], sources, streams)
-        running = self.run_together(begin)
+        running = self.run_streams(begin)
         next(running)
         for stream in streams:
             yield from self.read_in_order(stream, running)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tinyspec.decoding.rng import RandomSource
 from tinyspec.errors import TinyspecError
 from tinyspec.lm.forward import ForwardRecord
-from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq
+from tinyspec.lm.seq2seq import EncoderOutput, Seq2Seq, has_same_vocabulary
 
 
 class Canvas(NamedTuple):
@@ -249,10 +249,7 @@ def best_candidate(teacher: Seq2Seq, source: Sequence[int], canvas: Canvas) -> i
 
 def check_teacher(model: Seq2Seq, teacher: Seq2Seq) -> None:
     """Raise TinyspecError unless both read the same tokens."""
-    same = not (model.has_tokenizer and teacher.has_tokenizer) or model.tokenizer.same_vocabulary(
-        teacher.tokenizer
-    )
-    if model.config.vocab_size != teacher.config.vocab_size or not same:
+    if not has_same_vocabulary(model, teacher):
         raise TinyspecError(
             f"the teacher {teacher.name} has another vocabulary than {model.name}: "
             "use the teacher it was trained with"

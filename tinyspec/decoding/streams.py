@@ -321,7 +321,7 @@ class StreamDecoder:
             yield None
         stream.is_done = True
 
-    def run_together(
+    def run_streams(
         self,
         begin: Callable[[Scheduler], Sequence[Stream]],
         after_round: AfterRound = fork_nothing,

@@ -476,6 +476,13 @@ def add_ends(config: Seq2SeqConfig, target: Tensor) -> Tensor:
     return F.pad(target, (0, 1), value=config.pad).scatter(1, lengths, config.eos)
 
 
+def has_same_vocabulary(one: Model | Seq2Seq, other: Model | Seq2Seq) -> bool:
+    """Return whether every id is the same token in both. A model without a tokenizer fits any."""
+    known = one.has_tokenizer and other.has_tokenizer
+    same = not known or one.tokenizer.same_vocabulary(other.tokenizer)
+    return same and one.config.vocab_size == other.config.vocab_size
+
+
 class CrossAttentionBlocks(Blocks):
     """Decoder layers that also attend to a source.
 

@@ -303,7 +303,7 @@ class ForkingDecoder(StreamDecoder):
             self.begun.append(main)
             return [main]
 
-        running = self.run_together(begin, self.fork_after)
+        running = self.run_streams(begin, self.fork_after)
         yield from self.read_in_order(main, running)
 
     def fork_after(self, stream: Stream, round: Round, scheduler: Scheduler) -> Iterable[Stream]:

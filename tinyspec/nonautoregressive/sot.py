@@ -339,7 +339,7 @@ class SkeletonDecoder(StreamDecoder):
         """
         sources = [rng.split("point", at) for at in range(len(prompts))]
         streams = list[Stream]()
-        running = self.run_together(self.fork_prompts(prompts, sources, streams))
+        running = self.run_streams(self.fork_prompts(prompts, sources, streams))
         next(running)  # all streams have begun
         for at, (head, stream) in enumerate(zip(heads, streams, strict=True)):
             self.text += ("\n" if at else "") + head
