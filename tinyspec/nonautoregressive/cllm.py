@@ -24,14 +24,16 @@ labels of L_AR are smoothed by 0.1, and a fixed point that repeats a token ten t
 Guarantee: EXACT, at any temperature, for the tuned model: its greedy text is its own, not that of
 the original.
 Pitfall: training from y(0) alone; leaving out L_AR, so that the model collapses to repetition; a
-gradient through the fixed point.
+gradient through the fixed point; texts that were sampled, whose random tokens become labels.
 Tests: tests/nonautoregressive/test_cllm.py (trajectories against greedy decoding by hand; the loss
 against the rows of single texts; no gradient through the fixed point; all earlier states are met).
 Left out: the local consistency loss, of neighbouring states; the authors' option to correct some of
 the wrong tokens of a state beforehand; people's answers in L_AR, another option.
 Ours: trajectories are computed when they are needed, at a random place of a text that the original
-wrote, and not stored beforehand; L_AR and L_GC share the pass over y*; the prompt has no loss,
-where the released trainer counts it.
+wrote, and not stored beforehand. The authors' texts are greedy, block after block; here the recipe
+draws them at a temperature of 0.01. L_AR and L_GC share the pass over y*; the prompt has no loss,
+where the released trainer counts it. All open positions of a batch weigh the same, where the
+authors average each text first. Repeated tokens are looked for in y* alone, not in the whole text.
 """
 
 from collections.abc import Sequence
