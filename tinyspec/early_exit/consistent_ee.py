@@ -1,7 +1,8 @@
 """ConsistentEE: a policy decides layer by layer whether to leave, and only that exit is trained.
 
 Paper: Zeng, Hong, Dai, Zhuang, Chen, AAAI 2024, arXiv 2312.11882. The order of the phases, the
-policy's shape and the sampling were read in the authors' code (github.com/ZeroNLP/ConsistentEE).
+policy's shape and the sampling were read in the authors' code (github.com/ZeroNLP/ConsistentEE),
+which has a version for BERT and one for LLaMA.
 
 Idea. Losses at all exits ask each exit to be right about every token. When the model is used, one
 exit per token is enough. So a *policy* at each layer decides between leaving and going on, and the
@@ -34,10 +35,13 @@ that trains all exits, so that nothing is consistent.
 Tests: tests/early_exit/test_consistent_ee.py (`choose_exit` against what runs; the mean of the
 sampled gradient is the exact one, on every outcome; the labels; exits that were not chosen get no
 gradient) and laws/exit_laws.py (the exact joint distribution).
-Left out: sentences as instances, each with one exit: the paper's encoders. Ours: pi' is also what
-log P is made of. The released code draws a fair coin with chance eps, else takes pi > 0.5, so that
-all K draws are the same where eps is small; its reward lacks the memorized layer, which the paper's
-text describes (the formula above is from memory). One output matrix serves all exits. Memorized
+Left out: sentences as instances, each with one exit: the paper's encoders. Of the LLaMA code: one
+of the four draws may not leave early, in both phases, so the last exit always has a share of the
+loss; log P is divided by the exit's layer. Ours: the policy of the BERT code reads the states as
+they are (the LLaMA code has one linear layer, after the final norm). eps begins at 0.5 and falls to
+1 % of it (in the code at 0.1 or 0, and to 0), and pi' is also what log P is made of: the code draws
+a fair coin with chance eps, else takes pi > 0.5. The reward above stands in inactive lines of the
+BERT code; the active line has no price of a layer. One output matrix serves all exits. Memorized
 layers are those of the model before the first phase, found anew for each batch. Not compared: a
 phase of the model with losses at all exits, and other numbers of draws.
 """

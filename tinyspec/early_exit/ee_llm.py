@@ -38,7 +38,8 @@ they need several machines. The stages of `pipeline` are simulated: `count_pipel
 time that they would take. Exit heads with layers of their own, and a temperature of the exits.
 No model is trained for other weights of the exits, for a warm-up of these weights, or with a frozen
 backbone (EE-Tuning). Ours: the defaults of threshold and cap. The authors' code has no cap; the
-paper has one.
+paper has one. There the prompt may leave early too, and waits as a token does; an exit has a norm
+only by an option. Here the prompt runs all layers, and an exit has the model's final norm.
 """
 
 import math

@@ -35,7 +35,9 @@ Left out: the hash by mutual information, which needs the labels of a classifica
 clusters of embeddings. Only the frequency hash has weights in models/: exits-hash/recipe.toml says
 how the random one and the control are trained. Ours: the paper's models encode a text; here the id
 of the newest token decides after how many layers the next one is read. Counts are of all texts,
-also of those that the training holds out, as in the authors' code. A model without a table has its
+also of those that the training holds out, as in the authors' code. There `random` draws a bucket
+for each id of the vocabulary, seen or not, and the control draws evenly; here unseen ids run all
+layers, and the control draws as often as the table has each layer. A model without a table has its
 exits dealt to the ids in turn.
 """
 

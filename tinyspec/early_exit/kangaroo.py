@@ -26,7 +26,9 @@ The draft must not stop *because of the token that was drawn*: then it would not
 distribution.
 Tests: tests/early_exit/test_kangaroo.py (layer evaluations; the adapter's rows are those of a dense
 pass; the draft stops after an uncertain token, which stays; a fitted adapter drafts the text).
-Additions of ours: `draft_vocab` restricts H to the target's most frequent tokens; sampling.
+Additions of ours: `draft_vocab` restricts H to the target's most frequent tokens; sampling. The
+adapter's output matrix begins at zero. The authors train on conversations (ShareGPT) that the
+target did not write, and also take its distribution as the label.
 Left out: a draft while the text has one token, since no state is known yet.
 """
 
@@ -118,7 +120,7 @@ def initialize_exit_layer(
 ) -> dict[str, Tensor]:
     """Return random matrices, norm gains of one, and output matrices of zero.
 
-    The layer adds nothing at first, so its logits are those of a plain exit.
+    The layer adds nothing at first: its logits are those of an exit whose norm has gains of one.
     """
     generator = torch.Generator().manual_seed(seed)
     weights = dict[str, Tensor]()

@@ -12,7 +12,7 @@ at the first one that is sure. A classifier reads a memory that it hands on to t
 fusion*). What a token tells is the attention that the class token paid to it, in this layer and in
 those before (*recycled class-attention memory*). Fewer layers run, over fewer tokens.
 
-    g_l = sigmoid(G [c_l; m_(l-1)])                 c_l: state of the class token
+    g_l = sigmoid(G [c_l; m_(l-1)])                 c_l: normed state of the class token
     m_l = g_l m_(l-1) + (1 - g_l) tanh(U [c_l; m_(l-1)]),    m_0 = 0
     p_l = softmax(C_l m_l)                          the text leaves if max p_l > tau
     a_l = beta a_(l-1) + (1 - beta) attention_l     of the class token, the mean of the heads

@@ -34,7 +34,8 @@ pair against all spans, the game's gradients against differences, the ablation o
 Left out: nothing of the method. Where the paper has a fixed offset to the source's length, and
 lengths around it as candidates, the LENGTH token's likeliest lengths are taken, or with `around`
 those around its likeliest one. Here both languages share one embedding, so D has less to tell
-apart; in the game the embeddings are constants, and W alone plays against D. Phrases are of tokens,
+apart; in the game the embeddings are constants, and W alone plays against D. In L_align they are
+not, so mu moves the shared embeddings too. Phrases are of tokens,
 which may be parts of words; the paper's table is that of Moses. Phrases of several tokens that were
 seen fewer than three times are left out, which keeps the table small. A token without a phrase is
 copied. mu, lambda, the layers of D, the offset and the numbers of the sections are from memory of

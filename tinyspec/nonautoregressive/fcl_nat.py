@@ -40,7 +40,9 @@ Left out: rows of the mask that are opened one by one (an option of the code). C
 are drawn for each sentence, where the code draws once for a batch, and counts its padding. A LENGTH
 token tells the length, where the code adds a fixed offset to the source's length. The code tries
 the lengths around that one; here the likeliest are tried, or with `around` those around the
-likeliest. While the mask is causal the text has its end as one more position, as the teacher has.
+likeliest. Their curriculum fills the whole training, nearly all of it with the open mask; in our
+recipe the second half alone has it, so `parallel` has twice as many such steps in equal time. While
+the mask is causal the text has its end as one more position, as the teacher has.
 The numbers of the sections are from memory of the paper.
 """
 

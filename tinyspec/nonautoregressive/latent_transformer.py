@@ -29,7 +29,9 @@ Pitfall: a codebook that is learnt by gradients, of which one code is used; code
 in parallel, so that they are mixed in place of the words; a decompressor without the source.
 Tests: tests/nonautoregressive/test_latent_transformer.py (`translate_through_codes` and
 `quantize_slices` against what runs; the moving averages; four dialects; codes that are shuffled).
-Additions of ours: the codebook begins as vectors of the first batch; c and K are smaller (paper: 3
+Ours: the prior reads a table of its own, tied to its output (in the code it reads the codebook);
+beta counts from the first step (there in the share that is quantized, as the prior's loss does);
+the codebook begins as vectors of the first batch; c and K are smaller (paper: 3
 and 2^14), and so is the decay of the averages where a recipe says so (paper: .999). The first end
 closes the text, and what stands after it has no label.
 Left out: the warm-up in which the decoder also sees true words, the shuffled words that the

@@ -105,20 +105,21 @@ class Eagle2Drafter(EagleDrafter):
         return keep_nodes(tree, kept)
 
 
-TREE_KNOBS = (
-    # The authors' code counts the newest token too (total_token 60), and counts the passes
-    # after the first one (depth 7).
-    Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
-    Knob("depth", 8, "levels of the tree", low=1, high=64, small=(2, 1)),
-    Knob(
-        "width",
-        10,
-        "nodes that are expanded at each depth, and tokens that each of them proposes",
-        low=1,
-        high=64,
-        small=(2, 1),
-    ),
-)
+def tree_knobs(levels: int) -> tuple[Knob, ...]:
+    """Return the knobs of a tree that has so many levels by default."""
+    return (
+        # Today's code of the authors counts the newest token too (total_token 60).
+        Knob("nodes", 59, "draft tokens", low=1, high=1024, small=(3, 1), ours=4),
+        Knob("depth", levels, "levels of the tree", low=1, high=64, small=(2, 1)),
+        Knob(
+            "width",
+            10,
+            "nodes that are expanded at each depth, and tokens that each of them proposes",
+            low=1,
+            high=64,
+            small=(2, 1),
+        ),
+    )
 
 
 @technique(
@@ -132,7 +133,7 @@ TREE_KNOBS = (
     hidden=True,
     trained=TRAINED,
     head_of="eagle",
-    knobs=TREE_KNOBS,
+    knobs=tree_knobs(6),  # the code of the paper's time (bfeb532): 5, after the first pass
 )
 def eagle2(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     """Return a decoder that drafts with the target's EAGLE head, along a dynamic tree."""

@@ -19,7 +19,7 @@ between:
     loss = sum over k of 0.8^k CE(p(x_{i+2+k}), q_k(x_{i+2+k}))
 
 p is the target's distribution over the draft vocabulary, at the places where the target's most
-probable token is in it. The tree is EAGLE-2's.
+probable token is in it. The tree is EAGLE-2's, with 8 levels.
 
 Guarantee: EXACT, at any temperature: nodes are point masses.
 Pitfall: a layer that is trained at step 0 alone: from depth 1 on its guesses are poor. Positions
@@ -27,7 +27,9 @@ and own keys that training and drafting see differently; law F2 compares them at
 Tests: tests/speculative/test_eagle3.py (the draft at every depth is what the unrolled training pass
 says; three layers are read; the loss by hand, with a vocabulary that has gaps; names of the file;
 a head in the format of the speculators package drafts alike).
-Additions of ours: H' begins as the target's rows; the authors' begins at random.
+Ours: H' begins as the target's rows; the authors' begins at random. p is made of the target's 64
+most probable tokens. The loss of a step is the mean over its known rows; in the authors' code over
+all rows, so that a step with fewer of them weighs less.
 Left out: norms before A and further layers, which heads of other programs may have. (These programs
 read offsets, `d2t`, in place of ids; `tinyspec export` writes them.)
 """
@@ -53,7 +55,7 @@ from tinyspec.lm.heads import (
 )
 from tinyspec.lm.heads import head_weights as weights_of
 from tinyspec.lm.stack import INPUT_NORM, QKV, HeadLayer, UnrolledLayer, layer_shapes
-from tinyspec.speculative.drafting.eagle2 import TREE_KNOBS, Eagle2Drafter
+from tinyspec.speculative.drafting.eagle2 import Eagle2Drafter, tree_knobs
 from tinyspec.technique import (
     Guarantee,
     HeadWeights,
@@ -242,7 +244,7 @@ class Eagle3Drafter(Eagle2Drafter):
         small=Eagle3Settings(steps=3),
         unroll=unroll_eagle3,
     ),
-    knobs=TREE_KNOBS,
+    knobs=tree_knobs(8),  # the authors' code: 7, after the first pass
 )
 def eagle3(request: Request, *, nodes: int, depth: int, width: int) -> Decoder:
     """Return a decoder that drafts with the target's EAGLE-3 head, along a dynamic tree."""

@@ -30,7 +30,10 @@ Tests: tests/speculative/test_lookahead_jacobi.py (`advance_window` is what runs
 round equals a simulation of window and pool by hand; both branches share one pass; if the text is
 periodic, a round commits N tokens; more columns and longer n-grams save passes).
 Left out: several devices, which share out the columns. The paper fills the first row at random;
-here the prompt's tokens fill it in turn, so that a seed always gives the same text.
+here the prompt's tokens fill it in turn, so that a seed always gives the same text. In the authors'
+code the pool also gets n-grams of the text that is written, if it gets those of the prompt (an
+option there, the default here); and nothing is verified before the window is full. W, N and G are,
+from memory, those that the paper names for 7B models; the code's examples have 20, 7 and 20.
 """
 
 from collections.abc import Sequence

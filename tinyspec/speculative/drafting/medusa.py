@@ -15,7 +15,8 @@ and the draft is a tree of ranks: its paths are those with the greatest products
     a[i][r] = how often the candidate of rank r of head i was right on held-out texts
 
 Training minimises the cross-entropy of each head on texts that the target wrote, weighted by
-0.8^(i + 1) (equation 1). b_i is in the authors' code, not in the paper.
+0.8^(i + 1) (equation 1). In the authors' code, not in the paper: b_i, equal weights of the heads,
+and, where a head has several blocks, the same weights in all of them.
 
 Guarantee: EXACT, at any temperature: candidates are point masses. Above temperature 0 the paper
 verifies by typical acceptance, which changes the distribution: see `typical_acceptance`.

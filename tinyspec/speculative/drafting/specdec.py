@@ -20,7 +20,8 @@ stays, each length equally likely; k masks follow. The loss is the cross-entropy
 smoothed labels. Masks beyond the end have no label. *Glancing*: a pass without gradients fills the
 masks first. Of n wrong ones, share * n masks are then replaced by their tokens, at random places,
 and count no more. The more of a block is wrong, the more of it is shown. The share falls in a
-straight line from 0.5 to 0.3. The encoder begins as the translator's.
+straight line from 0.5 to 0.3. The encoder begins as the translator's; in our recipe the decoder
+does so too.
 
 Guarantee: LOSSY in beta. At 1 it is EXACT: drafts are point masses.
 Pitfall: a small model that writes from left to right under the same name, which takes k passes; one

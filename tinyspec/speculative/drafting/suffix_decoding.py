@@ -26,8 +26,10 @@ Tests: tests/speculative/test_suffix_decoding.py (`best_suffix_draft` against wh
 at most alpha p nodes; both trees serve; a second request is faster than the first).
 Additions of ours: with `price` > 0 (off by default) only the draft tokens that are expected to be
 accepted with at least that probability are run (speculative/lookup.py).
+The authors' code (ArcticInference) drafts one path by default, not a tree. There an occurrence
+after which the text ends counts in the denominator of D(N) too.
 Defaults that are not the paper's. `floor` 0.1 is the least D(N) that the authors' code drafts
-(ArcticInference, suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default
+(suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default
 too. `most` 32 and `depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the
 first, and the code has 64 for the second (vLLM: 24).
 Left out: the hybrid with a draft model, used where the best score is small. The trees are bounded:

@@ -22,9 +22,10 @@ Tests: tests/speculative/test_magicdec.py (a draft knows one old token just wher
 the number of keys does not grow; a budget that holds the text is the target itself, so that all is
 accepted; the forecast where only weights, or only keys, take time).
 Left out: other choices of keys (the later versions use SnapKV). The released code drafts with a
-cache of its own; here the draft reads the target's keys of accepted tokens, which were computed
-from the full context. gamma is that of the released script. The script's budgets are 257 to 4,097
-tokens; 512, and 4 first tokens, are our choice.
+cache of its own, with 16 first tokens, and counts positions within that cache. Here the draft reads
+the target's keys of accepted tokens, which were computed from the full context; they keep their
+true positions, and the window moves with the text. gamma is that of the released script. Its
+budgets are 257 to 4,097 tokens; 512, and 4 first tokens, are our choice.
 """
 
 from collections.abc import Sequence

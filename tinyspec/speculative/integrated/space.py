@@ -31,8 +31,10 @@ Tests: tests/speculative/test_space.py (`decode_by_groups` against what runs, st
 against the rows of single masks; one pass a step; the rows of the text stay as they are).
 Left out: a mask token that is added to the vocabulary (the authors' id is 32002, beyond LLaMA's
 32,000; here it is a token that exists, by default the last one); several different masks, an option
-of their code; instructions by people as training texts. Their code appends k + 1 masks, of which
-the last has no label.
+of their code; instructions by people as training texts; another option, to keep the loss of the
+whole text and to append the masks beside it. Their code appends k + 1 masks, of which the last has
+no label. A text gives one group of masks, so short trainings show few of them: our recipe about
+12,000 labels of masks.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,8 +31,10 @@ keys that stay were computed when their evicted neighbours were still visible. H
 window is evicted at once, and the rest is computed anew at its new positions. So the small model
 sees between half of `window` and all of it, and its distribution is that of a plain pass over what
 it sees. New chunks are not chosen when acceptance falls. To choose chunks takes a query of the
-target. It comes from a round that is run anyway, so the first round has no draft. The defaults are
-those of the authors' code, except `rebuild`, for which they have no fixed number.
+target. It comes from a round that is run anyway, so the first round has no draft. In the authors'
+code new tokens take the places of the chunks with the lowest scores, so the budget stays as it is;
+and level 2 adds its bonus token, so it gives gamma2 or gamma2 + 1. The defaults are those of that
+code, except `rebuild`, for which they have no fixed number, and `window`, where they have 234.
 """
 
 import warnings
