@@ -157,17 +157,17 @@ def test_every_folder_is_installed() -> None:
 
 
 CODE_LINES = {
-    "root + show": 3704,
+    "root + show": 3701,
     "_core": 957,
-    "lm": 6221,
-    "decoding": 2026,
-    "chapters": 14633,
-    "laws": 19773,
+    "lm": 6238,
+    "decoding": 2023,
+    "chapters": 14654,
+    "laws": 19777,
     "museum": 3705,
     "training": 3477,
-    "bench": 9947,
+    "bench": 9965,
     "grade": 4400,
-    "serve": 978,
+    "serve": 1053,
     "cli": 2823,
 }
 """The most code lines that each room may have, as `make size` counts them.

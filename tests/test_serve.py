@@ -16,9 +16,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import tokenizers
 
 import tinyspec
 from tests.zoo import failed, run, tiny_zoo
@@ -26,6 +28,7 @@ from tinyspec import pairing
 from tinyspec.errors import TinyspecError
 from tinyspec.generation import Generation
 from tinyspec.lm.model import Model
+from tinyspec.lm.tokenizer import Tokenizer
 from tinyspec.lm.transformer import Transformer
 from tinyspec.speculative import batched
 
@@ -336,6 +339,76 @@ def test_logprobs_are_those_of_the_text(talker: Served, tiny: Model) -> None:
     assert [one["logprob"] for one in content] == alone(tiny, HELLO, max_new_tokens=3).logprobs
 
 
+SENTENCE = tokenizers.Tokenizer(
+    tokenizers.models.BPE(
+        {"▁a": 0, "b": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}, "</s>": 258}, []
+    )
+)
+SENTENCE.decoder = tokenizers.decoders.Sequence(
+    [
+        tokenizers.decoders.Replace("▁", " "),
+        tokenizers.decoders.ByteFallback(),
+        tokenizers.decoders.Fuse(),
+        tokenizers.decoders.Strip(" ", 1, 0),
+    ]
+)
+SENTENCE.add_special_tokens(["</s>"])
+
+
+def test_the_bytes_of_tokens_join_to_a_character_and_it_has_one_position(tiny: Model) -> None:
+    """Of a byte alphabet, and of SentencePiece, whose text loses its first space."""
+    face = "\N{GRINNING FACE}"
+    for tokenizer, ids in (
+        (tiny.tokenizer, tiny.tokenizer.encode(f"the{face}{face}x")),
+        (Tokenizer(SENTENCE), [0, *(byte + 2 for byte in (face * 2).encode()), 1, 258, 0]),
+    ):
+        text = tokenizer.decode(ids)
+        joined = b"".join(tokenizer.token_bytes(id) for id in ids).decode()
+        assert joined.removeprefix(" ") == text
+        positions = api.TextPositions(tokenizer)
+        found = [positions.locate(id) for id in ids]
+        first = text.index(face)
+        assert found.count(first) == found.count(first + 1) == 4, "four tokens, one character"
+        texts = [tokenizer.token_text(id) for id in ids]
+        for id, at, own in zip(ids, found, texts, strict=True):
+            if "\ufffd" not in own and id != 258 and not own.startswith("<0x"):
+                assert text[at:].startswith(own if at else own.lstrip(" "))
+
+
+def test_a_control_token_has_no_bytes() -> None:
+    assert Tokenizer(SENTENCE).token_bytes(258) == b""
+
+
+def test_broken_bytes_have_the_positions_of_what_the_text_shows(tiny: Model) -> None:
+    byte = {tiny.tokenizer.token_text(id): id for id in range(256)}
+    backend = tiny.tokenizer.backend
+    half = backend.token_to_id("\u00e2")  # the byte E2 begins a character of three bytes
+    assert half is not None
+    positions = api.TextPositions(tiny.tokenizer)
+    ids = [half, byte["a"], half, half, byte["b"]]
+    assert tiny.tokenizer.decode(ids) == "\ufffda\ufffd\ufffdb"
+    assert [positions.locate(id) for id in ids] == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_logprobs_have_bytes_and_positions_whole_or_in_a_stream(
+    talker: Served, tiny: Model, seed: int
+) -> None:
+    options: dict[str, Any] = {"temperature": 1.5, "seed": seed}
+    body = {"prompt": "the cat", "max_tokens": 40, "logprobs": 0, **options}
+    choice = talker.post(COMPLETIONS, body).json()["choices"][0]
+    offsets = choice["logprobs"]["text_offset"]
+    for own, at in zip(choice["logprobs"]["tokens"], offsets, strict=True):
+        if "\ufffd" not in own:
+            assert choice["text"][at:].startswith(own)
+    pieces = [event["choices"][0]["logprobs"] for event in talker.stream(COMPLETIONS, body)]
+    assert [at for piece in pieces if piece for at in piece["text_offset"]] == offsets
+    chat = {"messages": HELLO, "max_tokens": 40, "logprobs": True, **options}
+    told = talker.post(CHAT, chat).json()["choices"][0]
+    joined = b"".join(bytes(one["bytes"] or ()) for one in told["logprobs"]["content"])
+    assert joined.decode("utf-8", "replace") == told["message"]["content"]
+
+
 # ---------------------------------------------------------------------- streams
 
 
@@ -468,6 +541,25 @@ WRONG: list[tuple[Any, int, str | None, str]] = [
     ({**PLAIN, "foo": 1}, 400, "foo", "no field 'foo'"),
     ({**PLAIN, "max_token": 1}, 400, "max_token", "did you mean 'max_tokens'"),
     ({**PLAIN, "stream_options": {"x": 1}}, 400, "stream_options.x", "no field 'x'"),
+    ({**PLAIN, "stream_options": {}}, 400, "stream_options", "stream: true"),
+    (
+        {**PLAIN, "stream_options": {"include_usage": True}, "stream": False},
+        400,
+        "stream_options",
+        "stream: true",
+    ),
+    (
+        {**PLAIN, "stream_options": {"include_obfuscation": True}, "stream": True},
+        400,
+        "stream_options.include_obfuscation",
+        "not answered",
+    ),
+    (
+        {**PLAIN, "stream_options": {"include_obfuscation": 0}, "stream": True},
+        400,
+        "stream_options.include_obfuscation",
+        "true or false",
+    ),
     ({**PLAIN, "prediction": "a"}, 400, "prediction", "content"),
     ({**PLAIN, "tinyspec": {"method": "lmla"}}, 400, "tinyspec.method", "did you mean 'llma'"),
     ({**PLAIN, "tinyspec": {"method": "sot"}}, 400, "tinyspec.method", "extend one text"),
@@ -505,6 +597,38 @@ def test_a_prompt_as_long_as_the_context_is_told_both_numbers(talker: Served) ->
     error = error_of(reply, 400)
     assert error["code"] == "context_length_exceeded" and error["message"].count("96") == 2
     assert talker.post(COMPLETIONS, {"prompt": [5] * 95, "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.parametrize("field", ["prompt", "messages", "prediction"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    talker: Served, tiny: Model, monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    """Encoding a long text would hold up all other clients."""
+    encoded, encode = list[str](), Tokenizer.encode
+
+    def note(tokenizer: Tokenizer, text: str, **more: Any) -> list[int]:
+        encoded.append(text)
+        return encode(tokenizer, text, **more)
+
+    most = 96 * max(len(tiny.tokenizer.token_text(id).encode()) for id in range(256, 300))
+    monkeypatch.setattr(Tokenizer, "encode", note)
+    for size in (most + 1, 300_000):
+        encoded.clear()
+        text = "é" * (size // 2) + "a" * (size % 2)  # bytes count, not characters
+        bodies: dict[str, dict[str, Any]] = {
+            "prompt": {**PLAIN, "prompt": ["a", text]},
+            "messages": {"messages": [{"role": "user", "content": text[4:]}]},
+            "prediction": {**PLAIN, "prediction": {"type": "content", "content": text}},
+        }
+        body = bodies[field]
+        if field == "messages":
+            body["messages"].append({"role": "user", "content": ""})  # two roles of four bytes
+        error = error_of(talker.post(CHAT if field == "messages" else COMPLETIONS, body), 400)
+        assert error["param"] == field and error["code"] == "context_length_exceeded"
+        assert f"{size} bytes" in error["message"] and f"{most}, in 96 tokens" in error["message"]
+        assert encoded == []
+    fits = {**PLAIN, "prediction": {"type": "content", "content": "a" * most}}
+    assert talker.post(COMPLETIONS, fits).status_code == 200
 
 
 WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -613,6 +737,72 @@ def test_knobs_of_the_server_hold_however_a_client_spells_the_method(tiny: Model
             reply = served.post(COMPLETIONS, body).json()
             assert reply["tinyspec"]["method"] == "llma"
             assert reply["tinyspec"]["drafted"] <= 2 * reply["tinyspec"]["target_calls"]
+
+
+PROFILE = batched.BatchProfile({1: [1.0, 1.1, 1.2]}, {1: 0.1}, [0.8, 0.6])
+
+
+def test_no_request_begins_a_measurement(story: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others would wait meanwhile. What measures nothing is answered."""
+    monkeypatch.setattr(batched, "measure_batches", lambda *given: pytest.fail("it measured"))
+    for method in ("synergy", "smartspec"):
+        reply = story.post(COMPLETIONS, {**PLAIN, "tinyspec": {"method": method}})
+        error = error_of(reply, 400)
+        assert error["param"] == "tinyspec.method"
+        assert f"--method {method}" in error["message"]
+        assert ("table" in error["message"]) == (method == "synergy")
+    for method, knobs in (
+        ("synergy", {"table": "2@1"}),
+        ("bass", {}),
+        ("tetris", {}),
+        ("auto", {}),
+    ):
+        own = {"method": method, "knobs": knobs}
+        reply = story.post(COMPLETIONS, {**PLAIN, "max_tokens": 4, "tinyspec": own})
+        assert reply.status_code == 200, reply.text
+
+
+def test_the_servers_own_method_is_measured_once_with_its_own_knobs(
+    storyteller: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, drafts = list[str](), [tinyspec.load("apprentice"), tinyspec.load("apprentice")]
+    drafts[1].name = "other"
+
+    def note(draft: str, *given: Any) -> batched.BatchProfile:
+        measured.append(draft)
+        return PROFILE
+
+    monkeypatch.setattr(batched, "measure_batches", note)
+    with serving(storyteller, drafts, method="synergy", knobs={"longest": 2}) as served:
+        for own in (
+            {},
+            {"method": "synergy"},
+            {"knobs": {"longest": 2}},
+            {"draft": "apprentice"},
+            {"knobs": {"longest": 5, "table": "1@1"}, "draft": "other"},
+        ):
+            reply = served.post(COMPLETIONS, {**PLAIN, "max_tokens": 4, "tinyspec": own})
+            assert reply.status_code == 200, reply.text
+        for own in ({"knobs": {"longest": 3}}, {"draft": "other"}):
+            error = error_of(served.post(COMPLETIONS, {**PLAIN, "tinyspec": own}), 400)
+            assert "leave its knobs and draft out" in error["message"]
+    assert measured == ["apprentice"]
+
+
+def test_the_methods_that_measure_are_known_by_their_cards() -> None:
+    cards = tinyspec.technique.load_techniques().values()
+    calling = {card.name for card in cards if "find_profile" in card.build.__globals__}
+    assert calling == {"synergy", "smartspec"}
+    assert calling == {card.name for card in cards if engine._measures_models(card, {"table": ""})}
+
+
+def test_methods_that_the_model_always_refuses_are_not_listed(tiny: Model) -> None:
+    listed = engine.ServingEngine(tiny).list_methods()
+    assert {"speed", "smartspec"}.isdisjoint(listed) and {"synergy", "bass", "llma"} <= {*listed}
+    assert "smartspec" in engine.ServingEngine(tiny, method="smartspec").list_methods()
+    config = replace(tiny.config, extra={"repeat": 2})
+    repeated = Model(config, Model.random(config).weights, tiny.tokenizer, "repeated")
+    assert "speed" in engine.ServingEngine(repeated).list_methods()
 
 
 @pytest.mark.slow

@@ -1,7 +1,11 @@
 """BASS: a ragged batch with one draft length."""
 
-from tests.speculative.batches import decode_batch, texts_of, verified_of
+from functools import partial
+
+from tests.speculative.batches import DRAFT, TARGET, decode_batch, texts_of, verified_of
+from tinyspec.generation import start_generation
 from tinyspec.laws.traps import bass as traps
+from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.speculative.integrated.bass import BassRule, next_length
 
 
@@ -37,6 +41,39 @@ def test_the_length_changes_when_every_request_that_decodes_has_asked() -> None:
     assert rule.decide({0: 7}, 2) == {0: 7}
     assert rule.decide({1: 2}, 2) == {1: 9}
     assert rule.decide({0: 1}, 1) == {0: 8}  # the other one has ended
+
+
+def test_a_round_is_over_when_a_request_asks_again() -> None:
+    """Two requests decode, and one of them with a method that never asks."""
+    rule = BassRule(7, 32)
+    assert rule.decide({0: None}, 2) == {0: 7}
+    assert rule.decide({0: 7}, 2) == {0: 9}
+    assert rule.decide({0: 9}, 2) == {0: 11}
+    assert rule.decide({0: 1}, 2) == {0: 9}
+    assert rule.decide({0: 1}, 2) == {0: 7}, "the second fall is faster"
+
+
+def test_two_that_ask_beside_one_that_does_not_have_one_length() -> None:
+    rule = BassRule(7, 32)
+    assert rule.decide({0: None, 1: None}, 3) == {0: 7, 1: 7}
+    assert rule.decide({0: 7, 1: 2}, 3) == {0: 9, 1: 9}
+    assert rule.decide({0: 2, 1: 3}, 3) == {0: 8, 1: 8}
+
+
+def test_the_length_moves_beside_a_request_that_decodes_plainly() -> None:
+    """The text stays that of plain decoding."""
+
+    def decode(method: str, scheduler: Scheduler) -> tuple[list[int], list[int]]:
+        running = start_generation(
+            TARGET, [1, 2], method=method, draft=DRAFT, max_new_tokens=30, scheduler=scheduler
+        )
+        lengths = [len(round.tree.tokens) for round in running]
+        return running.result().tokens, lengths
+
+    jobs = [partial(decode, "bass"), partial(decode, "autoregressive")]
+    (text, lengths), (plain, _) = run_together(jobs)
+    assert text == plain
+    assert len(set(lengths[:-1])) > 2, lengths
 
 
 def test_the_drafts_of_a_round_have_one_length_and_each_request_keeps_what_it_accepted() -> None:

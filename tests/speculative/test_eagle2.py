@@ -143,7 +143,7 @@ def test_a_fitted_head_drafts_the_text() -> None:
     target, text = eagle_traps.reciting_target(2)
     model = feature_laws.fit_head(CARD, target, text)
     for n in (12, 40, 63):
-        decoder = CARD.make(Request(model.session(), sampling=SamplingParams(0.0)), nodes=8)
+        decoder = CARD.make(Request(model.session(), sampling=SamplingParams(0.0)), nodes=6)
         decoder.extend(text[:n])
         tree = propose(decoder, 8)
-        assert tuple(tree.tokens) == text[n : n + 8]
+        assert tuple(tree.tokens) == text[n : n + 6]

@@ -303,6 +303,23 @@ class Tokenizer:
             return self._token_bytes(token).decode("utf-8", "replace")
         return token.replace("▁", " ")
 
+    def token_bytes(self, id: int) -> bytes:
+        """Return the bytes that a token adds to a text: half a character too, none if special."""
+        token = self.backend.id_to_token(id)
+        if token is None or id in self.special_ids:
+            return b""
+        if self._spells_bytes:
+            return self._token_bytes(token)
+        if _BYTE_TOKEN.fullmatch(token):
+            return bytes.fromhex(token[3:5])
+        return self.token_text(id).encode()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Return how many bytes of a text a token stands for, at most."""
+        to_bytes = self._token_bytes if self._spells_bytes else str.encode
+        return max(len(to_bytes(token)) for token in self.backend.get_vocab())
+
     @cached_property
     def _spells_bytes(self) -> bool:
         """Whether tokens are written in the byte alphabet, whatever else the decoder does."""

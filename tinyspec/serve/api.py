@@ -18,7 +18,8 @@ temperature 0, and above it as far as a seed decides the text (`tinyspec methods
     seed                   0 if left out: the same request gives the same reply
     stop                   a text, or up to 4; none of them is sent
     stream                 answered: server-sent events, one for each round, then [DONE]
-    stream_options         include_usage is answered
+    stream_options         with stream: true only. include_usage is answered; include_obfuscation is
+                           false only
     logprobs               true (completions: 0): log p of each token, before the sampling settings
     top_logprobs           0 only: other tokens are not listed
     prediction             type "content": a text that the method may copy from (llma, auto, rest);
@@ -54,6 +55,10 @@ A reply has OpenAI's fields, and one of its own:
                of several prompts, all together
     usage      with a prediction also completion_tokens_details: accepted_prediction_tokens and
                rejected_prediction_tokens are the draft tokens that were accepted and rejected
+    logprobs   chat: `bytes` of each token, also of half a character; null: a control token, which
+               has no text. Completions: `text_offset`, where the token's first character stands in
+               the reply's text, counted from 0 (the prompt is no part of it). A token that a stop
+               string cut off has the place that it would have
 
 In a stream, `tinyspec` says of each event how many tokens are accepted, recovered, bonus or plain
 (`decoding/trace.py` explains these), and in `parts` which text is whose. The last event of a choice
@@ -64,6 +69,7 @@ An error is {"error": {message, type, param, code}}.
 Source: platform.openai.com/docs/api-reference (completions, chat, streaming).
 """
 
+import codecs
 import json
 import math
 import re
@@ -249,14 +255,22 @@ def read_request(body: Mapping[str, Any], is_chat: bool, served: str) -> Asked:
     options["knobs"] = _read_knobs(_take(own, "knobs", dict, "an object", {}, "tinyspec."))
     streaming = _take(given, "stream_options", dict, "an object", {})
     _check_keys(streaming, {"include_usage", "include_obfuscation"}, "stream_options")
-    flag = "true or false"
+    flag, place = "true or false", "stream_options."
+    stream = _take(given, "stream", bool, flag, False)
+    if "stream_options" in given and not stream:
+        message = "stream_options needs stream: true: leave it out, or ask for a stream"
+        raise ApiError(message, param="stream_options")
+    if _take(streaming, "include_obfuscation", bool, flag, False, place):
+        name = f"{place}include_obfuscation"
+        message = f"{name} is true, which is not answered: give false, or leave it out"
+        raise ApiError(message, param=name, code="unsupported_value")
     return Asked(
         is_chat=is_chat,
         prompts=[_read_messages(given)] if is_chat else _read_prompts(given),
         options=options,
         draft=_take(own, "draft", str, "a draft model's name", None, "tinyspec."),
-        stream=_take(given, "stream", bool, flag, False),
-        include_usage=_take(streaming, "include_usage", bool, flag, False, "stream_options."),
+        stream=stream,
+        include_usage=_take(streaming, "include_usage", bool, flag, False, place),
         logprobs=_read_logprobs(given, is_chat),
     )
 
@@ -439,6 +453,29 @@ class Piece(NamedTuple):
         return "".join(text for text, _ in self.parts)
 
 
+class TextPositions:
+    """Where the tokens of a text that grows have their first characters."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.n_characters, self.has_begun = 0, False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def locate(self, token: int) -> int:
+        """Add a token, and return the position of its first character, perhaps begun before it."""
+        own = self.tokenizer.token_bytes(token)
+        if own and not self.has_begun:
+            self.has_begun = True
+            # SentencePiece's decoder drops the space at the beginning of a text.
+            drops_space = own[:1] == b" " and self.tokenizer.decode([token])[:1] != " "
+            self.n_characters -= int(drops_space)
+        half, _ = self._utf8.getstate()
+        until_first = (half + own[:1]).decode("utf-8", "replace")
+        position = self.n_characters + max(len(until_first) - 1, 0)
+        self.n_characters += len(self._utf8.decode(own))
+        return max(position, 0)
+
+
 @dataclass
 class ReplyWriter:
     """Write the replies to one request."""
@@ -450,6 +487,7 @@ class ReplyWriter:
     prompt_tokens: int
     created: int = field(default_factory=lambda: int(time.time()))
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    positions: dict[int, TextPositions] = field(default_factory=dict)  # by the index of the choice
 
     def write_reply(self, results: Sequence[Generation]) -> dict[str, Any]:
         """Return the whole reply."""
@@ -478,20 +516,27 @@ class ReplyWriter:
         return {
             "index": index,
             **content,
-            "logprobs": self._write_logprobs(result.tokens, result.logprobs),
+            "logprobs": self._write_logprobs(index, result.tokens, result.logprobs),
             "finish_reason": FINISH_REASONS.get(result.finish_reason, "length"),
         }
 
-    def _write_logprobs(self, tokens: Sequence[int], logprobs: Sequence[float]) -> Any:
+    def _write_logprobs(self, index: int, tokens: Sequence[int], logprobs: Sequence[float]) -> Any:
+        """Return the log-probabilities of a choice's next tokens."""
         if not self.asked.logprobs:
             return None
         texts = [self.tokenizer.token_text(token) for token in tokens]
         if not self.asked.is_chat:
-            return {"tokens": texts, "token_logprobs": [*logprobs], "top_logprobs": None}
-        pairs = zip(texts, logprobs, strict=True)
+            positions = self.positions.setdefault(index, TextPositions(self.tokenizer))
+            return {
+                "tokens": texts,
+                "token_logprobs": [*logprobs],
+                "top_logprobs": None,
+                "text_offset": [positions.locate(token) for token in tokens],
+            }
+        bytes_of = (list(self.tokenizer.token_bytes(token)) or None for token in tokens)
         content: list[dict[str, Any]] = [
-            {"token": text, "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for text, logprob in pairs
+            {"token": text, "logprob": logprob, "bytes": own, "top_logprobs": []}
+            for text, logprob, own in zip(texts, logprobs, bytes_of, strict=True)
         ]
         return {"content": content, "refusal": None}
 
@@ -534,7 +579,7 @@ class ReplyWriter:
     def write_piece(self, index: int, piece: Piece) -> dict[str, Any]:
         """Return the event of a round."""
         content = {"content": piece.text} if self.asked.is_chat else {"text": piece.text}
-        logprobs = self._write_logprobs(piece.tokens, piece.logprobs)
+        logprobs = self._write_logprobs(index, piece.tokens, piece.logprobs)
         event = self._write_event([self._write_delta(index, content, logprobs=logprobs)])
         kinds = Counter(piece.origins)
         counts = {kind: kinds[kind] for kind in ("accepted", "recovered", "bonus", "plain")}

@@ -3,13 +3,15 @@
     GET  /                      a chat that colours accepted, recovered and bonus tokens
     GET  /health                200: ready; 503: it stops
     GET  /metrics               counters in the text format of Prometheus
-    GET  /v1/models             the served model, with the methods that a request may name
+    GET  /v1/models             the served model, with the methods that a request may name; one
+                                whose head, draft model or knob is missing here says so: 400
     POST /v1/completions        continue a prompt, or several
     POST /v1/chat/completions   answer messages, by the model's chat template
 
 With a key, all under /v1 need it: `Authorization: Bearer KEY`.
 
-    400  wrong JSON, a wrong or unknown field, an unknown method, a prompt as long as the context
+    400  wrong JSON, a wrong or unknown field, an unknown method, a method that would measure models
+         while all wait, a prompt as long as the context
     401  a wrong key                     413  a body of more than 1 MiB
     404  an unknown model or path        429  as many texts wait as may
     405  another method of HTTP          503  the server stops

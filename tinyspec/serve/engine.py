@@ -267,8 +267,20 @@ class ServingEngine:
         return self.model.name
 
     def list_methods(self) -> list[str]:
-        """Return the methods that a request may name."""
-        return [name for name, card in load_techniques().items() if _is_served(card)]
+        """Return the methods that a request may name.
+
+        Left out are those that need repeated layers, if the model has none, and those that must
+        measure while all requests wait. Whether one lacks a head, a draft model or a knob is known
+        only when it is started.
+        """
+        own, repeats = find_technique(self.method).name, self.model.config.repeat > 1
+        return [
+            name
+            for name, card in load_techniques().items()
+            if _is_served(card)
+            and (repeats or not card.cyclic)
+            and (name == own or not _measures_models(card, {"table": "given"}))
+        ]
 
     def _find_card(self, method: str) -> Card:
         """Return a method's card. Raises TinyspecError unless it can be served."""
@@ -287,13 +299,15 @@ class ServingEngine:
     def prepare(self, asked: Asked) -> tuple[list[list[int]], dict[str, Any]]:
         """Return the prompts as token ids, and the options of `start_generation`.
 
-        It takes time for long texts, so it runs in a thread. Raises ApiError.
+        It runs in a thread, but a text that is encoded still holds up all other clients, by
+        Python's lock. So a text that cannot fit is refused before. Raises ApiError.
         """
         options = dict(asked.options)
         try:
             method = options.get("method") or self._choose_method(asked)
-            options |= self._read_method(method, options.pop("knobs"))
+            options |= self._read_method(method, options.pop("knobs"), asked.draft)
             check_options(**options)
+            self._check_sizes(asked)
             prompts = [prompt_ids(self.model, prompt) for prompt in asked.prompts]
             texts = options.get("references", ())
             options["references"] = [self.model.tokenizer.encode(text) for text in texts]
@@ -311,10 +325,13 @@ class ServingEngine:
         can_copy = find_technique(self.method).copies
         return COPYING if "references" in asked.options and not can_copy else self.method
 
-    def _read_method(self, method: str, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    def _read_method(
+        self, method: str, knobs: Mapping[str, Any], draft: str | None
+    ) -> dict[str, Any]:
         """Return a method, its knobs and its head. Raises ApiError for what it does not have.
 
-        A head is the operator's: a request names no file.
+        A head is the operator's: a request names no file. So is what has to be measured while all
+        requests wait: the server's own method, with its own knobs and draft.
         """
         try:
             card = self._find_card(method)
@@ -326,9 +343,24 @@ class ServingEngine:
         head = own.pop("head", None)
         every = {**own, **knobs}
         try:
-            card.settings(every)  # only the method's knobs, so no other argument
+            settings = card.settings(every)  # only the method's knobs, so no other argument
         except TinyspecError as error:
             raise ApiError(str(error), param="tinyspec.knobs") from error
+        has_own_draft = draft in (None, *(one.name for one in (self.drafts or ())[:1]))
+        is_servers = is_own and has_own_draft and settings == card.settings(own)
+        if _measures_models(card, settings) and not is_servers:
+            remedy = (
+                "leave its knobs and draft out"
+                if is_own
+                else f"serve the model with --method {card.name}"
+            )
+            if "table" in settings:
+                remedy += ", or give its knob table"
+            raise ApiError(
+                f"{card.name} measures its models while all requests wait, which no request may "
+                f"begin: {remedy}",
+                param="tinyspec.method",
+            )
         return {**every, "method": card.name, "head": head}
 
     def _find_drafts(self, name: str | None) -> list[Model] | None:
@@ -341,6 +373,25 @@ class ServingEngine:
             message = f"there is no draft model '{name}' here; this server has: {names}"
             raise ApiError(message, param="tinyspec.draft", code="model_not_found")
         return found
+
+    def _check_sizes(self, asked: Asked) -> None:
+        """Raise ApiError for a text that cannot fit into the context, whatever its tokens are."""
+        texts = [("prediction", text) for text in asked.options.get("references", ())]
+        if asked.is_chat:
+            words = (word for message in asked.prompts[0] for word in message.values())
+            texts.append(("messages", "".join(words)))
+        else:
+            texts += [("prompt", one) for one in asked.prompts if isinstance(one, str)]
+        positions = self.model.config.max_positions
+        most = positions * self.model.tokenizer.longest_token
+        for field_name, text in texts:
+            if (size := len(text.encode())) > most:
+                raise ApiError(
+                    f"{field_name} has {size} bytes, and the context of {self.name} holds at most "
+                    f"{most}, in {positions} tokens: shorten it",
+                    param=field_name,
+                    code="context_length_exceeded",
+                )
 
     def _check_ids(self, prompt: Sequence[int]) -> None:
         """Raise ApiError unless a prompt can be read and leaves room for a token."""
@@ -427,3 +478,14 @@ class ServingEngine:
 def _is_served(card: Card) -> bool:
     """Return whether requests may use a method: it extends one text, and needs no translator."""
     return card.kind == "decoder" and not card.fills_masks
+
+
+def _measures_models(card: Card, settings: Mapping[str, Any]) -> bool:
+    """Return whether a method calls `find_profile`, with these values of its knobs.
+
+    Such a method decides with its batch, and has a knob for the longest draft that is measured. A
+    table of lengths, if it has that knob too, takes the place of what is measured.
+    """
+    knobs = {knob.name for knob in card.knobs}
+    has_table = "table" in knobs and settings["table"]
+    return card.of_batch and "longest" in knobs and not has_table

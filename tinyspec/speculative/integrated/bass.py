@@ -53,10 +53,13 @@ def next_length(length: int, accepted: Sequence[int], fell: bool, limit: int) ->
 class BassRule:
     """One draft length for all requests, which follows what they accepted.
 
-    A round of the batch is over when every request that decodes has asked.
+    A round of the batch is over when every request that decodes has asked, or when one asks again:
+    a request that decodes with another method never asks. What asks again has its last answer
+    counted, and has asked in the next round already.
 
     first     the length of the first draft;  limit  the longest
-    accepted  by the requests that have asked in this round; None: of a draft that was cut
+    accepted  by the requests that have asked in this round; None: of a draft that was cut, or
+              counted already
     """
 
     def __init__(self, first: int, limit: int):
@@ -65,12 +68,13 @@ class BassRule:
 
     def decide(self, questions: Mapping[int, int | None], n_decoding: int) -> Mapping[int, int]:
         """Return the length for all that ask. The questions are what they accepted."""
+        asks_again = bool(self.accepted.keys() & questions.keys())
         self.accepted |= questions
-        if len(self.accepted) >= n_decoding:
+        if asks_again or len(self.accepted) >= n_decoding:
             accepted = [n for n in self.accepted.values() if n is not None]
             if accepted:
                 self.length, self.fell = next_length(self.length, accepted, self.fell, self.limit)
-            self.accepted = {}
+            self.accepted = dict.fromkeys(questions) if asks_again else {}
         return dict.fromkeys(questions, self.length)
 
 
