@@ -332,7 +332,7 @@ HIDDEN_SAMPLINGS = [
 
 Oracle = Callable[[Card], Evidence]
 ORACLES: dict[str, Oracle] = {}
-"""Techniques whose output law is nobody else's (APPROX), and those that rewrite a canvas: each
+"""Techniques whose distribution is nobody else's (APPROX), and those that rewrite a canvas: each
 brings its own exact oracle.
 """
 

@@ -43,7 +43,7 @@ from tinyspec.technique import Guarantee, Knob, Request, technique
 Divergence = Callable[[Tensor, Tensor], Tensor]
 """(p, q), distributions [..., V] -> how far apart they are, [...]; 0 where they are equal."""
 
-LEAST = 1e-8  # stands for a probability of 0 inside a logarithm
+LEAST = 1e-8  # stands for a smaller probability inside a logarithm, which has no gradient then
 
 
 def kl_divergence(p: Tensor, q: Tensor) -> Tensor:
