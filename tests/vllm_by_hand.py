@@ -68,8 +68,9 @@ after the other; drafts are chains too, and none goes with the pass over the pro
 Texts: in vLLM, here. Tau: tokens per pass of the target, with the pass over the prompt.
 
 vLLM does not tell the proposer max_tokens, so it drafts beyond the end of a text, and another \
-continuation may be chosen there: hence the pass of `suffix_decoding`, and two of the six of \
-`lookahead_trie`. Its other four we cannot explain. vLLM's own \
+continuation may be chosen there: hence the pass of `suffix_decoding`. The proposer reads new \
+tokens as given text, so `lookahead_trie` keeps them beside those of the prompt, not beside those \
+of outputs: hence its six passes. vLLM's own \
 "mean acceptance length" counts only steps with a draft, so it is above tau: {means}, by row.
 {about}"""
 ABOUT_HEADS = """
