@@ -152,7 +152,8 @@ def test_the_length_is_told_among_those_that_the_levels_divide() -> None:
 def test_draws_begin_near_the_mean_and_couplings_as_constants() -> None:
     """When latent vectors are drawn first, noise must not hide the posterior's mean."""
     settings, target = SHAPES[2], torch.tensor([[5, 6, 7, 8]])
-    model = random_flower(0, settings)
+    found = random_flower(0, settings)
+    model = Seq2Seq(found.config, {name: w.clone() for name, w in found.weights.items()})
     initialize_flowseq(model.weights)
     memory, slots = model.encode(target), target > 0
     assert float(posterior_of(model, target, slots, memory)[1].abs().max()) < 0.5
