@@ -159,7 +159,7 @@ def test_every_folder_is_installed() -> None:
 CODE_LINES = {
     "root + show": 3701,
     "_core": 957,
-    "lm": 6238,
+    "lm": 6244,
     "decoding": 2023,
     "chapters": 14654,
     "laws": 19777,
@@ -168,7 +168,7 @@ CODE_LINES = {
     "bench": 9965,
     "grade": 4400,
     "serve": 1053,
-    "cli": 2823,
+    "cli": 2825,
 }
 """The most code lines that each room may have, as `make size` counts them.
 

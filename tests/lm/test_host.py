@@ -4,6 +4,7 @@ Awake, they would spin on the cores that the compiled kernels need next. The cop
 instead equal torch's.
 """
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -128,3 +129,46 @@ def test_copies_are_those_of_torch(dtype: torch.dtype) -> None:
     assert torch.equal(twin, store) and twin.dtype == dtype
     store.zero_()
     assert twin.any(), "in memory of its own"
+
+
+HEAPS = """
+import ctypes, tempfile, threading
+from tinyspec.lm.host import share_one_heap
+
+share_one_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fopen.restype = ctypes.c_void_p
+together = threading.Barrier(8)
+
+
+def take():
+    libc.malloc(ctypes.c_size_t(1000))
+    together.wait(60)
+
+
+threads = [threading.Thread(target=take) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+with tempfile.NamedTemporaryFile() as file:
+    stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    print(open(file.name).read().count("<heap nr="))
+"""
+
+
+@pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "malloc_info"), reason="heaps are counted by glibc"
+)
+def test_threads_that_start_later_share_one_heap() -> None:
+    """Else eight threads have eight more of them, and a server's memory grows."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.stdout.strip() == "1", done.stderr

@@ -101,9 +101,11 @@ def serve(
     except ModuleNotFoundError as error:
         raise TinyspecError(f"serve needs {error.name}: pip install 'tinyspec[serve]'") from error
     from tinyspec.generation import load_model
+    from tinyspec.lm.host import share_one_heap
     from tinyspec.serve.engine import ServingEngine
     from tinyspec.technique import find_policy, find_technique
 
+    share_one_heap()
     chosen = find_policy(policy, **read_policy_knobs(policy_knobs))
     knobs = base.read_knobs(ctx, knob, [method])
     base.assign_heads(head, [method], knobs)

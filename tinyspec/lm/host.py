@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+M_ARENA_MAX = -8  # of glibc's mallopt: how many heaps there may be
 INT_TYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -79,6 +80,18 @@ def find_free_memory() -> int | None:
     except (OSError, ValueError):
         return None
     return None if found is None else int(found[1]) * 1024
+
+
+def share_one_heap() -> None:
+    """Let all threads that start from now on take memory from one heap.
+
+    glibc gives threads heaps of their own, and each keeps what is freed in it. A server has a
+    thread for each request, so its memory grew with every size of cache that was ever asked for.
+    """
+    if sys.platform == "linux":
+        limit = getattr(ctypes.CDLL(None), "mallopt", None)
+        if limit is not None:
+            limit(M_ARENA_MAX, 1)
 
 
 def trim_heap() -> None:
