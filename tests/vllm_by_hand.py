@@ -12,7 +12,8 @@ of its own. The torchaudio, torchvision and torchcodec that its wheel names are 
     python tests/vllm_by_hand.py compare smollm2 FILE --markdown PAGE --datastore STORE \\
         --heads HEAD ...    # in ours
 
-STORE is what `rest` copies from, HEAD a folder that `tinyspec export` wrote; both programs read the same one. These were run:
+STORE is what `rest` copies from, HEAD a folder that `tinyspec export` wrote. Both programs read the
+same ones. These were run:
 
     tinyspec data datastore STORE --model smollm2 BOOK ...
     tinyspec export smollm2-medusa --format vllm-medusa --out heads/medusa

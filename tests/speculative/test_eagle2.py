@@ -138,6 +138,14 @@ def test_a_text_of_one_token_has_no_draft() -> None:
     assert propose(begin([1])) == TokenTree()
 
 
+def test_the_tree_is_as_large_as_the_authors_one() -> None:
+    """EAGLE-2's code passes total_token 59 and depth 5, which does not count the first pass."""
+    defaults = {
+        name: [knob.default for knob in find_technique(name).knobs] for name in ("eagle2", "eagle3")
+    }
+    assert defaults == {"eagle2": [59, 6, 10], "eagle3": [59, 8, 10]}
+
+
 def test_a_fitted_head_drafts_the_text() -> None:
     """The confident path is deeper than EAGLE's tree of 5 levels."""
     target, text = eagle_traps.reciting_target(2)

@@ -31,9 +31,9 @@ Tests: tests/nonautoregressive/test_latent_transformer.py (`translate_through_co
 `quantize_slices` against what runs; the moving averages; four dialects; codes that are shuffled).
 Ours: the prior reads a table of its own, tied to its output (in the code it reads the codebook);
 beta counts from the first step (there in the share that is quantized, as the prior's loss does);
-the codebook begins as vectors of the first batch; c and K are smaller (paper: 3
-and 2^14), and so is the decay of the averages where a recipe says so (paper: .999). The first end
-closes the text, and what stands after it has no label.
+the codebook begins as vectors of the first batch; c and K are smaller (paper: 3 and 2^14), and so
+is the decay of the averages where a recipe says so (paper: .999). The first end closes the text,
+and what stands after it has no label.
 Left out: the warm-up in which the decoder also sees true words, the shuffled words that the
 compressor reads, the convolutions between two doublings, and the causal mask of the output decoder;
 projected slices, semantic hashing and Gumbel softmax, which the paper compares with.

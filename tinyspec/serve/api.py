@@ -454,7 +454,7 @@ class Piece(NamedTuple):
 
 
 class TextPositions:
-    """Where the tokens of a text that grows have their first characters."""
+    """The positions, in a text that grows, of the first character of each of its tokens."""
 
     def __init__(self, tokenizer: Tokenizer):
         self.tokenizer = tokenizer

@@ -109,7 +109,10 @@ def count_heads_of_model(given: HeadsSettings, quiet: bool = False) -> dict[str,
 
 
 def read_earlier_rows(given: HeadsSettings) -> dict[str, Any]:
-    """Return the rows of the result that `keep` names, each with the date of its run."""
+    """Return the rows of the result that `keep` names, each with the date of its run.
+
+    Raises TinyspecError if it was counted in another way.
+    """
     assert given.keep is not None
     earlier = json.loads(given.keep.read_text(encoding="utf-8"))
     for name in ("model", "prompts", "tokens", "temperature", "seed", "dtype"):

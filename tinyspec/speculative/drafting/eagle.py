@@ -34,7 +34,8 @@ Tests: tests/speculative/test_eagle.py (what the layer reads; fitted heads draft
 pass for each depth; siblings and their distributions), tests/lm/test_stack.py (the layer itself).
 Additions of ours: the tree follows measured ranks (the paper's is made by hand, with as many
 nodes), and `draft_vocab` restricts H to the target's most frequent tokens.
-The noise of a text is divided by the length of the longest text of its batch, not by its own.
+The noise is divided by the length of the longest text of a batch; in the authors' code each text
+has noise by its own length.
 Left out: a bias of W, which the authors' code has and vLLM's loader lacks.
 """
 

@@ -29,9 +29,9 @@ accepted with at least that probability are run (speculative/lookup.py).
 The authors' code (ArcticInference) drafts one path by default, not a tree. There an occurrence
 after which the text ends counts in the denominator of D(N) too.
 Defaults that are not the paper's. `floor` 0.1 is the least D(N) that the authors' code drafts
-(suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default
-too. `most` 32 and `depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the
-first, and the code has 64 for the second (vLLM: 24).
+(suffix_min_token_prob); the paper has no floor. `alpha` 1 is that code's default too. `most` 32 and
+`depth` 32 bound the work of a round; vLLM's documentation suggests 32 for the first, and the code
+has 64 for the second (vLLM: 24).
 Left out: the hybrid with a draft model, used where the best score is small. The trees are bounded:
 `depth` tokens for match and draft together, `bound` nodes for outputs (then counts are halved). The
 paper lets them grow; its code bounds the depth too.

@@ -34,7 +34,8 @@ it sees. New chunks are not chosen when acceptance falls. To choose chunks takes
 target. It comes from a round that is run anyway, so the first round has no draft. In the authors'
 code new tokens take the places of the chunks with the lowest scores, so the budget stays as it is;
 and level 2 adds its bonus token, so it gives gamma2 or gamma2 + 1. The defaults are those of that
-code, except `rebuild`, for which they have no fixed number, and `window`, where they have 234.
+code, except `rebuild`, for which they have no fixed number. `window` is that of their class of
+caches; their scripts set 234.
 """
 
 import warnings
