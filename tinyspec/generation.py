@@ -336,9 +336,7 @@ def generate(
             errors[row] = error
 
     jobs = [partial(run_row, row) for row in range(len(rows))]
-    # The streams of a request share passes with each other: such requests take turns.
-    in_turns = card.kind == "streams"
-    results = dict(decode_many(jobs, in_turns=in_turns, max_live=MAX_LIVE))
+    results = dict(decode_many(jobs, max_live=MAX_LIVE))
     return unwrap_rows("prompt", [results.get(row) for row in range(len(rows))], errors)
 
 

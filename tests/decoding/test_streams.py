@@ -21,7 +21,6 @@ from tinyspec.decoding.streams import (
 from tinyspec.decoding.trace import Statistics
 from tinyspec.decoding.verify import verify_tree
 from tinyspec.laws.exact.models import small_network
-from tinyspec.lm.scheduler import Scheduler, run_together
 from tinyspec.tree import TokenTree
 
 M = small_network(3, 6)
@@ -47,11 +46,10 @@ def write(number: int, n: int, batch: DecodingBatch[int]) -> Iterator[int]:
         yield from round.tokens
 
 
-@pytest.mark.parametrize("in_turns", [False, True])
-def test_each_text_is_what_it_is_alone(in_turns: bool) -> None:
+def test_each_text_is_what_it_is_alone() -> None:
     got: dict[int, list[int]] = {0: [], 1: [], 2: []}
     texts = [partial(write, number, 3 + 2 * number) for number in range(3)]
-    for number, token in decode_many(texts, in_turns=in_turns):
+    for number, token in decode_many(texts):
         got[number].append(token)
     for number, tokens in got.items():
         alone = decode_alone([*PREFIX, *TAILS[number]], Seeded(number), 3 + 2 * number)
@@ -68,24 +66,9 @@ def test_a_text_that_joins_shares_the_next_pass(monkeypatch: pytest.MonkeyPatch)
                 batch.start([partial(write, 1, 2)])
             yield token
 
-    items = list(decode_many([grow], in_turns=True))
+    items = list(decode_many([grow]))
     assert [number for number, _ in items].count(1) == 2
     assert widths == [1, 1, 1, 2, 2, 1]  # prefill, two tokens; then the other text's prefill
-
-
-def test_in_turns_one_text_runs_after_the_other() -> None:
-    """So what they decide for each other does not depend on the machine."""
-    order = list[tuple[int, int]]()
-
-    def job(number: int, scheduler: Scheduler) -> None:
-        session = M.session(scheduler=scheduler)
-        for step in range(4):
-            order.append((step, number))
-            session.extend([1, 2])
-
-    jobs = [partial(job, number) for number in range(5)]
-    run_together(jobs, Scheduler(in_turns=True))
-    assert order == sorted(order)
 
 
 def test_a_failure_ends_all_and_is_raised() -> None:

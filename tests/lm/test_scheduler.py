@@ -112,6 +112,21 @@ def test_the_ledger_stays_with_the_request() -> None:
     assert forward_logs[0] == alone
 
 
+def test_between_two_passes_one_request_runs_after_the_other() -> None:
+    """So what they decide for each other does not depend on the machine."""
+    order = list[tuple[int, int]]()
+
+    def job(number: int, scheduler: Scheduler) -> None:
+        session = TARGET.session(scheduler=scheduler)
+        for step in range(4):
+            order.append((step, number))
+            time.sleep(0.001 * (5 - number))  # the last would be the first
+            session.extend([1, 2])
+
+    run_together([partial(job, number) for number in range(5)])
+    assert order == sorted(order)
+
+
 def test_what_waits_together_is_one_forward_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
     forward = TARGET.forward
@@ -669,7 +684,9 @@ def test_the_requests_of_a_turn_go_on_when_the_last_of_its_passes_has_run(
     scheduler, forward = Scheduler(), DRAFT.forward
 
     def slow(feeds: Any) -> Any:
-        scheduler.cancel()  # cancels nobody, and wakes all that wait
+        with scheduler.lock:  # wake all that wait
+            for ticket in scheduler._live.values():
+                ticket.may_go_on.notify()
         time.sleep(0.02)
         scores = forward(feeds)
         ends.append(time.monotonic())

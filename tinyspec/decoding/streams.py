@@ -69,17 +69,15 @@ DecodeText: TypeAlias = Callable[[DecodingBatch[T]], Iterable[T]]
 
 
 def decode_many(
-    texts: Sequence[DecodeText[T]], *, in_turns: bool = False, max_live: int | None = None
+    texts: Sequence[DecodeText[T]], *, max_live: int | None = None
 ) -> Generator[tuple[int, T], None, None]:
     """Decode several texts in shared forward passes. Yield (number of the text, what it yielded).
 
     Closing the iterator ends them all. The first failure ends them all, and is raised here.
 
-    in_turns  between two passes the texts run one after the other: needed if one text decides what
-              another one does
     max_live  how many run at once; when one ends, the next one begins
     """
-    batch = DecodingBatch[T](Scheduler(in_turns=in_turns, max_live=max_live))
+    batch = DecodingBatch[T](Scheduler(max_live=max_live))
     ended = 0
     try:
         batch.start(texts)
@@ -336,7 +334,7 @@ class StreamDecoder:
             self._start(begin(batch.scheduler), batch, after_round)
             yield None
 
-        running = decode_many([begin_all], in_turns=True)
+        running = decode_many([begin_all])
         try:
             for _ in running:
                 yield None

@@ -235,7 +235,7 @@ def random_trace(seed: int, dtype: torch.dtype = torch.float64) -> list[Arrival]
                 one.breaks = rng.randint(0, 3)
         trace.append(one)
     if seed % 2 and len(trace) > 1:
-        trace[-1].parent = 0  # one alone: the numbers of two would depend on their threads
+        trace[-1].parent = 0
     return trace
 
 
@@ -297,9 +297,10 @@ def read_items(ticket: Ticket[int]) -> list[int]:
 
 def count_awake(scheduler: Scheduler) -> int:
     """Return how many threads of requests do not wait for another one to wake them."""
-    with (changed := scheduler._changed):
-        asleep: deque[Any] = vars(changed)["_waiters"]
-        return sum(thread.is_alive() for thread in scheduler._threads) - len(asleep)
+    with scheduler.lock:
+        waking = [scheduler._computed, *(one.may_go_on for one in scheduler._live.values())]
+        asleep: list[deque[Any]] = [vars(condition)["_waiters"] for condition in waking]
+        return sum(thread.is_alive() for thread in scheduler._threads) - sum(map(len, asleep))
 
 
 def stands_still(scheduler: Scheduler) -> bool:

@@ -7,17 +7,17 @@ their loops go on with their own scores. The others wait for the next turn. So e
 be batched without knowing it. If one request drafts while another verifies, their two models make
 one forward pass each.
 
+Between two passes the loops run one after the other, in the order of the requests' numbers. Python
+runs one thread at a time anyway, and threads that compete for it cost more time than the loops.
+
 A request may arrive, end, fail or be cancelled at any time. The others notice nothing: on a CPU no
 row of the compiled transformer depends on what is computed beside it. A request that fails ends
 alone.
 
 A schedule is a function of the arrivals and the past, because a policy is asked only when every
 live request waits. So it does not matter which thread is faster, and a run can be repeated and
-simulated. The pass log (`Scheduler.pass_log`) says who shared which pass.
-
-A request may submit others, which join the next pass. Streams of *one* request decide what the
-others do (how many more may start), so they take turns: between two passes one thread runs after
-the other, in the order of their numbers.
+simulated. The pass log (`Scheduler.pass_log`) says who shared which pass. A request may submit
+others, which join the next pass.
 
 Requests may decide something together, as the length of their drafts: they ask a `BatchRule`, which
 answers when every live request waits.
@@ -84,6 +84,7 @@ class Ticket(Generic[T]):
     slots   positions of the cache that are reserved for it
     events  where its items go; a reader may collect those of several requests in one queue
     error   why it ended early: what its job raised, or `RequestCancelled`
+    may_go_on  wakes its thread
 
     It `is_decoding` from its first pass after the prompt, or its first question to a rule.
     """
@@ -98,6 +99,7 @@ class Ticket(Generic[T]):
     ):
         self.scheduler, self.number, self.job, self.slots = scheduler, number, job, slots
         self.events: SimpleQueue[Event] = SimpleQueue() if events is None else events
+        self.may_go_on = threading.Condition(scheduler.lock)
         self.error: BaseException | None = None
         self.is_cancelled = self.is_done = self.is_decoding = False
 
@@ -188,9 +190,9 @@ class Scheduler:
     policy     picks the passes of a turn; None: all that wait
     max_live   how many requests run at once; the others wait for a place, first come first served
     max_slots  positions of the cache that live requests may reserve, all together
-    in_turns   between two passes requests run one after the other, in the order of their numbers
     log_size   how many passes the log keeps; None: all
     turn       turns so far
+    lock       held while any of this changes
     """
 
     def __init__(
@@ -199,11 +201,10 @@ class Scheduler:
         *,
         max_live: int | None = None,
         max_slots: int | None = None,
-        in_turns: bool = False,
         log_size: int | None = None,
     ):
         self.policy = LockstepPolicy() if policy is None else policy
-        self.max_live, self.max_slots, self.in_turns = max_live, max_slots, in_turns
+        self.max_live, self.max_slots = max_live, max_slots
         self.turn = 0
         self.pass_log: deque[SharedPass] = deque(maxlen=log_size)
         self._numbers = count()
@@ -214,7 +215,9 @@ class Scheduler:
         self._alone: int | None = None  # the only live request when a pass was last picked
         self._threads: list[threading.Thread] = []
         self._is_computing = self._is_closed = False
-        self._changed = threading.Condition()
+        self.lock = threading.RLock()
+        self._ended = threading.Condition(self.lock)  # a request has ended
+        self._computed = threading.Condition(self.lock)  # a thread computes no more
         self._local = threading.local()
 
     def __enter__(self) -> Self:
@@ -233,7 +236,7 @@ class Scheduler:
         slots   positions of the cache that it needs at most
         events  where its items go; None: into a queue of its own
         """
-        with self._changed:
+        with self.lock:
             if self._is_closed:
                 raise TinyspecError("the scheduler is closed: it takes no more requests")
             if self.max_slots is not None and slots > self.max_slots:
@@ -248,28 +251,29 @@ class Scheduler:
 
     def together(self) -> AbstractContextManager[Any]:
         """Submit several requests at one moment: until the block ends, no pass begins."""
-        return self._changed
+        return self.lock
 
     def cancel(self, *tickets: Ticket[Any]) -> None:
         """End these requests at their next forward pass; at once, if they still wait to start."""
-        with self._changed:
+        with self.lock:
             for ticket in tickets:
                 ticket.is_cancelled = not ticket.is_done
                 self._waiting.pop(ticket.number, None)
+                ticket.may_go_on.notify()
                 if ticket in self._queue:
                     self._queue.remove(ticket)
                     ticket.end(RequestCancelled())
-            self._changed.notify_all()
+            self._ended.notify_all()
 
     def cancel_all(self) -> None:
         """Cancel all requests, and wait up to JOIN_SECONDS until they have ended."""
-        with self._changed:
+        with self.lock:
             self.cancel(*self._queue, *self._live.values())
         self.join(JOIN_SECONDS)
 
     def close(self) -> None:
         """Cancel all requests, and take no more."""
-        with self._changed:
+        with self.lock:
             self._is_closed = True
         self.cancel_all()
 
@@ -278,8 +282,8 @@ class Scheduler:
 
         Returns False if they have not after `timeout` seconds.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not (self._live or self._queue), timeout):
+        with self.lock:
+            if not self._ended.wait_for(lambda: not (self._live or self._queue), timeout):
                 return False
             threads = [one for one in self._threads if one is not threading.current_thread()]
         for thread in threads:
@@ -326,12 +330,12 @@ class Scheduler:
                 ticket.events.put(Event(ticket, item))
         except BaseException as raised:  # whoever reads the ticket gets it
             error = raised
-        with self._changed:
+        with self.lock:
             ticket.end(error)
             del self._live[ticket.number]
             self._admit()
             self._run_if_all_wait()
-            self._changed.notify_all()
+            self._ended.notify_all()
 
     # ------------------------------------------------------------------ forward passes
 
@@ -345,9 +349,9 @@ class Scheduler:
         Raises `RequestCancelled` in a request that was cancelled.
         """
         ticket: Ticket[Any] | None = getattr(self._local, "ticket", None)
-        with self._changed:
+        with self.lock:
             if ticket is None:  # a session that outlived its request, or warms up before it
-                self._changed.wait_for(lambda: not self._is_computing)
+                self._computed.wait_for(lambda: not self._is_computing)
                 with self._compute():
                     ran = model.forward(feeds)
                 self._run_if_all_wait()  # they could not while this thread computed
@@ -363,7 +367,7 @@ class Scheduler:
         make  makes the rule; of those who ask first together, the oldest request makes it
         """
         ticket: Ticket[Any] = self._local.ticket
-        with self._changed:
+        with self.lock:
             ticket.check_running()
             return self._wait_for(_Question(ticket, name=name, make=make, question=question))
 
@@ -386,9 +390,9 @@ class Scheduler:
     ) -> list[tuple[int, Tensor, Tensor]]:
         """Run `Transformer.run_chain`. Requests that arrive meanwhile wait until it has ended."""
         ticket: Ticket[Any] = self._local.ticket
-        with self._changed:
+        with self.lock:
             ticket.check_running()
-            self._changed.wait_for(lambda: not self._is_computing)
+            self._computed.wait_for(lambda: not self._is_computing)
             with self._compute():
                 ran = model.run_chain(cache, token, slot, most, choose, forward_log)
             for at in range(slot, slot + len(ran)):
@@ -398,27 +402,27 @@ class Scheduler:
         return ran
 
     def _wait_for_turn(self, ticket: Ticket[Any], wait: _Wait | None = None) -> None:
-        """Wait until a request may go on: its pass has run, and in turns, no one is before it."""
+        """Wait until a request may go on: its pass has run, and no one is before it."""
 
         def may_go_on() -> bool:
             is_picked = wait is not None and wait.is_picked
             if ticket.is_cancelled and not is_picked:
                 return True
-            first = min(self._live.keys() - self._waiting.keys(), default=ticket.number)
-            if self.in_turns and ticket.number != first:
-                return False
-            return wait is None or wait.is_ready
+            return self._find_next() is ticket and (wait is None or wait.is_ready)
 
-        with self._changed:
-            if self.in_turns:
-                self._changed.notify_all()  # it may be another's turn
-            self._changed.wait_for(may_go_on)
+        with self.lock:
+            ticket.may_go_on.wait_for(may_go_on)
             ticket.check_running()
+
+    def _find_next(self) -> Ticket[Any] | None:
+        """Return the first live request that does not wait for a result; None: all do."""
+        number = min(self._live.keys() - self._waiting.keys(), default=None)
+        return None if number is None else self._live[number]
 
     def _run_if_all_wait(self) -> None:
         """Answer questions; where there are none, run what the policy picks. The lock is held.
 
-        Nothing runs while a live request does not wait: it may want to take part. If the policy
+        Then wake the next request. Nothing runs while a live request does not wait: it may want to take part. If the policy
         cancels all that it picks, nobody goes on, and the others are asked about again.
         """
         while self._waiting and not self._is_computing and len(self._waiting) == len(self._live):
@@ -432,8 +436,7 @@ class Scheduler:
                 for wait in self._waiting.values():
                     wait.end(error)
                 self._waiting = {}
-                self._changed.notify_all()
-                return
+                break
             self._alone = next(iter(self._live)) if len(self._live) == 1 else None
             with self._compute():
                 results = [(waits, self._run_pass(waits)) for waits in picked]
@@ -441,6 +444,8 @@ class Scheduler:
                 for wait, result in zip(waits, ran, strict=True):
                     wait.end(result)
             self.turn += 1
+        if (ticket := self._find_next()) is not None:
+            ticket.may_go_on.notify()
 
     def _answer(self, asked: Sequence[_Question]) -> None:
         """Let each rule answer those that ask it. An error of a rule is raised in all of them."""
@@ -527,13 +532,13 @@ class Scheduler:
     def _compute(self) -> Iterator[None]:
         """Release the lock while this thread computes. Until the block ends, no other computes."""
         self._is_computing = True
-        self._changed.release()
+        self.lock.release()
         try:
             yield
         finally:
-            self._changed.acquire()
+            self.lock.acquire()
             self._is_computing = False
-            self._changed.notify_all()
+            self._computed.notify_all()
 
 
 class ScheduledForward:
